@@ -1,0 +1,14 @@
+"""Central: the institution's half; the server's half is `strategies/central.py`.
+
+The loop is that of `clients/cwt.py`: a cycle with a single institution, whose data are the union of all.
+"""
+
+from __future__ import annotations
+
+from flwr_replay.clients.cwt import CWTClient
+
+__all__ = ["CentralClient"]
+
+
+class CentralClient(CWTClient):
+    """Trains on the union of all institutions' data."""

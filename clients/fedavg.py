@@ -1,0 +1,28 @@
+"""Federated averaging: the institution's half; the server's half is `strategies/fedavg.py`.
+
+Source: McMahan et al. 2017, Algorithm 1, ClientUpdate; Qu et al. 2022, section 4.1 for the number of iterations.
+"""
+
+from __future__ import annotations
+
+from flwr_replay.client import InstitutionClient
+from flwr_replay.payloads.common import Visit, Visited
+from flwr_replay.training import batches, mean_loss, step, to_arrays
+
+__all__ = ["FedAvgClient"]
+
+
+class FedAvgClient(InstitutionClient):
+    """Trains the global model on the institution's data."""
+
+    def train(self, visit: Visit) -> Visited:
+        """Train for E passes and return the weights."""
+        data, losses, seen = self.training_data(), [], 0
+        model, optimizer = self.resume(visit)
+        for epoch in range(visit.local_epochs):
+            for x_B, y_B in batches(data.x, data.y, self.batch_size, self.shuffle(visit.server_round, epoch)):
+                losses.append(step(model, optimizer, self.task.loss(model(x_B), y_B)))
+                seen += len(y_B)
+        loss = mean_loss(losses)
+        self.suspend(visit, optimizer)
+        return Visited(arrays=to_arrays(model), num_examples=len(data), examples_seen=seen, train_loss=loss)

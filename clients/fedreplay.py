@@ -1,0 +1,121 @@
+"""FedReplay: the institution's half; the server's half is `strategies/fedreplay.py`.
+
+Source: Qu et al. 2022, section 3.2, Algorithm 2, lines 1-3; section 4.1 for the encoder's training.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flwr_replay.client import InstitutionClient
+from flwr_replay.institution import Shard
+from flwr_replay.latents import pack, rows_per_chunk, shifted
+from flwr_replay.models import has_batch_norm, split
+from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
+from flwr_replay.training import (
+    as_input,
+    batches,
+    load_arrays,
+    make_optimizer,
+    mean_loss,
+    refuse_single_batches,
+    step,
+    to_arrays,
+)
+
+__all__ = ["FedReplayClient"]
+
+HELD_OUT = 10  # without a validation split, every tenth training example judges the encoder's training
+FORWARD_BATCH = 256  # examples per forward pass when encoding; bounds memory, changes no result
+
+
+class FedReplayClient(InstitutionClient):
+    """Trains the encoder if asked to, and uploads latent variables."""
+
+    def encode(self, request: Encode) -> Encoder:
+        """Stage 1: train the whole backbone until it stops improving on validation data; return the encoder only."""
+        train, held_out = self.validation_split()
+        model = self.scratch_model(request.arrays)
+        refuse_single_batches(has_batch_norm(model), len(train), self.batch_size)
+        optimizer = make_optimizer(model, self.training, request.lr)
+        best, best_arrays, best_loss, seen, epoch = float("inf"), to_arrays(model), 0.0, 0, 0
+        since_best = 0
+        while epoch < request.max_epochs and since_best < request.patience:
+            model.train()
+            losses = []
+            for x_B, y_B in batches(train.x, train.y, self.batch_size, self.shuffle("encoder", epoch)):
+                losses.append(step(model, optimizer, self.task.loss(model(x_B), y_B)))
+                seen += len(y_B)
+            train_loss = mean_loss(losses)
+            epoch, since_best = epoch + 1, since_best + 1
+            validation = self.task.evaluate(model, held_out.x, held_out.y).loss
+            if validation < best:
+                best, best_loss, since_best, best_arrays = validation, train_loss, 0, to_arrays(model)
+        load_arrays(model, best_arrays)
+        encoder, _ = split(model, request.cut)
+        return Encoder(
+            arrays=to_arrays(encoder),
+            num_examples=len(train),
+            examples_seen=seen,
+            train_loss=best_loss,
+            validation_loss=best,
+            epochs=epoch,
+        )
+
+    def validation_split(self) -> tuple[Shard, Shard]:
+        """Return what the encoder trains on and what judges it; the data set's own split where there is one."""
+        train = self.institution.train
+        if self.institution.validation is not None:
+            return train, self.institution.validation
+        order = torch.randperm(len(train), generator=self.shuffle("held out")).to(train.y.device)
+        cut = max(1, len(train) // HELD_OUT) if len(train) > 1 else 0
+        kept, held = order[cut:], order[: max(1, cut)]
+        return Shard(train.x[kept], train.y[kept], 0), Shard(train.x[held], train.y[held], 0)
+
+    def extract(self, request: Extract) -> Latents:
+        """Stage 2: e_k ← E(x_k), the rows from `first` on that fit one message."""  # Alg. 2, lines 1-3
+        train = self.institution.train
+        encoder, _ = split(self.scratch_model(), request.cut)
+        load_arrays(encoder, request.arrays)
+        encoder.eval()  # the norm layers are frozen with the rest
+        views = self.view_offsets(request.views)
+        total = len(train) * request.views
+        row_values = self.encode_rows(encoder, views, torch.zeros(1, dtype=torch.int64))[0].numel()
+        stop = min(total, request.first + rows_per_chunk(row_values, request.latent_dtype, request.chunk_bytes))
+        rows = torch.arange(request.first, stop)
+
+        def raw_bytes(examples: int) -> int:
+            return train.raw_bytes * examples // len(train)
+
+        parts = [pack(self.encode_rows(encoder, views, part), request.latent_dtype) for part in rows.split(FORWARD_BATCH)]
+        codes, scales = zip(*parts, strict=True)
+        return Latents(
+            latents=np.concatenate(codes),
+            labels=train.y[(rows % len(train)).to(train.y.device)].cpu().numpy(),
+            scales=None if scales[0] is None else np.concatenate(scales),
+            num_examples=len(train),
+            first=request.first,
+            total=total,
+            raw_bytes=raw_bytes(min(stop, len(train))) - raw_bytes(min(request.first, len(train))),
+        )
+
+    def encode_rows(self, encoder: nn.Module, views: Tensor | None, rows: Tensor) -> Tensor:
+        """Encode rows of the upload: row r is example r mod n in its view r // n."""
+        train = self.institution.train
+        images = as_input(train.x[(rows % len(train)).to(train.x.device)])
+        if views is not None:
+            reach = images.shape[-1] // 8
+            images = shifted(images, reach, views[rows])
+        with torch.inference_mode():
+            latents: Tensor = encoder(images)
+        return latents
+
+    def view_offsets(self, views: int) -> Tensor | None:
+        """Draw the shifts of all rows, the first view's being none; shape (views * n, 2)."""
+        if views == 1:
+            return None
+        n, reach = len(self.institution.train), self.institution.train.x.shape[-1] // 8
+        drawn = torch.randint(0, 2 * reach + 1, ((views - 1) * n, 2), generator=self.shuffle("views"))
+        return torch.cat([torch.full((n, 2), reach), drawn])

@@ -1,0 +1,152 @@
+"""The command line: flwr-replay run | compare | strategies | data show | doctor.
+
+Nothing heavy is imported before a command needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flwr_replay.errors import ConfigError, FlwrReplayError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Federated learning for institutions whose data differ, on Flower.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+data = typer.Typer(help="Look at data sets and how they are dealt.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+Options = Annotated[list[str] | None, typer.Argument(help="task=mnist partition=ks rounds=5 cut=layer2 …", metavar="[OPTION=VALUE]…")]
+RunsDir = Annotated[str, typer.Option("--runs-dir", help="Where run directories go.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Engine = Annotated[str, typer.Option("--engine", help="inline: in this process | ray: Flower's Ray simulation.")]
+
+
+@app.command()
+def run(
+    options: Options = None,
+    engine: Engine = "inline",
+    runs_dir: RunsDir = "runs",
+    resume: Annotated[str, typer.Option("--resume", help="A run directory to go on with.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would travel; train nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run one method on one task; without options FedReplay on the digits of scikit-learn."""
+    _engine(engine)
+    _say("loading …")
+    from flwr_replay.progress import TerminalDisplay
+    from flwr_replay.simulate import resolve, run_inline, run_ray
+
+    overrides, config = resolve(options or [], runs_dir, resume)
+    if dry_run:
+        from flwr_replay.forecast import forecast_page
+
+        print(forecast_page(config))
+        return
+    result, folder = run_ray(overrides) if engine == "ray" else run_inline(overrides, TerminalDisplay())
+    print(json.dumps(result, indent=2) if as_json else _summary(result, folder))
+
+
+@app.command()
+def compare(
+    strategies: Annotated[str, typer.Argument(help="Comma-separated: fedavg,cwt,fedreplay")],
+    options: Options = None,
+    against: Annotated[str, typer.Option("--against", help="Differences are to this one; default: the last.")] = "",
+    jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
+    runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Run several methods on the same seeds; seeds=3 means seeds 0, 1, 2. Finished runs are not repeated."""
+    _say("loading …")
+    from flwr_replay.compare import compare_strategies
+
+    table, report = compare_strategies(strategies.split(","), options or [], against, jobs, Path(runs_dir))
+    print(json.dumps(report, indent=2) if as_json else table)
+
+
+@app.command()
+def strategies(as_json: AsJson = False) -> None:
+    """List the methods: what each does, and what travels."""
+    from flwr_replay.forecast import describe_strategies
+
+    described = describe_strategies()
+    if as_json:
+        print(json.dumps(described, indent=2))
+        return
+    for name, (idea, travels) in described.items():
+        print(f"{name}\n  {idea}\n  Travels: {travels}\n")
+
+
+@data.command("show")
+def show(
+    options: Options = None,
+    out: Annotated[str, typer.Option("--out", help="Where the plots go.")] = "data-show",
+) -> None:
+    """Print and plot each institution's label histogram and the KS and TV matrices."""
+    from flwr_replay.data.show import show as describe
+    from flwr_replay.files import make_folder
+    from flwr_replay.institution import loaded
+    from flwr_replay.simulate import check_data, resolve
+
+    _, config = resolve(options or [], ".", "")
+    _, part = check_data(config)
+    print(describe(loaded(config.task), part, make_folder(Path(out).absolute(), "--out")))
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: versions, ports, write access, Ray, GPU."""
+    from flwr_replay.doctor import examine
+
+    healthy, text = examine()
+    print(text)
+    sys.exit(0 if healthy else 1)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line and exit code 2."""
+    try:
+        app()
+    except FlwrReplayError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _engine(engine: str) -> None:
+    if engine not in ("inline", "ray"):
+        raise ConfigError(f"--engine must be inline or ray; got {engine!r}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _summary(result: dict[str, Any], folder: Path) -> str:
+    from flwr_replay.progress import shown_bytes
+
+    leading = result["metric"]
+    lines = [
+        f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f} "
+        f"(best {result['best'][leading]:.4f} in round {result['best']['round']})",
+        *(f"  {name}: {metrics[leading]:.4f}" for name, metrics in result["final"]["institutions"].items()),
+        f"sent: up {shown_bytes(result['bytes']['up'])}, down {shown_bytes(result['bytes']['down'])}",
+    ]
+    for kind, count in result["bytes-by-kind"]["up"].items():
+        if kind == "per-sample":
+            raw = result["bytes-by-kind"]["up"]["raw-bytes-they-stand-for"]
+            lines.append(
+                f"of single patients: {shown_bytes(count)} of latents and labels, in place of {shown_bytes(raw)} of raw "
+                "data; they are not differentially private"
+            )
+    lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
+    return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])

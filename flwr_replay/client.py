@@ -1,0 +1,160 @@
+"""The institution's half of every method: a Flower `NumPyClient` with one method for each stage.
+
+The server names a stage in the config record; the method of that name (`extract`, `train_own`) receives the decoded
+request and returns the payload that the request's declaration promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from flwr.client import NumPyClient
+from torch import nn
+
+from flwr_replay.config import TrainingConfig
+from flwr_replay.errors import ConfigError, WireError
+from flwr_replay.institution import Institution, Shard
+from flwr_replay.models import has_batch_norm
+from flwr_replay.payloads.common import Evaluate, Evaluation, Present, RollCall, Visit
+from flwr_replay.state import StateStore, load_optimizer_arrays, optimizer_arrays
+from flwr_replay.training import generator, load_arrays, make_optimizer, refuse_single_batches
+from flwr_replay.wire import REQUESTS, NamedArrays, Payload, StateDict
+
+__all__ = ["InstitutionClient"]
+
+
+class InstitutionClient(NumPyClient):
+    """Base of the clients of all methods.
+
+    Parameters
+    ----------
+    institution : Institution
+        Whose data, device and state directory these are.
+    model : Callable[[int], nn.Module]
+        Builds the backbone with fresh weights from a seed.
+    task : Any
+        Loss, evaluation and metrics, see `flwr_replay.tasks`.
+    training : TrainingConfig | None
+        Optimizer and batch size; None means the defaults.
+    seed : int
+        Of the run; shuffles derive from it and the institution's name.
+    """
+
+    def __init__(
+        self,
+        institution: Institution,
+        model: Callable[[int], nn.Module],
+        task: Any,
+        training: TrainingConfig | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.institution = institution
+        self.fresh = model
+        self.task = task
+        self.training = training or TrainingConfig()
+        self.seed = seed
+        self.state = StateStore(institution)
+
+    # --- Flower's NumPyClient ---------------------------------------------------------------------------------------
+
+    def fit(self, parameters: Any, config: dict[str, Any]) -> tuple[NamedArrays, int, dict[str, Any]]:
+        """Answer a training request: decode, call the stage's method, encode."""
+        arrays, metrics, _ = self.answer(parameters, config).parts()
+        return NamedArrays(arrays or {}), metrics.pop("num-examples", len(self.institution.train)), metrics
+
+    def evaluate(self, parameters: Any, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Answer an evaluation request."""
+        _, metrics, _ = self.answer(parameters, config).parts()
+        return metrics.pop("loss"), metrics.pop("num-examples"), metrics
+
+    def answer(self, parameters: Any, config: dict[str, Any]) -> Payload:
+        """Decode a request, call the method of its stage, and check that it gives what was declared.
+
+        Raises
+        ------
+        ConfigError
+            If this method has no such stage.
+        WireError
+            If the method returns another payload than the request's declaration promises.
+        """
+        stage = str(config.get("stage", ""))
+        request = REQUESTS.get(stage)
+        method = getattr(self, stage.replace("-", "_") if stage != "evaluate" else "evaluate_model", None)
+        if request is None or method is None:
+            raise ConfigError(f"{type(self).__name__} has no stage {stage!r}: server and institution run other versions")
+        arrays = parameters.state_dict() if isinstance(parameters, NamedArrays) else {}
+        answer = method(request.of(arrays, config))
+        if type(answer) is not request.answer:
+            raise WireError(f"stage {stage!r} declares the answer {request.answer.__name__}; got {type(answer).__name__}")
+        return answer
+
+    # --- stages that all methods share ------------------------------------------------------------------------------
+
+    def roll_call(self, request: RollCall) -> Present:
+        """Say who is here."""
+        train = self.institution.data.train
+        return Present(name=self.institution.name, num_examples=len(train), raw_bytes=train.nbytes)
+
+    def evaluate_model(self, request: Evaluate) -> Evaluation:
+        """Test the weights that came on the institution's test shard."""
+        model = self.scratch_model(request.arrays)
+        evaluation: Evaluation = self.task.evaluate(model, self.institution.test.x, self.institution.test.y)
+        return evaluation
+
+    # --- helpers of the methods' loops ------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """b, the number of examples in a batch."""
+        return self.training.batch_size
+
+    def training_data(self, pooled: bool = False) -> Shard:
+        """Return the institution's training examples, or in a simulation the union of all institutions'."""
+        return self.institution.pooled if pooled else self.institution.train
+
+    def shuffle(self, *purpose: object) -> torch.Generator:
+        """Return a generator of this institution's own for one purpose, such as a round."""
+        return generator(self.seed, self.institution.name, *purpose)
+
+    def scratch_model(self, arrays: StateDict | None = None) -> nn.Module:
+        """Return this process's one backbone on the institution's device, in training mode, with the weights given.
+
+        Building a model costs more than loading one; nothing may be kept in it from one message to the next.
+        """
+        model = _scratch(self.fresh, self.institution.device).train()
+        if arrays is not None:
+            load_arrays(model, arrays)
+        return model
+
+    def resume(self, visit: Visit) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return the visiting model, ready to train, and its optimizer.
+
+        The one rule for the optimizer's state between visits: `reset` begins every visit with a fresh optimizer;
+        `keep` goes on with the state that this institution saved at the end of its previous visit. The state never
+        travels.
+        """
+        model = self.scratch_model(visit.arrays)
+        refuse_single_batches(has_batch_norm(model), len(self.training_data(visit.pooled)), self.batch_size)
+        return model, self.resume_optimizer(model, visit)
+
+    def resume_optimizer(self, model: nn.Module, visit: Any) -> torch.optim.Optimizer:
+        """Build the optimizer and, under `keep`, give it its saved state."""
+        optimizer = make_optimizer(model, self.training, visit.lr)
+        if visit.optimizer_state == "keep":
+            kept = self.state.load("optimizer", visit.run, visit.server_round)
+            if kept:
+                load_optimizer_arrays(optimizer, kept)
+        return optimizer
+
+    def suspend(self, visit: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Save the optimizer's state under `keep`."""
+        if visit.optimizer_state == "keep":
+            self.state.save("optimizer", visit.run, visit.server_round, optimizer_arrays(optimizer))
+
+
+@lru_cache(maxsize=2)
+def _scratch(fresh: Callable[[int], nn.Module], device: torch.device) -> nn.Module:
+    return fresh(0).to(device)

@@ -1,0 +1,200 @@
+"""From what a user typed to a `RunConfig`, the same way on both sides of the wire.
+
+Options come as Hydra overrides (`flwr-replay run task=mnist cut=layer2`) or in Flower's run config, whose key
+`overrides` holds any further Hydra overrides as one text. A hyphen in a key is an underscore, and an option may be
+named without its section where the name is unique: `cut=layer2` is `strategy.cut=layer2`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from flwr_replay.config import ModelConfig, PartitionConfig, RunConfig, TaskConfig, TrainingConfig
+from flwr_replay.errors import ConfigError, nearest
+
+__all__ = ["choices", "compose", "from_run_config", "load_client", "load_strategy", "overrides_of", "to_yaml"]
+
+GROUPS = ("strategy", "task", "partition", "model")
+SECTIONS: dict[str, type] = {
+    "task": TaskConfig,
+    "partition": PartitionConfig,
+    "model": ModelConfig,
+    "training": TrainingConfig,
+}
+
+
+def conf_dir() -> Path:
+    """Return the folder of YAML choices, in a checkout, a FAB or a wheel."""
+    return Path(next(iter(importlib.import_module("flwr_replay.conf").__path__)))
+
+
+def choices(group: str) -> list[str]:
+    """List what a config group offers: `choices("strategy")`."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def load_strategy(name: str) -> tuple[type[Any], type[Any]]:
+    """Return a strategy's class and its config dataclass, found by name in `flwr_replay.strategies`."""
+    module = importlib.import_module(f"flwr_replay.strategies.{name}")
+    strategy: type[Any] = next(value for key, value in vars(module).items() if key.lower() == name)
+    return strategy, getattr(module, f"{strategy.__name__}Config")
+
+
+def load_client(name: str) -> type[Any]:
+    """Return the institution's half of a strategy, found by name in `flwr_replay.clients`."""
+    module = importlib.import_module(f"flwr_replay.clients.{name}")
+    client: type[Any] = next(value for key, value in vars(module).items() if key.lower() == f"{name}client")
+    return client
+
+
+def from_run_config(run_config: Mapping[str, Any]) -> RunConfig:
+    """Compose from Flower's run config; empty texts and zeros mean: not set.
+
+    A plain key is an override of its own; the key `overrides` is split as a shell would and wins.
+    """
+    try:
+        further = shlex.split(str(run_config.get("overrides", "")))
+    except ValueError as error:
+        raise ConfigError(f"overrides must be words as in a shell; got {run_config['overrides']!r}: {error}") from None
+    plain = [f"{key}={value}" for key, value in run_config.items() if key != "overrides" and value not in ("", 0)]
+    return compose([*plain, *further])
+
+
+def compose(overrides: Sequence[str]) -> RunConfig:
+    """Compose `conf/` with overrides; a later override wins.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown option, choice or value, with the nearest valid names.
+    """
+    return _compose(tuple(overrides))
+
+
+@lru_cache(maxsize=32)
+def _compose(overrides: tuple[str, ...]) -> RunConfig:
+    pairs = [_pair(override) for override in overrides]
+    chosen = {key: value for key, value in pairs if key in GROUPS}
+    for group, choice in chosen.items():
+        if choice not in choices(group):
+            raise ConfigError(f"unknown {group} {choice!r}: {nearest(choice, choices(group))}")
+    base = _hydra([f"{group}={choice}" for group, choice in chosen.items()])
+    resolved = [f"{_full_key(key, base)}={value}" for key, value in pairs if key not in GROUPS]
+    values = _hydra([*(f"{group}={choice}" for group, choice in chosen.items()), *resolved])
+    sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in SECTIONS.items()}
+    strategy = values.pop("strategy")
+    _, strategy_config = load_strategy(strategy.pop("name"))
+    sections["strategy"] = _build(strategy_config, strategy, "strategy")
+    config: RunConfig = _build(RunConfig, {**values, **sections}, "")
+    return config
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Write a resolved configuration as YAML; composing from it again gives the same `RunConfig`."""
+    import yaml
+
+    return yaml.safe_dump(_plain({**asdict(config), "strategy": {"name": config.strategy.name, **asdict(config.strategy)}}))
+
+
+def overrides_of(path: Path) -> list[str]:
+    """Read a run's `config.yaml` back as overrides that set every option."""
+    import yaml
+
+    def quoted(value: Any) -> str:
+        if isinstance(value, list):
+            return "[" + ",".join(map(quoted, value)) + "]"
+        if isinstance(value, str):
+            return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        return json.dumps(value)
+
+    found: list[str] = []
+    for key, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        if isinstance(value, dict):
+            name = value.pop("name", None)
+            found += [f"{key}={name}"] if name else []
+            found += [f"{key}.{option}={quoted(item)}" for option, item in value.items()]
+        else:
+            found.append(f"{key}={quoted(value)}")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _pair(override: str) -> tuple[str, str]:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"an option is written key=value; got {override!r}")
+    return key.replace("-", "_"), value
+
+
+def _full_key(key: str, base: Mapping[str, Any]) -> str:
+    """Find the section of an option; the groups' `name` keys are chosen, not set."""
+    known = {name: name for name, value in base.items() if not isinstance(value, dict)}
+    for section, options in base.items():
+        if isinstance(options, dict):
+            known |= {f"{section}.{name}": f"{section}.{name}" for name in options if name != "name"}
+    if key in known:
+        return known[key]
+    matches = [full for full in known if full.endswith(f".{key}")]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ConfigError(f"option {key!r} is in several sections; write one of {', '.join(matches)}")
+    shown = [name.replace("_", "-") for name in known]
+    raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {nearest(key.replace('_', '-'), shown)}")
+
+
+def _hydra(overrides: list[str]) -> dict[str, Any]:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+            composed = OmegaConf.to_container(hydra_compose("config", overrides=overrides), resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"options must be Hydra overrides; got {' '.join(overrides)!r}: {_first(error)}") from None
+    assert isinstance(composed, dict)
+    return {str(key): value for key, value in composed.items()}
+
+
+def _first(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _build(cls: type, values: Mapping[str, Any], section: str) -> Any:
+    """Construct a config dataclass, refusing unknown keys and values of the wrong type."""
+    hints = get_type_hints(cls)
+    known = [field.name for field in fields(cls)]
+    prefix = f"{section}." if section else ""
+    typed = {}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"unknown option {prefix}{key}: {nearest(key, known)}")
+        typed[key] = _typed(f"{prefix}{key}".replace("_", "-"), value, hints[key])
+    return cls(**typed)
+
+
+def _typed(option: str, value: Any, hint: Any) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, list):
+        return tuple(value)
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if hint in (bool, int, float, str) and type(value) is not hint:
+        raise ConfigError(f"{option} must be of type {hint.__name__}; got {value!r}")
+    return value

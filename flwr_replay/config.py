@@ -1,0 +1,141 @@
+"""What can be set: frozen dataclasses, validated on construction.
+
+YAML under `conf/` chooses among them; its keys equal the field names here. A strategy's own options are the
+`<Name>Config` dataclass of its file in `strategies/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flwr_replay.errors import ConfigError, nearest
+
+__all__ = ["ModelConfig", "PartitionConfig", "RunConfig", "TaskConfig", "TrainingConfig", "one_of", "require"]
+
+
+def require(rule: bool, message: str) -> None:
+    """Raise `ConfigError` with `message` unless the rule holds."""
+    if not rule:
+        raise ConfigError(message)
+
+
+def one_of(option: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise `ConfigError` with near matches unless `value` is one of `known`."""
+    require(value in known, f"{option} must be one of {', '.join(known)}; got {value!r}: {nearest(value, known)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """A data set and what is learned from it."""
+
+    name: str
+    kind: str = "classification"
+    format: str  # which reader in flwr_replay.data.datasets
+    data_dir: str = ""  # a folder, or one .npz file; empty: the data set's package brings it
+    download: bool = False  # may the data be fetched from the network?
+    channels: int
+    size: int  # height and width of an image, pixels
+    classes: int
+    class_names: tuple[str, ...] = ()  # folder: the class folders in the order of the labels; empty: sorted
+    site_column: str = "site"  # folder: the manifest's column that names the institution
+    flip: bool = False  # is a mirrored image still a valid example?
+
+    def __post_init__(self) -> None:
+        one_of("task.kind", self.kind, ("classification",))
+        one_of("task.format", self.format, ("digits", "idx", "cifar10", "medmnist", "folder"))
+        for name in ("channels", "size"):
+            require(getattr(self, name) >= 1, f"task.{name} must be at least 1; got {getattr(self, name)}")
+        require(self.classes >= 2, f"task.classes must be at least 2; got {self.classes}")
+        require(
+            not self.class_names or len(self.class_names) == self.classes,
+            f"task.class-names must name all {self.classes} classes; got {len(self.class_names)}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig:
+    """How one data set is dealt to simulated institutions."""
+
+    name: str
+    p: float = 0.8  # majority: the share that the major class has
+    majors: str = "distinct"  # majority: distinct | random
+    ks: float = 0.9  # ks: target mean pairwise Kolmogorov-Smirnov statistic
+    drop: bool = False  # ks: may examples of the most frequent class be left out to reach the target?
+    alpha: float = 0.5  # dirichlet: concentration
+    size: int = 0  # examples per institution; 0: as many as there are
+    test: str = "iid"  # iid: each test shard is a sample of all; mirror: it has its institution's label mix
+
+    def __post_init__(self) -> None:
+        one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet"))
+        one_of("partition.majors", self.majors, ("distinct", "random"))
+        one_of("partition.test", self.test, ("iid", "mirror"))
+        require(0 < self.p <= 1, f"partition.p is a share in (0, 1]; got {self.p}")
+        require(0 <= self.ks <= 1, f"partition.ks is a statistic in [0, 1]; got {self.ks}")
+        require(self.alpha > 0, f"partition.alpha must be positive; got {self.alpha}")
+        require(self.size >= 0, f"partition.size must not be negative; got {self.size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A backbone; every one is an ordered list of named stages."""
+
+    name: str
+    width: int = 64  # channels after the first stage (mlp: units per hidden layer)
+    stem: str = "small"  # resnet: published = 7x7/2 + pool, small = 3x3/1 + pool
+    norm: str = "batch"  # batch | group
+
+    def __post_init__(self) -> None:
+        one_of("model.name", self.name, ("mlp", "lenet5", "cnn", "resnet18", "resnet34"))
+        one_of("model.stem", self.stem, ("published", "small"))
+        one_of("model.norm", self.norm, ("batch", "group"))
+        require(self.width >= 1, f"model.width must be at least 1; got {self.width}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How a model is trained, wherever it is trained (Qu et al. 2022, section 4.1: SGD, 0.001, batch 32)."""
+
+    optimizer: str = "sgd"  # sgd | adam
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    batch_size: int = 32
+    lr_step: int = 0  # rounds after which the learning rate is divided by ten; 0: never (paper: 35)
+
+    def __post_init__(self) -> None:
+        one_of("training.optimizer", self.optimizer, ("sgd", "adam"))
+        require(self.lr > 0, f"training.lr must be positive; got {self.lr}")
+        require(0 <= self.momentum < 1, f"training.momentum lies in [0, 1); got {self.momentum}")
+        require(self.weight_decay >= 0, f"training.weight-decay must not be negative; got {self.weight_decay}")
+        require(self.batch_size >= 1, f"training.batch-size must be at least 1; got {self.batch_size}")
+        require(self.lr_step >= 0, f"training.lr-step must not be negative; got {self.lr_step}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run, fully resolved; `config.yaml` of the run directory holds exactly this."""
+
+    strategy: Any  # the <Name>Config of strategies/<name>.py
+    task: TaskConfig
+    partition: PartitionConfig
+    model: ModelConfig
+    training: TrainingConfig
+    nodes: int  # institutions to wait for; 0: as many as are there, four when simulated in process
+    rounds: int  # passes over the institutions' data
+    seed: int
+    evaluate_every: int  # rounds; the last round is always evaluated
+    threads: int  # torch threads of every process; equal numbers give equal bits
+    device: str  # auto | cpu | cuda | cuda:N
+    runs_dir: str  # empty: $FLWR_REPLAY_HOME/runs, else ~/.flwr-replay/runs
+    run_name: str  # empty: <date>-<strategy>-<task>-<seed>
+    resume: str  # a run directory to go on with
+    timeout: float  # seconds to wait for an institution's answer
+    wait: float  # seconds to wait for `nodes` institutions to join
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "evaluate_every", "threads"):
+            require(getattr(self, name) >= 1, f"{name.replace('_', '-')} must be at least 1; got {getattr(self, name)}")
+        require(self.nodes >= 0, f"nodes must not be negative; got {self.nodes}")
+        require(self.seed >= 0, f"seed must not be negative; got {self.seed}")
+        require(self.timeout > 0 and self.wait >= 0, "timeout must be positive and wait not negative")

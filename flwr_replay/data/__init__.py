@@ -1,0 +1,22 @@
+"""Data sets, how they are dealt to institutions, and how much those differ."""
+
+from __future__ import annotations
+
+from flwr_replay.data.datasets import Dataset, Examples, load
+from flwr_replay.data.partitions import Partition, institution_name, partition
+from flwr_replay.data.show import show
+from flwr_replay.data.skew import ks_matrix, label_histogram, mean_pairwise_ks, tv_matrix
+
+__all__ = [
+    "Dataset",
+    "Examples",
+    "Partition",
+    "institution_name",
+    "ks_matrix",
+    "label_histogram",
+    "load",
+    "mean_pairwise_ks",
+    "partition",
+    "show",
+    "tv_matrix",
+]

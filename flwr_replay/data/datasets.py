@@ -1,0 +1,142 @@
+"""Data sets in memory, and `load`, which checks whatever a reader brings before anything trains on it.
+
+Letters: N examples, C channels, H and W height and width in pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_replay.config import TaskConfig
+from flwr_replay.data.folder import read_folder
+from flwr_replay.data.readers import Raw, read_cifar10, read_digits, read_idx, read_medmnist
+from flwr_replay.errors import DataError
+
+__all__ = ["Dataset", "Examples", "load"]
+
+READERS: dict[str, Callable[[TaskConfig], dict[str, Raw]]] = {
+    "digits": read_digits,
+    "idx": read_idx,
+    "cifar10": read_cifar10,
+    "medmnist": read_medmnist,
+    "folder": read_folder,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Images with their labels.
+
+    Parameters
+    ----------
+    x : ndarray of uint8, shape (N, C, H, W)
+        Images, 0..255.
+    y : ndarray of int64 (classes) or float32 (continuous labels), shape (N,)
+        Labels.
+    sites : ndarray of str, shape (N,), or None
+        The institution each example comes from, where the data name it.
+
+    Raises
+    ------
+    DataError
+        If shapes, lengths or dtypes are others.
+    """
+
+    x: NDArray[np.uint8]
+    y: NDArray[np.int64] | NDArray[np.float32]
+    sites: NDArray[np.str_] | None = None
+
+    def __post_init__(self) -> None:
+        if self.x.ndim != 4 or self.x.dtype != np.uint8:
+            raise DataError(f"images must be uint8 of shape (N, C, H, W); got {self.x.dtype} of shape {self.x.shape}")
+        if self.y.ndim != 1 or self.y.dtype not in (np.int64, np.float32):
+            raise DataError(
+                f"labels must be int64 or float32 of shape (N,); got {self.y.dtype} of shape {self.y.shape}"
+            )
+        sites = len(self.y) if self.sites is None else len(self.sites)
+        if not len(self.x) == len(self.y) == sites:
+            raise DataError(
+                f"every image needs a label and, with sites, a site; got {len(self.x)}, {len(self.y)}, {sites}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of images and labels."""
+        return self.x.nbytes + self.y.nbytes
+
+    def take(self, indices: NDArray[np.int64]) -> Examples:
+        """Return the examples at these indices, in their order, as copies."""
+        return Examples(self.x[indices], self.y[indices], None if self.sites is None else self.sites[indices])
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Examples to train on, to test on and, where the source has them, to validate on."""
+
+    name: str
+    train: Examples
+    test: Examples
+    val: Examples | None = None
+
+
+def load(task: TaskConfig) -> Dataset:
+    """Read a task's data; the same files give the same bits on every machine.
+
+    Nothing is fetched from the network unless `task.download` says so.
+
+    Parameters
+    ----------
+    task : TaskConfig
+        Its `format` chooses the reader, its `channels`, `size` and `classes` are what the data must have.
+
+    Returns
+    -------
+    Dataset
+        Train and test hold at least one example; `val` is None where there is no such split.
+
+    Raises
+    ------
+    DataError
+        Files that are missing, truncated or of another format; images of another size; labels that are no class;
+        an empty split. One line with the file, the value and what to do.
+    ConfigError
+        A format that needs an option, or a package, that is not there.
+    """
+    splits = {split: _checked(raw, task, split) for split, raw in READERS[task.format](task).items()}
+    val = splits.get("val")
+    return Dataset(task.name, splits["train"], splits["test"], val if val is not None and len(val) else None)
+
+
+def _checked(raw: Raw, task: TaskConfig, split: str) -> Examples:
+    if len(raw.x) != len(raw.y):
+        raise DataError(
+            f"every image needs one label; got {len(raw.x)} images in {raw.images} and {len(raw.y)} labels in "
+            f"{raw.labels}: are both files of the same set?"
+        )
+    if not len(raw.y) and split != "val":
+        raise DataError(f"task={task.name} needs {split} examples; got none in {raw.images}: add some")
+    expected = (task.channels, task.size, task.size)
+    if len(raw.y) and raw.x.shape[1:] != expected:
+        raise DataError(
+            f"images of task={task.name} must be task.channels x task.size x task.size = {_by(expected)}; got "
+            f"{_by(raw.x.shape[1:])} in {raw.images}: set task.channels and task.size, or convert the images"
+        )
+    wrong = np.flatnonzero((raw.y < 0) | (raw.y >= task.classes))
+    if len(wrong):
+        raise DataError(
+            f"labels of task={task.name} must lie in 0..{task.classes - 1}; got {raw.y[wrong[0]]} (example {wrong[0]} "
+            f"of {raw.labels}): set task.classes, or correct the label"
+        )
+    # Writable, since torch shares memory with what it is given.
+    return Examples(np.require(raw.x, requirements=["C", "W"]), raw.y.astype(np.int64), raw.sites)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

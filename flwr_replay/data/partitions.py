@@ -1,0 +1,298 @@
+"""How one data set is dealt to simulated institutions.
+
+Letters: N examples, K institutions, C classes. A partition holds indices into the data set, ascending; no training
+example has two owners, and every test example has exactly one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_replay.config import PartitionConfig, require
+from flwr_replay.data.by_ks import deal_by_ks
+from flwr_replay.data.datasets import Dataset, Examples
+from flwr_replay.data.skew import is_continuous, ks_matrix, label_groups, mean_pairwise, tv_matrix
+from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.rng import derived_rng, derived_seed
+
+__all__ = ["Partition", "institution_name", "partition"]
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Who owns which examples, and how much the institutions differ.
+
+    Parameters
+    ----------
+    names : tuple of K str
+        The institutions, sorted.
+    train, test : tuple of K int64 arrays
+        Indices into the data set's splits.
+    val : tuple of K int64 arrays, or None
+        The same for the validation split, where the data set has one.
+    ks, tv : float
+        Mean pairwise Kolmogorov-Smirnov statistic and total variation of the training labels, in [0, 1].
+    dropped : int
+        Training examples left out to reach the KS target (`partition.drop`).
+    """
+
+    names: tuple[str, ...]
+    train: tuple[Indices, ...]
+    test: tuple[Indices, ...]
+    val: tuple[Indices, ...] | None
+    ks: float
+    tv: float
+    dropped: int
+
+    def examples(self, dataset: Dataset, k: int) -> Dataset:
+        """Return the data of the k-th institution, named after it."""
+        val = None if self.val is None or dataset.val is None else dataset.val.take(self.val[k])
+        return Dataset(self.names[k], dataset.train.take(self.train[k]), dataset.test.take(self.test[k]), val)
+
+
+def institution_name(k: int, nodes: int) -> str:
+    """Name the k-th of several simulated institutions so that names sort as numbers do.
+
+    >>> institution_name(0, 4), institution_name(0, 12)
+    ('institution-1', 'institution-01')
+    """
+    return f"institution-{k + 1:0{len(str(nodes))}d}"
+
+
+def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) -> Partition:
+    """Deal a data set to institutions.
+
+    - iid: equal shards of a random order.
+    - majority: one class makes up a share p of an institution's data, the rest is drawn from the other classes
+      (Kalra et al. 2023, section 4.1).
+    - ks: as skewed as a mean pairwise KS statistic says (Qu et al. 2022, section 4.1); see `by_ks`.
+    - natural: by the sites that the data name.
+    - dirichlet: flwr-datasets' `DirichletPartitioner`.
+
+    Test and validation examples are dealt IID in equal shards, or (`config.test="mirror"`) in the proportions that
+    the training examples of their class, or of their decile of a continuous label, have; natural deals them by site.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        What is dealt.
+    config : PartitionConfig
+        How.
+    nodes : int
+        Institutions, K.
+    seed : int
+        The run's seed; the same seed gives the same partition.
+
+    Raises
+    ------
+    ConfigError
+        What cannot be: more distinct majors than classes, an unreachable KS, more examples than there are.
+    DataError
+        If an institution would hold no training or no test examples.
+    """
+    require(nodes >= 1, f"nodes must be at least 1; got {nodes}")
+    val = dataset.val if dataset.val is not None and len(dataset.val) else None
+    dropped, val_shards = 0, None
+    if config.name == "natural":
+        names = _site_names(dataset, config, nodes)
+        train, test = _by_site(dataset.train, names), _by_site(dataset.test, names)
+        val_shards = _by_site(val, names) if val else None
+    else:
+        names = tuple(institution_name(k, nodes) for k in range(nodes))
+        if config.name == "ks":
+            train, dropped = deal_by_ks(dataset.train.y, config, nodes, seed)
+        else:
+            train = DEALERS[config.name](dataset.train.y, config, nodes, seed)
+        test = _shards(dataset.test, "test", dataset.train, train, config, seed)
+        val_shards = _shards(val, "val", dataset.train, train, config, seed) if val else None
+    shards = {"train": train, "test": test, "val": val_shards or []}
+    for split, parts in shards.items():
+        for name, part in zip(names, parts, strict=False):
+            if not len(part) and not (split == "val" and config.name == "natural"):
+                raise DataError(
+                    f"every institution must hold {split} examples; {name} of {nodes} got none with "
+                    f"partition={config.name}: take fewer nodes or more data"
+                )
+    labels = [dataset.train.y[part] for part in train]
+    return Partition(
+        names=names,
+        train=tuple(np.sort(part) for part in train),
+        test=tuple(np.sort(part) for part in test),
+        val=None if val_shards is None else tuple(np.sort(part) for part in val_shards),
+        ks=mean_pairwise(ks_matrix(labels)),
+        tv=mean_pairwise(tv_matrix(labels)),
+        dropped=dropped,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ training examples
+
+
+def _deal_iid(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) -> list[Indices]:
+    require(
+        config.size * nodes <= len(y),
+        f"partition.size times nodes must not exceed the {len(y)} training examples; got {config.size} x {nodes}: "
+        f"at most partition.size={len(y) // nodes}",
+    )
+    order = derived_rng(seed, "partition", "iid").permutation(len(y))
+    return np.array_split(order[: config.size * nodes or len(y)], nodes)
+
+
+def _deal_majority(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) -> list[Indices]:
+    require(not is_continuous(y), "partition=majority needs classes; got continuous labels: choose partition=ks")
+    rng = derived_rng(seed, "partition", "majority")
+    classes, codes, counts_C = np.unique(y, return_inverse=True, return_counts=True)
+    distinct = config.majors == "distinct"
+    require(
+        not distinct or nodes <= len(classes),
+        f"partition.majors=distinct gives every institution a class of its own; got nodes={nodes} and {len(classes)} "
+        "classes: take fewer nodes, or partition.majors=random",
+    )
+    majors_K = rng.permutation(len(classes))[:nodes] if distinct else rng.integers(len(classes), size=nodes)
+    largest = _largest_majority(counts_C, majors_K, config.p)
+    size = config.size or largest
+    require(
+        1 <= size <= largest,
+        f"partition=majority with p={config.p} and {nodes} institutions has room for {largest} examples each in "
+        f"{len(y)}; got partition.size={config.size}: "
+        + (f"at most partition.size={largest}" if largest else "take fewer nodes or another partition.p"),
+    )
+    major, rest = _majority_counts(size, config.p)
+    held: list[list[Indices]] = [[] for _ in range(nodes)]
+    left = []
+    for c in range(len(classes)):
+        members, used = rng.permutation(np.flatnonzero(codes == c)), 0
+        for k in np.flatnonzero(majors_K == c):
+            held[k].append(members[used : used + major])
+            used += major
+        left.append(members[used:])
+    pool = rng.permutation(np.concatenate(left))
+    # Deal the rest blindly, then swap whatever an institution got of its own major class for another class.
+    owner = np.full(len(pool), -1)
+    owner[: nodes * rest] = np.repeat(np.arange(nodes), rest)
+    major_of = np.where(owner >= 0, majors_K[owner], -1)
+    for c in range(len(classes)):
+        wrong = np.flatnonzero((codes[pool] == c) & (major_of == c))
+        # At least as many as `wrong`, or `_largest_majority` would have refused the size.
+        partners = rng.choice(np.flatnonzero((codes[pool] != c) & (major_of != c)), len(wrong), replace=False)
+        pool[wrong], pool[partners] = pool[partners], pool[wrong]
+    return [np.concatenate([*held[k], pool[owner == k]]) for k in range(nodes)]
+
+
+def _majority_counts(size: int, p: float) -> tuple[int, int]:
+    major = int(p * size + 0.5)
+    return major, size - major
+
+
+def _largest_majority(counts_C: Indices, majors_K: Indices, p: float) -> int:
+    """Find the largest size for which the majors and then the rest can be dealt without using an example twice."""
+    N, K = int(counts_C.sum()), len(majors_K)
+    owners_C = np.bincount(majors_K, minlength=len(counts_C))
+
+    def too_large(size: int) -> bool:
+        major, rest = _majority_counts(size, p)
+        left_C = counts_C - owners_C * major
+        # Hall's condition: each class serves its owners, all left serve all, and all but c serve the owners of c.
+        others = left_C.sum() - left_C
+        return bool((left_C < 0).any() or left_C.sum() < K * rest or (others < owners_C * rest).any())
+
+    return bisect_left(range(1, N // K + 1), True, key=too_large)
+
+
+def _deal_dirichlet(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) -> list[Indices]:
+    require(not is_continuous(y), "partition=dirichlet needs classes; got continuous labels: choose partition=ks")
+    try:
+        partitioners = importlib.import_module("flwr_datasets.partitioner")
+        tables = importlib.import_module("datasets")
+    except ModuleNotFoundError:
+        raise ConfigError("partition=dirichlet needs flwr-datasets: pip install 'flwr-replay[dirichlet]'") from None
+    least = max(config.size, 1)
+    dealer = partitioners.DirichletPartitioner(
+        num_partitions=nodes,
+        partition_by="label",
+        alpha=config.alpha,
+        min_partition_size=least,
+        shuffle=True,
+        seed=derived_seed(seed, "partition", "dirichlet"),
+    )
+    dealer.dataset = tables.Dataset.from_dict({"label": y, "index": np.arange(len(y))})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of each new draw; we say it once, below
+            parts = [np.asarray(dealer.load_partition(k)["index"], np.int64) for k in range(nodes)]
+    except ValueError:
+        raise ConfigError(
+            f"every one of {nodes} institutions must get at least {least} of {len(y)} examples; ten draws with "
+            f"partition.alpha={config.alpha} gave one less: raise alpha, lower partition.size or take fewer nodes"
+        ) from None
+    return [part[: config.size or None] for part in parts]
+
+
+DEALERS: dict[str, Callable[[NDArray[Any], PartitionConfig, int, int], list[Indices]]] = {
+    "iid": _deal_iid,
+    "majority": _deal_majority,
+    "dirichlet": _deal_dirichlet,
+}
+
+
+def _site_names(dataset: Dataset, config: PartitionConfig, nodes: int) -> tuple[str, ...]:
+    if dataset.train.sites is None or dataset.test.sites is None:
+        raise ConfigError(
+            f"partition=natural needs the site of every example; task={dataset.name} names none: give the manifest a "
+            "column and set task.site-column, or choose another partition"
+        )
+    require(config.size == 0, f"partition=natural takes every example of a site; got partition.size={config.size}")
+    names = sorted({str(site) for site in (*dataset.train.sites, *dataset.test.sites)})
+    require(
+        nodes == len(names),
+        f"partition=natural has as many institutions as the data have sites, {len(names)}; got nodes={nodes}: "
+        f"set nodes={len(names)}",
+    )
+    return tuple(names)
+
+
+def _by_site(examples: Examples, names: Sequence[str]) -> list[Indices]:
+    return [np.flatnonzero(examples.sites == name) for name in names]
+
+
+# ------------------------------------------------------------------------------------------------- test examples
+
+
+def _shards(
+    held: Examples, split: str, train: Examples, parts: list[Indices], config: PartitionConfig, seed: int
+) -> list[Indices]:
+    """Deal every test (or validation) example to one institution."""
+    rng = derived_rng(seed, "partition", split)
+    if config.test == "iid":
+        return np.array_split(rng.permutation(len(held)), len(parts))
+    groups = label_groups(held.y, train.y)
+    groups_train = label_groups(train.y, train.y)
+    shards: list[list[Indices]] = [[] for _ in parts]
+    for group in np.unique(groups):
+        members = rng.permutation(np.flatnonzero(groups == group))
+        owned_K = np.asarray([np.count_nonzero(groups_train[part] == group) for part in parts])
+        if not owned_K.any():  # nobody trains on this class: by size
+            owned_K = np.asarray([len(part) for part in parts])
+        ends = np.cumsum(_apportion(len(members), owned_K, rng))
+        for shard, dealt in zip(shards, np.split(members, ends[:-1]), strict=True):
+            shard.append(dealt)
+    return [np.concatenate(shard) for shard in shards]
+
+
+def _apportion(total: int, weights_K: Indices, rng: np.random.Generator) -> Indices:
+    """Divide a count in proportion to weights: whole parts first, then the largest remainders, ties at random."""
+    # In integers: shares such as 1/3 would leave remainders that differ by rounding alone.
+    whole_K, remainder_K = np.divmod(total * weights_K.astype(np.int64), weights_K.sum())
+    ranked = np.lexsort((rng.permutation(len(weights_K)), -remainder_K))
+    whole_K[ranked[: total - whole_K.sum()]] += 1
+    return np.asarray(whole_K)

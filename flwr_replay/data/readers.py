@@ -1,0 +1,260 @@
+"""Readers of public data sets: digits, idx files, CIFAR-10, MedMNIST. They import what they need when they run.
+
+A reader returns the splits of a task as they are in the files; `datasets.load` checks them against the task.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import gzip
+import importlib
+import math
+import pickle
+import re
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_replay.config import TaskConfig
+from flwr_replay.errors import ConfigError, DataError, nearest
+from flwr_replay.files import home, make_folder
+from flwr_replay.rng import derived_rng
+
+__all__ = ["Raw", "head_and_tail", "read_cifar10", "read_digits", "read_idx", "read_medmnist"]
+
+TORCHVISION_FOLDER = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
+IDX_UBYTE = 8  # the idx header's code for unsigned bytes
+SPLIT_SEED = 0  # a fixed split: the run's seed must not move examples between train and test
+
+
+@dataclass(frozen=True, eq=False)
+class Raw:
+    """One split as read: x (N, C, H, W) uint8, y (N,) integers, and where both come from, for error lines."""
+
+    x: NDArray[np.uint8]
+    y: NDArray[Any]
+    images: str
+    labels: str
+    sites: NDArray[np.str_] | None = None
+
+    def take(self, indices: NDArray[np.int64]) -> Raw:
+        """Return the examples at these indices."""
+        sites = None if self.sites is None else self.sites[indices]
+        return Raw(self.x[indices], self.y[indices], self.images, self.labels, sites)
+
+
+def head_and_tail(raw: Raw) -> dict[str, Raw]:
+    """Split four to one: the first 80 % train, the rest test; a single example trains."""
+    tested = max(1, round(len(raw.y) / 5)) if len(raw.y) > 1 else 0
+    indices = np.arange(len(raw.y))
+    return {"train": raw.take(indices[: len(indices) - tested]), "test": raw.take(indices[len(indices) - tested :])}
+
+
+def read_digits(task: TaskConfig) -> dict[str, Raw]:
+    """Read scikit-learn's 1,797 digits of 8 x 8 pixels, shuffled once and for all; grey levels 0..16 become 0..255."""
+    bunch = importlib.import_module("sklearn.datasets").load_digits()
+    x = np.rint(bunch.images[:, None] * (255 / 16)).astype(np.uint8)
+    order = derived_rng(SPLIT_SEED, "digits", "split").permutation(len(x))
+    source = "scikit-learn's digits"
+    return head_and_tail(Raw(x, bunch.target, source, source).take(order))
+
+
+# ---------------------------------------------------------------------------------------------------- idx (MNIST)
+
+
+def read_idx(task: TaskConfig) -> dict[str, Raw]:
+    """Read the idx files of MNIST and its kin, plain or .gz; where only the t10k split lies, divide it four to one."""
+    root, inner = _root(task), TORCHVISION_FOLDER.get(task.name, "")
+    places = [root, root / inner / "raw"] if inner else [root]
+    found = {split: _idx_pair(places, prefix) for split, prefix in (("train", "train"), ("test", "t10k"))}
+    if not found["test"] and task.download:
+        if not inner:
+            known = " and task=".join(TORCHVISION_FOLDER)
+            raise ConfigError(f"task.download=true fetches idx files of task={known} only; got task={task.name}")
+        vision = getattr(importlib.import_module("torchvision.datasets"), inner)
+        _fetch(root, inner, lambda scratch: vision(str(scratch), download=True))
+        found = {split: _idx_pair(places, prefix) for split, prefix in (("train", "train"), ("test", "t10k"))}
+    if not found["test"]:
+        raise _missing(task, "t10k-images-idx3-ubyte (or .gz)", places)
+    pairs = {split: _read_idx_pair(*pair) for split, pair in found.items() if pair}
+    return pairs if "train" in pairs else head_and_tail(pairs["test"])
+
+
+def _idx_pair(places: list[Path], prefix: str) -> tuple[Path, Path] | None:
+    """Find the images and, beside them, the labels of one split."""
+    for place in places:
+        pair = [_plain_or_gz(place / f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1")]
+        if pair[0] and not pair[1]:
+            raise DataError(f"images need labels; got {pair[0]} without {prefix}-labels-idx1-ubyte beside it: add it")
+        if pair[0] and pair[1]:
+            return pair[0], pair[1]
+    return None
+
+
+def _plain_or_gz(path: Path) -> Path | None:
+    return next((file for file in (path, path.with_name(path.name + ".gz")) if file.is_file()), None)
+
+
+def _read_idx_pair(images: Path, labels: Path) -> Raw:
+    return Raw(_read_idx(images, 3)[:, None], _read_idx(labels, 1), str(images), str(labels))
+
+
+def _read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
+    """Read one idx file: two zero bytes, type, number of dimensions, big-endian sizes, then the values."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, zlib.error, OSError) as error:
+        raise DataError(f"idx files must be whole; {path} cannot be read ({error}): fetch it anew") from None
+    header = 4 + 4 * dims
+    if len(data) < header or data[:4] != bytes([0, 0, IDX_UBYTE, dims]):
+        raise DataError(
+            f"an idx file of bytes in {dims} dimensions must start with 0000080{dims}; {path} starts with "
+            f"{data[:4].hex() or 'nothing'}: it is another file, or broken"
+        )
+    shape = tuple(int(n) for n in np.frombuffer(data, ">u4", dims, 4))
+    if len(data) - header != math.prod(shape):
+        raise DataError(
+            f"{path} must hold {math.prod(shape)} bytes after its header, as that says; got {len(data) - header}: "
+            "it is truncated or broken, fetch it anew"
+        )
+    return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
+
+
+# ------------------------------------------------------------------------------------------------------- CIFAR-10
+
+
+def read_cifar10(task: TaskConfig) -> dict[str, Raw]:
+    """Read CIFAR-10's Python batches from `cifar-10-batches-py` in, or as, the data folder."""
+    root = _root(task)
+    places = [root / "cifar-10-batches-py", root]
+    folder = next((place for place in places if (place / "test_batch").is_file()), None)
+    if folder is None and task.download:
+        vision = importlib.import_module("torchvision.datasets").CIFAR10
+        _fetch(root, "CIFAR-10", lambda scratch: vision(str(scratch), download=True))
+        folder = next((place for place in places if (place / "test_batch").is_file()), None)
+    if folder is None:
+        raise _missing(task, "cifar-10-batches-py/test_batch", places)
+    train = [_read_batch(folder / f"data_batch_{number}") for number in range(1, 6)]
+    x, y = (np.concatenate(parts) for parts in zip(*train, strict=True))
+    test_x, test_y = _read_batch(folder / "test_batch")
+    test = str(folder / "test_batch")
+    return {"train": Raw(x, y, str(folder), str(folder)), "test": Raw(test_x, test_y, test, test)}
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Reads lists and arrays and nothing else: a pickle from elsewhere could run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray, "dtype": np.dtype}
+        if module.split(".")[0] == "numpy" and name in known:
+            return known[name]
+        if (module, name) == ("_codecs", "encode"):
+            return codecs.encode
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    try:
+        with open(path, "rb") as file:
+            batch = _ArrayUnpickler(file, encoding="latin1").load()
+        return np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32), np.asarray(batch["labels"], np.int64)
+    except FileNotFoundError:
+        raise DataError(f"CIFAR-10 is five training batches and a test batch; {path} is missing: fetch it") from None
+    except Exception as error:  # a broken pickle can raise anything
+        raise DataError(f"{path} must be one of CIFAR-10's batches; it cannot be read ({_line(error)})") from None
+
+
+# ------------------------------------------------------------------------------------------------------- MedMNIST
+
+
+def read_medmnist(task: TaskConfig) -> dict[str, Raw]:
+    """Read a MedMNIST file `<name>.npz`: `task.data-dir` is the file, or the folder where `<task.name>.npz` lies."""
+    path = _root(task)
+    path = path if path.suffix == ".npz" else path / f"{task.name}.npz"
+    if not path.is_file() and task.download:
+        _fetch_medmnist(path)
+    if not path.is_file():
+        raise _missing(task, path.name, [path.parent])
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {key: file[key] for key in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+        raise DataError(f"{path} must be a MedMNIST .npz file; it cannot be read ({_line(error)})") from None
+    for key in ("train_images", "train_labels", "test_images", "test_labels"):
+        if key not in arrays:
+            raise DataError(f"{path} must hold {key}, as MedMNIST files do; got {', '.join(arrays) or 'nothing'}")
+    splits = ["train", "test", *(["val"] if {"val_images", "val_labels"} <= arrays.keys() else [])]
+    return {split: _medmnist_split(path, split, arrays) for split in splits}
+
+
+def _medmnist_split(path: Path, split: str, arrays: dict[str, NDArray[Any]]) -> Raw:
+    x, y = arrays[f"{split}_images"], arrays[f"{split}_labels"]
+    images, labels = f"{path} ({split}_images)", f"{path} ({split}_labels)"
+    if x.dtype != np.uint8 or not (x.ndim == 3 or (x.ndim == 4 and x.shape[3] == 3)):
+        raise DataError(
+            f"images must be uint8 of shape (N, H, W) or (N, H, W, 3); got {x.dtype} of shape {x.shape} in {images}"
+        )
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
+        raise DataError(
+            f"every image must have one class; got labels of {y.dtype} and shape {y.shape} in {labels}: sets with "
+            "several labels per image are not supported"
+        )
+    return Raw(x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2), y, images, labels)
+
+
+def _fetch_medmnist(path: Path) -> None:
+    try:
+        medmnist = importlib.import_module("medmnist")
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"task.download=true for {path.name} needs the package medmnist: pip install 'flwr-replay[medmnist]', or "
+            "fetch the file yourself and set task.data-dir"
+        ) from None
+    name, _, pixels = path.stem.partition("_")  # "pathmnist" has 28 pixels, "pathmnist_64" has 64
+    if name not in medmnist.INFO or not re.fullmatch(r"(64|128|224)?", pixels):
+        raise DataError(f"{path.name} must be named as a MedMNIST set: {nearest(name, medmnist.INFO)}")
+    reader = getattr(medmnist, medmnist.INFO[name]["python_class"])
+    size = int(pixels or 28)
+    _fetch(path.parent, name, lambda scratch: reader("train", download=True, root=str(scratch), size=size))
+
+
+# --------------------------------------------------------------------------------------------------------- shared
+
+
+def _root(task: TaskConfig) -> Path:
+    return Path(task.data_dir).expanduser().absolute() if task.data_dir else home() / "data"
+
+
+def _missing(task: TaskConfig, what: str, places: list[Path]) -> DataError:
+    tried = "; the download did not bring it" if task.download else ", or task.download=true to fetch it"
+    return DataError(
+        f"task={task.name} needs {what}; not found in {' or '.join(map(str, places))}: "
+        f"set task.data-dir to where it is{tried}"
+    )
+
+
+def _fetch(root: Path, what: str, download: Callable[[Path], object]) -> None:
+    """Download beside the target, then move: an interrupted or a second download leaves nothing half-written."""
+    make_folder(root, "the data folder")
+    with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as scratch:
+        try:
+            download(Path(scratch))
+        except (OSError, RuntimeError) as error:
+            raise DataError(f"{what} could not be downloaded ({_line(error)}): fetch it by hand into {root}") from None
+        for entry in Path(scratch).iterdir():
+            with contextlib.suppress(OSError):  # another process was faster: its copy is as good
+                entry.rename(root / entry.name)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,166 @@
+"""What a partition looks like, as text and as a picture: `flwr-replay data show task=... partition=...`.
+
+Letters: K institutions, C classes or decile groups.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_replay.data.datasets import Dataset
+from flwr_replay.data.partitions import Partition
+from flwr_replay.data.skew import is_continuous, ks_matrix, label_histogram, tv_matrix
+from flwr_replay.files import make_folder, write_atomic
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["show"]
+
+WIDEST = 20  # columns of numbers that a terminal and a heat map still show legibly
+PICTURE = "partition.png"
+
+
+def show(dataset: Dataset, part: Partition, out: Path) -> str:
+    """Describe a partition: sizes, label histograms, KS and total variation.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        The data set that was dealt.
+    part : Partition
+        How it was dealt.
+    out : Path
+        The folder, made if need be, where `partition.png` is written whole or not at all.
+
+    Returns
+    -------
+    str
+        The same as text, with the path of the picture in the last line.
+
+    Raises
+    ------
+    RunError
+        If `out` cannot be written.
+    """
+    labels = [dataset.train.y[indices] for indices in part.train]
+    values, counts_KC = label_histogram(labels)
+    names = [f">= {value:.3g}" if is_continuous(dataset.train.y) else str(value) for value in values]
+    ks_KK, tv_KK = ks_matrix(labels), tv_matrix(labels)
+    path = make_folder(out, "the folder for pictures") / PICTURE
+    write_atomic(path, _picture(dataset, part, names, counts_KC, {"KS": ks_KK, "total variation": tv_KK}))
+
+    used = sum(map(len, part.train))
+    unused = len(dataset.train) - used - part.dropped
+    lines = [
+        f"{dataset.name}: {len(part.names)} institutions, {used} training examples"
+        + f", {part.dropped} dropped to reach the KS" * bool(part.dropped)
+        + f", {unused} not dealt" * bool(unused),
+        f"mean pairwise KS {part.ks:.3f}, mean pairwise total variation {part.tv:.3f}",
+    ]
+    tables = [_histogram(part, names, counts_KC)]
+    if len(part.names) <= WIDEST:
+        tables += [_matrix("KS", part, ks_KK), _matrix("total variation", part, tv_KK)]
+    return "\n".join([*lines, *map(_text, tables), f"picture: {path}"])
+
+
+def _histogram(part: Partition, values: list[str], counts_KC: NDArray[np.int64]) -> Table:
+    """Tabulate training labels; of many classes only the five that are most frequent at each institution."""
+    from rich.table import Table
+
+    table = Table(title="training labels")
+    table.add_column("institution")
+    splits = {"train": part.train, "val": part.val, "test": part.test}
+    shown = {split: shards for split, shards in splits.items() if shards is not None}
+    for heading in [*shown, *(values if len(values) <= WIDEST else ["classes", "most frequent"])]:
+        table.add_column(heading, justify="right")
+    for k, name in enumerate(part.names):
+        sizes = [str(len(shards[k])) for shards in shown.values()]
+        if len(values) <= WIDEST:
+            cells = [str(count) for count in counts_KC[k]]
+        else:
+            top = np.argsort(-counts_KC[k], kind="stable")[:5]
+            most = ", ".join(f"{values[c]}: {counts_KC[k, c]}" for c in top if counts_KC[k, c])
+            cells = [str(np.count_nonzero(counts_KC[k])), most]
+        table.add_row(name, *sizes, *cells)
+    return table
+
+
+def _matrix(title: str, part: Partition, matrix_KK: NDArray[np.float64]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{title} between institutions")
+    table.add_column("")
+    for number in range(len(part.names)):
+        table.add_column(str(number + 1), justify="right")
+    for number, (name, row_K) in enumerate(zip(part.names, matrix_KK, strict=True)):
+        table.add_row(f"{number + 1} {name}", *(f"{value:.2f}" for value in row_K))
+    return table
+
+
+def _text(table: Table) -> str:
+    from rich.console import Console
+
+    # As wide as the table needs: cut numbers would be wrong numbers.
+    console = Console(file=io.StringIO(), width=10_000, color_system=None, force_terminal=False)
+    width = console.measure(table).maximum
+    with console.capture() as capture:
+        console.print(table, width=width)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _picture(
+    dataset: Dataset,
+    part: Partition,
+    values: list[str],
+    counts_KC: NDArray[np.int64],
+    matrices: dict[str, NDArray[np.float64]],
+) -> bytes:
+    """Draw the stacked histogram and the heat maps; without pyplot, so that no global state is touched."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    K, C = counts_KC.shape
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    bars, *maps = figure.subplots(1, 1 + len(matrices), width_ratios=[1.4, *(1 for _ in matrices)])
+    palette = colormaps["tab10" if C <= 10 else "viridis"]
+    bottom_K = np.zeros(K, np.int64)
+    for c in range(C):
+        colour = palette(c if C <= 10 else c / (C - 1))
+        bars.bar(range(K), counts_KC[:, c], bottom=bottom_K, color=colour, label=values[c])
+        bottom_K += counts_KC[:, c]
+    bars.set(title=f"{dataset.name}: training examples by label", ylabel="examples")
+    if C <= WIDEST:
+        bars.legend(title="label", fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    _name_axis(bars, part, "x")
+    for axes, (title, matrix_KK) in zip(maps, matrices.items(), strict=True):
+        image = axes.imshow(matrix_KK, vmin=0, vmax=1, cmap="magma")
+        mean = part.ks if title == "KS" else part.tv
+        axes.set(title=f"{title}, mean {mean:.3f}")
+        _name_axis(axes, part, "xy")
+        if K <= 12:
+            for (i, j), value in np.ndenumerate(matrix_KK):
+                shade = "white" if value < 0.6 else "black"
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=shade, fontsize="small")
+        figure.colorbar(image, ax=axes, shrink=0.8)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    return picture.getvalue()
+
+
+def _name_axis(axes: Any, part: Partition, which: str) -> None:
+    """Label an axis with the institutions; of very many only every n-th, as matplotlib chooses."""
+    if len(part.names) > WIDEST:
+        return
+    short = [name.removeprefix("institution-") for name in part.names]
+    for axis in which:
+        getattr(axes, f"set_{axis}ticks")(range(len(short)), short)
+        if short != list(part.names):
+            getattr(axes, f"set_{axis}label")("institution")
+    if max(map(len, short)) > 4:
+        axes.tick_params(axis="x", rotation=90)

@@ -1,0 +1,56 @@
+"""Writing files so that nothing a user has is ever half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.errors import RunError
+
+__all__ = ["append_lines", "home", "make_folder", "write_atomic"]
+
+
+def home() -> Path:
+    """Return `$FLWR_REPLAY_HOME`, else `~/.flwr-replay`."""
+    return Path(os.environ.get("FLWR_REPLAY_HOME") or Path.home() / ".flwr-replay").expanduser().absolute()
+
+
+def make_folder(folder: Path, what: str) -> Path:
+    """Create a folder that can be written, or say in one line why it cannot be.
+
+    Raises
+    ------
+    RunError
+        If it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".write-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise RunError(f"{what} must be a folder that can be written; got {folder}: {error.strerror}") from None
+    return folder
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a file whole or not at all: temporary file, flushed to disk, then renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def append_lines(path: Path, records: Iterable[dict[str, Any]], durable: bool = False) -> None:
+    """Append records as JSON lines in one write; `durable` waits until they are on the disk."""
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())

@@ -1,0 +1,138 @@
+"""The ledger to come: what a run would send, before any training, on one page."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+from flwr_replay.client_app import backbone
+from flwr_replay.compose import choices, load_strategy
+from flwr_replay.config import RunConfig
+from flwr_replay.institution import UNPROTECTED, loaded, simulated_name
+from flwr_replay.movements.base import Settings
+from flwr_replay.movements.members import Member
+from flwr_replay.payloads.common import Present, RollCall
+from flwr_replay.progress import shown_bytes
+from flwr_replay.run import default_name
+from flwr_replay.simulate import check_data
+from flwr_replay.tasks import make_task
+from flwr_replay.training import to_arrays
+from flwr_replay.wire import rows
+
+__all__ = ["describe_strategies", "forecast", "forecast_page"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One field of all messages of one stage between the server and one institution."""
+
+    institution: str
+    direction: str
+    stage: str
+    field: str
+    kind: str
+    messages: int
+    bytes: int
+
+
+def forecast(config: RunConfig) -> list[Line]:
+    """Compute the ledger of a simulated run: every institution present, none failing.
+
+    The encoded messages are weighed, with zeros in place of weights and data, so that the bytes are those that the run's
+    own ledger will show.
+    """
+    _, part = check_data(config)
+    dataset, task, build = loaded(config.task), make_task(config.task), backbone(config.model, config.task)
+    strategy_type, _ = load_strategy(config.strategy.name)
+    strategy_type.check(config.strategy, build)
+    settings = Settings(
+        training=config.training,
+        seed=config.seed,
+        evaluate_every=config.evaluate_every,
+        run=config.run_name or default_name(config),
+        task=task,
+        model=build,
+        input_shape=(config.task.channels, config.task.size, config.task.size),
+    )
+    strategy = strategy_type(config.strategy, settings)
+    for k, name in enumerate(part.names):
+        own = part.examples(dataset, k).train
+        known_as = name if config.partition.name == "natural" else simulated_name(k, len(part.names))
+        strategy.members.add(Member(known_as, k, len(own), own.nbytes))
+    lines: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
+    roll_call = RollCall(strategy=config.strategy.name, stages=list(strategy.stages))
+    arrays = to_arrays(build(0))
+    exchanges = [(m, roll_call, Present(name=m.name, num_examples=0, raw_bytes=0), 1) for m in strategy.members]
+    exchanges += strategy.forecast(arrays, config.rounds)
+    exchanges += strategy.forecast_evaluation(arrays, config.rounds)
+    for member, request, answer, times in exchanges:
+        for direction, payload in (("down", request), ("up", answer)):
+            for row in rows(payload.encode(), type(payload)):
+                key = (member.name, direction, request.stage_name, row.field, row.kind)
+                messages, size = lines.get(key, (0, 0))
+                lines[key] = (messages + times, size + row.bytes * times)
+    return [Line(*key, messages=messages, bytes=size) for key, (messages, size) in lines.items()]
+
+
+def forecast_page(config: RunConfig) -> str:
+    """Write the ledger to come as a page that a data-protection officer can read."""
+    lines = forecast(config)
+    names = sorted({line.institution for line in lines})
+    dataset = loaded(config.task)
+    raw = dataset.train.nbytes / max(1, len(dataset.train))
+    text = [
+        f"Ledger to come: {config.strategy.name} on {config.task.name}, {len(names)} institutions, {config.rounds} rounds",
+        "",
+        _idea(config.strategy.name)[0],
+        "",
+        "What leaves, and what arrives, all institutions together",
+        f"{'direction':10}{'stage':14}{'field':18}{'kind':13}{'messages':>9}{'bytes':>14}  protection",
+    ]
+    merged: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+    small: dict[str, int] = {}
+    for line in lines:
+        if line.kind == "instruction":
+            small[line.direction] = small.get(line.direction, 0) + line.bytes
+            continue
+        key = (line.direction, line.stage, line.field, line.kind)
+        messages, size = merged.get(key, (0, 0))
+        merged[key] = (messages + line.messages, size + line.bytes)
+    for (direction, stage, field, kind), (messages, size) in sorted(merged.items(), key=lambda item: item[0][0], reverse=True):
+        text.append(f"{direction:10}{stage:14}{field:18}{kind:13}{messages:>9}{size:>14,}  {UNPROTECTED}")
+    for direction, size in small.items():
+        text.append(f"{direction:10}{'(all)':14}{'instructions':18}{'instruction':13}{'':>9}{size:>14,}  {UNPROTECTED}")
+    text += ["", "By institution"]
+    for name in names:
+        own = [line for line in lines if line.institution == name]
+        up, down = (sum(line.bytes for line in own if line.direction == way) for way in ("up", "down"))
+        text.append(f"  {name}: up {shown_bytes(up)}, down {shown_bytes(down)}")
+    samples = sum(size for (_, _, _, kind), (_, size) in merged.items() if kind == "per-sample")
+    text += ["", f"The raw training data of all institutions have {shown_bytes(raw * len(dataset.train))}; they never leave."]
+    if samples:
+        text.append(
+            f"{shown_bytes(samples)} are functions of single patients (kind per-sample). Who holds them and the encoder may "
+            "try to reconstruct the images."
+        )
+    text += [
+        "Nothing here is differentially private; no epsilon can be stated. TLS protects messages on the network, not from "
+        "the server.",
+        "Kinds: model = weights; per-sample = one row per patient; statistic = numbers computed from the data; "
+        "instruction = what the server asks; notice = the institution's name.",
+    ]
+    return "\n".join(text)
+
+
+def describe_strategies() -> dict[str, tuple[str, str]]:
+    """Return each method's idea and what travels, as its file states them."""
+    return {name: _idea(name) for name in choices("strategy")}
+
+
+def _idea(name: str) -> tuple[str, str]:
+    document = inspect.getmodule(load_strategy(name)[0]).__doc__ or ""
+    return _paragraph(document, "Idea: "), _paragraph(document, "Travels: ")
+
+
+def _paragraph(document: str, label: str) -> str:
+    start = document.index(label) + len(label)
+    ends = [at for at in (document.find(f"\n{word}", start) for word in ("Travels:", "\n", "Deviations")) if at > 0]
+    return " ".join(document[start : min(ends)].split())

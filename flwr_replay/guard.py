@@ -1,0 +1,67 @@
+"""The institution's last word, as a Flower mod around any ClientApp: policy first, own ledger before anything leaves.
+
+app = ClientApp(mods=[guard])
+"""
+
+from __future__ import annotations
+
+from flwr.app import Context, Message
+from flwr.clientapp.typing import ClientAppCallable
+
+from flwr_replay.compose import load_client
+from flwr_replay.errors import FlwrReplayError
+from flwr_replay.institution import Institution, institution_of
+from flwr_replay.payloads.common import Failure
+from flwr_replay.wire import REQUESTS, Payload, Request, config_in, request_of, rows
+
+__all__ = ["guard"]
+
+
+def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Refuse what the policy forbids, before any data are read; record what leaves, before it leaves.
+
+    An error of this package's own kind becomes a `Failure` reply: one line that the server shows.
+    """
+    try:
+        institution, config = institution_of(context)
+    except FlwrReplayError as error:
+        return _failure(message, error)
+    load_client(config.strategy.name)  # declares the payloads of the method
+    request = request_of(message)
+    try:
+        institution.policy.check_strategy(config.strategy.name)
+        if request is not None:
+            for asked in _asked(message, request):
+                institution.policy.check_release(asked)
+            _check_size_before(institution, message, request.answer)
+        reply = call_next(message, context)
+        found = list(rows(reply.content, request.answer if request else None))
+        institution.policy.check_upload(sum(row.bytes for row in found), "the answer")
+    except FlwrReplayError as error:
+        reply = _failure(message, error)
+        found = list(rows(reply.content, Failure))
+    instructions = config_in(message.content)
+    institution.record_release(
+        found,
+        run=str(instructions.get("run", context.run_id)),
+        server_round=int(instructions.get("server-round", 0)),
+        stage=str(instructions.get("stage", message.metadata.message_type)),
+    )
+    return reply
+
+
+def _asked(message: Message, request: type[Request]) -> list[type[Payload]]:
+    """Return what would leave: this stage's answer, and at the roll call those of all stages announced."""
+    announced = config_in(message.content).get("stages", [])
+    return [request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS)]
+
+
+def _check_size_before(institution: Institution, message: Message, answer: type[Payload]) -> None:
+    """Weights leave as large as they came: refuse them before any data are read."""
+    arrays = message.content.get("arrays")
+    if arrays and any(field.kind == "model" for field in answer.declared().values()):
+        institution.policy.check_upload(arrays.count_bytes(), "the model")
+
+
+def _failure(message: Message, error: FlwrReplayError) -> Message:
+    return Message(Failure(failure=str(error), error=type(error).__name__).encode(), reply_to=message)

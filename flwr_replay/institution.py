@@ -1,0 +1,195 @@
+"""What one node owns: its name, its data, its device, its state directory, its policy and its own ledger.
+
+In a simulation an institution is one part of a partitioned data set. In a deployment the node's own configuration
+names it: `--node-config 'name="a" data="/data/a" state="/var/lib/flwr-replay" policy="/etc/flwr-replay/policy.yaml"'`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context
+from torch import Tensor
+
+from flwr_replay.compose import from_run_config
+from flwr_replay.config import PartitionConfig, RunConfig, TaskConfig
+from flwr_replay.data import Dataset, Examples, Partition, load, partition
+from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.files import append_lines, home, make_folder
+from flwr_replay.policy import Policy, read_policy
+from flwr_replay.training import select_device
+from flwr_replay.wire import Row
+
+__all__ = ["UNPROTECTED", "Institution", "Shard", "dealt", "institution_of", "loaded"]
+
+UNPROTECTED = "none"
+NODE_KEYS = ("name", "data", "state", "policy")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Examples on the institution's device: x (n, C, H, W) as stored, y (n,)."""
+
+    x: Tensor
+    y: Tensor
+    raw_bytes: int
+
+    @classmethod
+    def of(cls, examples: Examples, device: torch.device) -> Shard:
+        """Move examples to a device."""
+        x, y = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in (examples.x, examples.y))
+        return cls(x, y, examples.nbytes)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass
+class Institution:
+    """One node and what it owns; the data are read at first use, never before the policy has agreed."""
+
+    name: str
+    read: Callable[[], Dataset]
+    device: torch.device
+    read_pooled: Callable[[], Dataset] | None = None  # simulation only: the union of all institutions
+    policy: Policy = field(default_factory=Policy)
+    state_root: Path = field(default_factory=lambda: home() / "state")
+    durable: bool = False  # wait until ledger lines are on the disk before anything leaves
+
+    @cached_property
+    def state(self) -> Path:
+        """The institution's state directory; files here survive rounds and restarts and never leave."""
+        return make_folder(self.state_root / self.name, "the institution's state directory")
+
+    @cached_property
+    def data(self) -> Dataset:
+        """The institution's own examples."""
+        dataset = self.read()
+        if not len(dataset.train):
+            raise DataError(f"institution {self.name!r} must hold training examples; got none: check its data folder")
+        return dataset
+
+    @cached_property
+    def train(self) -> Shard:
+        """Training examples."""
+        return Shard.of(self.data.train, self.device)
+
+    @cached_property
+    def test(self) -> Shard:
+        """Test examples."""
+        if not len(self.data.test):
+            raise DataError(f"institution {self.name!r} must hold test examples; got none: check its data folder")
+        return Shard.of(self.data.test, self.device)
+
+    @cached_property
+    def validation(self) -> Shard | None:
+        """Validation examples, where the data set has a split for them."""
+        return Shard.of(self.data.val, self.device) if self.data.val is not None and len(self.data.val) else None
+
+    @cached_property
+    def pooled(self) -> Shard:
+        """The union of all institutions' training examples; a simulation only can pool them."""
+        if self.read_pooled is None:
+            raise ConfigError(
+                f"institution {self.name!r} owns its own data only; strategy=central needs one institution that owns "
+                "everything: run it in a simulation, or with all data at one node and nodes=1"
+            )
+        return Shard.of(self.read_pooled().train, self.device)
+
+    def record_release(self, rows: list[Row], *, run: str, server_round: int, stage: str) -> None:
+        """Write to the institution's own ledger what is about to leave."""
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        entries = [
+            {
+                "time": now,
+                "run": run,
+                "round": server_round,
+                "stage": stage,
+                "field": row.field,
+                "kind": row.kind,
+                "bytes": row.bytes,
+                "protection": UNPROTECTED,
+            }
+            for row in rows
+        ]
+        append_lines(self.state / "ledger.jsonl", entries, self.durable)
+
+
+def institution_of(context: Context) -> tuple[Institution, RunConfig]:
+    """Return this node's institution and the composed configuration; both are kept for later messages."""
+    node = tuple(sorted((key, str(value)) for key, value in context.node_config.items()))
+    return _institution(tuple(sorted(context.run_config.items())), node)
+
+
+@lru_cache(maxsize=256)
+def _institution(run_config: tuple[tuple[str, Any], ...], node: tuple[tuple[str, str], ...]) -> tuple[Institution, RunConfig]:
+    config = from_run_config(dict(run_config))
+    owned = dict(node)
+    if "data" in owned or "name" in owned:
+        return _deployed(config, owned), config
+    if "partition-id" not in owned:
+        raise ConfigError(
+            f"a SuperNode must say what it owns; got keys {', '.join(owned) or 'none'}: start it with "
+            """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
+        )
+    return _simulated(config, int(owned["partition-id"]), int(owned["num-partitions"]), owned), config
+
+
+def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
+    for key in ("name", "data"):
+        if not owned.get(key):
+            raise ConfigError(
+                f"a SuperNode must have both name and data; {key} is missing: start it with "
+                """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
+            )
+    task = replace(config.task, data_dir=owned["data"])
+    return Institution(
+        name=owned["name"],
+        read=lambda: load(task),
+        device=select_device(config.device),
+        policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
+        state_root=Path(owned["state"]) if owned.get("state") else home() / "state",
+        durable=True,
+    )
+
+
+def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) -> Institution:
+    names = dealt(config.task, config.partition, nodes, config.seed).names if config.partition.name == "natural" else ()
+    return Institution(
+        name=names[k] if names else simulated_name(k, nodes),
+        read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(loaded(config.task), k),
+        read_pooled=lambda: _union(config, nodes),
+        device=select_device(config.device),
+        policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
+        state_root=Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation",
+    )
+
+
+def simulated_name(k: int, nodes: int) -> str:
+    """Name the k-th of several simulated institutions so that names sort as numbers do."""
+    return f"institution-{k + 1:0{len(str(nodes))}d}"
+
+
+@lru_cache(maxsize=2)
+def loaded(task: TaskConfig) -> Dataset:
+    """Read a data set, once per process."""
+    return load(task)
+
+
+@lru_cache(maxsize=2)
+def dealt(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int) -> Partition:
+    """Deal a data set to simulated institutions, once per process."""
+    return partition(loaded(task), how, nodes, seed)
+
+
+def _union(config: RunConfig, nodes: int) -> Dataset:
+    dealt = dealt(config.task, config.partition, nodes, config.seed)
+    dataset = loaded(config.task)
+    return replace(dataset, train=dataset.train.take(np.concatenate(dealt.train)))

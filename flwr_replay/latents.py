@@ -1,0 +1,171 @@
+"""Latent variables: packed to travel, and stored at the server, memory-mapped, however large their union is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flwr_replay.errors import WireError
+from flwr_replay.files import write_atomic
+from flwr_replay.payloads.fedreplay import Latents
+
+__all__ = ["LatentStore", "pack", "rows_per_chunk", "shifted", "unpack"]
+
+ENVELOPE = 2048  # bytes that names, array headers and statistics of a chunk take at most
+
+
+def pack(latents: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
+    """Quantise latents of shape (n, ...) to float32, float16 or int8 with one scale per example.
+
+    Returns
+    -------
+    codes : NDArray
+        Shape (n, ...), of the dtype asked for; float16 saturates at ±65504.
+    scales : NDArray[np.float32] | None
+        Shape (n,); int8 only: latents ≈ scales * codes, off by at most half a scale.
+    """
+    values = latents.cpu().numpy()
+    if dtype == "int8":
+        peaks = np.abs(values).reshape(len(values), -1).max(1)
+        scales = (np.where(peaks > 0, peaks, 1) / 127).astype(np.float32)
+        spread = scales.reshape(-1, *[1] * (values.ndim - 1))
+        return np.rint(values / spread).clip(-127, 127).astype(np.int8), scales
+    if dtype == "float16":
+        return values.clip(-65504, 65504).astype(np.float16), None
+    return values.astype(np.float32), None
+
+
+def unpack(codes: NDArray[Any], scales: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    """Undo `pack`, up to its rounding."""
+    values = codes.astype(np.float32)
+    return values if scales is None else values * scales.reshape(-1, *[1] * (values.ndim - 1))
+
+
+def rows_per_chunk(row_values: int, dtype: str, chunk_bytes: int) -> int:
+    """Return how many examples fit a chunk, labels and scales included.
+
+    Raises
+    ------
+    WireError
+        If not even one fits.
+    """
+    row_bytes = row_values * np.dtype(dtype).itemsize + 8 + 4
+    rows = (chunk_bytes - ENVELOPE) // row_bytes
+    if rows < 1:
+        raise WireError(
+            f"strategy.chunk-mb must hold at least one example's latents; got {chunk_bytes / 1e6:g} MB for "
+            f"{row_bytes / 1e6:.3g} MB: raise chunk-mb, or choose a deeper cut or a smaller latent-dtype"
+        )
+    return int(rows)
+
+
+def shifted(images: Tensor, reach: int, draws: Tensor) -> Tensor:
+    """Shift each image by its own offset, zeros entering at the border.
+
+    Parameters
+    ----------
+    images : Tensor
+        Shape (B, C, H, W).
+    reach : int
+        Largest shift in each direction, pixels.
+    draws : Tensor
+        Integers 0 … 2 * reach, shape (B, 2): vertical and horizontal; `reach` means no shift.
+    """
+    _, _, height, width = images.shape
+    padded = torch.nn.functional.pad(images, (reach,) * 4)
+    rows = draws[:, :1].to(images.device) + torch.arange(height, device=images.device)
+    columns = draws[:, 1:].to(images.device) + torch.arange(width, device=images.device)
+    index = torch.arange(len(images), device=images.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+class LatentStore:
+    """The server's disk: one folder of memory-mapped arrays for each institution.
+
+    An institution counts once its upload is complete; a chunk that comes twice changes nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.progress: dict[str, dict[str, int]] = {}
+        for meta in sorted(folder.glob("*/upload.json")):
+            self.progress[meta.parent.name] = json.loads(meta.read_text())
+        self._maps: dict[str, dict[str, NDArray[Any]]] = {}
+
+    def next_row(self, name: str) -> int | None:
+        """Return the row at which an institution's upload goes on; None once it is complete."""
+        progress = self.progress.get(name, {"filled": 0, "total": -1})
+        return None if progress["filled"] == progress["total"] else progress["filled"]
+
+    def add(self, name: str, chunk: Latents) -> None:
+        """Store a chunk on disk.
+
+        Raises
+        ------
+        WireError
+            If it does not begin where the last one ended, or does not fit the upload's total.
+        """
+        progress = self.progress.get(name, {"filled": 0, "total": chunk.total, "raw-bytes": 0})
+        last = chunk.first + len(chunk.labels)
+        if chunk.first != progress["filled"] or last > chunk.total or len(chunk.latents) != len(chunk.labels):
+            raise WireError(
+                f"{name}'s upload must go on at row {progress['filled']} of {progress['total']}; got rows "
+                f"{chunk.first} to {last} of {chunk.total}"
+            )
+        arrays = {"latents": chunk.latents, "labels": chunk.labels, "scales": chunk.scales}
+        for key, array in arrays.items():
+            if array is not None:
+                self._map(name, key, chunk.total, array)[chunk.first : last] = array
+        for mapped in self._maps.pop(name, {}).values():
+            mapped.flush()  # type: ignore[attr-defined]
+        done = {"filled": last, "total": chunk.total, "raw-bytes": progress["raw-bytes"] + chunk.raw_bytes}
+        write_atomic(self.folder / name / "upload.json", json.dumps(done))
+        self.progress[name] = done
+
+    def _map(self, name: str, key: str, total: int, like: NDArray[Any]) -> NDArray[Any]:
+        path = self.folder / name / f"{key}.npy"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            np.lib.format.open_memmap(path, "w+", like.dtype, (total, *like.shape[1:])).flush()
+        mapped: NDArray[Any] = np.lib.format.open_memmap(path, "r+")
+        return self._maps.setdefault(name, {}).setdefault(key, mapped)
+
+    @property
+    def complete(self) -> list[str]:
+        """Names of the institutions whose upload is complete, sorted."""
+        return sorted(name for name in self.progress if self.next_row(name) is None)
+
+    def __len__(self) -> int:
+        return sum(self.progress[name]["total"] for name in self.complete)
+
+    def batches(self, batch_size: int, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield max(1, ⌊n/b⌋) batches of the shuffled union: latents (B, ...) float32 and labels (B,)."""
+        names = self.complete
+        maps = {name: self._open(name) for name in names}
+        ends = np.cumsum([self.progress[name]["total"] for name in names])
+        order = torch.randperm(len(self), generator=shuffle).numpy()
+        size = min(batch_size, len(order))
+        for i in range(max(1, len(order) // batch_size)):
+            chosen = order[i * size : (i + 1) * size]
+            owner = np.searchsorted(ends, chosen, side="right")
+            x: NDArray[np.float32] | None = None
+            for k in np.unique(owner):
+                at = np.flatnonzero(owner == k)
+                rows = chosen[at] - (ends[k - 1] if k else 0)
+                own = maps[names[k]]
+                values = unpack(own["latents"][rows], own["scales"][rows] if "scales" in own else None)
+                if x is None:
+                    x = np.empty((size, *values.shape[1:]), np.float32)
+                    y = np.empty(size, own["labels"].dtype)
+                x[at], y[at] = values, own["labels"][rows]
+            yield torch.from_numpy(x), torch.from_numpy(y)
+
+    def _open(self, name: str) -> dict[str, NDArray[Any]]:
+        return {path.stem: np.load(path, mmap_mode="r") for path in sorted((self.folder / name).glob("*.npy"))}

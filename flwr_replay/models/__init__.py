@@ -1,0 +1,14 @@
+"""Backbones: every model is an ordered list of named stages, so that it can be cut at a name.
+
+>>> from flwr_replay.config import ModelConfig, TaskConfig
+>>> task = TaskConfig(name="digits", format="digits", channels=1, size=8, classes=10)
+>>> model = build(ModelConfig(name="mlp", width=200), task, seed=0)
+>>> encoder, primary = split(model, "hidden1")
+>>> encoder.stages, primary.stages
+(('hidden1',), ('hidden2', 'head'))
+"""
+
+from flwr_replay.models.staged import StagedModel, freeze, has_batch_norm, split
+from flwr_replay.models.zoo import build
+
+__all__ = ["StagedModel", "build", "freeze", "has_batch_norm", "split"]

@@ -1,0 +1,106 @@
+"""A model as an ordered list of named stages, what it means to cut it at one of them, and to freeze a part.
+
+`B` batch, `C` channels, `H` height, `W` width.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from flwr_replay.config import one_of
+
+__all__ = ["StagedModel", "freeze", "has_batch_norm", "split"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+# _NormBase: batch and instance norm of any dimension, the layers that keep running statistics.
+_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm)
+
+
+class StagedModel(nn.Sequential):
+    """A sequence of named stages; built from an ``OrderedDict`` of modules as `torch.nn.Sequential` is.
+
+    A stage's name is the first part of its parameters' names in the state dict (``layer1.0.conv1.weight``).
+    """
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Names of the stages, in the order in which data pass them."""
+        return tuple(self._modules)
+
+
+def split(model: StagedModel, cut: str) -> tuple[StagedModel, StagedModel]:
+    """Cut a model after one of its stages, as Qu et al. 2022, Fig. 4, cut ResNet-34 after conv1.
+
+    ``primary(encoder(x))`` is ``model(x)``, operation by operation.
+
+    Parameters
+    ----------
+    model : StagedModel
+        The whole model; it stays as it is.
+    cut : str
+        The encoder's last stage: any stage but the model's last one, the head.
+
+    Returns
+    -------
+    encoder, primary : StagedModel
+        The stages up to and including `cut`, and the rest. Both share their parameters and buffers with `model`
+        and keep its names: ``encoder.state_dict() | primary.state_dict()`` is ``model.state_dict()``.
+
+    Raises
+    ------
+    ConfigError
+        `cut` is no stage of `model`, or it is the head.
+    """
+    cuts = model.stages[:-1]
+    one_of("cut", cut, cuts)
+    first = cuts.index(cut) + 1
+    stages = list(model.named_children())
+    return StagedModel(OrderedDict(stages[:first])), StagedModel(OrderedDict(stages[first:]))
+
+
+def freeze(module: Module) -> Module:
+    """Freeze parameters and norm statistics, for good and in place.
+
+    Parameters require no gradient any more. Norm layers go into evaluation mode and stay there when
+    ``train()`` is called on them, on `module` or on a model that contains it; so the output for one example no
+    longer depends on the batch it comes in, and the running statistics stay bit for bit as they are. Copies and
+    pickles of the module are frozen too.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        What to freeze. A part made by `split` shares its stages with the model, where they are frozen too.
+
+    Returns
+    -------
+    torch.nn.Module
+        The same module.
+    """
+    module.requires_grad_(False)
+    for layer in module.modules():
+        if isinstance(layer, _NORMS):
+            layer.eval()
+            # On the layer itself, since train() of a model around it reaches every layer. A partial, unlike a
+            # closure or a bound method, survives both pickle and deepcopy with the copy as its argument.
+            layer.__dict__["train"] = partial(_stay_in_eval, layer)
+    return module
+
+
+def _stay_in_eval(layer: nn.Module, mode: bool = True) -> nn.Module:
+    """Stand in for ``layer.train(mode)``."""
+    return layer
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Say whether a module contains batch norm: training then mixes the examples of a batch and keeps statistics.
+
+    Such a module has no per-example gradients (so no DP-SGD) and cannot be trained on a batch of one where its
+    feature map is one pixel.
+    """
+    return any(isinstance(layer, _BatchNorm) for layer in module.modules())

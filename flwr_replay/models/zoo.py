@@ -1,0 +1,163 @@
+"""The models that `conf/model/` names, built with weights that depend on a seed alone.
+
+===========  =========================================  =====================================================
+model        stages                                     source
+===========  =========================================  =====================================================
+`mlp`        hidden1, hidden2, head                     Kalra et al. 2023 (ProxyFL), appendix A.1
+`lenet5`     conv1, conv2, hidden1, hidden2, head       LeCun et al. 1998 with ReLU and max-pool
+`cnn`        conv1, conv2, head                         ProxyFL's CNN2 (its width: 128) with a norm layer
+`resnet18`   conv1, layer1 .. layer4, head              He et al. 2016; `flwr_replay.models.resnet`
+`resnet34`   conv1, layer1 .. layer4, head              the same
+===========  =========================================  =====================================================
+
+ProxyFL: arXiv 2111.11343. He et al.: arXiv 1512.03385. LeCun et al.: doi 10.1109/5.726791.
+
+Weights start as PyTorch's layers (torchvision's ResNet) start. No stage changes its input in place, so the codes at
+a cut may be kept; and no layer changes another layer's output in place, which the hooks of per-example gradients
+do not allow.
+
+`B` batch, `C` channels, `H` height, `W` width.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+from flwr_replay.config import ModelConfig, TaskConfig, require
+from flwr_replay.models.staged import StagedModel
+
+__all__ = ["build", "norm_layer", "stage"]
+
+
+def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
+    """Build a model with fresh weights.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        Which model, and its options.
+    task : TaskConfig
+        Gives the input, float (B, C, H, W) in [0, 1] with C = ``task.channels`` and H = W = ``task.size``, and the
+        output, logits (B, ``task.classes``).
+    seed : int
+        The weights depend on it alone: not on PyTorch's global generator, which is left as it was, nor on the
+        default device. 0 to 2**64 - 1, of which PyTorch's CPU generator reads the lower 32 bits.
+
+    Returns
+    -------
+    StagedModel
+        On the CPU, in training mode.
+
+    Raises
+    ------
+    ConfigError
+        The images are too small for the model.
+    """
+    smallest = _smallest(model)
+    stem = f" with the {model.stem} stem" if model.name.startswith("resnet") else ""
+    require(
+        task.size >= smallest,
+        f"model {model.name}{stem} needs images of at least {smallest}x{smallest} pixels; got task.size {task.size}: "
+        "choose a model with fewer poolings, such as mlp",
+    )
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # Not torch.manual_seed: it would seed the accelerators' generators too, which fork_rng does not restore.
+        torch.default_generator.manual_seed(seed)
+        if model.name == "mlp":
+            return _mlp(model, task)
+        if model.name == "lenet5":
+            return _lenet5(task)
+        if model.name == "cnn":
+            return _cnn(model, task)
+        from flwr_replay.models.resnet import resnet  # torchvision takes seconds to import
+
+        return resnet(model, task)
+
+
+def stage(**layers: nn.Module) -> nn.Sequential:
+    """Return named layers in sequence."""
+    return nn.Sequential(OrderedDict(layers))
+
+
+def norm_layer(kind: str, channels: int) -> nn.Module:
+    """Return a norm layer for `channels` feature maps; `kind` is ``batch`` or ``group``.
+
+    Group norm has the largest number of groups that divides `channels`, is at most 32 (Wu and He 2018,
+    arXiv 1803.08494) and leaves
+    four channels to a group. With one channel, a map of one pixel (ResNet's last stages on small images) would be
+    normalised to zero; with two, to plus or minus one, whose gradient vanishes: resnet18 of width 16 then stays at
+    chance on 8x8 digits.
+    """
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    most = max(1, min(32, channels // 4))
+    return nn.GroupNorm(next(groups for groups in range(most, 0, -1) if channels % groups == 0), channels)
+
+
+def _smallest(model: ModelConfig) -> int:
+    """Return the smallest image, pixels, of which the poolings (ResNet: the stem) leave at least one pixel."""
+    if model.name == "mlp":
+        return 1
+    return 2 if model.name.startswith("resnet") and model.stem == "small" else 4
+
+
+def _mlp(model: ModelConfig, task: TaskConfig) -> StagedModel:
+    """Two hidden layers of `model.width` units (the paper: 200) with ReLU, on the flattened image."""
+    inputs = task.channels * task.size**2
+    return StagedModel(
+        OrderedDict(
+            hidden1=stage(flatten=nn.Flatten(), fc=nn.Linear(inputs, model.width), relu=nn.ReLU()),
+            hidden2=stage(fc=nn.Linear(model.width, model.width), relu=nn.ReLU()),
+            head=stage(fc=nn.Linear(model.width, task.classes)),
+        )
+    )
+
+
+def _lenet5(task: TaskConfig) -> StagedModel:
+    """LeNet-5: 6 and 16 maps of 5x5 convolutions, 120 and 84 units, with ReLU and 2x2 max-pool.
+
+    ProxyFL names LeNet5 and refers to Shen et al. 2020, but neither prints its layers; these are the published ones.
+    A 32x32 image needs no padding and ends in 5x5 maps. At 28 to 31 pixels conv1 pads by 2, as is usual for MNIST
+    (5x5 again). Below 28 conv2 pads by 2 too, so that 8x8 digits end in 2x2 maps. Maps larger than 5x5 are averaged
+    down to 5x5, so that the head does not grow with the image.
+    """
+    pads = 0 if task.size >= 32 else 2, 0 if task.size >= 28 else 2
+    side = ((task.size + 2 * pads[0] - 4) // 2 + 2 * pads[1] - 4) // 2
+    shrink = {"shrink": nn.AdaptiveAvgPool2d(5)} if side > 5 else {}
+    features = 16 * min(side, 5) ** 2
+    return StagedModel(
+        OrderedDict(
+            conv1=stage(conv=nn.Conv2d(task.channels, 6, 5, padding=pads[0]), relu=nn.ReLU(), pool=nn.MaxPool2d(2)),
+            conv2=stage(conv=nn.Conv2d(6, 16, 5, padding=pads[1]), relu=nn.ReLU(), pool=nn.MaxPool2d(2), **shrink),
+            hidden1=stage(flatten=nn.Flatten(), fc=nn.Linear(features, 120), relu=nn.ReLU()),
+            hidden2=stage(fc=nn.Linear(120, 84), relu=nn.ReLU()),
+            head=stage(fc=nn.Linear(84, task.classes)),
+        )
+    )
+
+
+def _cnn(model: ModelConfig, task: TaskConfig) -> StagedModel:
+    """Two 3x3 convolutions of `model.width` maps, each with norm, ReLU and 2x2 max-pool, and a linear head.
+
+    Differs from ProxyFL's CNN2 in the norm layers and in padding by 1, with which an image of s pixels ends in maps
+    of s // 4.
+    """
+
+    def block(inputs: int) -> nn.Sequential:
+        return stage(
+            conv=nn.Conv2d(inputs, model.width, 3, padding=1, bias=False),
+            norm=norm_layer(model.norm, model.width),
+            relu=nn.ReLU(),
+            pool=nn.MaxPool2d(2),
+        )
+
+    return StagedModel(
+        OrderedDict(
+            conv1=block(task.channels),
+            conv2=block(model.width),
+            head=stage(flatten=nn.Flatten(), fc=nn.Linear(model.width * (task.size // 4) ** 2, task.classes)),
+        )
+    )

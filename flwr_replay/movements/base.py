@@ -1,0 +1,327 @@
+"""What all movements share: Flower's rounds with roll call, ledger, failures, evaluation, checkpoints, resumption.
+
+A movement is a Flower `Strategy`. Its `start` is the loop that you see; `configure_train` and `aggregate_train` say
+what one exchange is. `num_rounds` counts passes over the institutions' data, in every method; Flower's
+`server_round` counts exchanges, of which one pass may take several.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from torch import nn
+
+from flwr_replay.config import TrainingConfig
+from flwr_replay.errors import DivergedError, RefusedError, RunError, WireError
+from flwr_replay.movements.members import Member, Members, failure_of, wait_for_nodes
+from flwr_replay.movements.recorder import Recorder, Snapshot
+from flwr_replay.payloads.common import Evaluate, Evaluation, Failure, Present, RollCall
+from flwr_replay.training import learning_rate
+from flwr_replay.wire import NamedArrays, Payload, Request, StateDict, array_record, metrics_in, request_of, rows
+
+__all__ = ["Exchange", "Movement", "Settings"]
+
+Exchange = tuple[Member, Request, Payload, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every strategy needs beside its own options."""
+
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    nodes: int = 1  # institutions to wait for
+    seed: int = 0
+    evaluate_every: int = 1  # rounds
+    timeout: float = 3600  # seconds to wait for an institution's answer
+    wait: float = 120  # seconds to wait for `nodes` institutions
+    run: str = "run"  # names the run at the institutions
+    task: Any = None  # loss and pooled metrics; None: means weighted by number of examples
+    model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for strategies that train it
+    input_shape: tuple[int, ...] | None = None  # of one example, for forecasts
+    device: str | torch.device = "cpu"  # of training at the server
+
+
+class Movement(Strategy):
+    """Base of the four movements.
+
+    Parameters
+    ----------
+    config : Any
+        The strategy's own options, its `<Name>Config`; None means the defaults.
+    settings : Settings | None
+        What every strategy needs; None means the defaults.
+    recorder : Recorder | None
+        Keeps metrics, ledger and checkpoints; None logs through Flower only.
+    """
+
+    name: ClassVar[str]
+    config_type: ClassVar[type[Any]]
+    min_nodes: ClassVar[int] = 1
+    stages: ClassVar[tuple[str, ...]] = ("train", "evaluate")  # what every institution is asked for
+
+    def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
+        self.config = self.config_type() if config is None else config
+        self.settings = settings or Settings()
+        self.recorder = recorder or Recorder()
+        self.members = Members()
+
+    @classmethod
+    def check(cls, config: Any, model: Callable[[int], nn.Module]) -> None:
+        """Refuse options that do not fit the model, before anything runs; the base refuses nothing."""
+
+    # --- what a movement or a method says -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def exchanges_per_round(self) -> int:
+        """Return how many exchanges make one pass over the institutions' data."""
+
+    def state(self) -> tuple[StateDict, dict[str, Any]]:
+        """Return what a checkpoint must hold beside the global weights: arrays, and plain values."""
+        return {}, {}
+
+    def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
+        """Take back what `state` gave."""
+
+    def evaluation(self, server_round: int, arrays: StateDict) -> Request:
+        """Return what each institution is asked to evaluate."""
+        return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
+
+    @abstractmethod
+    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """Return what training will send if every institution stays: member, request, answer, how often."""
+
+    def exchange_round(
+        self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Run the training half of one server round: one exchange, unless a movement needs more."""
+        replies = self.exchange(grid, server_round, self.configure_train(server_round, arrays, config, grid))
+        return self.aggregate_train(server_round, replies)
+
+    def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """Return what evaluation will send."""
+        every = self.settings.evaluate_every
+        times = num_rounds // every + (1 if num_rounds % every else 0)
+        answer = self.settings.task.empty()
+        return [(member, self.evaluation(0, arrays), answer, times) for member in self.members]
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the strategy; the signature is Flower's.
+
+        Parameters
+        ----------
+        grid : Grid
+            Flower's, or `flwr_replay.engine.InlineGrid`.
+        initial_arrays : ArrayRecord
+            The fresh global weights.
+        num_rounds : int
+            Passes over the institutions' data.
+        timeout : float | None
+            Seconds to wait for an answer; None: as in the settings.
+        train_config, evaluate_config : ConfigRecord | None
+            Further instructions, sent along unchanged; they win over this package's own.
+        evaluate_fn : Callable[[int, ArrayRecord], MetricRecord | None] | None
+            Evaluation at the server, after each evaluated round.
+
+        Raises
+        ------
+        RunError
+            If institutions are missing, or none answers.
+        RefusedError
+            If every institution refuses.
+        DivergedError
+            If the loss at an institution is not finite.
+        """
+        self.timeout = self.settings.timeout if timeout is None else timeout
+        train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        self.extra = frozenset([*train_config, *evaluate_config])
+        result, arrays = Result(), initial_arrays
+        wait_for_nodes(grid, max(self.min_nodes, self.settings.nodes), self.settings.wait)
+        self.call_roll(grid, 0)
+        if not len(self.members):
+            raise RefusedError(f"no institution takes part; {self.recorder.failures_line()}")
+        done = 0
+        if snapshot := self.recorder.restore():
+            done, arrays = snapshot.server_round, array_record(snapshot.arrays)
+            self.restore(snapshot.state_arrays, snapshot.state_values)
+        per_round = self.exchanges_per_round()
+        self.recorder.begin(self, num_rounds, per_round, done)
+        for server_round in range(done + 1, num_rounds * per_round + 1):
+            self.call_roll(grid, server_round)
+            trained, metrics = self.exchange_round(grid, server_round, arrays, train_config)
+            if trained is not None:
+                arrays = trained
+            if metrics is not None:
+                result.train_metrics_clientapp[server_round] = metrics
+            completed, rest = divmod(server_round, per_round)
+            due = rest == 0 and (completed % self.settings.evaluate_every == 0 or completed == num_rounds)
+            if due:
+                asked = self.configure_evaluate(server_round, arrays, evaluate_config, grid)
+                pooled = self.aggregate_evaluate(server_round, self.exchange(grid, server_round, asked))
+                if pooled is not None:
+                    result.evaluate_metrics_clientapp[server_round] = pooled
+                if evaluate_fn and (central := evaluate_fn(server_round, arrays)) is not None:
+                    result.evaluate_metrics_serverapp[server_round] = central
+            self.checkpoint(server_round, NamedArrays.of(arrays).state_dict())
+        result.arrays = arrays
+        return result
+
+    # --- Flower's hooks that all movements share ----------------------------------------------------------------------
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask every institution to evaluate on its test shard."""
+        request = self.evaluation(server_round, NamedArrays.of(arrays).state_dict())
+        return [self.message(member, request, config) for member in self.members]
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Pool the metrics over the test shards: by summed counts, or weighted means for a user's own ClientApp."""
+        answers = dict(self.answers(replies))
+        if not answers:
+            return None
+        if self.settings.task is not None and all(member.ours for member in answers):
+            evaluations = {member.name: Evaluation.decode(reply.content) for member, reply in answers.items()}
+            pooled = self.settings.task.pool(list(evaluations.values()))
+            own = {name: self.settings.task.pool([evaluation]) for name, evaluation in evaluations.items()}
+        else:
+            own = {member.name: _scalars(reply) for member, reply in answers.items()}
+            pooled = _weighted_means(list(own.values()))
+        self.recorder.evaluated(server_round, pooled, own)
+        return MetricRecord(pooled)
+
+    def summary(self) -> None:
+        """Log what runs."""
+        self.recorder.log(f"{type(self).__name__} {self.config}")
+
+    def checkpoint(self, server_round: int, arrays: StateDict) -> None:
+        """Hand all that a resumed run needs to the recorder."""
+        self.recorder.end_exchange(Snapshot(server_round, arrays, *self.state()))
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def message(self, member: Member, request: Request, extra: ConfigRecord | None = None) -> Message:
+        """Encode a request to one institution; every message has records of its own."""
+        content = request.encode()
+        content.config_records["config"].update(extra or {})
+        group = str(request.server_round)
+        return Message(content, member.node_id, request.message_type, group_id=group, ttl=self.timeout)
+
+    def lr(self, server_round: int) -> float:
+        """Return the learning rate of the pass that this exchange belongs to."""
+        return learning_rate(self.settings.training, (server_round - 1) // self.exchanges_per_round())
+
+    def call_roll(self, grid: Grid, server_round: int) -> None:
+        """Ask nodes that are new for their names; one that refuses is reported and left out."""
+        request = RollCall(strategy=self.name, stages=list(self.stages), server_round=server_round)
+        newcomers = self.members.newcomers(grid.get_node_ids())
+        if not newcomers:
+            return
+        asked = [self.message(Member(str(node_id), node_id), request) for node_id in newcomers]
+        replies = self._send(grid, asked)
+        for message in asked:
+            node_id, reply = message.metadata.dst_node_id, replies.get(message.metadata.message_id)
+            refusal = failure_of(reply) if reply is not None else None
+            if refusal:
+                self._failed(server_round, str(node_id), refusal)
+                continue
+            self.members.admit(node_id, reply)
+            member = self.members.by_node(node_id)
+            if member and member.ours and reply is not None:
+                self.recorder.travelled(server_round, member, "down", list(rows(message.content, RollCall)), "roll-call")
+                self.recorder.travelled(server_round, member, "up", list(rows(reply.content, Present)), "roll-call")
+
+    def exchange(self, grid: Grid, server_round: int, messages: Iterable[Message]) -> list[Message]:
+        """Send messages, write the ledger, report who failed; return the good replies by institution's name.
+
+        Raises
+        ------
+        RunError
+            If messages were sent and no institution answered any of them.
+        DivergedError
+            If an institution's loss is not finite.
+        WireError
+            If an institution sends what was not declared.
+        """
+        asked = list(messages)
+        replies = self._send(grid, asked)
+        good: list[tuple[str, Message]] = []
+        for message in asked:
+            member = self.members.by_node(message.metadata.dst_node_id)
+            assert member is not None
+            request = request_of(message)
+            stage = request.stage_name if request else ""
+            self.recorder.travelled(server_round, member, "down", list(rows(message.content, request, self.extra)), stage)
+            reply = replies.get(message.metadata.message_id)
+            if reply is None or reply.has_error():
+                reason = "no answer in time" if reply is None else f"error {reply.error.code}: {reply.error.reason}"
+                self._failed(server_round, member.name, Failure(failure=reason, error="RunError"))
+                continue
+            refusal = failure_of(reply)
+            declared: type[Payload] | None = None
+            if member.ours:
+                declared = Failure if refusal else (request.answer if request else None)
+            try:
+                found = list(rows(reply.content, declared))
+                raw_bytes = metrics_in(reply.content).get("raw-bytes")
+                self.recorder.travelled(server_round, member, "up", found, stage, raw_bytes)
+            except WireError as error:
+                raise WireError(f"{member.name} sent what it may not: {error}") from None
+            if refusal:
+                self._failed(server_round, member.name, refusal)
+            else:
+                good.append((member.name, reply))
+        if asked and not good and self.stops_without_answers():
+            raise RunError(f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}")
+        return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
+
+    def stops_without_answers(self) -> bool:
+        """Say whether an exchange that nobody answers ends the run."""
+        return True
+
+    def answers(self, replies: Iterable[Message]) -> Iterable[tuple[Member, Message]]:
+        """Pair replies with their institutions, by name, whatever the order of arrival."""
+        good = [reply for reply in replies if not reply.has_error() and failure_of(reply) is None]
+        pairs = [(self.members.by_node(reply.metadata.src_node_id), reply) for reply in good]
+        return sorted(((m, reply) for m, reply in pairs if m is not None), key=lambda pair: pair[0].name)
+
+    def _send(self, grid: Grid, asked: list[Message]) -> dict[str, Message]:
+        replies = grid.send_and_receive(asked, timeout=self.timeout) if asked else []
+        return {reply.metadata.reply_to_message_id: reply for reply in replies}
+
+    def _failed(self, server_round: int, name: str, failure: Failure) -> None:
+        self.recorder.failed(server_round, name, failure.failure)
+        if failure.error == DivergedError.__name__:
+            raise DivergedError(f"{name}: {failure.failure}")
+
+
+def _scalars(reply: Message) -> dict[str, float]:
+    records = reply.content.metric_records.values()
+    return {name: float(v) for record in records for name, v in record.items() if not isinstance(v, list)}
+
+
+def _weighted_means(own: list[dict[str, float]]) -> dict[str, float]:
+    """Average what all report, weighted by `num-examples` where all give it."""
+    shared = set.intersection(*(set(metrics) for metrics in own)) - {"num-examples"}
+    weights = [metrics.get("num-examples", 1.0) for metrics in own]
+    total = sum(weights)
+    return {
+        name: sum(w * metrics[name] for w, metrics in zip(weights, own, strict=True)) / total for name in sorted(shared)
+    }

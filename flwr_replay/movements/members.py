@@ -1,0 +1,113 @@
+"""Who takes part: the roll call, and institutions by name instead of Flower's random node ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from flwr_replay.errors import RunError
+from flwr_replay.payloads.common import Failure, Present
+
+__all__ = ["Member", "Members", "failure_of", "wait_for_nodes"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One institution as the server knows it."""
+
+    name: str
+    node_id: int
+    num_examples: int = 0
+    raw_bytes: int = 0
+    ours: bool = True  # False: a ClientApp that answers no roll call; its name is its node id
+
+
+class Members:
+    """The institutions that take part, always in the order of their names."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Member] = {}
+        self._present: frozenset[int] = frozenset()
+        self._asked: set[int] = set()
+
+    def __iter__(self) -> Iterator[Member]:
+        """Yield those present now, by name."""
+        return (self._by_name[name] for name in sorted(self._by_name) if self._by_name[name].node_id in self._present)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def get(self, name: str) -> Member | None:
+        """Return an institution that is present now."""
+        member = self._by_name.get(name)
+        return member if member and member.node_id in self._present else None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all that ever took part, sorted: an order that does not change when one leaves for a while."""
+        return sorted(self._by_name)
+
+    def by_node(self, node_id: int) -> Member | None:
+        """Return the institution behind a node id."""
+        return next((member for member in self._by_name.values() if member.node_id == node_id), None)
+
+    def newcomers(self, node_ids: Iterable[int]) -> list[int]:
+        """Note which nodes are there now; return those that no roll call has reached yet, in ascending order."""
+        self._present = frozenset(node_ids)
+        unknown = sorted(self._present - self._asked)
+        self._asked |= self._present
+        return unknown
+
+    def admit(self, node_id: int, reply: Message | None) -> None:
+        """Enter an answer to the roll call; an institution that returns under a new node id keeps its name.
+
+        Raises
+        ------
+        RunError
+            If two nodes that are both present give the same name.
+        """
+        if reply is None or reply.has_error():
+            self._by_name[str(node_id)] = Member(str(node_id), node_id, ours=False)
+            return
+        answer = Present.decode(reply.content)
+        self.add(Member(answer.name, node_id, answer.num_examples, answer.raw_bytes))
+
+    def add(self, member: Member) -> None:
+        """Enter an institution that is present."""
+        known = self.get(member.name)
+        if known and known.node_id != member.node_id:
+            raise RunError(
+                f"every institution needs a name of its own; two SuperNodes answer as {member.name!r}: "
+                "give each another name in its --node-config"
+            )
+        self._by_name[member.name] = member
+        self._present |= {member.node_id}
+
+
+def failure_of(message: Message) -> Failure | None:
+    """Return the refusal or failure that an institution of ours sent instead of an answer."""
+    if message.has_error() or "failure" not in message.content.get("config", {}):
+        return None
+    return Failure.decode(message.content)
+
+
+def wait_for_nodes(grid: Grid, minimum: int, seconds: float) -> None:
+    """Wait until enough nodes have joined.
+
+    Raises
+    ------
+    RunError
+        If fewer than `minimum` have joined when `seconds` are over.
+    """
+    deadline = time.monotonic() + seconds
+    while (joined := len(set(grid.get_node_ids()))) < minimum:
+        if time.monotonic() >= deadline:
+            raise RunError(
+                f"this run needs at least {minimum} institutions; {joined} joined within {seconds:g} s: "
+                "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
+            )
+        time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))

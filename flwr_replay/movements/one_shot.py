@@ -1,0 +1,72 @@
+"""One-shot: each institution uploads once, then the server trains, one epoch a round.
+
+Who has not uploaded yet is asked at the start of every round, so that a late or returning institution still counts.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from flwr_replay.movements.base import Movement
+from flwr_replay.movements.members import Member
+from flwr_replay.wire import NamedArrays, Request, StateDict, array_record
+
+__all__ = ["OneShot"]
+
+
+class OneShot(Movement):
+    """Base of the methods in which data-like uploads stand in for the institutions' data."""
+
+    @abstractmethod
+    def prepare(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> None:
+        """Do what must be done once before any upload; called at the start of every round."""
+
+    @abstractmethod
+    def missing(self, member: Member) -> Request | None:
+        """Return the request for what an institution has yet to upload; None if all is there."""
+
+    @abstractmethod
+    def keep(self, member: Member, reply: Message) -> None:
+        """Store one upload."""
+
+    @abstractmethod
+    def learn(self, server_round: int, arrays: StateDict) -> tuple[StateDict, float]:
+        """Train one epoch at the server; return the whole model's weights and the mean training loss."""
+
+    def exchanges_per_round(self) -> int:
+        """One epoch at the server; uploads precede the first, or come with a late institution."""
+        return 1
+
+    def exchange_round(
+        self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Collect what is missing, chunk by chunk, then train one epoch."""
+        weights = NamedArrays.of(arrays).state_dict()
+        self.prepare(grid, server_round, weights, config)
+        while requests := list(self.configure_train(server_round, arrays, config, grid)):
+            replies = self.exchange(grid, server_round, requests)
+            self.aggregate_train(server_round, replies)
+            if not replies:  # who is missing stays missing until the next round
+                break
+        trained, loss = self.learn(server_round, weights)
+        return array_record(trained), MetricRecord({"train-loss": loss})
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask each institution for the next chunk that is missing; one that failed is asked again next round."""
+        tired = {failure["institution"] for failure in self.recorder.failures if failure["round"] == server_round}
+        pairs = [(member, self.missing(member)) for member in self.members if member.name not in tired]
+        return [self.message(member, request, config) for member, request in pairs if request is not None]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Store the uploads; the global weights change in `learn` only."""
+        for member, reply in self.answers(replies):
+            self.keep(member, reply)
+        return None, None

@@ -1,0 +1,84 @@
+"""Parallel: in one exchange all institutions train, and the server averages."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from flwr_replay.movements.base import Exchange, Movement
+from flwr_replay.payloads.common import Visited
+from flwr_replay.wire import NamedArrays, Request, StateDict, array_record
+
+__all__ = ["Parallel", "weighted_mean"]
+
+
+class Parallel(Movement):
+    """Base of the methods in which all institutions train at once."""
+
+    @abstractmethod
+    def task_for_all(self, server_round: int, arrays: StateDict) -> Request:
+        """Return what every institution receives."""
+
+    @abstractmethod
+    def combine(self, answers: Sequence[Visited]) -> StateDict:
+        """Return the new global weights from the institutions' answers, in the order of their names."""
+
+    def exchanges_per_round(self) -> int:
+        """One."""
+        return 1
+
+    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """Everyone in every round."""
+        request, answer = self.task_for_all(0, arrays), Visited.empty(arrays)
+        return [(member, request, answer, num_rounds) for member in self.members]
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the same to all."""
+        request = self.task_for_all(server_round, NamedArrays.of(arrays).state_dict())
+        return [self.message(member, request, config) for member in self.members]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Combine the answers that came."""
+        answers = [
+            Visited.decode(reply.content) if member.ours else Visited.from_foreign(reply.content)
+            for member, reply in self.answers(replies)
+        ]
+        if not answers:
+            return None, None
+        self.recorder.saw(sum(answer.examples_seen for answer in answers))
+        total = sum(answer.num_examples for answer in answers)
+        loss = sum(answer.train_loss * answer.num_examples for answer in answers) / total
+        return array_record(self.combine(answers)), MetricRecord({"train-loss": loss})
+
+
+def weighted_mean(states: Sequence[StateDict], weights: Sequence[float]) -> StateDict:
+    """Average state dicts, each array in its own dtype; sums run in float64 and in the order given.
+
+    Parameters
+    ----------
+    states : Sequence[StateDict]
+        K state dicts with the same names and shapes.
+    weights : Sequence[float]
+        K non-negative numbers; they are divided by their sum.
+
+    Returns
+    -------
+    StateDict
+        Σ_k w_k θ_k / Σ_k w_k; whole-number arrays (batch counters) are rounded.
+    """
+    shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
+    mean: StateDict = {}
+    for name, first in states[0].items():
+        total = np.zeros(first.shape, dtype=np.float64)
+        for share, state in zip(shares, states, strict=True):
+            total += share * state[name]
+        mean[name] = (total if np.issubdtype(first.dtype, np.floating) else np.rint(total)).astype(first.dtype)
+    return mean

@@ -1,0 +1,85 @@
+"""What a strategy reports to: the base logs through Flower, `flwr_replay.run.RunDirectory` also keeps it on disk."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.movements.members import Member
+from flwr_replay.wire import Row, StateDict
+
+__all__ = ["Recorder", "Snapshot"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a run needs to go on after an exchange with the same bits."""
+
+    server_round: int
+    arrays: StateDict  # the global weights
+    state_arrays: StateDict  # the strategy's own
+    state_values: dict[str, Any]  # plain values that JSON holds
+
+
+class Recorder:
+    """Logs what happens; keeps failures, and nothing on disk."""
+
+    def __init__(self) -> None:
+        self.failures: list[dict[str, Any]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def log(self, text: str) -> None:
+        """Write a line to Flower's log."""
+        logging.getLogger("flwr").info(text)
+
+    def begin(self, strategy: Any, num_rounds: int, per_round: int, done: int) -> None:
+        """Note that a run begins, or goes on after `done` exchanges."""
+
+    def travelled(
+        self,
+        server_round: int,
+        member: Member,
+        direction: str,
+        found: list[Row],
+        stage: str = "",
+        raw_bytes: int | None = None,
+    ) -> None:
+        """Note what one message held; `raw_bytes` is the size of the raw examples that its samples stand for."""
+
+    def saw(self, examples: int) -> None:
+        """Note training examples used, with repetition."""
+
+    def evaluated(self, server_round: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
+        """Note the metrics of a round, pooled and of each institution."""
+        self.log(f"round {server_round}: " + ", ".join(f"{name} {value:.4f}" for name, value in pooled.items()))
+
+    def failed(self, server_round: int, name: str, reason: str) -> None:
+        """Note that an institution refused, failed or did not answer."""
+        self.failures.append({"round": server_round, "institution": name, "reason": reason})
+        logging.getLogger("flwr").warning("%s takes no part in exchange %s: %s", name, server_round, reason)
+
+    def failures_line(self) -> str:
+        """Return the latest failures as one line."""
+        shown = [f"{failure['institution']}: {failure['reason']}" for failure in self.failures[-3:]]
+        return "; ".join(shown) or "none gave a reason"
+
+    def end_exchange(self, snapshot: Snapshot) -> None:
+        """Note that a server round is over."""
+
+    def restore(self) -> Snapshot | None:
+        """Return where to go on; None begins anew."""
+        return None
+
+    def folder(self, name: str, fresh: bool = False) -> Path:
+        """Return a folder for data that the server keeps during the run; `fresh` empties it."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="flwr-replay-")
+        path = Path(self._folder.name) / name
+        if fresh:
+            shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(exist_ok=True)
+        return path

@@ -1,0 +1,99 @@
+"""The payloads that every method shares: roll call, a training visit, an evaluation, a refusal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import RecordDict
+
+from flwr_replay.errors import WireError
+from flwr_replay.wire import NamedArrays, Payload, Request, StateDict, instruction, model, notice, statistic
+
+__all__ = ["Evaluate", "Evaluation", "Failure", "Present", "RollCall", "Visit", "Visited"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(Payload):
+    """Sent instead of any answer, by an institution that refuses or cannot go on."""
+
+    failure: str = notice()  # one line: the rule, the value, what to do
+    error: str = notice()  # the class of flwr_replay.errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Present(Payload):
+    """An institution's answer to the roll call."""
+
+    name: str = notice()
+    num_examples: int = statistic("examples")
+    raw_bytes: int = statistic("bytes")  # of the training examples as the institution holds them
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollCall(Request, stage="roll-call", answer=Present, message_type="query"):
+    """Who is there? Asked once of every node that joins."""
+
+    strategy: str = instruction()
+    stages: list[str] = instruction("what every institution will be asked for")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visited(Payload):
+    """What comes back from a visit: the weights, and how the training went."""
+
+    arrays: StateDict = model()
+    num_examples: int = statistic("examples")
+    examples_seen: int = statistic("examples")  # with repetition
+    train_loss: float = statistic("nats, mean over the visit")
+
+    @classmethod
+    def empty(cls, arrays: StateDict) -> Visited:
+        """Return the answer of a visit that trained nothing."""
+        return cls(arrays=arrays, num_examples=0, examples_seen=0, train_loss=0.0)
+
+    @classmethod
+    def from_foreign(cls, content: RecordDict) -> Visited:
+        """Read the reply of a ClientApp that knows nothing of this package: one array record, perhaps metrics.
+
+        Without `num-examples` every institution counts as one example.
+        """
+        if len(content.array_records) != 1:
+            raise WireError(f"a training reply must hold one ArrayRecord; got {len(content.array_records)}")
+        metrics: dict[str, Any] = {}
+        for record in content.metric_records.values():
+            metrics |= record
+        n = int(metrics.get("num-examples", 1))
+        loss = float(metrics.get("train-loss", metrics.get("train_loss", math.nan)))
+        arrays = NamedArrays.of(next(iter(content.array_records.values()))).state_dict()
+        return cls(arrays=arrays, num_examples=n, examples_seen=n, train_loss=loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit(Request, stage="train", answer=Visited):
+    """Train these weights on your data."""
+
+    arrays: StateDict = model()
+    run: str = instruction()
+    lr: float = instruction("per step")
+    local_epochs: int = instruction("passes", default=1)
+    optimizer_state: str = instruction("keep or reset", default="reset")
+    pooled: bool = instruction("simulation only: train on the union of all institutions", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Payload):
+    """An institution's sums over its test shard, from which the server pools every metric."""
+
+    num_examples: int = statistic("examples")
+    loss: float = statistic("nats, mean over the shard")
+    confusion: list[int] = statistic("examples; C x C, row = label, column = prediction, row by row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Request, stage="evaluate", answer=Evaluation, message_type="evaluate"):
+    """Test these weights on your test shard; with no weights, test the model you keep."""
+
+    arrays: StateDict = model()
+    run: str = instruction()

@@ -1,0 +1,66 @@
+"""What travels in FedReplay: an encoder, and once per institution the latent variables with their labels.
+
+A latent variable is a function of one patient's image. Whoever holds it and the encoder can try to invert it; nothing
+here is differentially private.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from flwr_replay.wire import Payload, Request, StateDict, instruction, model, per_sample, statistic
+
+__all__ = ["Encode", "Encoder", "Extract", "Latents"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder(Payload):
+    """The part before the cut of a backbone trained at one institution."""
+
+    arrays: StateDict = model()
+    num_examples: int = statistic("examples")
+    examples_seen: int = statistic("examples")
+    train_loss: float = statistic("nats, mean over the best epoch")
+    validation_loss: float = statistic("nats, of the best epoch")
+    epochs: int = statistic("epochs until training stopped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encode(Request, stage="encode", answer=Encoder):
+    """Stage 1: train this whole backbone until it stops improving, return the part before the cut."""
+
+    arrays: StateDict = model()
+    run: str = instruction()
+    cut: str = instruction("stage")
+    lr: float = instruction("per step")
+    max_epochs: int = instruction("epochs")
+    patience: int = instruction("epochs without a better validation loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latents(Payload):
+    """One chunk of an institution's latent variables and labels."""
+
+    latents: NDArray[Any] = per_sample("N ...", "float32", "float16", "int8")
+    labels: NDArray[Any] = per_sample("N", "int64", "float32")
+    scales: NDArray[Any] | None = per_sample("N", "float32", default=None)  # int8 only: value = scale * code
+    num_examples: int = statistic("examples, the institution's, before views")
+    first: int = statistic("row of the upload at which this chunk begins")
+    total: int = statistic("rows of the whole upload: examples times views")
+    raw_bytes: int = statistic("bytes of the raw examples that this chunk stands for")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extract(Request, stage="extract", answer=Latents):
+    """Stage 2: encode your training examples with this encoder and upload the rows from `first` on."""
+
+    arrays: StateDict = model()
+    run: str = instruction()
+    cut: str = instruction("stage")
+    latent_dtype: str = instruction("float32, float16 or int8")
+    first: int = instruction("row")
+    chunk_bytes: int = instruction("bytes that the answer may have at most")
+    views: int = instruction("views of each example")

@@ -1,0 +1,36 @@
+"""What travels in Local: counts and losses; no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flwr_replay.payloads.common import Evaluation
+from flwr_replay.wire import Payload, Request, instruction, statistic
+
+__all__ = ["EvaluateOwn", "TrainOwn", "Trained"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(Payload):
+    """How the training of a model that stays at the institution went."""
+
+    num_examples: int = statistic("examples")
+    examples_seen: int = statistic("examples")
+    train_loss: float = statistic("nats, mean over the visit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOwn(Request, stage="train-own", answer=Trained):
+    """Train the model that you keep."""
+
+    run: str = instruction()
+    lr: float = instruction("per step")
+    init_seed: int = instruction("of the fresh weights, used at the first visit")
+    optimizer_state: str = instruction("keep or reset", default="keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOwn(Request, stage="evaluate-own", answer=Evaluation, message_type="evaluate"):
+    """Test the model that you keep on your test shard."""
+
+    run: str = instruction()

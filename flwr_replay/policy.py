@@ -1,0 +1,110 @@
+"""The institution's own rules: what it answers to, and what may leave.
+
+The policy is a YAML file in the institution's hands:
+
+    strategies: [fedreplay, cwt]              # which methods it takes part in
+    kinds: [model, statistic, per-sample]     # which kinds of field may leave (notices always may)
+    max-upload-mb: 64                         # the largest message that may leave, 10^6 bytes
+    max-epsilon: 8                            # what leaves must be differentially private with at most this epsilon
+
+A key that is left out forbids nothing. The rules are enforced by this package's ClientApp, before any data are read
+where the question can be decided then. They bind the code that the institution runs; they do not bind other code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from flwr_replay.errors import ConfigError, RefusedError, nearest
+from flwr_replay.wire import Kind, Payload
+
+__all__ = ["Policy", "read_policy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What an institution allows; None allows everything."""
+
+    strategies: tuple[str, ...] | None = None
+    kinds: tuple[str, ...] | None = None
+    max_upload_mb: float | None = None
+    max_epsilon: float | None = None
+
+    def check_strategy(self, strategy: str) -> None:
+        """Refuse a strategy that is not allowed."""
+        if self.strategies is not None and strategy not in self.strategies:
+            raise RefusedError(
+                f"policy allows strategies {', '.join(self.strategies) or 'none'}; the server runs {strategy!r}: "
+                "choose an allowed strategy or ask the institution to change its policy file"
+            )
+
+    def check_release(self, answer: type[Payload], epsilon: float = math.inf) -> None:
+        """Refuse a payload whose fields, as declared, may not leave.
+
+        Parameters
+        ----------
+        answer : type[Payload]
+            The declaration of what would leave.
+        epsilon : float
+            Of its differential privacy; infinite where there is none.
+        """
+        for name, field in answer.declared().items():
+            if field.kind == "notice":
+                continue
+            if self.kinds is not None and field.kind not in self.kinds:
+                raise RefusedError(
+                    f"policy lets fields of kind {', '.join(self.kinds) or 'none'} leave; {answer.__name__}.{name} is "
+                    f"{field.kind}: choose a strategy that shares less or ask the institution to change its policy file"
+                )
+            if self.max_epsilon is not None and epsilon > self.max_epsilon:
+                shown = f"epsilon {epsilon:g}" if math.isfinite(epsilon) else "no differential privacy (epsilon = inf)"
+                raise RefusedError(
+                    f"policy asks for epsilon <= {self.max_epsilon:g}; {answer.__name__}.{name} has {shown}: "
+                    "choose a differentially private setting or ask the institution to change its policy file"
+                )
+
+    def check_upload(self, size: int, what: str) -> None:
+        """Refuse a message of more bytes than may leave at once."""
+        if self.max_upload_mb is not None and size > self.max_upload_mb * 1e6:
+            raise RefusedError(
+                f"policy lets at most {self.max_upload_mb:g} MB leave in one message; {what} has {size / 1e6:.3g} MB: "
+                "lower strategy.chunk-mb or the model's size, or ask the institution to change its policy file"
+            )
+
+
+def read_policy(path: Path | None) -> Policy:
+    """Read a policy file; no file allows everything, a faulty file is an error and allows nothing.
+
+    Raises
+    ------
+    ConfigError
+        If the file is missing, is not YAML, or has unknown keys or kinds.
+    """
+    if path is None:
+        return Policy()
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"the policy file must be readable YAML; got {path}: {' '.join(str(error).split())}") from None
+    known = {field.name.replace("_", "-"): field.name for field in fields(Policy)}
+    if not isinstance(content, dict):
+        raise ConfigError(f"the policy file must hold keys {', '.join(known)}; got {type(content).__name__} in {path}")
+    for key in content:
+        if key not in known:
+            raise ConfigError(f"unknown key {key!r} in policy file {path}: {nearest(str(key), known)}")
+    for key in ("strategies", "kinds"):
+        if key in content and not isinstance(content[key], list):
+            raise ConfigError(f"{key} in policy file {path} must be a list; got {content[key]!r}")
+    for key in ("max-upload-mb", "max-epsilon"):
+        if key in content and (isinstance(content[key], bool) or not isinstance(content[key], (int, float))):
+            raise ConfigError(f"{key} in policy file {path} must be a number; got {content[key]!r}")
+    for kind in content.get("kinds", []):
+        if kind not in get_args(Kind):
+            raise ConfigError(f"unknown kind {kind!r} in policy file {path}: {nearest(str(kind), get_args(Kind))}")
+    values: dict[str, Any] = {known[key]: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
+    return Policy(**values)

@@ -1,0 +1,120 @@
+"""Progress: round, metric, bytes, elapsed and remaining time; on a terminal with rich, elsewhere as log lines."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Display", "LogDisplay", "Progress", "TerminalDisplay"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run has before it."""
+
+    strategy: str
+    rounds: int
+    per_round: int  # exchanges
+    done: int  # exchanges, at the start
+
+
+class Display(Protocol):
+    """Where progress is shown."""
+
+    def begin(self, progress: Progress) -> None:
+        """A run begins."""
+
+    def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
+        """An exchange is over; `metrics` are the latest pooled ones."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+def shown_metrics(metrics: dict[str, float]) -> str:
+    """Name the leading metric and the loss: `accuracy 0.9472, loss 0.1831`."""
+    leading = [name for name in metrics if name != "loss"][:1]
+    return ", ".join(f"{name} {metrics[name]:.4f}" for name in [*leading, "loss"] if name in metrics) or "not yet evaluated"
+
+
+def shown_bytes(count: float) -> str:
+    """Write bytes for people, in powers of ten: `12.3 MB`."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def shown_time(seconds: float) -> str:
+    """Write a duration as h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+class LogDisplay:
+    """A line in Flower's log for every exchange, as `flwr run --stream` shows it."""
+
+    def begin(self, progress: Progress) -> None:
+        """Log what runs."""
+        self.progress, self.start = progress, time.monotonic()
+        logging.getLogger("flwr").info("%s: %s rounds", progress.strategy, progress.rounds)
+
+    def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
+        """Log the round, metric, bytes and times."""
+        progress = self.progress
+        logging.getLogger("flwr").info(
+            "round %.3g/%s  %s  %s  elapsed %s  remaining %s",
+            server_round / progress.per_round,
+            progress.rounds,
+            shown_metrics(metrics),
+            shown_bytes(total_bytes),
+            shown_time(seconds),
+            shown_time(self.remaining(server_round)),
+        )
+
+    def remaining(self, server_round: int) -> float:
+        """Estimate the seconds left from the pace since this process began."""
+        done = server_round - self.progress.done
+        left = self.progress.rounds * self.progress.per_round - server_round
+        return (time.monotonic() - self.start) / done * left if done else 0.0
+
+    def close(self) -> None:
+        """Nothing to put away."""
+
+
+class TerminalDisplay(LogDisplay):
+    """One live line on the terminal, and plain lines where output is not one."""
+
+    def begin(self, progress: Progress) -> None:
+        """Open the bar."""
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        self.progress, self.start = progress, time.monotonic()
+        self.console = Console(stderr=True)
+        total = progress.rounds * progress.per_round
+        self.console.print(f"{progress.strategy}: {progress.rounds} rounds" + (", resumed" if progress.done else ""))
+        self.bar = Bar(TextColumn("{task.description}"), BarColumn(bar_width=24), console=self.console)
+        self.line = self.bar.add_task("waiting for the first round", total=total, completed=progress.done)
+        self.bar.start()
+
+    def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
+        """Move the bar; where it cannot be drawn, print a line."""
+        progress = self.progress
+        text = (
+            f"round {server_round / progress.per_round:.3g}/{progress.rounds}  {shown_metrics(metrics)}  "
+            f"{shown_bytes(total_bytes)}  elapsed {shown_time(seconds)}  "
+            f"remaining {shown_time(self.remaining(server_round))}"
+        )
+        self.bar.update(self.line, completed=server_round, description=text)
+        if not self.console.is_terminal:
+            self.console.print(text, soft_wrap=True)
+
+    def close(self) -> None:
+        """Close the bar, if it was opened."""
+        if hasattr(self, "bar"):
+            self.bar.stop()

@@ -1,0 +1,288 @@
+"""The run directory: configuration, environment, metrics, ledger, checkpoints, models, result.
+
+<runs-dir>/<date>-<strategy>-<task>-<seed>/
+config.yaml         fully resolved
+environment.json    versions, device, cores
+metrics.jsonl       a line per round, institution ("" = pooled) and metric
+ledger.jsonl        a line per message and field that travelled, repeated ones included
+failures.jsonl      who refused, failed or did not answer, and why
+checkpoints/        the last two exchanges
+models/             the global weights at the end
+result.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import time
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file, save
+
+from flwr_replay.compose import to_yaml
+from flwr_replay.config import RunConfig
+from flwr_replay.errors import RunError
+from flwr_replay.files import append_lines, home, make_folder, write_atomic
+from flwr_replay.institution import UNPROTECTED
+from flwr_replay.movements.members import Member
+from flwr_replay.movements.recorder import Recorder, Snapshot
+from flwr_replay.progress import Display, Progress
+from flwr_replay.wire import Row, StateDict
+
+__all__ = ["PACKAGES", "RunDirectory", "default_name", "open_run"]
+
+SAMPLE_KINDS = ("per-sample", "synthetic")
+PACKAGES = ("flwr-replay", "flwr", "ray", "torch", "torchvision", "numpy", "hydra-core")
+
+
+def open_run(config: RunConfig) -> RunConfig:
+    """Make a new run directory, or find the one to resume; return the configuration with `runs_dir` and `run_name` set.
+
+    Raises
+    ------
+    RunError
+        If the folder cannot be written, exists already, or holds no run to resume.
+    """
+    if config.resume:
+        folder = Path(config.resume).expanduser().absolute()
+        if not (folder / "config.yaml").exists():
+            raise RunError(f"resume must be a run directory with a config.yaml; got {folder}")
+        return replace(config, runs_dir=str(folder.parent), run_name=folder.name)
+    root = make_folder(Path(config.runs_dir or home() / "runs").expanduser().absolute(), "runs-dir")
+    stem = default_name(config)
+    name, number = config.run_name or stem, 1
+    while True:
+        try:
+            (root / name).mkdir()
+            break
+        except FileExistsError:
+            if config.run_name:
+                raise RunError(f"run-name must be new; {root / name} exists: resume it or choose another") from None
+            number += 1
+            name = f"{stem}-{number}"
+    opened = replace(config, runs_dir=str(root), run_name=name)
+    write_atomic(root / name / "config.yaml", to_yaml(opened))
+    return opened
+
+
+def default_name(config: RunConfig) -> str:
+    """Name a run by date, strategy, task and seed."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{config.strategy.name}-{config.task.name}-{config.seed}"
+
+
+@dataclass
+class Counters:
+    """What a run adds up; checkpoints hold it."""
+
+    examples_seen: int = 0
+    seconds: float = 0.0
+
+
+class RunDirectory(Recorder):
+    """Keeps a run on disk as it goes.
+
+    Parameters
+    ----------
+    config : RunConfig
+        As `open_run` returned it.
+    display : Display
+        Where progress is shown.
+    """
+
+    def __init__(self, config: RunConfig, display: Display) -> None:
+        super().__init__()
+        self.config = config
+        self.path = Path(config.runs_dir) / config.run_name
+        self.display = display
+        self.counters = Counters()
+        self.started = time.monotonic()
+        self.bytes = {"up": 0, "down": 0}
+        self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
+        (self.path / "checkpoints").mkdir(exist_ok=True)
+        write_atomic(self.path / "environment.json", json.dumps(_environment(config), indent=2) + "\n")
+        self._ledger = open(self.path / "ledger.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open while it runs
+
+    # --- Recorder -----------------------------------------------------------------------------------------------------
+
+    def begin(self, strategy: Any, num_rounds: int, per_round: int, done: int) -> None:
+        """Show the progress from here on."""
+        self.per_round = per_round
+        self.display.begin(Progress(strategy.name, num_rounds, per_round, done))
+
+    def travelled(
+        self,
+        server_round: int,
+        member: Member,
+        direction: str,
+        found: list[Row],
+        stage: str = "",
+        raw_bytes: int | None = None,
+    ) -> None:
+        """Write a message's fields to the ledger."""
+        for row in found:
+            entry: dict[str, Any] = {
+                "round": server_round,
+                "institution": member.name,
+                "direction": direction,
+                "stage": stage,
+                "field": row.field,
+                "kind": row.kind,
+                "bytes": row.bytes,
+                "protection": UNPROTECTED,
+            }
+            if raw_bytes is not None and row.kind in SAMPLE_KINDS:
+                entry["raw-bytes"] = raw_bytes
+            self._ledger.write(json.dumps(entry) + "\n")
+            self.bytes[direction] += row.bytes
+        self._ledger.flush()
+
+    def saw(self, examples: int) -> None:
+        """Add to the training examples used."""
+        self.counters.examples_seen += examples
+
+    def evaluated(self, server_round: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
+        """Write a round's metrics."""
+        self.history.append((server_round, pooled, own))
+        append_lines(
+            self.path / "metrics.jsonl",
+            [
+                {"round": server_round, "institution": name, "metric": metric, "value": value}
+                for name, metrics in [("", pooled), *own.items()]
+                for metric, value in metrics.items()
+            ],
+        )
+
+    def failed(self, server_round: int, name: str, reason: str) -> None:
+        """Write down who takes no part, and why."""
+        super().failed(server_round, name, reason)
+        append_lines(self.path / "failures.jsonl", [self.failures[-1]])
+
+    def end_exchange(self, snapshot: Snapshot) -> None:
+        """Write a checkpoint, forget all but the last two, show progress."""
+        seconds = self.counters.seconds + time.monotonic() - self.started
+        values = {
+            "server-round": snapshot.server_round,
+            "examples-seen": self.counters.examples_seen,
+            "seconds": seconds,
+            "state": snapshot.state_values,
+        }
+        folder = self.path / "checkpoints"
+        stem = f"{snapshot.server_round:06d}"
+        named = {f"arrays/{name}": array for name, array in snapshot.arrays.items()}
+        named |= {f"state/{name}": array for name, array in snapshot.state_arrays.items()}
+        write_atomic(folder / f"{stem}.safetensors", save(named))
+        write_atomic(folder / f"{stem}.json", json.dumps(values))  # written last: its presence makes the checkpoint
+        for old in sorted(folder.glob("*.json"))[:-2]:
+            old.unlink()
+            old.with_suffix(".safetensors").unlink()
+        metrics = self.history[-1][1] if self.history else {}
+        self.display.exchange(snapshot.server_round, metrics, sum(self.bytes.values()), seconds)
+
+    def restore(self) -> Snapshot | None:
+        """Return the last checkpoint of a resumed run and forget the metrics that came after it."""
+        found = sorted((self.path / "checkpoints").glob("*.json"))
+        if not found:
+            return None
+        values = json.loads(found[-1].read_text())
+        arrays = load_file(found[-1].with_suffix(".safetensors"))
+        self.counters = Counters(values["examples-seen"], values["seconds"])
+        self._rewind(values["server-round"])
+        return Snapshot(values["server-round"], _under("arrays/", arrays), _under("state/", arrays), values["state"])
+
+    def folder(self, name: str, fresh: bool = False) -> Path:
+        """Return a folder inside the run directory."""
+        if fresh:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        (self.path / name).mkdir(exist_ok=True)
+        return self.path / name
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def finish(self, arrays: StateDict, metric: str, higher_is_better: bool) -> dict[str, Any]:
+        """Write the final weights and `result.json`; return what the latter holds."""
+        models = self.folder("models")
+        write_atomic(models / "global.safetensors", save(arrays))
+        server_round, pooled, own = self.history[-1]
+        sign = 1 if higher_is_better else -1
+        best = max(self.history, key=lambda entry: sign * entry[1].get(metric, float("-inf")))
+        config = self.config
+        result = {
+            "strategy": config.strategy.name,
+            "task": config.task.name,
+            "partition": config.partition.name,
+            "model": config.model.name,
+            "nodes": len(own),
+            "rounds": server_round // self.per_round,
+            "seed": config.seed,
+            "metric": metric,
+            "higher-is-better": higher_is_better,
+            "final": {"global": pooled, "institutions": own},
+            "best": {"round": best[0] // self.per_round, metric: best[1].get(metric)},
+            "examples-seen": self.counters.examples_seen,
+            "bytes": {**self.bytes, "per-round": round(sum(self.bytes.values()) / (server_round // self.per_round))},
+            "bytes-by-kind": self.bytes_by_kind(),
+            "privacy": dict.fromkeys(own),
+            "failures": self.failures,
+            "wall-seconds": round(self.counters.seconds + time.monotonic() - self.started, 3),
+            "versions": _versions(),
+        }
+        write_atomic(self.path / "result.json", json.dumps(result, indent=2) + "\n")
+        return result
+
+    def bytes_by_kind(self) -> dict[str, dict[str, int]]:
+        """Sum the ledger by direction and kind; beside per-sample uploads, the raw bytes they stand for."""
+        sums: dict[str, dict[str, int]] = {"up": {}, "down": {}}
+        for line in (self.path / "ledger.jsonl").read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            by_kind = sums[entry["direction"]]
+            by_kind[entry["kind"]] = by_kind.get(entry["kind"], 0) + entry["bytes"]
+            if entry["field"] == "latents":
+                by_kind["raw-bytes-they-stand-for"] = by_kind.get("raw-bytes-they-stand-for", 0) + entry["raw-bytes"]
+        return sums
+
+    def close(self) -> None:
+        """Close the ledger and the display."""
+        self._ledger.close()
+        self.display.close()
+
+    def _rewind(self, server_round: int) -> None:
+        """Reload metrics up to a checkpoint, and the bytes that really travelled, repeated ones included."""
+        metrics = self.path / "metrics.jsonl"
+        lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+        kept = [entry for entry in map(json.loads, lines) if entry["round"] <= server_round]
+        write_atomic(metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
+        rounds: dict[int, dict[str, dict[str, float]]] = {}
+        for entry in kept:
+            by_institution = rounds.setdefault(entry["round"], {})
+            by_institution.setdefault(entry["institution"], {})[entry["metric"]] = entry["value"]
+        self.history = [(at, own.pop(""), own) for at, own in rounds.items()]
+        for line in (self.path / "ledger.jsonl").read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            self.bytes[entry["direction"]] += entry["bytes"]
+        failures = self.path / "failures.jsonl"
+        if failures.exists():
+            self.failures = [json.loads(line) for line in failures.read_text(encoding="utf-8").splitlines()]
+
+
+def _under(prefix: str, arrays: StateDict) -> StateDict:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
+
+
+def _environment(config: RunConfig) -> dict[str, Any]:
+    return {
+        "versions": _versions(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads": config.threads,
+        "device": config.device,
+    }

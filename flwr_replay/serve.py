@@ -1,0 +1,99 @@
+"""From a `NumPyClient` to a Flower `ClientApp` under the message API.
+
+    app = serve(lambda context: MyNumPyClient())
+
+Any NumPyClient of a user's own runs under these strategies that way: `fit` answers train messages, `evaluate` answers
+evaluate messages; weights keep the names they arrived under.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable, Mod
+
+from flwr_replay.client import InstitutionClient
+from flwr_replay.errors import WireError
+from flwr_replay.wire import NamedArrays, array_record, arrays_in, config_in, request_of
+
+__all__ = ["serve", "serving"]
+
+
+def serve(make_client: Callable[[Context], NumPyClient], mods: list[Mod] | None = None) -> ClientApp:
+    """Wrap a NumPyClient as a ClientApp.
+
+    Parameters
+    ----------
+    make_client : Callable[[Context], NumPyClient]
+        Builds the client for one message, as Flower's `client_fn` does.
+    mods : list[Mod] | None
+        Flower mods around it.
+    """
+    app = ClientApp(mods=mods)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return _fit(make_client(context), message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return _evaluate(make_client(context), message)
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        client = make_client(context)
+        if not isinstance(client, InstitutionClient):
+            raise ValueError("this NumPyClient answers no queries")
+        answer = client.answer(NamedArrays({}), config_in(message.content))
+        return Message(answer.encode(), reply_to=message)
+
+    return app
+
+
+def serving(make_client: Callable[[Context], InstitutionClient]) -> Mod:
+    """Make a Flower mod that serves the stages a user's own ClientApp does not know.
+
+    Messages of a stage that the InstitutionClient adds (`encode`, `extract`) are answered by it; all others go to the
+    user's app: `ClientApp(mods=[serving(make_client)])`.
+    """
+
+    def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        request = request_of(message)
+        if request is None or request.stage_name in ("train", "evaluate", "roll-call"):
+            return call_next(message, context)
+        return _fit(make_client(context), message)
+
+    return mod
+
+
+def _fit(client: NumPyClient, message: Message) -> Message:
+    parameters, config = _received(message)
+    arrays, num_examples, metrics = client.fit(parameters, config)
+    if not isinstance(arrays, NamedArrays):
+        names = parameters.names if len(parameters) == len(arrays) else tuple(map(str, range(len(arrays))))
+        arrays = NamedArrays(dict(zip(names, arrays, strict=True)))
+    content = RecordDict({"metrics": _metrics(num_examples, metrics)})
+    if arrays:
+        content["arrays"] = array_record(arrays.state_dict())
+    return Message(content, reply_to=message)
+
+
+def _evaluate(client: NumPyClient, message: Message) -> Message:
+    loss, num_examples, metrics = client.evaluate(*_received(message))
+    return Message(RecordDict({"metrics": _metrics(num_examples, {"loss": float(loss), **metrics})}), reply_to=message)
+
+
+def _received(message: Message) -> tuple[NamedArrays, dict[str, Any]]:
+    return arrays_in(message.content), config_in(message.content)
+
+
+def _metrics(num_examples: int, metrics: dict[str, Any]) -> MetricRecord:
+    for name, value in metrics.items():
+        if not isinstance(value, (bool, int, float, list)):
+            raise WireError(f"a metric must be a number; got {type(value).__name__} under {name!r}: send numbers only")
+    plain = {name: int(value) if isinstance(value, bool) else value for name, value in metrics.items()}
+    return MetricRecord({"num-examples": int(num_examples), **plain})

@@ -1,0 +1,193 @@
+"""Runs that the command line starts: in this process, or on Flower's Ray simulation."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.compose import compose, overrides_of
+from flwr_replay.config import RunConfig
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.progress import Display
+from flwr_replay.run import default_name
+
+__all__ = ["check_data", "resolve", "run_inline", "run_ray"]
+
+INLINE_NODES = 4
+APP = """\
+[project]
+name = "flwr-replay-run"
+version = "1.0.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "flwr-replay"
+
+[tool.flwr.app.components]
+serverapp = "flwr_replay.server_app:app"
+clientapp = "flwr_replay.client_app:app"
+
+[tool.flwr.app.config]
+overrides = ""
+"""
+
+
+def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[str], RunConfig]:
+    """Turn a command line into overrides and the configuration they give; a resumed run keeps its own options.
+
+    Raises
+    ------
+    ConfigError
+        For a wrong option, or options that would change a resumed run.
+    """
+    if resume:
+        if options:
+            raise ConfigError(f"a resumed run keeps its options; got {' '.join(options)!r} beside --resume: leave it out")
+        file = Path(resume).expanduser() / "config.yaml"
+        if not file.exists():
+            raise RunError(f"--resume must be a run directory with a config.yaml; got {resume}")
+        overrides = [*overrides_of(file), f"resume={_quoted(Path(resume).expanduser().absolute())}"]
+    else:
+        overrides = [*options, f"runs_dir={_quoted(Path(runs_dir).expanduser().absolute())}"]
+    config = compose(overrides)
+    nodes = config.nodes or (check_data(config)[0] if config.partition.name == "natural" else INLINE_NODES)
+    overrides.append(f"nodes={nodes}")
+    return overrides, replace(config, nodes=nodes)
+
+
+def check_data(config: RunConfig) -> tuple[int, Any]:
+    """Read and deal the data once, so that a fault is told before anything runs; return the number of institutions."""
+    from flwr_replay.institution import dealt, loaded
+
+    if config.partition.name == "natural" and not config.nodes:
+        sites = loaded(config.task).train.sites
+        return len(set(sites.tolist())) if sites is not None else 1, None
+    part = dealt(config.task, config.partition, config.nodes, config.seed)
+    return len(part.names), part
+
+
+def run_inline(overrides: Sequence[str], display: Display) -> tuple[dict[str, Any], Path]:
+    """Run in this process, one institution after another."""
+    from flwr_replay.client_app import app
+    from flwr_replay.engine import InlineGrid
+    from flwr_replay.server_app import execute
+
+    config = compose(overrides)
+    check_data(config)
+    grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, config.nodes)
+    return execute(grid, config, display)
+
+
+def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
+    """Run on Flower's Ray simulation: a SuperLink of this run's own on a free port, then `flwr run`.
+
+    Raises
+    ------
+    RunError
+        If the run does not end well; Flower's log has gone to the error stream.
+    """
+    config = compose(overrides)
+    check_data(config)
+    if config.resume:
+        folder = Path(config.resume)
+    else:
+        name = config.run_name or f"{default_name(config)}-ray-{os.getpid()}"
+        overrides = [*overrides, f"run_name={name}"]
+        folder = Path(config.runs_dir) / name
+    cpus = os.cpu_count() or 1
+    resources: dict[str, float] = {"num-supernodes": config.nodes, "client-resources-num-cpus": min(config.threads, cpus)}
+    if gpus := _gpus(config.device):
+        resources["client-resources-num-gpus"] = round(gpus / min(config.nodes, cpus), 3)
+    with tempfile.TemporaryDirectory(prefix="flwr-replay-") as scratch, _superlink(Path(scratch)) as environment:
+        (Path(scratch) / "app").mkdir()
+        (Path(scratch) / "app" / "pyproject.toml").write_text(APP)
+        run_config = f"overrides={json.dumps(shlex.join(overrides))}"
+        federation = " ".join(f"{key}={value}" for key, value in resources.items())
+        command = [_tool("flwr"), "run", str(Path(scratch) / "app"), "replay", "--stream"]
+        command += ["--run-config", run_config, "--federation-config", federation]
+        stream = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert stream.stdout is not None
+        reason = "see the log above"
+        for line in stream.stdout:
+            print(line, end="", file=sys.stderr, flush=True)
+            if line.startswith("error: "):
+                reason = line.removeprefix("error: ").strip()
+        stream.wait()
+    if not (folder / "result.json").exists():
+        raise RunError(reason)
+    return json.loads((folder / "result.json").read_text()), folder
+
+
+@contextmanager
+def _superlink(scratch: Path) -> Iterator[dict[str, str]]:
+    """Start a SuperLink on the loopback and stop it afterwards; yield the environment that reaches it."""
+    port = _free_port()
+    (scratch / "config.toml").write_text(
+        f'[superlink]\ndefault = "replay"\n[superlink.replay]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "FLWR_HOME": str(scratch),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    command = [_tool("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--control-api-address", f"127.0.0.1:{_free_port()}", "--disable-runtime-dependency-installation"]
+    log = open(scratch / "superlink.log", "w")  # noqa: SIM115 - closed below
+    server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not _answers(port):
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RunError(f"the SuperLink must start; it said: {(scratch / 'superlink.log').read_text()[-500:]}")
+            time.sleep(0.1)
+        yield environment
+    finally:
+        server.terminate()
+        try:
+            server.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+        log.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _gpus(device: str) -> int:
+    import torch
+
+    return torch.cuda.device_count() if device == "auto" or device.startswith("cuda") else 0
+
+
+def _tool(name: str) -> str:
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else name
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "\\'") + "'"

@@ -1,0 +1,64 @@
+"""What an institution keeps between messages: named arrays in its state directory, by run and exchange.
+
+A deployed ClientApp's process ends with every message, and a Ray actor serves several institutions, so nothing that
+must last lives in memory. Each save is atomic and the last two are kept: an exchange that is repeated after a crash
+begins from what was there before it, and gives the same bits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.numpy import load_file, save
+
+from flwr_replay.files import write_atomic
+from flwr_replay.institution import Institution
+from flwr_replay.wire import StateDict
+
+__all__ = ["StateStore", "load_optimizer_arrays", "optimizer_arrays"]
+
+
+class StateStore:
+    """Arrays under a key, as they stood after an exchange of a run."""
+
+    def __init__(self, institution: Institution) -> None:
+        self.institution = institution
+
+    @property
+    def folder(self) -> Path:
+        """The institution's state directory, made when it is first used."""
+        return self.institution.state
+
+    def save(self, key: str, run: str, server_round: int, arrays: StateDict) -> None:
+        """Keep arrays as they stand after exchange `server_round`; forget all but the last two."""
+        folder = self.folder / run
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / f"{key}-{server_round:06d}.safetensors", save(arrays))
+        for old in sorted(folder.glob(f"{key}-*.safetensors"))[:-2]:
+            old.unlink()
+
+    def load(self, key: str, run: str, before: int) -> StateDict | None:
+        """Return the arrays as they stood when exchange `before` began; None if there are none yet."""
+        files = sorted((self.folder / run).glob(f"{key}-*.safetensors"))
+        earlier = [file for file in files if int(file.stem.rsplit("-", 1)[1]) < before]
+        return load_file(earlier[-1]) if earlier else None
+
+
+def optimizer_arrays(optimizer: torch.optim.Optimizer) -> StateDict:
+    """Flatten an optimizer's tensors into named arrays: `<parameter index>.<name>`."""
+    return {
+        f"{index}.{name}": value.detach().cpu().numpy()
+        for index, slots in optimizer.state_dict()["state"].items()
+        for name, value in slots.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def load_optimizer_arrays(optimizer: torch.optim.Optimizer, arrays: StateDict) -> None:
+    """Put named arrays back into an optimizer of the same parameters; learning rate and the like stay as they are."""
+    slots: dict[int, dict[str, torch.Tensor]] = {}
+    for name, array in arrays.items():
+        index, slot = name.split(".", 1)
+        slots.setdefault(int(index), {})[slot] = torch.as_tensor(array)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})

@@ -1,0 +1,128 @@
+"""Small shared training helpers. They compute; the loop of a method stands in that method's file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from flwr_replay.config import TrainingConfig
+from flwr_replay.errors import ConfigError, DivergedError, TrainingError
+from flwr_replay.rng import derived_seed
+from flwr_replay.wire import StateDict
+
+__all__ = [
+    "as_input",
+    "batches",
+    "generator",
+    "learning_rate",
+    "load_arrays",
+    "make_optimizer",
+    "mean_loss",
+    "refuse_single_batches",
+    "select_device",
+    "step",
+    "to_arrays",
+]
+
+
+def generator(*purpose: object) -> torch.Generator:
+    """Return a CPU generator derived from (seed, round, institution, purpose) or the like."""
+    return torch.Generator().manual_seed(derived_seed(*purpose))
+
+
+def select_device(device: str) -> torch.device:
+    """Resolve `auto`; refuse a GPU that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device must be auto, cpu or an available cuda[:N]; got {device!r}: {error}") from None
+    return chosen
+
+
+def to_arrays(module: nn.Module) -> StateDict:
+    """Copy a module's weights and buffers into named arrays."""
+    return {name: value.detach().cpu().numpy().copy() for name, value in module.state_dict().items()}
+
+
+def load_arrays(module: nn.Module, arrays: StateDict) -> None:
+    """Copy named arrays into a module; the names and shapes must be the module's own."""
+    try:
+        module.load_state_dict({name: torch.as_tensor(array) for name, array in arrays.items()})
+    except RuntimeError as error:
+        detail = " ".join(str(error).split())
+        raise ConfigError(f"these weights are not this model's; use the same model.* everywhere: {detail}") from None
+
+
+def learning_rate(training: TrainingConfig, completed_rounds: int) -> float:
+    """Return the learning rate, divided by ten every `lr_step` rounds (Qu et al. 2022, section 4.1: every 35)."""
+    return training.lr * (0.1 ** (completed_rounds // training.lr_step) if training.lr_step else 1.0)
+
+
+def make_optimizer(module: nn.Module, training: TrainingConfig, lr: float) -> torch.optim.Optimizer:
+    """Build the configured optimizer over the parameters that train."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if training.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=lr, weight_decay=training.weight_decay)
+    return torch.optim.SGD(parameters, lr=lr, momentum=training.momentum, weight_decay=training.weight_decay)
+
+
+def as_input(x: Tensor) -> Tensor:
+    """Turn stored bytes 0..255 into float32 in [0, 1]; other numbers into float32 as they are."""
+    return x.float().div_(255) if x.dtype == torch.uint8 else x.float()
+
+
+def batches(x: Tensor, y: Tensor, batch_size: int, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield max(1, ⌊n/b⌋) full batches of one fresh shuffle: Qu et al.'s iterations per visit.
+
+    Parameters
+    ----------
+    x : Tensor
+        Examples, shape (n, ...), any dtype that `as_input` takes.
+    y : Tensor
+        Labels, shape (n,).
+    batch_size : int
+        b; with fewer than b examples the one batch holds all n.
+    shuffle : torch.Generator
+        A CPU generator of this visit's own.
+    """
+    order = torch.randperm(len(y), generator=shuffle).to(y.device)
+    size = min(batch_size, len(y))
+    for i in range(max(1, len(y) // batch_size)):
+        rows = order[i * size : (i + 1) * size]
+        yield as_input(x[rows]), y[rows]
+
+
+def refuse_single_batches(has_batch_norm: bool, examples: int, batch_size: int) -> None:
+    """Raise `TrainingError` where batch norm would have to normalise over a batch of one."""
+    if has_batch_norm and min(examples, batch_size) < 2:
+        raise TrainingError(
+            f"batch norm needs batches of at least two examples; got {examples} examples in batches of {batch_size}: "
+            "set model.norm=group, or a larger training.batch-size where there are more examples"
+        )
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    """Take one optimizer step on a loss; return the loss, detached and still on its device."""
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return loss.detach()
+
+
+def mean_loss(losses: list[Tensor]) -> float:
+    """Average the losses of a visit (one transfer from the device).
+
+    Raises
+    ------
+    DivergedError
+        If one of them is not finite.
+    """
+    mean = float(torch.stack(losses).mean())
+    if mean != mean or mean in (float("inf"), float("-inf")):
+        raise DivergedError(f"the loss must stay finite; got {mean} in training: lower training.lr and resume the run")
+    return mean

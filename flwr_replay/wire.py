@@ -1,0 +1,307 @@
+"""What travels: payload declarations, and their translation to and from Flower's records.
+
+A payload is a frozen dataclass whose every field declares its kind. What is not declared cannot be encoded, and
+what arrives undeclared is refused. One payload fills at most three Flower records: `arrays` (weights under the
+names of their state dict, or one array per field), `metrics` (statistics) and `config` (instructions, notices),
+so that a ClientApp which knows nothing of this package reads `message.content["arrays"]` as ever.
+
+Bytes are counted as Flower's `count_bytes` counts them: values plus names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from numpy.typing import NDArray
+
+from flwr_replay.errors import WireError
+
+__all__ = [
+    "REQUESTS",
+    "Field",
+    "Kind",
+    "NamedArrays",
+    "Payload",
+    "Request",
+    "Row",
+    "StateDict",
+    "array_record",
+    "arrays_in",
+    "config_in",
+    "instruction",
+    "metrics_in",
+    "model",
+    "notice",
+    "per_sample",
+    "request_of",
+    "rows",
+    "statistic",
+]
+
+Kind = Literal["model", "per-sample", "synthetic", "statistic", "instruction", "notice"]
+StateDict = dict[str, NDArray[Any]]
+RECORD_OF: dict[Kind, str] = {
+    "model": "arrays",
+    "per-sample": "arrays",
+    "synthetic": "arrays",
+    "statistic": "metrics",
+    "instruction": "config",
+    "notice": "config",
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """The declaration of one field: what it is about, its form and its unit."""
+
+    kind: Kind
+    shape: str = ""  # letters as in the code, e.g. "N C H W"; "state dict" for named weights; "" for a scalar
+    dtypes: tuple[str, ...] = ()  # of a per-sample or synthetic array; empty: any
+    unit: str = ""
+
+
+def _declare(declaration: Field, default: Any) -> Any:
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata={"wire": declaration})
+    return dataclasses.field(default=default, metadata={"wire": declaration})
+
+
+def model() -> Any:
+    """Declare weights: a state dict, name to array."""
+    return _declare(Field("model", "state dict"), dataclasses.MISSING)
+
+
+def per_sample(shape: str, *dtypes: str, default: Any = dataclasses.MISSING) -> Any:
+    """Declare an array with one row per patient's example: a function of single patients."""
+    return _declare(Field("per-sample", shape, dtypes), default)
+
+
+def statistic(unit: str, default: Any = dataclasses.MISSING) -> Any:
+    """Declare a number, or a list of numbers, computed from an institution's data."""
+    return _declare(Field("statistic", unit=unit), default)
+
+
+def instruction(unit: str = "", default: Any = dataclasses.MISSING) -> Any:
+    """Declare what the server asks for; it carries nothing of any institution's data."""
+    return _declare(Field("instruction", unit=unit), default)
+
+
+def notice() -> Any:
+    """Declare a text or fact about the institution itself: its name, why it refuses."""
+    return _declare(Field("notice"), dataclasses.MISSING)
+
+
+class NamedArrays(list[NDArray[Any]]):
+    """A NumPyClient's list of arrays that remembers the names they travel under."""
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        super().__init__(arrays.values())
+        self.names = tuple(arrays)
+
+    @classmethod
+    def of(cls, record: ArrayRecord) -> NamedArrays:
+        """Decode a Flower record."""
+        return cls({name: array.numpy() for name, array in record.items()})
+
+    def state_dict(self) -> StateDict:
+        """Give the arrays back under their names."""
+        return dict(zip(self.names, self, strict=True))
+
+
+def arrays_in(content: RecordDict) -> NamedArrays:
+    """Decode a message's arrays; none if it holds no such record."""
+    return NamedArrays.of(content.array_records["arrays"]) if "arrays" in content else NamedArrays({})
+
+
+def metrics_in(content: RecordDict) -> dict[str, Any]:
+    """Return a message's metrics."""
+    return dict(content.metric_records["metrics"]) if "metrics" in content else {}
+
+
+def config_in(content: RecordDict) -> dict[str, Any]:
+    """Return a message's instructions and notices."""
+    return dict(content.config_records["config"]) if "config" in content else {}
+
+
+def array_record(arrays: StateDict) -> ArrayRecord:
+    """Encode named arrays as Flower's record, copying them."""
+    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payload:
+    """Base of everything that travels; subclasses are frozen keyword-only dataclasses."""
+
+    @classmethod
+    def declared(cls) -> dict[str, Field]:
+        """Return field name to declaration; a field without one is an error of the payload's author."""
+        fields = {}
+        for field in dataclasses.fields(cls):
+            if "wire" not in field.metadata:
+                raise WireError(f"{cls.__name__}.{field.name} does not declare what it is; use model(), per_sample() …")
+            fields[field.name] = field.metadata["wire"]
+        return fields
+
+    def encode(self) -> RecordDict:
+        """Translate to Flower's records; arrays are copied, the payload stays as it is."""
+        arrays, metrics, config = self.parts()
+        content = RecordDict()
+        if arrays is not None:
+            content["arrays"] = array_record(arrays)
+        if metrics:
+            content["metrics"] = MetricRecord(metrics)
+        if config:
+            content["config"] = ConfigRecord(config)
+        return content
+
+    def parts(self) -> tuple[StateDict | None, dict[str, Any], dict[str, Any]]:
+        """Split into named arrays (None if the payload declares none), metrics and config, keys hyphenated."""
+        arrays: StateDict | None = None
+        metrics: dict[str, Any] = {}
+        config: dict[str, Any] = {}
+        for name, field in self.declared().items():
+            value = getattr(self, name)
+            record = RECORD_OF[field.kind]
+            if record == "arrays":
+                arrays = {} if arrays is None else arrays
+                if field.shape == "state dict":
+                    arrays |= value
+                elif value is not None:
+                    arrays[_key(name)] = _checked(type(self).__name__, name, field, value)
+            elif value not in (None, "", [], ()):  # Flower cannot count the bytes of nothing
+                target = metrics if record == "metrics" else config
+                target[_key(name)] = list(value) if isinstance(value, (list, tuple)) else value
+        return arrays, metrics, config
+
+    @classmethod
+    def decode(cls, content: RecordDict) -> Self:
+        """Translate from Flower's records.
+
+        Raises
+        ------
+        WireError
+            If a record or key arrived that this payload does not declare, or a declared one is missing.
+        """
+        list(rows(content, cls))
+        return cls.of(arrays_in(content).state_dict(), {**config_in(content), **metrics_in(content)})
+
+    @classmethod
+    def of(cls, arrays: StateDict, scalars: Mapping[str, Any]) -> Self:
+        """Build from named arrays and hyphenated scalars; scalars of other payloads are left aside."""
+        values: dict[str, Any] = {}
+        for name, field in cls.declared().items():
+            if field.shape == "state dict":
+                values[name] = arrays
+            elif RECORD_OF[field.kind] == "arrays":
+                if _key(name) in arrays:
+                    values[name] = _checked(cls.__name__, name, field, arrays[_key(name)])
+            elif _key(name) in scalars:
+                values[name] = scalars[_key(name)]
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise WireError(f"{cls.__name__} arrived incomplete: {error}") from None
+
+
+REQUESTS: dict[str, type[Request]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Payload):
+    """What the server sends; every request names its stage and knows the payload that answers it."""
+
+    stage_name: ClassVar[str]
+    answer: ClassVar[type[Payload]]
+    message_type: ClassVar[str]
+
+    stage: str = instruction(default="")
+    server_round: int = instruction("exchanges", default=0)
+
+    def __init_subclass__(cls, *, stage: str, answer: type[Payload], message_type: str = "train") -> None:
+        cls.stage_name, cls.answer, cls.message_type = stage, answer, message_type
+        REQUESTS[stage] = cls
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stage", self.stage_name)
+
+
+def request_of(message: Message) -> type[Request] | None:
+    """Return the declaration of the request that a message is; None if it is not one of ours."""
+    return REQUESTS.get(str(config_in(message.content).get("stage", ""))) if message.has_content() else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One field of one message, as the ledger counts it."""
+
+    field: str
+    kind: Kind
+    bytes: int
+
+
+def rows(content: RecordDict, declared: type[Payload] | None, extra: frozenset[str] = frozenset()) -> Iterator[Row]:
+    """Yield what a message holds, field by field; the bytes sum to those of its records.
+
+    Parameters
+    ----------
+    content : RecordDict
+        A message's records.
+    declared : type[Payload] | None
+        The payload it must be; None takes any message and names kinds by the record a value lies in.
+    extra : frozenset[str]
+        Keys that a user's own ServerApp added to the config record.
+
+    Raises
+    ------
+    WireError
+        If a record or key is not declared.
+    """
+    fields = {_key(name): field for name, field in declared.declared().items()} if declared else {}
+    weights = next((name for name, field in fields.items() if field.shape == "state dict"), None)
+    defaults: dict[str, Kind] = {"arrays": "model", "metrics": "statistic", "config": "instruction"}
+    for record_name, record in content.items():
+        if record_name not in defaults:
+            raise WireError(f"record {record_name!r} is not declared; a message holds arrays, metrics and config only")
+        if record_name == "arrays" and (weights or not declared):
+            yield Row(weights or "arrays", "model", sum(len(name) + _bytes(array) for name, array in record.items()))
+            continue
+        for name, value in record.items():
+            size = len(name) + _bytes(value)
+            if not declared or name in extra:
+                yield Row(name, defaults[record_name], size)
+            elif name in fields and RECORD_OF[fields[name].kind] == record_name:
+                yield Row(name, fields[name].kind, size)
+            else:
+                raise WireError(
+                    f"{declared.__name__} does not declare {name!r} in {record_name}; declare the field with its kind "
+                    f"or leave it out. Declared: {', '.join(fields)}"
+                )
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _bytes(value: Any) -> int:
+    """Count as Flower does: a bool 1, a number 8, a text or array its length, a list the sum."""
+    if isinstance(value, Array):
+        return len(value.data)
+    if isinstance(value, list):
+        return sum(map(_bytes, value))
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return 1 if isinstance(value, bool) else 8
+
+
+def _checked(payload: str, name: str, field: Field, value: Any) -> NDArray[Any]:
+    array = np.asarray(value)
+    if field.dtypes and array.dtype.name not in field.dtypes:
+        raise WireError(f"{payload}.{name} is declared {' or '.join(field.dtypes)}; got {array.dtype.name}")
+    if field.shape and "..." not in field.shape and len(field.shape.split()) != array.ndim:
+        raise WireError(f"{payload}.{name} is declared with shape ({field.shape}); got {array.shape}")
+    return array

@@ -1,0 +1,56 @@
+"""Central: the server's half; the institution's half is `clients/central.py`.
+
+Source: "Centrally hosted" in Qu et al. 2022, section 4.2; "Joint" in Kalra et al. 2023, section 4.
+Idea: one institution owns everything: the reference that collaboration without sharing is measured against.
+Travels: the weights, to the one institution that trains (`Visit`) and back (`Visited`); all evaluate on their shards.
+
+    for each round: θ ← train θ for ⌊|D|/b⌋ iterations on the union D
+
+Deviations: none; in a deployment the one institution must really hold all data (nodes = 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flwr_replay.config import one_of
+from flwr_replay.movements.serial import Serial
+from flwr_replay.payloads.common import Visit
+from flwr_replay.wire import StateDict
+
+__all__ = ["Central", "CentralConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentralConfig:
+    """Options of Central."""
+
+    name: ClassVar[str] = "central"
+    optimizer_state: str = "keep"  # keep: one uninterrupted training | reset: fresh momentum every round
+
+    def __post_init__(self) -> None:
+        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+
+
+class Central(Serial):
+    """One institution owns everything."""
+
+    name = "central"
+    config_type = CentralConfig
+
+    def exchanges_per_round(self) -> int:
+        """One visit: the cycle has a single institution, the first by name."""
+        self.itinerary = self.members.names[:1]
+        return 1
+
+    def visit(self, server_round: int, arrays: StateDict) -> Visit:
+        """Ask for one epoch on the union; with one institution its own data are the union."""
+        return Visit(
+            server_round=server_round,
+            arrays=arrays,
+            run=self.settings.run,
+            lr=self.lr(server_round),
+            optimizer_state=self.config.optimizer_state,
+            pooled=len(self.members.names) > 1,
+        )

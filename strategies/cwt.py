@@ -1,0 +1,62 @@
+"""Cyclic weight transfer: the server's half; the institution's half is `clients/cwt.py`.
+
+Source: Chang et al. 2018 (doi:10.1093/jamia/ocy017); Qu et al. 2022, section 4.1; Algorithm 1 without replay.
+Idea: one model visits the institutions in turn; each trains it for max(1, ⌊|D_k|/b⌋) iterations and hands it on.
+Travels: the weights, to the visited institution (`Visit`) and back (`Visited`, with counts and a loss).
+
+    for each cycle n:
+        for each institution k, in the order of this cycle:
+            θ ← train θ at k
+
+Deviations: the model goes from k to k + 1 by way of the server, which Flower's messages require.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flwr_replay.config import one_of
+from flwr_replay.movements.serial import Serial
+from flwr_replay.payloads.common import Visit
+from flwr_replay.rng import derived_rng
+from flwr_replay.wire import StateDict
+
+__all__ = ["CWT", "CWTConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CWTConfig:
+    """Options of CWT."""
+
+    name: ClassVar[str] = "cwt"
+    order: str = "fixed"  # fixed: by name | shuffled: a new order in every cycle
+    optimizer_state: str = "reset"  # reset: every visit begins with fresh momentum | keep: each institution keeps its own
+
+    def __post_init__(self) -> None:
+        one_of("strategy.order", self.order, ("fixed", "shuffled"))
+        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+
+
+class CWT(Serial):
+    """One model visits the institutions in turn."""
+
+    name = "cwt"
+    config_type = CWTConfig
+
+    def order(self, cycle: int, names: list[str]) -> list[str]:
+        """Return this cycle's order of visits."""
+        if self.config.order == "fixed":
+            return names
+        shuffle = derived_rng(self.settings.seed, "order", cycle)
+        return [names[i] for i in shuffle.permutation(len(names))]
+
+    def visit(self, server_round: int, arrays: StateDict) -> Visit:
+        """Hand the model on as it is."""
+        return Visit(
+            server_round=server_round,
+            arrays=arrays,
+            run=self.settings.run,
+            lr=self.lr(server_round),
+            optimizer_state=self.config.optimizer_state,
+        )

@@ -1,0 +1,61 @@
+"""Federated averaging: the server's half; the institution's half is `clients/fedavg.py`.
+
+Source: McMahan et al. 2017 (arXiv:1602.05629), Algorithm 1 with C = 1; Qu et al. 2022, section 4.1.
+Idea: all institutions train the same model at once; the server averages the results by numbers of examples.
+Travels: the weights, to every institution (`Visit`) and back (`Visited`, with counts and a loss).
+
+    for each round:
+        for each institution k in parallel: θ_k ← train θ at k, E passes of max(1, ⌊n_k/b⌋) iterations
+        θ ← Σ_k (n_k / n) θ_k
+
+Deviations: batches of one visit are full (⌊n_k/b⌋ of them, as Qu et al. have it); the sum runs in float64. Flower's own
+FedAvg is not the base: it samples with the global random state and writes into the caller's configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flwr_replay.config import one_of, require
+from flwr_replay.movements.parallel import Parallel, weighted_mean
+from flwr_replay.payloads.common import Visit, Visited
+from flwr_replay.wire import StateDict
+
+__all__ = ["FedAvg", "FedAvgConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgConfig:
+    """Options of FedAvg."""
+
+    name: ClassVar[str] = "fedavg"
+    local_epochs: int = 1  # E, passes over an institution's data per round
+    optimizer_state: str = "reset"  # reset: every visit begins with fresh momentum | keep: each institution keeps its own
+
+    def __post_init__(self) -> None:
+        require(self.local_epochs >= 1, f"strategy.local-epochs must be at least 1; got {self.local_epochs}")
+        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+
+
+class FedAvg(Parallel):
+    """All train at once; the server averages."""
+
+    name = "fedavg"
+    config_type = FedAvgConfig
+
+    def task_for_all(self, server_round: int, arrays: StateDict) -> Visit:
+        """Send θ to every institution."""
+        return Visit(
+            server_round=server_round,
+            arrays=arrays,
+            run=self.settings.run,
+            lr=self.lr(server_round),
+            local_epochs=self.config.local_epochs,
+            optimizer_state=self.config.optimizer_state,
+        )
+
+    def combine(self, answers: Sequence[Visited]) -> StateDict:
+        """Average: θ ← Σ_k (n_k / n) θ_k."""
+        return weighted_mean([answer.arrays for answer in answers], [answer.num_examples for answer in answers])

@@ -1,0 +1,266 @@
+"""FedReplay: the server's half; the institution's half is `clients/fedreplay.py`.
+
+Source: Qu et al. 2022 (doi:10.1016/j.media.2022.102424), section 3.2, Algorithm 2; section 4.1 for the encoder.
+Idea: a shared encoder turns every institution's images into latent variables; these are uploaded once, with their
+labels, and the server trains the rest of the network on their union. No averaging, no forgetting.
+Travels: the encoder, from one institution to all (`Encode`, `Encoder`, `Extract`); latents and labels, once, from every
+institution (`Latents`): functions of single patients, without differential privacy; for evaluation the whole model.
+
+    stage 1  E ← the part before the cut of a backbone trained at one institution until it stops improving
+    stage 2  for each institution k: e_k ← E(x_k), uploaded with its labels                  # lines 1-6
+    stage 3  e ← {e_1, …, e_K}                                                               # line 7
+             θ_C ← fresh weights                                                             # line 8
+             for each round: for each batch of e: θ_C ← θ_C − η ∇L(θ_C; e)                   # lines 9-10
+
+Deviations: the encoder may also be random or come from a file, which leaks nobody's data; an institution that comes
+late uploads then, and training goes on with its latents included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp import Grid
+from safetensors.numpy import load_file
+from torch import nn
+
+from flwr_replay.config import one_of, require
+from flwr_replay.errors import ConfigError, RunError, nearest
+from flwr_replay.latents import LatentStore, rows_per_chunk
+from flwr_replay.models import has_batch_norm, split
+from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.members import Member
+from flwr_replay.movements.one_shot import OneShot
+from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
+from flwr_replay.rng import derived_seed
+from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
+from flwr_replay.training import (
+    generator,
+    load_arrays,
+    make_optimizer,
+    mean_loss,
+    refuse_single_batches,
+    step,
+    to_arrays,
+)
+from flwr_replay.wire import StateDict
+
+__all__ = ["FedReplay", "FedReplayConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedReplayConfig:
+    """Options of FedReplay; the paper's encoder is trained at an institution and cut at conv1."""
+
+    name: ClassVar[str] = "fedreplay"
+    encoder: str = "institution"  # institution: trained at one of them | random | file: both leak nobody's data
+    encoder_institution: str = "largest"  # or a name
+    encoder_file: str = ""  # encoder=file: a .safetensors file with the weights before the cut
+    encoder_epochs: int = 50  # at most
+    patience: int = 3  # epochs without a better validation loss before the encoder's training stops
+    cut: str = "conv1"  # the last stage of the encoder
+    latent_dtype: str = "float32"  # float32 | float16 | int8 (with one scale per example)
+    chunk_mb: float = 64.0  # no message holds more latents than this, 10^6 bytes
+    upload_views: int = 1  # 1: the image as it is; n: n - 1 randomly shifted views besides
+
+    def __post_init__(self) -> None:
+        one_of("strategy.encoder", self.encoder, ("institution", "random", "file"))
+        one_of("strategy.latent-dtype", self.latent_dtype, ("float32", "float16", "int8"))
+        require(self.chunk_mb > 0, f"strategy.chunk-mb must be positive; got {self.chunk_mb}")
+        require(
+            (self.encoder == "file") == bool(self.encoder_file),
+            "strategy.encoder=file and strategy.encoder-file=PATH go together; "
+            f"got encoder={self.encoder} and encoder-file={self.encoder_file!r}",
+        )
+        for name in ("encoder_epochs", "patience", "upload_views"):
+            value = getattr(self, name)
+            require(value >= 1, f"strategy.{name.replace('_', '-')} must be at least 1; got {value}")
+
+
+class FedReplay(OneShot):
+    """Latent variables are uploaded once; the server trains on their union."""
+
+    name = "fedreplay"
+    config_type = FedReplayConfig
+    stages = ("extract", "evaluate")
+
+    encoder: StateDict | None = None
+
+    @classmethod
+    def check(cls, config: FedReplayConfig, model: Callable[[int], nn.Module]) -> None:
+        """Refuse a cut that the model does not have."""
+        split(model(0), config.cut)
+
+    # --- stage 1 ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> None:
+        """Obtain the encoder, once."""
+        if self.encoder is not None:
+            return
+        self.build_primary()
+        if self.config.encoder == "institution":
+            self.encoder = self.train_encoder(grid, server_round, arrays, config)
+        else:
+            given = arrays if self.config.encoder == "random" else self.read_encoder()
+            self.encoder = {name: given[name] for name in self.encoder_names}
+        self.store = LatentStore(self.recorder.folder("latents", fresh=True))
+        self.checkpoint(server_round - 1, arrays)
+
+    def train_encoder(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> StateDict:
+        """Have one institution train the whole backbone; under `largest` the next largest stands in for one that fails."""
+        request = self.encode_request(server_round, arrays)
+        for member in self.encoder_candidates():
+            for reply in self.exchange(grid, server_round, [self.message(member, request, config)]):
+                answer = Encoder.decode(reply.content)
+                self.recorder.saw(answer.examples_seen)
+                self.recorder.log(
+                    f"encoder from {member.name}: {answer.epochs} epochs, validation loss {answer.validation_loss:.4f}"
+                )
+                return answer.arrays
+        raise RunError(f"no institution could train the encoder; {self.recorder.failures_line()}")
+
+    def encoder_candidates(self) -> list[Member]:
+        """Return who may train the encoder, in the order of asking."""
+        wanted = self.config.encoder_institution
+        by_size = sorted(self.members, key=lambda member: (-member.num_examples, member.name))
+        chosen = by_size if wanted == "largest" else [member for member in by_size if member.name == wanted]
+        if not chosen:
+            raise ConfigError(f"no institution is named {wanted!r}: {nearest(wanted, [m.name for m in by_size])}")
+        return chosen
+
+    def encode_request(self, server_round: int, arrays: StateDict) -> Encode:
+        """Ask for the training of a whole backbone, of which the part before the cut comes back."""
+        return Encode(
+            server_round=server_round,
+            arrays=arrays,
+            run=self.settings.run,
+            cut=self.config.cut,
+            lr=self.settings.training.lr,
+            max_epochs=self.config.encoder_epochs,
+            patience=self.config.patience,
+        )
+
+    def read_encoder(self) -> StateDict:
+        """Read the encoder's weights from the user's file."""
+        path = Path(self.config.encoder_file)
+        try:
+            arrays = load_file(path)
+        except Exception as error:
+            raise ConfigError(f"strategy.encoder-file must be a .safetensors file; got {path}: {error}") from None
+        if absent := [name for name in self.encoder_names if name not in arrays]:
+            raise ConfigError(f"strategy.encoder-file must hold the weights before the cut; {path} lacks {absent[0]}")
+        return arrays
+
+    # --- stage 2 ------------------------------------------------------------------------------------------------------
+
+    def missing(self, member: Member) -> Request | None:
+        """Ask for the rows that an institution has yet to upload."""
+        first = self.store.next_row(member.name)
+        return None if first is None or self.encoder is None else self.extract_request(self.encoder, first)
+
+    def extract_request(self, encoder: StateDict, first: int) -> Extract:
+        """Ask for the rows from `first` on that fit one message."""
+        return Extract(
+            arrays=encoder,
+            run=self.settings.run,
+            cut=self.config.cut,
+            latent_dtype=self.config.latent_dtype,
+            first=first,
+            chunk_bytes=int(self.config.chunk_mb * 1e6),
+            views=self.config.upload_views,
+        )
+
+    def keep(self, member: Member, reply: Message) -> None:
+        """Store a chunk: e ← e ∪ e_k."""  # Alg. 2, line 7
+        self.store.add(member.name, Latents.decode(reply.content))
+
+    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """One encoder, if an institution trains it, and every institution's latents, chunk by chunk, once."""
+        self.build_primary()
+        encoder = {name: arrays[name] for name in self.encoder_names}
+        exchanges: list[Exchange] = []
+        if self.config.encoder == "institution":
+            zeros = Encoder(
+                arrays=encoder, num_examples=0, examples_seen=0, train_loss=0.0, validation_loss=0.0, epochs=0
+            )
+            exchanges.append((self.encoder_candidates()[0], self.encode_request(0, arrays), zeros, 1))
+        config, shape = self.config, self.latent_shape()
+        fit = rows_per_chunk(math.prod(shape), config.latent_dtype, int(config.chunk_mb * 1e6))
+        for member in self.members:
+            total = member.num_examples * config.upload_views
+            for first in range(0, total, fit):
+                n = min(fit, total - first)
+                chunk = Latents(
+                    latents=np.broadcast_to(np.zeros((), config.latent_dtype), (n, *shape)),
+                    labels=np.zeros(n, np.int64),
+                    scales=np.zeros(n, np.float32) if config.latent_dtype == "int8" else None,
+                    num_examples=0,
+                    first=0,
+                    total=0,
+                    raw_bytes=0,
+                )
+                exchanges.append((member, self.extract_request(encoder, first), chunk, 1))
+        return exchanges
+
+    def latent_shape(self) -> tuple[int, ...]:
+        """Return the shape of one example's latents."""
+        assert self.settings.model is not None and self.settings.input_shape is not None
+        encoder, _ = split(self.settings.model(0), self.config.cut)
+        with torch.inference_mode():
+            return tuple(encoder.eval()(torch.zeros(1, *self.settings.input_shape)).shape[1:])
+
+    # --- stage 3 ------------------------------------------------------------------------------------------------------
+
+    def build_primary(self) -> None:
+        """Build θ_C with fresh weights and its optimizer."""  # Alg. 2, line 8
+        if self.settings.model is None:
+            raise ConfigError("FedReplay trains at the server and needs the backbone: give Settings(model=..., task=...)")
+        backbone = self.settings.model(derived_seed(self.settings.seed, "primary"))
+        encoder, self.primary = split(backbone, self.config.cut)
+        self.encoder_names = list(encoder.state_dict())
+        self.primary.to(self.settings.device).train()
+        self.optimizer = make_optimizer(self.primary, self.settings.training, self.settings.training.lr)
+
+    def learn(self, server_round: int, arrays: StateDict) -> tuple[StateDict, float]:
+        """Train the primary for one epoch on the union of the latents."""
+        if not self.store.complete:
+            raise RunError(f"no institution has uploaded its latents; {self.recorder.failures_line()}")
+        training, losses = self.settings.training, []
+        refuse_single_batches(has_batch_norm(self.primary), len(self.store), training.batch_size)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr(server_round)
+        shuffle = generator(self.settings.seed, "primary", server_round)
+        for e_B, y_B in self.store.batches(training.batch_size, shuffle):  # Alg. 2, line 9
+            logits_BC = self.primary(e_B.to(self.settings.device))
+            loss = self.settings.task.loss(logits_BC, y_B.to(self.settings.device))
+            losses.append(step(self.primary, self.optimizer, loss))  # line 10: θ_C ← θ_C − η ∇L(θ_C; e)
+            self.recorder.saw(len(y_B))
+        assert self.encoder is not None
+        return {**self.encoder, **to_arrays(self.primary)}, mean_loss(losses)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[StateDict, dict[str, Any]]:
+        """Keep the encoder, the primary and its optimizer; the latents are on the disk already."""
+        parts = {"encoder": self.encoder or {}, "primary": to_arrays(self.primary)}
+        parts["optimizer"] = optimizer_arrays(self.optimizer)
+        return {f"{part}/{name}": array for part, arrays in parts.items() for name, array in arrays.items()}, {}
+
+    def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
+        """Go on with the encoder, the primary, its optimizer and the latents on the disk."""
+        self.build_primary()
+        parts: dict[str, StateDict] = {"encoder": {}, "primary": {}, "optimizer": {}}
+        for name, array in arrays.items():
+            part, key = name.split("/", 1)
+            parts[part][key] = array
+        self.encoder = parts["encoder"]
+        load_arrays(self.primary, parts["primary"])
+        load_optimizer_arrays(self.optimizer, parts["optimizer"])
+        self.store = LatentStore(self.recorder.folder("latents"))

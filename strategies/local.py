@@ -1,0 +1,72 @@
+"""Local: the server's half; the institution's half is `clients/local.py`.
+
+Source: "Regular" in Kalra et al. 2023 (ProxyFL), section 4: every institution trains alone.
+Idea: what an institution reaches without collaboration; a relay with no edges.
+Travels: nothing of the model; an instruction to train or evaluate (`TrainOwn`, `EvaluateOwn`), counts and losses back.
+
+    for each round: every institution k trains its own θ_k for max(1, ⌊n_k/b⌋) iterations
+
+Deviations: none. The pooled metric is over the institutions' own models, each on its own test shard: with the default
+`partition.test=iid` a shard is a sample of all patients, with `mirror` it has the institution's own label mix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flwr.app import Message
+
+from flwr_replay.config import one_of
+from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.relay import Relay
+from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
+from flwr_replay.wire import StateDict
+
+__all__ = ["Local", "LocalConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig:
+    """Options of Local."""
+
+    name: ClassVar[str] = "local"
+    optimizer_state: str = "keep"  # keep: one uninterrupted training | reset: fresh momentum every round
+
+    def __post_init__(self) -> None:
+        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+
+
+class Local(Relay):
+    """Every institution trains alone."""
+
+    name = "local"
+    config_type = LocalConfig
+    stages = ("train-own", "evaluate-own")
+
+    def parcel(self, server_round: int, waiting: list[Message]) -> TrainOwn:
+        """Ask for one pass; no parcel ever waits."""
+        return TrainOwn(
+            server_round=server_round,
+            run=self.settings.run,
+            lr=self.lr(server_round),
+            init_seed=self.settings.seed,
+            optimizer_state=self.config.optimizer_state,
+        )
+
+    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """Everyone in every round; no weights."""
+        answer = Trained(num_examples=0, examples_seen=0, train_loss=0.0)
+        return [(member, self.parcel(0, []), answer, num_rounds) for member in self.members]
+
+    def receivers(self, server_round: int, sender: str) -> list[str]:
+        """No edges."""
+        return []
+
+    def report(self, reply: Message) -> None:
+        """Count the examples used."""
+        self.recorder.saw(Trained.decode(reply.content).examples_seen)
+
+    def evaluation(self, server_round: int, arrays: StateDict) -> EvaluateOwn:
+        """Each institution tests its own model."""
+        return EvaluateOwn(server_round=server_round, run=self.settings.run)

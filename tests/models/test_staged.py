@@ -1,0 +1,166 @@
+"""Cutting a model at a stage, and freezing a part of it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from flwr_replay.config import ModelConfig, TaskConfig
+from flwr_replay.errors import ConfigError
+from flwr_replay.models import StagedModel, build, freeze, has_batch_norm, split
+
+TASK = TaskConfig(name="toy", format="digits", channels=3, size=12, classes=4)
+MODELS = {
+    "mlp": ModelConfig(name="mlp", width=9),
+    "lenet5": ModelConfig(name="lenet5"),
+    "cnn": ModelConfig(name="cnn", width=6),
+    "cnn-group": ModelConfig(name="cnn", width=6, norm="group"),
+    "resnet18": ModelConfig(name="resnet18", width=8),
+    "resnet34": ModelConfig(name="resnet34", width=4, stem="published", norm="group"),
+}
+BATCH_NORM = {"cnn", "resnet18"}
+RESNET = ("conv1", "layer1", "layer2", "layer3", "layer4")
+STAGES = {"mlp": ("hidden1", "hidden2"), "lenet5": ("conv1", "conv2", "hidden1", "hidden2"), "cnn": ("conv1", "conv2")}
+CUTS = [(name, cut) for name, config in MODELS.items() for cut in STAGES.get(config.name, RESNET)]
+
+
+def images(batch: int = 5, seed: int = 0) -> torch.Tensor:
+    shape = (batch, TASK.channels, TASK.size, TASK.size)
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize(("name", "cut"), CUTS)
+def test_the_parts_are_the_whole(name: str, cut: str) -> None:
+    model, twin = build(MODELS[name], TASK, 1), build(MODELS[name], TASK, 1)
+    encoder, primary = split(model, cut)
+    assert encoder.stages + primary.stages == model.stages
+    assert encoder.stages[-1] == cut
+    assert list(encoder.state_dict() | primary.state_dict()) == list(model.state_dict())
+    parts = [*encoder.parameters(), *primary.parameters(), *encoder.buffers(), *primary.buffers()]
+    whole = [*model.parameters(), *model.buffers()]
+    assert {id(tensor) for tensor in parts} == {id(tensor) for tensor in whole}
+
+    x = images()
+    logits, expected = primary(encoder(x)), twin(x)
+    assert torch.equal(logits, expected)
+    logits.square().sum().backward()
+    expected.square().sum().backward()
+    for (key, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None, key
+        assert theirs.grad is not None, key
+        assert torch.equal(ours.grad, theirs.grad), key
+    assert same(state(model), state(twin))  # one step of the running statistics included
+
+
+def test_a_part_loads_into_the_whole() -> None:
+    model, other = (build(MODELS["resnet18"], TASK, seed) for seed in (1, 2))
+    encoder, primary = split(model, "layer2")
+    other.load_state_dict(encoder.state_dict() | primary.state_dict())
+    assert torch.equal(other.eval()(images()), model.eval()(images()))
+
+
+def test_a_part_can_be_cut_again() -> None:
+    _, primary = split(build(MODELS["resnet18"], TASK, 0), "conv1")
+    middle, tail = split(primary, "layer3")
+    assert (middle.stages, tail.stages) == (("layer1", "layer2", "layer3"), ("layer4", "head"))
+
+
+@pytest.mark.parametrize("cut", ["layr2", "head", ""])
+def test_unknown_cut(cut: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        split(build(MODELS["resnet18"], TASK, 0), cut)
+    line = str(error.value)
+    assert line.startswith(f"cut must be one of conv1, layer1, layer2, layer3, layer4; got {cut!r}: ")
+    assert ("did you mean layer2" in line) == (cut == "layr2")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_codes_may_be_kept(name: str) -> None:
+    """No stage changes its input, so codes can be stored and passed more than once."""
+    x = images()
+    for part in build(MODELS[name], TASK, 0):
+        before = x.clone()
+        y = part(x)
+        assert torch.equal(x, before)
+        x = y.detach()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_frozen_encoder_stays_as_it_is(name: str) -> None:
+    model = build(MODELS[name], TASK, 0)
+    encoder, primary = split(model, model.stages[1])
+    assert freeze(encoder) is encoder
+    before, codes = state(encoder), encoder(images())
+    primary_before = state(primary)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for step in range(2):
+        encoder.train()
+        model.train()
+        optimizer.zero_grad()
+        model(images(seed=step)).square().sum().backward()
+        optimizer.step()
+    assert same(state(encoder), before)
+    assert not same(state(primary), primary_before)
+    assert all(part.training for part in primary.modules())
+    assert not any(parameter.requires_grad for parameter in encoder.parameters())
+    assert all(parameter.requires_grad for parameter in primary.parameters())
+    assert torch.equal(encoder(images()), codes)
+    # The code of one example does not depend on its batch.
+    torch.testing.assert_close(encoder(images()[:1]), codes[:1])
+
+
+def test_norm_layers_change_without_freeze() -> None:
+    """The test above can fail: the same steps move the statistics of an encoder that is not frozen."""
+    encoder, _ = split(build(MODELS["resnet18"], TASK, 0), "conv1")
+    before = state(encoder)
+    encoder.requires_grad_(False).eval()
+    encoder.train()
+    encoder(images())
+    assert not same(state(encoder), before)
+
+
+def test_freezing_survives_copy_and_pickle() -> None:
+    frozen = freeze(build(MODELS["resnet18"], TASK, 0))
+    for twin in (copy.deepcopy(frozen), pickle.loads(pickle.dumps(frozen))):
+        assert twin.train() is twin
+        norms = [layer for layer in twin.modules() if isinstance(layer, nn.BatchNorm2d)]
+        assert norms
+        assert not any(norm.training for norm in norms)
+        assert all(norm.train() is norm and norm.eval() is norm for norm in norms)
+        assert torch.equal(twin(images()), frozen(images()))
+
+
+def test_freeze_takes_any_module() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Dropout())
+    freeze(layers).train()
+    assert [layer.training for layer in layers] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_has_batch_norm(name: str) -> None:
+    assert has_batch_norm(build(MODELS[name], TASK, 0)) == (name in BATCH_NORM)
+
+
+def test_has_batch_norm_of_one_layer() -> None:
+    layers = nn.BatchNorm1d(2), nn.SyncBatchNorm(2), nn.InstanceNorm2d(2), nn.GroupNorm(1, 2)
+    assert [has_batch_norm(layer) for layer in layers] == [True, True, False, False]
+
+
+def test_stages_are_named_in_order() -> None:
+    model = StagedModel(OrderedDict(first=nn.ReLU(), second=nn.Linear(1, 1)))
+    assert model.stages == ("first", "second")
+    assert isinstance(model[:1], StagedModel)
