@@ -190,6 +190,5 @@ def dealt(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int) -> Part
 
 
 def _union(config: RunConfig, nodes: int) -> Dataset:
-    dealt = dealt(config.task, config.partition, nodes, config.seed)
-    dataset = loaded(config.task)
-    return replace(dataset, train=dataset.train.take(np.concatenate(dealt.train)))
+    part, dataset = dealt(config.task, config.partition, nodes, config.seed), loaded(config.task)
+    return replace(dataset, train=dataset.train.take(np.concatenate(part.train)))

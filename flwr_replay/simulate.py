@@ -29,6 +29,8 @@ APP = """\
 [project]
 name = "flwr-replay-run"
 version = "1.0.0"
+description = "One run of flwr-replay."
+license = "Apache-2.0"
 dependencies = []
 
 [tool.flwr.app]
@@ -112,10 +114,11 @@ def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
     with tempfile.TemporaryDirectory(prefix="flwr-replay-") as scratch, _superlink(Path(scratch)) as environment:
         (Path(scratch) / "app").mkdir()
         (Path(scratch) / "app" / "pyproject.toml").write_text(APP)
-        run_config = f"overrides={json.dumps(shlex.join(overrides))}"
+        run_config = Path(scratch) / "run.toml"
+        run_config.write_text(f"overrides = {json.dumps(shlex.join(overrides))}\n")
         federation = " ".join(f"{key}={value}" for key, value in resources.items())
         command = [_tool("flwr"), "run", str(Path(scratch) / "app"), "replay", "--stream"]
-        command += ["--run-config", run_config, "--federation-config", federation]
+        command += ["--run-config", str(run_config), "--federation-config", federation]
         stream = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert stream.stdout is not None
         reason = "see the log above"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
@@ -271,7 +271,7 @@ class Movement(Strategy):
             self.recorder.travelled(server_round, member, "down", list(rows(message.content, request, self.extra)), stage)
             reply = replies.get(message.metadata.message_id)
             if reply is None or reply.has_error():
-                reason = "no answer in time" if reply is None else f"error {reply.error.code}: {reply.error.reason}"
+                reason = "no answer in time" if reply is None else _last_line(reply.error)
                 self._failed(server_round, member.name, Failure(failure=reason, error="RunError"))
                 continue
             refusal = failure_of(reply)
@@ -310,6 +310,12 @@ class Movement(Strategy):
         self.recorder.failed(server_round, name, failure.failure)
         if failure.error == DivergedError.__name__:
             raise DivergedError(f"{name}: {failure.failure}")
+
+
+def _last_line(error: Error) -> str:
+    """Shorten Flower's error to its last line: of a traceback that is the exception."""
+    lines = (error.reason or "no reason given").strip().splitlines()
+    return f"error {error.code}: {lines[-1]}"
 
 
 def _scalars(reply: Message) -> dict[str, float]:
