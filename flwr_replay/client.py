@@ -21,7 +21,7 @@ from flwr_replay.models import has_batch_norm
 from flwr_replay.payloads.common import Evaluate, Evaluation, Present, RollCall, Visit
 from flwr_replay.state import StateStore, load_optimizer_arrays, optimizer_arrays
 from flwr_replay.training import generator, load_arrays, make_optimizer, refuse_single_batches
-from flwr_replay.wire import REQUESTS, NamedArrays, Payload, StateDict
+from flwr_replay.wire import REQUESTS, NamedArrays, Payload, Weights, opened
 
 __all__ = ["InstitutionClient"]
 
@@ -63,7 +63,7 @@ class InstitutionClient(NumPyClient):
     def fit(self, parameters: Any, config: dict[str, Any]) -> tuple[NamedArrays, int, dict[str, Any]]:
         """Answer a training request: decode, call the stage's method, encode."""
         arrays, metrics, _ = self.answer(parameters, config).parts()
-        return NamedArrays(arrays or {}), metrics.pop("num-examples", len(self.institution.train)), metrics
+        return NamedArrays(opened(arrays or {})), metrics.pop("num-examples", len(self.institution.train)), metrics
 
     def evaluate(self, parameters: Any, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Answer an evaluation request."""
@@ -119,7 +119,7 @@ class InstitutionClient(NumPyClient):
         """Return a generator of this institution's own for one purpose, such as a round."""
         return generator(self.seed, self.institution.name, *purpose)
 
-    def scratch_model(self, arrays: StateDict | None = None) -> nn.Module:
+    def scratch_model(self, arrays: Weights | None = None) -> nn.Module:
         """Return this process's one backbone on the institution's device, in training mode, with the weights given.
 
         Building a model costs more than loading one; nothing may be kept in it from one message to the next.

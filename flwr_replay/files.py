@@ -46,11 +46,8 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     os.replace(temporary, path)
 
 
-def append_lines(path: Path, records: Iterable[dict[str, Any]], durable: bool = False) -> None:
-    """Append records as JSON lines in one write; `durable` waits until they are on the disk."""
+def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Append records as JSON lines in one write."""
     text = "".join(json.dumps(record) + "\n" for record in records)
     with open(path, "a", encoding="utf-8") as file:
         file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())

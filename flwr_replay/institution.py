@@ -6,12 +6,14 @@ names it: `--node-config 'name="a" data="/data/a" state="/var/lib/flwr-replay" p
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from flwr_replay.compose import from_run_config
 from flwr_replay.config import PartitionConfig, RunConfig, TaskConfig
 from flwr_replay.data import Dataset, Examples, Partition, load, partition
 from flwr_replay.errors import ConfigError, DataError
-from flwr_replay.files import append_lines, home, make_folder
+from flwr_replay.files import home, make_folder
 from flwr_replay.policy import Policy, read_policy
 from flwr_replay.training import select_device
 from flwr_replay.wire import Row
@@ -119,7 +121,14 @@ class Institution:
             }
             for row in rows
         ]
-        append_lines(self.state / "ledger.jsonl", entries, self.durable)
+        self._ledger.write("".join(json.dumps(entry) + "\n" for entry in entries))
+        self._ledger.flush()
+        if self.durable:
+            os.fsync(self._ledger.fileno())
+
+    @cached_property
+    def _ledger(self) -> TextIO:
+        return open(self.state / "ledger.jsonl", "a", encoding="utf-8")  # every write is one append
 
 
 def institution_of(context: Context) -> tuple[Institution, RunConfig]:

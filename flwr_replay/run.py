@@ -18,12 +18,14 @@ import os
 import platform
 import shutil
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import load_file, save
+from safetensors import safe_open
+from safetensors.numpy import save
 
 from flwr_replay.compose import to_yaml
 from flwr_replay.config import RunConfig
@@ -104,6 +106,8 @@ class RunDirectory(Recorder):
         self.started = time.monotonic()
         self.bytes = {"up": 0, "down": 0}
         self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
+        self._writer = ThreadPoolExecutor(max_workers=1)  # the next round need not wait for the disk
+        self._writing: Future[None] = self._writer.submit(lambda: None)
         (self.path / "checkpoints").mkdir(exist_ok=True)
         write_atomic(self.path / "environment.json", json.dumps(_environment(config), indent=2) + "\n")
         self._ledger = open(self.path / "ledger.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open while it runs
@@ -174,23 +178,22 @@ class RunDirectory(Recorder):
         }
         folder = self.path / "checkpoints"
         stem = f"{snapshot.server_round:06d}"
+        self._writing.result()  # raises if the last checkpoint could not be written
         named = {f"arrays/{name}": array for name, array in snapshot.arrays.items()}
         named |= {f"state/{name}": array for name, array in snapshot.state_arrays.items()}
-        write_atomic(folder / f"{stem}.safetensors", save(named))
-        write_atomic(folder / f"{stem}.json", json.dumps(values))  # written last: its presence makes the checkpoint
-        for old in sorted(folder.glob("*.json"))[:-2]:
-            old.unlink()
-            old.with_suffix(".safetensors").unlink()
+        data = save(named, {"values": json.dumps(values)})
+        self._writing = self._writer.submit(_write_checkpoint, folder / f"{stem}.safetensors", data)
         metrics = self.history[-1][1] if self.history else {}
         self.display.exchange(snapshot.server_round, metrics, sum(self.bytes.values()), seconds)
 
     def restore(self) -> Snapshot | None:
         """Return the last checkpoint of a resumed run and forget the metrics that came after it."""
-        found = sorted((self.path / "checkpoints").glob("*.json"))
+        found = sorted((self.path / "checkpoints").glob("*.safetensors"))
         if not found:
             return None
-        values = json.loads(found[-1].read_text())
-        arrays = load_file(found[-1].with_suffix(".safetensors"))
+        with safe_open(found[-1], "numpy") as file:
+            values = json.loads(file.metadata()["values"])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         self.counters = Counters(values["examples-seen"], values["seconds"])
         self._rewind(values["server-round"])
         return Snapshot(values["server-round"], _under("arrays/", arrays), _under("state/", arrays), values["state"])
@@ -206,6 +209,7 @@ class RunDirectory(Recorder):
 
     def finish(self, arrays: StateDict, metric: str, higher_is_better: bool) -> dict[str, Any]:
         """Write the final weights and `result.json`; return what the latter holds."""
+        self._writing.result()
         models = self.folder("models")
         write_atomic(models / "global.safetensors", save(arrays))
         server_round, pooled, own = self.history[-1]
@@ -247,7 +251,8 @@ class RunDirectory(Recorder):
         return sums
 
     def close(self) -> None:
-        """Close the ledger and the display."""
+        """Close the ledger and the display, once the last checkpoint is on the disk."""
+        self._writer.shutdown()
         self._ledger.close()
         self.display.close()
 
@@ -268,6 +273,12 @@ class RunDirectory(Recorder):
         failures = self.path / "failures.jsonl"
         if failures.exists():
             self.failures = [json.loads(line) for line in failures.read_text(encoding="utf-8").splitlines()]
+
+
+def _write_checkpoint(path: Path, data: bytes) -> None:
+    write_atomic(path, data)
+    for old in sorted(path.parent.glob("*.safetensors"))[:-2]:
+        old.unlink()
 
 
 def _under(prefix: str, arrays: StateDict) -> StateDict:

@@ -71,7 +71,7 @@ def serving(make_client: Callable[[Context], InstitutionClient]) -> Mod:
 
 
 def _fit(client: NumPyClient, message: Message) -> Message:
-    parameters, config = _received(message)
+    parameters, config = _received(client, message)
     arrays, num_examples, metrics = client.fit(parameters, config)
     if not isinstance(arrays, NamedArrays):
         names = parameters.names if len(parameters) == len(arrays) else tuple(map(str, range(len(arrays))))
@@ -83,12 +83,15 @@ def _fit(client: NumPyClient, message: Message) -> Message:
 
 
 def _evaluate(client: NumPyClient, message: Message) -> Message:
-    loss, num_examples, metrics = client.evaluate(*_received(message))
+    loss, num_examples, metrics = client.evaluate(*_received(client, message))
     return Message(RecordDict({"metrics": _metrics(num_examples, {"loss": float(loss), **metrics})}), reply_to=message)
 
 
-def _received(message: Message) -> tuple[NamedArrays, dict[str, Any]]:
-    return arrays_in(message.content), config_in(message.content)
+def _received(client: NumPyClient, message: Message) -> tuple[NamedArrays, dict[str, Any]]:
+    arrays = arrays_in(message.content)
+    if not isinstance(client, InstitutionClient):  # a user's own code may write into what it receives
+        arrays = NamedArrays({name: array.copy() for name, array in arrays.state_dict().items()})
+    return arrays, config_in(message.content)
 
 
 def _metrics(num_examples: int, metrics: dict[str, Any]) -> MetricRecord:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,17 @@ from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.progress import Display
 from flwr_replay.run import default_name
 
-__all__ = ["check_data", "resolve", "run_inline", "run_ray"]
+__all__ = [
+    "SuperLink",
+    "check_data",
+    "flower",
+    "flwr_run",
+    "free_port",
+    "resolve",
+    "run_inline",
+    "run_ray",
+    "superlink",
+]
 
 INLINE_NODES = 4
 APP = """\
@@ -55,7 +65,8 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
     """
     if resume:
         if options:
-            raise ConfigError(f"a resumed run keeps its options; got {' '.join(options)!r} beside --resume: leave it out")
+            given = " ".join(options)
+            raise ConfigError(f"a resumed run keeps its options; got {given!r} beside --resume: leave it out")
         file = Path(resume).expanduser() / "config.yaml"
         if not file.exists():
             raise RunError(f"--resume must be a run directory with a config.yaml; got {resume}")
@@ -108,34 +119,48 @@ def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
         overrides = [*overrides, f"run_name={name}"]
         folder = Path(config.runs_dir) / name
     cpus = os.cpu_count() or 1
-    resources: dict[str, float] = {"num-supernodes": config.nodes, "client-resources-num-cpus": min(config.threads, cpus)}
+    resources: dict[str, float] = {"num-supernodes": config.nodes}
+    resources["client-resources-num-cpus"] = min(config.threads, cpus)
     if gpus := _gpus(config.device):
         resources["client-resources-num-gpus"] = round(gpus / min(config.nodes, cpus), 3)
-    with tempfile.TemporaryDirectory(prefix="flwr-replay-") as scratch, _superlink(Path(scratch)) as environment:
-        (Path(scratch) / "app").mkdir()
-        (Path(scratch) / "app" / "pyproject.toml").write_text(APP)
-        run_config = Path(scratch) / "run.toml"
-        run_config.write_text(f"overrides = {json.dumps(shlex.join(overrides))}\n")
-        federation = " ".join(f"{key}={value}" for key, value in resources.items())
-        command = [_tool("flwr"), "run", str(Path(scratch) / "app"), "replay", "--stream"]
-        command += ["--run-config", str(run_config), "--federation-config", federation]
-        stream = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert stream.stdout is not None
+    federation = " ".join(f"{key}={value}" for key, value in resources.items())
+    with tempfile.TemporaryDirectory(prefix="flwr-replay-") as scratch, superlink(Path(scratch)) as link:
         reason = "see the log above"
-        for line in stream.stdout:
+        for line in flwr_run(link, overrides, "--federation-config", federation):
             print(line, end="", file=sys.stderr, flush=True)
             if line.startswith("error: "):
                 reason = line.removeprefix("error: ").strip()
-        stream.wait()
     if not (folder / "result.json").exists():
         raise RunError(reason)
     return json.loads((folder / "result.json").read_text()), folder
 
 
+@dataclass(frozen=True)
+class SuperLink:
+    """A SuperLink of one's own on the loopback."""
+
+    port: int
+    folder: Path  # its FLWR_HOME, with config.toml and superlink.log
+    environment: dict[str, str]  # reaches it, and finds Flower's programs
+
+
 @contextmanager
-def _superlink(scratch: Path) -> Iterator[dict[str, str]]:
-    """Start a SuperLink on the loopback and stop it afterwards; yield the environment that reaches it."""
-    port = _free_port()
+def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
+    """Start a SuperLink on the loopback and stop it afterwards.
+
+    Parameters
+    ----------
+    scratch : Path
+        An empty folder that becomes FLWR_HOME; its connection `replay` leads to this SuperLink.
+    simulation : bool
+        Simulate the SuperNodes with Ray; otherwise `flower-supernode` processes join.
+
+    Raises
+    ------
+    RunError
+        If it does not start.
+    """
+    port = free_port()
     (scratch / "config.toml").write_text(
         f'[superlink]\ndefault = "replay"\n[superlink.replay]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
@@ -148,8 +173,9 @@ def _superlink(scratch: Path) -> Iterator[dict[str, str]]:
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    command = [_tool("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--control-api-address", f"127.0.0.1:{_free_port()}", "--disable-runtime-dependency-installation"]
+    command = [flower("flower-superlink"), "--insecure", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--simulation"] if simulation else []
+    command += ["--control-api-address", f"127.0.0.1:{free_port()}", "--disable-runtime-dependency-installation"]
     log = open(scratch / "superlink.log", "w")  # noqa: SIM115 - closed below
     server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -158,7 +184,7 @@ def _superlink(scratch: Path) -> Iterator[dict[str, str]]:
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RunError(f"the SuperLink must start; it said: {(scratch / 'superlink.log').read_text()[-500:]}")
             time.sleep(0.1)
-        yield environment
+        yield SuperLink(port, scratch, environment)
     finally:
         server.terminate()
         try:
@@ -168,7 +194,27 @@ def _superlink(scratch: Path) -> Iterator[dict[str, str]]:
         log.close()
 
 
-def _free_port() -> int:
+def flwr_run(link: SuperLink, overrides: Sequence[str], *arguments: str) -> Iterator[str]:
+    """Run `flwr run … --stream` on this package's apps; yield its output, line by line.
+
+    The bundle that travels holds no code: the apps are those of the package installed at each place.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=link.folder))
+    (folder / "app").mkdir()
+    (folder / "app" / "pyproject.toml").write_text(APP)
+    (folder / "run.toml").write_text(f"overrides = {json.dumps(shlex.join(overrides))}\n")
+    command = [flower("flwr"), "run", str(folder / "app"), "replay", "--stream"]
+    command += ["--run-config", str(folder / "run.toml"), *arguments]
+    stream = subprocess.Popen(
+        command, env=link.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert stream.stdout is not None
+    yield from stream.stdout
+    stream.wait()
+
+
+def free_port() -> int:
+    """Return a port of the loopback that nothing uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -187,7 +233,8 @@ def _gpus(device: str) -> int:
     return torch.cuda.device_count() if device == "auto" or device.startswith("cuda") else 0
 
 
-def _tool(name: str) -> str:
+def flower(name: str) -> str:
+    """Find one of Flower's programs beside this interpreter, else on PATH."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else name
 

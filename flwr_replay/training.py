@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flwr_replay.config import TrainingConfig
 from flwr_replay.errors import ConfigError, DivergedError, TrainingError
 from flwr_replay.rng import derived_seed
-from flwr_replay.wire import StateDict
+from flwr_replay.wire import StateDict, Weights, opened
 
 __all__ = [
     "as_input",
@@ -49,13 +50,19 @@ def to_arrays(module: nn.Module) -> StateDict:
     return {name: value.detach().cpu().numpy().copy() for name, value in module.state_dict().items()}
 
 
-def load_arrays(module: nn.Module, arrays: StateDict) -> None:
-    """Copy named arrays into a module; the names and shapes must be the module's own."""
-    try:
-        module.load_state_dict({name: torch.as_tensor(array) for name, array in arrays.items()})
-    except RuntimeError as error:
-        detail = " ".join(str(error).split())
-        raise ConfigError(f"these weights are not this model's; use the same model.* everywhere: {detail}") from None
+def load_arrays(module: nn.Module, weights: Weights) -> None:
+    """Copy weights into a module; the names and shapes must be the module's own."""
+    arrays, own = opened(weights), module.state_dict()
+    if faults := sorted(own.keys() ^ arrays.keys()) or [n for n in own if own[n].shape != arrays[n].shape]:
+        raise ConfigError(
+            f"weights must have the model's own names and shapes; they differ at {faults[0]!r}: use the same model.*, "
+            "task.channels, task.size and task.classes everywhere"
+        )
+    for name, tensor in own.items():
+        if tensor.device.type == "cpu":
+            np.copyto(tensor.numpy(), arrays[name])
+        else:
+            tensor.copy_(torch.from_numpy(arrays[name].copy()))
 
 
 def learning_rate(training: TrainingConfig, completed_rounds: int) -> float:

@@ -11,8 +11,11 @@ Bytes are counted as Flower's `count_bytes` counts them: values plus names.
 from __future__ import annotations
 
 import dataclasses
+import io
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -30,6 +33,7 @@ __all__ = [
     "Request",
     "Row",
     "StateDict",
+    "Weights",
     "array_record",
     "arrays_in",
     "config_in",
@@ -37,6 +41,7 @@ __all__ = [
     "metrics_in",
     "model",
     "notice",
+    "opened",
     "per_sample",
     "request_of",
     "rows",
@@ -45,6 +50,8 @@ __all__ = [
 
 Kind = Literal["model", "per-sample", "synthetic", "statistic", "instruction", "notice"]
 StateDict = dict[str, NDArray[Any]]
+Weights = StateDict | ArrayRecord  # a record that the server only hands on stays unopened
+NUMPY_FORMAT = "numpy.ndarray"  # Flower's name for arrays in NumPy's file format
 RECORD_OF: dict[Kind, str] = {
     "model": "arrays",
     "per-sample": "arrays",
@@ -105,8 +112,8 @@ class NamedArrays(list[NDArray[Any]]):
 
     @classmethod
     def of(cls, record: ArrayRecord) -> NamedArrays:
-        """Decode a Flower record."""
-        return cls({name: array.numpy() for name, array in record.items()})
+        """Decode a Flower record; the arrays are read-only views of its bytes."""
+        return cls({name: _decoded(array) for name, array in record.items()})
 
     def state_dict(self) -> StateDict:
         """Give the arrays back under their names."""
@@ -128,9 +135,16 @@ def config_in(content: RecordDict) -> dict[str, Any]:
     return dict(content.config_records["config"]) if "config" in content else {}
 
 
-def array_record(arrays: StateDict) -> ArrayRecord:
-    """Encode named arrays as Flower's record, copying them."""
-    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+def array_record(arrays: Weights) -> ArrayRecord:
+    """Encode named arrays as a record of its own; what is encoded already is immutable and shared."""
+    return ArrayRecord(
+        {name: value if isinstance(value, Array) else _encoded(np.asarray(value)) for name, value in arrays.items()}
+    )
+
+
+def opened(weights: Weights) -> StateDict:
+    """Decode weights, if they are not decoded already."""
+    return NamedArrays.of(weights).state_dict() if isinstance(weights, ArrayRecord) else weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,20 +173,19 @@ class Payload:
             content["config"] = ConfigRecord(config)
         return content
 
-    def parts(self) -> tuple[StateDict | None, dict[str, Any], dict[str, Any]]:
+    def parts(self) -> tuple[Weights | None, dict[str, Any], dict[str, Any]]:
         """Split into named arrays (None if the payload declares none), metrics and config, keys hyphenated."""
-        arrays: StateDict | None = None
+        arrays: Any = None
         metrics: dict[str, Any] = {}
         config: dict[str, Any] = {}
         for name, field in self.declared().items():
             value = getattr(self, name)
             record = RECORD_OF[field.kind]
             if record == "arrays":
-                arrays = {} if arrays is None else arrays
                 if field.shape == "state dict":
-                    arrays |= value
+                    arrays = value
                 elif value is not None:
-                    arrays[_key(name)] = _checked(type(self).__name__, name, field, value)
+                    arrays = {**(arrays or {}), _key(name): _checked(type(self).__name__, name, field, value)}
             elif value not in (None, "", [], ()):  # Flower cannot count the bytes of nothing
                 target = metrics if record == "metrics" else config
                 target[_key(name)] = list(value) if isinstance(value, (list, tuple)) else value
@@ -292,10 +305,33 @@ def _bytes(value: Any) -> int:
     if isinstance(value, Array):
         return len(value.data)
     if isinstance(value, list):
-        return sum(map(_bytes, value))
+        texts = isinstance(value[0], (str, bytes)) if value else False
+        return sum(map(len, value)) if texts else _bytes(value[0]) * len(value) if value else 0
     if isinstance(value, (str, bytes)):
         return len(value)
     return 1 if isinstance(value, bool) else 8
+
+
+def _encoded(array: NDArray[Any]) -> Array:
+    """Encode an array as Flower does, in NumPy's file format, with one copy of the values instead of three."""
+    array = np.ascontiguousarray(array).reshape(array.shape)
+    return Array(array.dtype.str, array.shape, NUMPY_FORMAT, b"".join([_header(array.dtype.str, array.shape), array.data]))
+
+
+@lru_cache(maxsize=1024)
+def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+def _decoded(array: Array) -> NDArray[Any]:
+    """Decode an array as a read-only view of its bytes; parsing NumPy's header would cost more than a small array."""
+    dtype, size = np.dtype(array.dtype), math.prod(array.shape)
+    start = len(array.data) - size * dtype.itemsize
+    if array.stype != NUMPY_FORMAT or array.data[:start] != _header(dtype.str, tuple(array.shape)):
+        return array.numpy()
+    return np.frombuffer(array.data, dtype, size, start).reshape(array.shape)
 
 
 def _checked(payload: str, name: str, field: Field, value: Any) -> NDArray[Any]:

@@ -17,7 +17,7 @@ from typing import ClassVar
 from flwr_replay.config import one_of
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.common import Visit
-from flwr_replay.wire import StateDict
+from flwr_replay.wire import Weights
 
 __all__ = ["Central", "CentralConfig"]
 
@@ -44,7 +44,7 @@ class Central(Serial):
         self.itinerary = self.members.names[:1]
         return 1
 
-    def visit(self, server_round: int, arrays: StateDict) -> Visit:
+    def visit(self, server_round: int, arrays: Weights) -> Visit:
         """Ask for one epoch on the union; with one institution its own data are the union."""
         return Visit(
             server_round=server_round,

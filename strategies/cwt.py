@@ -20,7 +20,7 @@ from flwr_replay.config import one_of
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.common import Visit
 from flwr_replay.rng import derived_rng
-from flwr_replay.wire import StateDict
+from flwr_replay.wire import Weights
 
 __all__ = ["CWT", "CWTConfig"]
 
@@ -51,7 +51,7 @@ class CWT(Serial):
         shuffle = derived_rng(self.settings.seed, "order", cycle)
         return [names[i] for i in shuffle.permutation(len(names))]
 
-    def visit(self, server_round: int, arrays: StateDict) -> Visit:
+    def visit(self, server_round: int, arrays: Weights) -> Visit:
         """Hand the model on as it is."""
         return Visit(
             server_round=server_round,

@@ -21,7 +21,7 @@ from typing import ClassVar
 from flwr_replay.config import one_of, require
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Visit, Visited
-from flwr_replay.wire import StateDict
+from flwr_replay.wire import StateDict, Weights, opened
 
 __all__ = ["FedAvg", "FedAvgConfig"]
 
@@ -45,7 +45,7 @@ class FedAvg(Parallel):
     name = "fedavg"
     config_type = FedAvgConfig
 
-    def task_for_all(self, server_round: int, arrays: StateDict) -> Visit:
+    def task_for_all(self, server_round: int, arrays: Weights) -> Visit:
         """Send θ to every institution."""
         return Visit(
             server_round=server_round,
@@ -58,4 +58,4 @@ class FedAvg(Parallel):
 
     def combine(self, answers: Sequence[Visited]) -> StateDict:
         """Average: θ ← Σ_k (n_k / n) θ_k."""
-        return weighted_mean([answer.arrays for answer in answers], [answer.num_examples for answer in answers])
+        return weighted_mean([opened(answer.arrays) for answer in answers], [answer.num_examples for answer in answers])

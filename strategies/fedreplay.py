@@ -50,7 +50,7 @@ from flwr_replay.training import (
     step,
     to_arrays,
 )
-from flwr_replay.wire import StateDict
+from flwr_replay.wire import StateDict, opened
 
 __all__ = ["FedReplay", "FedReplayConfig"]
 
@@ -123,7 +123,7 @@ class FedReplay(OneShot):
                 self.recorder.log(
                     f"encoder from {member.name}: {answer.epochs} epochs, validation loss {answer.validation_loss:.4f}"
                 )
-                return answer.arrays
+                return opened(answer.arrays)
         raise RunError(f"no institution could train the encoder; {self.recorder.failures_line()}")
 
     def encoder_candidates(self) -> list[Member]:

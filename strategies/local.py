@@ -21,7 +21,7 @@ from flwr_replay.config import one_of
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
-from flwr_replay.wire import StateDict
+from flwr_replay.wire import StateDict, Weights
 
 __all__ = ["Local", "LocalConfig"]
 
@@ -67,6 +67,6 @@ class Local(Relay):
         """Count the examples used."""
         self.recorder.saw(Trained.decode(reply.content).examples_seen)
 
-    def evaluation(self, server_round: int, arrays: StateDict) -> EvaluateOwn:
+    def evaluation(self, server_round: int, arrays: Weights) -> EvaluateOwn:
         """Each institution tests its own model."""
         return EvaluateOwn(server_round=server_round, run=self.settings.run)

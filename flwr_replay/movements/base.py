@@ -24,7 +24,7 @@ from flwr_replay.movements.members import Member, Members, failure_of, wait_for_
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.payloads.common import Evaluate, Evaluation, Failure, Present, RollCall
 from flwr_replay.training import learning_rate
-from flwr_replay.wire import NamedArrays, Payload, Request, StateDict, array_record, metrics_in, request_of, rows
+from flwr_replay.wire import Payload, Request, StateDict, Weights, array_record, metrics_in, opened, request_of, rows
 
 __all__ = ["Exchange", "Movement", "Settings"]
 
@@ -89,7 +89,7 @@ class Movement(Strategy):
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Take back what `state` gave."""
 
-    def evaluation(self, server_round: int, arrays: StateDict) -> Request:
+    def evaluation(self, server_round: int, arrays: Weights) -> Request:
         """Return what each institution is asked to evaluate."""
         return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
 
@@ -179,7 +179,7 @@ class Movement(Strategy):
                     result.evaluate_metrics_clientapp[server_round] = pooled
                 if evaluate_fn and (central := evaluate_fn(server_round, arrays)) is not None:
                     result.evaluate_metrics_serverapp[server_round] = central
-            self.checkpoint(server_round, NamedArrays.of(arrays).state_dict())
+            self.checkpoint(server_round, opened(arrays))
         result.arrays = arrays
         return result
 
@@ -189,7 +189,7 @@ class Movement(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask every institution to evaluate on its test shard."""
-        request = self.evaluation(server_round, NamedArrays.of(arrays).state_dict())
+        request = self.evaluation(server_round, arrays)
         return [self.message(member, request, config) for member in self.members]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Movement
 from flwr_replay.movements.members import Member
-from flwr_replay.wire import NamedArrays, Request, StateDict, array_record
+from flwr_replay.wire import Request, StateDict, array_record, opened
 
 __all__ = ["OneShot"]
 
@@ -45,7 +45,7 @@ class OneShot(Movement):
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Collect what is missing, chunk by chunk, then train one epoch."""
-        weights = NamedArrays.of(arrays).state_dict()
+        weights = opened(arrays)
         self.prepare(grid, server_round, weights, config)
         while requests := list(self.configure_train(server_round, arrays, config, grid)):
             replies = self.exchange(grid, server_round, requests)

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.payloads.common import Visited
-from flwr_replay.wire import NamedArrays, Request, StateDict, array_record
+from flwr_replay.wire import Request, StateDict, Weights, array_record
 
 __all__ = ["Parallel", "weighted_mean"]
 
@@ -20,7 +20,7 @@ class Parallel(Movement):
     """Base of the methods in which all institutions train at once."""
 
     @abstractmethod
-    def task_for_all(self, server_round: int, arrays: StateDict) -> Request:
+    def task_for_all(self, server_round: int, arrays: Weights) -> Request:
         """Return what every institution receives."""
 
     @abstractmethod
@@ -40,7 +40,7 @@ class Parallel(Movement):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the same to all."""
-        request = self.task_for_all(server_round, NamedArrays.of(arrays).state_dict())
+        request = self.task_for_all(server_round, arrays)
         return [self.message(member, request, config) for member in self.members]
 
     def aggregate_train(

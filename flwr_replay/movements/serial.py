@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.movements.members import Member
 from flwr_replay.payloads.common import Visited
-from flwr_replay.wire import NamedArrays, Request, StateDict, array_record
+from flwr_replay.wire import Request, StateDict, Weights, array_record
 
 __all__ = ["Serial"]
 
@@ -24,7 +24,7 @@ class Serial(Movement):
     missed: int = 0  # visits in a row that came to nothing
 
     @abstractmethod
-    def visit(self, server_round: int, arrays: StateDict) -> Request:
+    def visit(self, server_round: int, arrays: Weights) -> Request:
         """Return what the visited institution receives."""
 
     def order(self, cycle: int, names: list[str]) -> list[str]:
@@ -49,7 +49,7 @@ class Serial(Movement):
         member = self.visited(server_round)
         if member is None:
             return []
-        return [self.message(member, self.visit(server_round, NamedArrays.of(arrays).state_dict()), config)]
+        return [self.message(member, self.visit(server_round, arrays), config)]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -9,7 +9,7 @@ from typing import Any
 from flwr.app import RecordDict
 
 from flwr_replay.errors import WireError
-from flwr_replay.wire import NamedArrays, Payload, Request, StateDict, instruction, model, notice, statistic
+from flwr_replay.wire import Payload, Request, Weights, instruction, model, notice, statistic
 
 __all__ = ["Evaluate", "Evaluation", "Failure", "Present", "RollCall", "Visit", "Visited"]
 
@@ -43,13 +43,13 @@ class RollCall(Request, stage="roll-call", answer=Present, message_type="query")
 class Visited(Payload):
     """What comes back from a visit: the weights, and how the training went."""
 
-    arrays: StateDict = model()
+    arrays: Weights = model()
     num_examples: int = statistic("examples")
     examples_seen: int = statistic("examples")  # with repetition
     train_loss: float = statistic("nats, mean over the visit")
 
     @classmethod
-    def empty(cls, arrays: StateDict) -> Visited:
+    def empty(cls, arrays: Weights) -> Visited:
         """Return the answer of a visit that trained nothing."""
         return cls(arrays=arrays, num_examples=0, examples_seen=0, train_loss=0.0)
 
@@ -66,15 +66,14 @@ class Visited(Payload):
             metrics |= record
         n = int(metrics.get("num-examples", 1))
         loss = float(metrics.get("train-loss", metrics.get("train_loss", math.nan)))
-        arrays = NamedArrays.of(next(iter(content.array_records.values()))).state_dict()
-        return cls(arrays=arrays, num_examples=n, examples_seen=n, train_loss=loss)
+        return cls(arrays=next(iter(content.array_records.values())), num_examples=n, examples_seen=n, train_loss=loss)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Visit(Request, stage="train", answer=Visited):
     """Train these weights on your data."""
 
-    arrays: StateDict = model()
+    arrays: Weights = model()
     run: str = instruction()
     lr: float = instruction("per step")
     local_epochs: int = instruction("passes", default=1)
@@ -95,5 +94,5 @@ class Evaluation(Payload):
 class Evaluate(Request, stage="evaluate", answer=Evaluation, message_type="evaluate"):
     """Test these weights on your test shard; with no weights, test the model you keep."""
 
-    arrays: StateDict = model()
+    arrays: Weights = model()
     run: str = instruction()

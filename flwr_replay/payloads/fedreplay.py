@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from flwr_replay.wire import Payload, Request, StateDict, instruction, model, per_sample, statistic
+from flwr_replay.wire import Payload, Request, Weights, instruction, model, per_sample, statistic
 
 __all__ = ["Encode", "Encoder", "Extract", "Latents"]
 
@@ -20,7 +20,7 @@ __all__ = ["Encode", "Encoder", "Extract", "Latents"]
 class Encoder(Payload):
     """The part before the cut of a backbone trained at one institution."""
 
-    arrays: StateDict = model()
+    arrays: Weights = model()
     num_examples: int = statistic("examples")
     examples_seen: int = statistic("examples")
     train_loss: float = statistic("nats, mean over the best epoch")
@@ -32,7 +32,7 @@ class Encoder(Payload):
 class Encode(Request, stage="encode", answer=Encoder):
     """Stage 1: train this whole backbone until it stops improving, return the part before the cut."""
 
-    arrays: StateDict = model()
+    arrays: Weights = model()
     run: str = instruction()
     cut: str = instruction("stage")
     lr: float = instruction("per step")
@@ -57,7 +57,7 @@ class Latents(Payload):
 class Extract(Request, stage="extract", answer=Latents):
     """Stage 2: encode your training examples with this encoder and upload the rows from `first` on."""
 
-    arrays: StateDict = model()
+    arrays: Weights = model()
     run: str = instruction()
     cut: str = instruction("stage")
     latent_dtype: str = instruction("float32, float16 or int8")

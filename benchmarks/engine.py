@@ -1,0 +1,188 @@
+"""What Flower's rounds cost: this package's runs beside plain PyTorch loops that do the same steps.
+
+    python benchmarks/engine.py inline --data ../shared/data/mnist
+    python benchmarks/engine.py ray --data ../shared/data/mnist
+
+FedAvg on 8 institutions x 1,000 MNIST images, MLP(200, 200), batch 32, one local epoch and one evaluation a round. The
+plain loop trains the same model on the same tensors with the same shuffles, averages and evaluates, without messages,
+ledger, checkpoints or progress. Start-up is left out: a round's time runs from the end of the previous round. Both
+sides alternate in one process, and medians are compared. `ray` compares with as many plain processes as there are actors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from flwr_replay.client_app import app, backbone
+from flwr_replay.compose import compose
+from flwr_replay.config import RunConfig
+from flwr_replay.engine import InlineGrid
+from flwr_replay.institution import Shard, dealt, loaded
+from flwr_replay.movements.parallel import weighted_mean
+from flwr_replay.rng import derived_seed
+from flwr_replay.server_app import execute
+from flwr_replay.simulate import run_ray
+from flwr_replay.tasks import make_task
+from flwr_replay.training import batches, generator, load_arrays, make_optimizer, to_arrays
+from flwr_replay.wire import StateDict
+
+
+class Clock:
+    """A display that notes when each exchange ends."""
+
+    def begin(self, progress: object) -> None:
+        """The first round is start-up."""
+        self.ends: list[float] = []
+
+    def exchange(self, server_round: int, metrics: object, total_bytes: int, seconds: float) -> None:
+        """Note the time."""
+        self.ends.append(time.perf_counter())
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def rounds(self) -> list[float]:
+        """Return seconds per round, without the first."""
+        return [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+
+
+def shards(config: RunConfig) -> list[tuple[Shard, Shard]]:
+    """Return each institution's training and test examples, as its ClientApp holds them."""
+    part, device = dealt(config.task, config.partition, config.nodes, config.seed), torch.device("cpu")
+    owned = [part.examples(loaded(config.task), k) for k in range(config.nodes)]
+    return [(Shard.of(own.train, device), Shard.of(own.test, device)) for own in owned]
+
+
+def visit(model: torch.nn.Module, train: Shard, arrays: StateDict, config: RunConfig, epochs: int, *seed: object) -> StateDict:
+    """Train one institution's epochs with plain PyTorch."""
+    load_arrays(model, arrays)
+    model.train()
+    optimizer = make_optimizer(model, config.training, config.training.lr)
+    task = make_task(config.task)
+    for epoch in range(epochs):
+        for x_B, y_B in batches(train.x, train.y, config.training.batch_size, generator(config.seed, *seed, epoch)):
+            optimizer.zero_grad()
+            task.loss(model(x_B), y_B).backward()
+            optimizer.step()
+    return to_arrays(model)
+
+
+def evaluate(model: torch.nn.Module, test: Shard, arrays: StateDict, config: RunConfig) -> list[int]:
+    """Compute loss and confusion matrix of one institution."""
+    load_arrays(model, arrays)
+    confusion: list[int] = make_task(config.task).evaluate(model, test.x, test.y).confusion
+    return confusion
+
+
+def sequential(config: RunConfig, owned: list[tuple[Shard, Shard]]) -> list[float]:
+    """Return seconds per round of the plain loop, one institution after another."""
+    model = backbone(config.model, config.task)(derived_seed(config.seed, "model"))
+    arrays, times = to_arrays(model), []
+    for server_round in range(1, config.rounds + 1):
+        start = time.perf_counter()
+        answers = [
+            visit(model, train, arrays, config, config.strategy.local_epochs, f"institution-{k + 1}", server_round)
+            for k, (train, _) in enumerate(owned)
+        ]
+        arrays = weighted_mean(answers, [len(train) for train, _ in owned])
+        [evaluate(model, test, arrays, config) for _, test in owned]
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def inline(config: RunConfig, overrides: list[str]) -> list[float]:
+    """Return seconds per round of the in-process engine, everything included."""
+    clock = Clock()
+    execute(InlineGrid.simulated(app, {"overrides": " ".join(overrides)}, config.nodes), config, clock)
+    return clock.rounds()
+
+
+def worker(overrides: list[str], jobs: multiprocessing.Queue[object], answers: multiprocessing.Queue[object]) -> None:
+    """Serve visits and evaluations in a process of its own."""
+    config = compose(overrides)
+    torch.set_num_threads(config.threads)
+    owned, model = shards(config), backbone(config.model, config.task)(0)
+    while (job := jobs.get()) is not None:
+        what, k, arrays, server_round = job  # type: ignore[misc]
+        if what == "train":
+            epochs = config.strategy.local_epochs
+            answers.put((k, visit(model, owned[k][0], arrays, config, epochs, f"institution-{k + 1}", server_round)))
+        else:
+            answers.put((k, evaluate(model, owned[k][1], arrays, config)))
+
+
+def parallel(config: RunConfig, overrides: list[str], actors: int) -> list[float]:
+    """Return seconds per round of the plain loop in several processes."""
+    context = multiprocessing.get_context("spawn")
+    jobs, answers = context.Queue(), context.Queue()
+    pool = [context.Process(target=worker, args=(overrides, jobs, answers)) for _ in range(actors)]
+    for process in pool:
+        process.start()
+    arrays = to_arrays(backbone(config.model, config.task)(derived_seed(config.seed, "model")))
+    sizes, times = [len(train) for train, _ in shards(config)], []
+    for server_round in range(1, config.rounds + 1):
+        start = time.perf_counter()
+        for k in range(config.nodes):
+            jobs.put(("train", k, arrays, server_round))
+        trained = dict(answers.get() for _ in range(config.nodes))
+        arrays = weighted_mean([trained[k] for k in range(config.nodes)], sizes)
+        for k in range(config.nodes):
+            jobs.put(("evaluate", k, arrays, server_round))
+        for _ in range(config.nodes):
+            answers.get()
+        times.append(time.perf_counter() - start)
+    for _ in pool:
+        jobs.put(None)
+    for process in pool:
+        process.join()
+    return times[1:]
+
+
+def ray(overrides: list[str]) -> list[float]:
+    """Return seconds per round of a Ray simulation, from the times that its metrics were written."""
+    _, folder = run_ray(overrides)
+    stamps = [json.loads(line)["seconds"] for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    return [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
+
+
+def main() -> None:
+    """Measure and print medians and ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=["inline", "ray"])
+    parser.add_argument("--data", required=True, help="folder with MNIST's idx files")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--local-epochs", type=int, default=1)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as runs:
+        overrides = ["strategy=fedavg", "task=mnist", "partition=iid", "model=mlp", "model.width=200", "nodes=8"]
+        overrides += [f"task.data_dir={Path(given.data).resolve()}", "threads=1", f"rounds={given.rounds}"]
+        overrides += [f"runs_dir={runs}", f"strategy.local_epochs={given.local_epochs}"]
+        config = compose(overrides)
+        torch.set_num_threads(config.threads)
+        owned = shards(config)
+        plain, ours = [], []
+        for _ in range(given.repeats):
+            if given.engine == "inline":
+                plain += sequential(config, owned)
+                ours += inline(config, overrides)
+            else:
+                plain += parallel(config, overrides, os.cpu_count() or 1)
+                ours += ray(overrides)
+    a, b = statistics.median(plain), statistics.median(ours)
+    print(f"plain loop   median {a:.4f} s a round   min {min(plain):.4f}   max {max(plain):.4f}   n {len(plain)}")
+    print(f"{given.engine:12} median {b:.4f} s a round   min {min(ours):.4f}   max {max(ours):.4f}   n {len(ours)}")
+    print(f"overhead     {100 * (b / a - 1):+.1f} % (medians)   {100 * (min(ours) / min(plain) - 1):+.1f} % (minima)")
+
+
+if __name__ == "__main__":
+    main()
