@@ -59,19 +59,25 @@ def run(
 
 @app.command()
 def compare(
-    strategies: Annotated[str, typer.Argument(help="Comma-separated: fedavg,cwt,fedreplay")],
+    strategies: Annotated[str, typer.Argument(help="Comma-separated: fedavg,cwt,fedreplay,fedreplay:cut=layer2")],
     options: Options = None,
     against: Annotated[str, typer.Option("--against", help="Differences are to this one; default: the last.")] = "",
+    metric: Annotated[str, typer.Option("--metric", help="accuracy, loss, …; default: the task's leading one.")] = "",
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """Run several methods on the same seeds; seeds=3 means seeds 0, 1, 2. Finished runs are not repeated."""
+    """Run several methods on the same seeds; seeds=3 means seeds 0, 1, 2. Finished runs are not repeated.
+
+    Options are for all methods; fedreplay.cut=layer2 is for one. Exit code 1: some runs failed, the table says why.
+    """
     _say("loading …")
     from flwr_replay.compare import compare_strategies
 
-    table, report = compare_strategies(strategies.split(","), options or [], against, jobs, Path(runs_dir))
+    table, report = compare_strategies(strategies.split(","), options or [], against, jobs, Path(runs_dir), metric)
     print(json.dumps(report, indent=2) if as_json else table)
+    if any("error" in cell for cell in report["cells"]):
+        sys.exit(1)
 
 
 @app.command()

@@ -114,12 +114,15 @@ def overrides_of(path: Path) -> list[str]:
             return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
         return json.dumps(value)
 
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    base = _hydra([f"{group}={values[group]['name']}" for group in GROUPS])
     found: list[str] = []
-    for key, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+    for key, value in values.items():
         if isinstance(value, dict):
             name = value.pop("name", None)
             found += [f"{key}={name}"] if name else []
-            found += [f"{key}.{option}={quoted(item)}" for option, item in value.items()]
+            # An option that the choice's YAML lacks cannot be set, and so has its default.
+            found += [f"{key}.{option}={quoted(item)}" for option, item in value.items() if option in base[key]]
         else:
             found.append(f"{key}={quoted(value)}")
     return found

@@ -115,9 +115,9 @@ def refuse_single_batches(has_batch_norm: bool, examples: int, batch_size: int) 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
     """Take one optimizer step on a loss; return the loss, detached and still on its device."""
-    optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
+    optimizer.zero_grad()  # here, not before the forward pass: the gradients' memory is free again for it
     return loss.detach()
 
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -122,17 +122,17 @@ class NamedArrays(list[NDArray[Any]]):
 
 def arrays_in(content: RecordDict) -> NamedArrays:
     """Decode a message's arrays; none if it holds no such record."""
-    return NamedArrays.of(content.array_records["arrays"]) if "arrays" in content else NamedArrays({})
+    return NamedArrays.of(cast(ArrayRecord, content["arrays"])) if "arrays" in content else NamedArrays({})
 
 
 def metrics_in(content: RecordDict) -> dict[str, Any]:
     """Return a message's metrics."""
-    return dict(content.metric_records["metrics"]) if "metrics" in content else {}
+    return dict(content["metrics"].items()) if "metrics" in content else {}
 
 
 def config_in(content: RecordDict) -> dict[str, Any]:
     """Return a message's instructions and notices."""
-    return dict(content.config_records["config"]) if "config" in content else {}
+    return dict(content["config"].items()) if "config" in content else {}
 
 
 def array_record(arrays: Weights) -> ArrayRecord:

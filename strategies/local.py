@@ -21,6 +21,7 @@ from flwr_replay.config import one_of
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
+from flwr_replay.rng import derived_seed
 from flwr_replay.wire import StateDict, Weights
 
 __all__ = ["Local", "LocalConfig"]
@@ -50,7 +51,7 @@ class Local(Relay):
             server_round=server_round,
             run=self.settings.run,
             lr=self.lr(server_round),
-            init_seed=self.settings.seed,
+            init_seed=derived_seed(self.settings.seed, "model"),  # as every other method begins
             optimizer_state=self.config.optimizer_state,
         )
 

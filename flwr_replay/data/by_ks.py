@@ -69,7 +69,8 @@ def deal_by_ks(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) 
         dropped = len(y) - len(kept)
     require(
         nodes <= len(kept) and config.size * nodes <= len(kept),
-        f"partition=ks deals {len(kept)} training examples" + f" ({dropped} dropped)" * bool(dropped)
+        f"partition=ks deals {len(kept)} training examples"
+        + f" ({dropped} dropped)" * bool(dropped)
         + f" to {nodes} institutions; got partition.size={config.size}: at most partition.size={len(kept) // nodes}",
     )
     total = config.size * nodes or len(kept)
@@ -104,7 +105,7 @@ def _bisect(achieved: Callable[[int], float], target: float, total: int) -> tupl
     """Find the number of sorted examples whose KS is nearest to the target: KS grows with it but for chance."""
     low, high = 0, total
     found = {0: achieved(0), total: achieved(total)}
-    while high - low > 1:
+    while high - low > 1 and found[0] < target < found[total]:
         middle = (low + high) // 2
         found[middle] = achieved(middle)
         low, high = (middle, high) if found[middle] < target else (low, middle)

@@ -109,19 +109,32 @@ def load(task: TaskConfig) -> Dataset:
     ConfigError
         A format that needs an option, or a package, that is not there.
     """
-    splits = {split: _checked(raw, task, split) for split, raw in READERS[task.format](task).items()}
+    raws = READERS[task.format](task)
+    splits = {split: _checked(raw, task) for split, raw in raws.items()}
+    if "all" in splits:
+        splits |= _divided(splits.pop("all"))
+    for split in ("train", "test"):
+        if not len(splits[split]):
+            source = raws.get(split, raws.get("all"))
+            raise DataError(
+                f"task={task.name} needs {split} examples; got none in {source and source.images}: add some"
+            )
     val = splits.get("val")
     return Dataset(task.name, splits["train"], splits["test"], val if val is not None and len(val) else None)
 
 
-def _checked(raw: Raw, task: TaskConfig, split: str) -> Examples:
+def _divided(examples: Examples) -> dict[str, Examples]:
+    """Divide four to one: the first 80 % train, the rest test."""
+    train, test = np.split(np.arange(len(examples)), [len(examples) - round(len(examples) / 5)])
+    return {"train": examples.take(train), "test": examples.take(test)}
+
+
+def _checked(raw: Raw, task: TaskConfig) -> Examples:
     if len(raw.x) != len(raw.y):
         raise DataError(
             f"every image needs one label; got {len(raw.x)} images in {raw.images} and {len(raw.y)} labels in "
             f"{raw.labels}: are both files of the same set?"
         )
-    if not len(raw.y) and split != "val":
-        raise DataError(f"task={task.name} needs {split} examples; got none in {raw.images}: add some")
     expected = (task.channels, task.size, task.size)
     if len(raw.y) and raw.x.shape[1:] != expected:
         raise DataError(

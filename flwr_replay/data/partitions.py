@@ -229,7 +229,7 @@ def _deal_dirichlet(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of each new draw; we say it once, below
-            parts = [np.asarray(dealer.load_partition(k)["index"], np.int64) for k in range(nodes)]
+            parts = [np.asarray(dealer.load_partition(k)["index"][:], np.int64) for k in range(nodes)]
     except ValueError:
         raise ConfigError(
             f"every one of {nodes} institutions must get at least {least} of {len(y)} examples; ten draws with "

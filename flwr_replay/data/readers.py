@@ -1,6 +1,7 @@
 """Readers of public data sets: digits, idx files, CIFAR-10, MedMNIST. They import what they need when they run.
 
-A reader returns the splits of a task as they are in the files; `datasets.load` checks them against the task.
+A reader returns the splits train, test and perhaps val as they are in the files, or the one split "all", which
+`datasets.load` divides; `load` also checks everything against the task.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files import home, make_folder
 from flwr_replay.rng import derived_rng
 
-__all__ = ["Raw", "head_and_tail", "read_cifar10", "read_digits", "read_idx", "read_medmnist"]
+__all__ = ["Raw", "read_cifar10", "read_digits", "read_idx", "read_medmnist"]
 
 TORCHVISION_FOLDER = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 IDX_UBYTE = 8  # the idx header's code for unsigned bytes
@@ -45,18 +46,6 @@ class Raw:
     labels: str
     sites: NDArray[np.str_] | None = None
 
-    def take(self, indices: NDArray[np.int64]) -> Raw:
-        """Return the examples at these indices."""
-        sites = None if self.sites is None else self.sites[indices]
-        return Raw(self.x[indices], self.y[indices], self.images, self.labels, sites)
-
-
-def head_and_tail(raw: Raw) -> dict[str, Raw]:
-    """Split four to one: the first 80 % train, the rest test; a single example trains."""
-    tested = max(1, round(len(raw.y) / 5)) if len(raw.y) > 1 else 0
-    indices = np.arange(len(raw.y))
-    return {"train": raw.take(indices[: len(indices) - tested]), "test": raw.take(indices[len(indices) - tested :])}
-
 
 def read_digits(task: TaskConfig) -> dict[str, Raw]:
     """Read scikit-learn's 1,797 digits of 8 x 8 pixels, shuffled once and for all; grey levels 0..16 become 0..255."""
@@ -64,7 +53,7 @@ def read_digits(task: TaskConfig) -> dict[str, Raw]:
     x = np.rint(bunch.images[:, None] * (255 / 16)).astype(np.uint8)
     order = derived_rng(SPLIT_SEED, "digits", "split").permutation(len(x))
     source = "scikit-learn's digits"
-    return head_and_tail(Raw(x, bunch.target, source, source).take(order))
+    return {"all": Raw(x[order], bunch.target[order], source, source)}
 
 
 # ---------------------------------------------------------------------------------------------------- idx (MNIST)
@@ -85,7 +74,7 @@ def read_idx(task: TaskConfig) -> dict[str, Raw]:
     if not found["test"]:
         raise _missing(task, "t10k-images-idx3-ubyte (or .gz)", places)
     pairs = {split: _read_idx_pair(*pair) for split, pair in found.items() if pair}
-    return pairs if "train" in pairs else head_and_tail(pairs["test"])
+    return pairs if "train" in pairs else {"all": pairs["test"]}
 
 
 def _idx_pair(places: list[Path], prefix: str) -> tuple[Path, Path] | None:
@@ -183,11 +172,14 @@ def read_medmnist(task: TaskConfig) -> dict[str, Raw]:
         _fetch_medmnist(path)
     if not path.is_file():
         raise _missing(task, path.name, [path.parent])
+    broken = f"{path} must be a MedMNIST .npz file; it is truncated, not readable or another file"
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"{broken}: fetch it anew")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
-        raise DataError(f"{path} must be a MedMNIST .npz file; it cannot be read ({_line(error)})") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{broken} ({_line(error)}): fetch it anew") from None
     for key in ("train_images", "train_labels", "test_images", "test_labels"):
         if key not in arrays:
             raise DataError(f"{path} must hold {key}, as MedMNIST files do; got {', '.join(arrays) or 'nothing'}")

@@ -220,7 +220,8 @@ class Movement(Strategy):
     def message(self, member: Member, request: Request, extra: ConfigRecord | None = None) -> Message:
         """Encode a request to one institution; every message has records of its own."""
         content = request.encode()
-        content.config_records["config"].update(extra or {})
+        if extra:
+            content.config_records["config"].update(extra)
         group = str(request.server_round)
         return Message(content, member.node_id, request.message_type, group_id=group, ttl=self.timeout)
 

@@ -41,6 +41,10 @@ class OneShot(Movement):
         """One epoch at the server; uploads precede the first, or come with a late institution."""
         return 1
 
+    def stops_without_answers(self) -> bool:
+        """Go on with the uploads that are there; `learn` stops the run if there are none."""
+        return False
+
     def exchange_round(
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:

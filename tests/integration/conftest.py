@@ -7,9 +7,8 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +63,7 @@ class Deployment:
     data: Path  # data/<clinic>, and data/manifest.csv over all
     state: Path  # state/<clinic>/ledger.jsonl, each clinic's own
     runs: Path  # the server's run directories
+    task: tuple[str, ...] = TASK
 
     def run(self, name: str, *options: str) -> str:
         """Run `flwr run … --stream` to its end; return what it said."""
@@ -128,12 +128,7 @@ def supernode(link: SuperLink, name: str, data: Path, state: Path, policy: Path)
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a process and whatever it started in its session."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        deadline = time.monotonic() + 10
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+    """Kill a process and what it started in its session; a SuperNode asked politely takes seconds to go."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)

@@ -1,0 +1,207 @@
+"""The cells of a comparison: one method with one seed is one run, brought to its end wherever it stands.
+
+A cell that has its result.json is not repeated, one with a checkpoint goes on, any other begins anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import re
+import shlex
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.compose import compose
+from flwr_replay.errors import FlwrReplayError, RunError
+from flwr_replay.progress import Display, Progress, TerminalDisplay
+from flwr_replay.simulate import resolve
+
+__all__ = ["Cell", "Method", "alone", "run_all", "run_cell", "short_hash"]
+
+A_RUN_WRITES = re.compile(
+    r"(config|environment|metrics|ledger|failures)\.(yaml|json|jsonl)|checkpoints|models|latents|state|\..*\.tmp"
+)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One column of a comparison: a strategy, and the options that are its own."""
+
+    label: str  # as the user wrote it: fedreplay:cut=layer2
+    strategy: str
+    options: tuple[str, ...]  # of this method only, resolved: strategy.cut=layer2
+
+    @property
+    def slug(self) -> str:
+        """A folder's name; a hash tells apart options that look alike without their special characters."""
+        if not self.options:
+            return self.strategy
+        text = "-".join(option.removeprefix("strategy.") for option in self.options)
+        slug = re.sub(r"[^a-z0-9.]+", "-", f"{self.strategy}-{text}".lower()).strip("-")
+        plain = all(re.fullmatch(r"[a-z_.]+=[a-z0-9.]+", option) for option in self.options)
+        return slug if plain and len(slug) < 80 else f"{slug[:60]}-{short_hash(list(self.options))}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method with one seed."""
+
+    method: Method
+    seed: int
+    folder: Path
+    overrides: tuple[str, ...]  # of a fresh run
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has its result."""
+        return (self.folder / "result.json").exists()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return (self.folder / "config.yaml").exists() and any((self.folder / "checkpoints").glob("*.safetensors"))
+
+
+class Quiet:
+    """Shows nothing: cells report when they are over."""
+
+    def begin(self, progress: Progress) -> None:
+        """Say nothing."""
+
+    def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
+        """Say nothing."""
+
+    def close(self) -> None:
+        """Say nothing."""
+
+
+def run_all(cells: Sequence[Cell], jobs: int, metric: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Run what is not done yet; yield each cell's folder with its `result` or `error`, as they end."""
+    todo = [cell for cell in cells if not cell.done]
+    for cell in cells:
+        if cell.done:
+            yield cell.folder, run_cell(cell, Quiet())
+    resumed = sum(cell.begun for cell in todo)
+    _say(f"{len(cells)} runs: {len(cells) - len(todo)} are there, {resumed} go on, {len(todo) - resumed} to begin")
+    for count, (cell, outcome) in enumerate(_in_turn(todo) if jobs == 1 else _at_once(todo, jobs), 1):
+        _say(f"[{count}/{len(todo)}] {cell.method.label} seed {cell.seed}: {_outcome_line(outcome, metric)}")
+        yield cell.folder, outcome
+
+
+def _in_turn(cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    for cell in cells:
+        yield cell, run_cell(cell, TerminalDisplay() if sys.stderr.isatty() else Quiet())
+
+
+def _at_once(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Run cells in processes of their own; a process that dies takes down its cell, not the comparison."""
+    waiting = list(cells)
+    while waiting:
+        pool = ProcessPoolExecutor(min(jobs, len(waiting)), multiprocessing.get_context("spawn"))
+        running: dict[Future[dict[str, Any]], Cell] = {pool.submit(run_cell, cell, Quiet()): cell for cell in waiting}
+        ended = []
+        try:
+            for future in as_completed(running):
+                cell = running[future]
+                try:
+                    outcome = future.result()
+                except BrokenProcessPool:
+                    break
+                ended.append(cell)
+                yield cell, outcome
+        finally:
+            pool.shutdown(cancel_futures=True)
+        waiting = [cell for cell in waiting if cell not in ended]
+        if waiting:  # nobody knows which cell killed its process; those that had begun are told by their folders
+            suspects = [cell for cell in waiting if cell.folder.exists() and not cell.done] or waiting
+            for cell in suspects:
+                yield cell, {"error": "its process was killed, perhaps for want of memory: lower --jobs"}
+            waiting = [cell for cell in waiting if cell not in suspects]
+
+
+def _outcome_line(outcome: dict[str, Any], metric: str) -> str:
+    if "error" in outcome:
+        return f"failed: {outcome['error']}"
+    result = outcome["result"]
+    return f"{metric} {result['final']['global'][metric]:.4f}, {result['wall-seconds']:.1f} s"
+
+
+def run_cell(cell: Cell, display: Display) -> dict[str, Any]:
+    """Bring one cell to its end: read it, go on with it, or run it; return its `result` or its `error`."""
+    if cell.done:
+        return {"result": json.loads((cell.folder / "result.json").read_text(encoding="utf-8"))}
+    log, level = logging.getLogger("flwr"), logging.getLogger("flwr").level
+    log.setLevel(logging.WARNING)
+    try:
+        return {"result": _run(cell, display)}
+    except FlwrReplayError as error:
+        return {"error": " ".join(str(error).split())}
+    except Exception as error:  # a fault of this program: the other cells' hours are not lost to it
+        _say(traceback.format_exc())
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        log.setLevel(level)
+
+
+def _run(cell: Cell, display: Display) -> dict[str, Any]:
+    """Run as `flwr-replay run` does, but keep the institutions' state inside the run directory.
+
+    At the institutions a run is known by its name, and cells of other comparisons have the same names.
+    """
+    from flwr_replay.client_app import app
+    from flwr_replay.engine import InlineGrid
+    from flwr_replay.server_app import execute
+
+    overrides = list(cell.overrides)
+    if cell.begun:
+        overrides, _ = resolve([], "", str(cell.folder))
+    elif cell.folder.exists():
+        _remove_unborn(cell.folder)
+    config = compose(overrides)
+    state = str(cell.folder / "state")
+    grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, config.nodes, state=state)
+    result, _ = execute(grid, config, display)
+    return result
+
+
+def _remove_unborn(folder: Path) -> None:
+    """Remove a run that broke off before its first checkpoint; anything that no run writes stops this."""
+    for path in folder.iterdir():
+        if not A_RUN_WRITES.fullmatch(path.name):
+            raise RunError(f"{folder} holds no run to go on with, but a file of somebody's, {path.name}: move it away")
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, so that two comparisons never write the same cell; the lock ends with the process."""
+    with open(folder / ".lock", "w") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # Windows
+            pass
+        except OSError:
+            raise RunError(f"another comparison works in {folder}: wait until it ends") from None
+        yield
+
+
+def short_hash(value: Any) -> str:
+    """Return eight hexadecimal digits that stand for plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,177 @@
+"""The contract that every strategy keeps: `check_strategy("cwt")` raises `AssertionError` where it does not.
+
+Third parties call it on a strategy of their own, installed as `flwr_replay.strategies.<name>` with its client and its
+YAML. It runs small jobs in process: two seeded runs are equal, a resumed run equals an uninterrupted one, dtypes are
+kept, one failing institution is tolerated, inputs stay unchanged, the ledger's bytes are the bytes that travelled, and
+the forecast is the ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Error, Message
+from safetensors.numpy import load_file
+
+from flwr_replay.client_app import app, backbone
+from flwr_replay.compose import compose, load_strategy, overrides_of
+from flwr_replay.engine import CLIENT_APP_RAISED, InlineGrid
+from flwr_replay.forecast import forecast
+from flwr_replay.movements.base import Settings
+from flwr_replay.rng import derived_seed
+from flwr_replay.server_app import execute
+from flwr_replay.tasks import make_task
+from flwr_replay.training import to_arrays
+from flwr_replay.wire import StateDict, array_record, opened
+
+__all__ = ["check_strategy"]
+
+JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "device=cpu")
+
+
+class WatchedGrid(InlineGrid):
+    """Counts the bytes that travel; one node can be made to fail its training, and the run to break off."""
+
+    sent: int = 0
+    failing: int | None = None
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send, and count both ways."""
+        asked = list(messages)
+        ids = list(super().push_messages(asked))
+        self.sent += sum(record.count_bytes() for message in asked for record in message.content.values())
+        for message_id in ids:
+            reply = self._replies[message_id]
+            if reply.has_content():
+                self.sent += sum(record.count_bytes() for record in reply.content.values())
+        return ids
+
+    def _answer(self, message: Message) -> Message:
+        if message.metadata.dst_node_id == self.failing and message.metadata.message_type == "train":
+            return Message(Error(CLIENT_APP_RAISED, "made to fail"), reply_to=message)
+        return super()._answer(message)
+
+
+class Quiet:
+    """Shows nothing; breaks the run off after an exchange, if told to."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
+
+    def begin(self, progress: Any) -> None:
+        """Nothing to show."""
+
+    def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
+        """Break off where told."""
+        if server_round == self.stop_after:
+            raise KeyboardInterrupt
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
+    """Check one strategy against the contract.
+
+    Parameters
+    ----------
+    name : str
+        As in `strategy=<name>`.
+    overrides : Sequence[str]
+        Further options of the small job, which is `JOB`.
+
+    Raises
+    ------
+    AssertionError
+        At the first clause that does not hold; the message says which.
+    """
+    with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
+        job = [f"strategy={name}", *JOB, *overrides, f"runs_dir={folder}"]
+        whole, grid, result = _run([*job, "run_name=whole"])
+        again, _, repeated = _run([*job, "run_name=again"])
+        _same(whole, again, "two runs with the same seed")
+        assert result["final"] == repeated["final"], "two runs with the same seed must have the same metrics"
+        _check_bytes(Path(folder) / "whole", grid, result)
+        _check_forecast([*job, "run_name=whole"], Path(folder) / "whole")
+        _check_dtypes(job, whole)
+        _check_resumption(job, Path(folder), whole, result)
+        _check_failure([*job, "run_name=failing"])
+        _check_inputs(job)
+
+
+def _run(
+    overrides: list[str], failing: int | None = None, stop_after: int | None = None
+) -> tuple[StateDict, WatchedGrid, dict[str, Any]]:
+    config = compose(overrides)
+    grid = WatchedGrid.simulated(app, {"overrides": shlex.join(overrides)}, config.nodes)
+    grid.failing = failing
+    result, folder = execute(grid, config, Quiet(stop_after))
+    return load_file(folder / "models" / "global.safetensors"), grid, result
+
+
+def _same(one: StateDict, other: StateDict, what: str) -> None:
+    assert one.keys() == other.keys(), f"{what} must have the same weights by name"
+    for key, array in one.items():
+        assert array.tobytes() == other[key].tobytes(), f"{what} must end with the same bits; {key} differs"
+
+
+def _check_bytes(folder: Path, grid: WatchedGrid, result: dict[str, Any]) -> None:
+    counted = sum(json.loads(line)["bytes"] for line in (folder / "ledger.jsonl").read_text().splitlines())
+    assert counted == grid.sent, f"the ledger's bytes must be those that travelled; {counted} against {grid.sent}"
+    assert result["bytes"]["up"] + result["bytes"]["down"] == grid.sent, "result.json must sum the ledger's bytes"
+
+
+def _check_forecast(overrides: list[str], folder: Path) -> None:
+    expected: Counter[tuple[str, ...]] = Counter()
+    for line in forecast(compose(overrides)):
+        expected[line.institution, line.direction, line.stage, line.field, line.kind] += line.bytes
+    found: Counter[tuple[str, ...]] = Counter()
+    for text in (folder / "ledger.jsonl").read_text().splitlines():
+        entry = json.loads(text)
+        key = (entry["institution"], entry["direction"], entry["stage"], entry["field"], entry["kind"])
+        found[key] += entry["bytes"]
+    differing = {key: (expected[key], found[key]) for key in expected | found if expected[key] != found[key]}
+    assert not differing, f"the forecast must be the ledger; forecast and ledger differ in {differing}"
+
+
+def _check_dtypes(job: list[str], final: StateDict) -> None:
+    config = compose(job)
+    for key, array in to_arrays(backbone(config.model, config.task)(0)).items():
+        assert final[key].dtype == array.dtype, f"dtypes must be kept; {key} is {final[key].dtype}, was {array.dtype}"
+
+
+def _check_resumption(job: list[str], folder: Path, whole: StateDict, result: dict[str, Any]) -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        _run([*job, "run_name=broken"], stop_after=1)
+    overrides = [*overrides_of(folder / "broken" / "config.yaml"), f"resume={folder / 'broken'}"]
+    resumed, _, ended = _run(overrides)
+    _same(whole, resumed, "a resumed run and an uninterrupted one")
+    for key in ("final", "examples-seen"):  # the bytes are more: the roll is called again
+        assert ended[key] == result[key], f"a resumed run must report the same {key}; {ended[key]}, was {result[key]}"
+
+
+def _check_failure(overrides: list[str]) -> None:
+    _, grid, result = _run(overrides, failing=3)
+    named = {failure["institution"] for failure in result["failures"]}
+    assert named == {"institution-2"} or not named, f"only the failing institution may be reported; got {named}"
+    assert result["final"]["institutions"], "the others must go on"
+
+
+def _check_inputs(job: list[str]) -> None:
+    config = compose(job)
+    build, strategy_type = backbone(config.model, config.task), load_strategy(config.strategy.name)[0]
+    initial = array_record(to_arrays(build(derived_seed(config.seed, "model"))))
+    before = {key: array.copy() for key, array in opened(initial).items()}
+    settings = Settings(training=config.training, nodes=3, task=make_task(config.task), model=build, run="inputs")
+    grid = InlineGrid.simulated(app, {"overrides": shlex.join(job)}, 3)
+    strategy_type(config.strategy, settings).start(grid=grid, initial_arrays=initial, num_rounds=1)
+    for key, array in opened(initial).items():
+        assert np.array_equal(before[key], array), f"inputs must stay unchanged; initial_arrays[{key!r}] changed"

@@ -1,0 +1,287 @@
+"""Several methods on the same seeds: `flwr-replay compare fedavg,cwt,fedreplay task=mnist seeds=3`.
+
+A cell is one method with one seed, and one run directory. The same seed deals the same data and begins with the same
+weights in every method, so that differences are taken seed by seed.
+
+<runs-dir>/compare-<task>-<partition>-<hash of the shared options>/
+<method>-seed<k>/   a run directory; state/ in it is what its simulated institutions keep
+compare.json        every cell's result, versions, options
+compare.png         a point per seed, means with intervals
+curves.png          the metric by round
+
+A cell that has its result.json is not repeated, one with a checkpoint goes on, any other begins anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.cells import Cell, Method, alone, run_all, short_hash
+from flwr_replay.compose import choices, compose, load_strategy, overrides_of
+from flwr_replay.config import RunConfig, TrainingConfig
+from flwr_replay.errors import ConfigError, RunError, nearest
+from flwr_replay.files import make_folder, write_atomic
+from flwr_replay.simulate import check_data, resolve
+
+__all__ = ["compare_strategies"]
+
+SEEDS = (0, 1, 2)
+OURS = {  # options that a comparison sets itself, and what to write instead
+    "strategy": "name the strategies before the options",
+    "seed": "write seeds=3, or seeds=0,5,7",
+    "runs_dir": "write --runs-dir DIR",
+    "run_name": "cells are named by method and seed",
+    "resume": "the same command goes on where it stopped",
+}
+NOT_THE_RESULT = ("strategy", "seed", "runs_dir", "run_name", "resume", "timeout", "wait")
+
+
+def compare_strategies(
+    strategies: list[str], options: list[str], against: str, jobs: int, runs_dir: Path, metric: str = ""
+) -> tuple[str, dict[str, Any]]:
+    """Run methods on the same seeds, and compare them.
+
+    Parameters
+    ----------
+    strategies : list of str
+        Methods: a strategy's name, or a variant with options of its own, `fedreplay:cut=layer2`, of which several
+        are joined by colons.
+    options : list of str
+        For all methods, as `flwr-replay run` takes them; `seeds=3` (0, 1, 2) or `seeds=0,5,7`; and
+        `fedreplay.cut=layer2` for every method of that strategy.
+    against : str
+        The method that differences are to; empty: the last.
+    jobs : int
+        Cells at the same time, each in a process of its own; 1: one after another in this process.
+    runs_dir : Path
+        Where the comparison's folder goes.
+    metric : str
+        One of the task's metrics; empty: the leading one.
+
+    Returns
+    -------
+    table : str
+        Plain text.
+    report : dict
+        What `compare.json` holds.
+
+    Raises
+    ------
+    ConfigError
+        For anything that can be seen to be wrong before the first run.
+    RunError
+        If the folder cannot be written, or another comparison works in it.
+    """
+    shared, own, seeds = _options(options, [name.partition(":")[0].strip() for name in strategies])
+    methods = _methods(strategies, own)
+    labels = [method.label for method in methods]
+    against = against or labels[-1]
+    if against not in labels:
+        raise ConfigError(f"--against must be one of the methods compared; got {against!r}: {nearest(against, labels)}")
+    if jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1; got {jobs}")
+    folder, config, cells = _plan(methods, shared, seeds, runs_dir)
+    leading, higher_is_better, known = _metrics(config)
+    metric = metric or leading
+    if metric not in known:
+        raise ConfigError(f"--metric must be one of the task's; got {metric!r}: {nearest(metric, known)}")
+    make_folder(folder, "--runs-dir")
+    with alone(folder):
+        outcomes = dict(run_all(cells, jobs, metric))
+    report = {
+        "title": f"{config.task.name}, {_dealt(config)}, {config.model.name}, {config.rounds} rounds",
+        "metric": metric,
+        "higher-is-better": higher_is_better if metric == leading else metric != "loss",
+        "against": against,
+        "seeds": list(seeds),
+        "options": shared,
+        "folder": str(folder),
+    }
+    report["cells"] = [
+        {
+            "label": cell.method.label,
+            "strategy": cell.method.strategy,
+            "options": list(cell.method.options),
+            "seed": cell.seed,
+            "folder": cell.folder.name,
+            **outcomes[cell.folder],
+        }
+        for cell in cells
+    ]
+    return _written(report, labels, folder)
+
+
+# --- what was asked for -----------------------------------------------------------------------------------------------
+
+
+def _options(options: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, list[str]], tuple[int, ...]]:
+    """Tell apart the options of all methods, those of one strategy (`fedreplay.cut=layer2`), and the seeds."""
+    known, listed = choices("strategy"), list(dict.fromkeys(names))
+    for name in listed:
+        if name not in known:
+            raise ConfigError(f"unknown strategy {name!r}: {nearest(name, known)}")
+    sections = [field.name for field in fields(RunConfig)]
+    shared: list[str] = []
+    own: dict[str, list[str]] = {name: [] for name in listed}
+    seeds: tuple[int, ...] = SEEDS
+    for option in options:
+        key, equals, value = option.partition("=")
+        key = key.replace("-", "_")
+        prefix, dot, rest = key.partition(".")
+        if not equals or not key:
+            raise ConfigError(f"an option is written key=value; got {option!r}")
+        if key in OURS:
+            raise ConfigError(f"a comparison sets {key.replace('_', '-')} itself; got {option!r}: {OURS[key]}")
+        if key == "seeds":
+            seeds = _seeds(value)
+        elif dot and prefix in listed:
+            own[prefix].append(f"{rest}={value}")
+        elif dot and prefix not in sections:
+            known = [*listed, *sections]
+            raise ConfigError(f"{option!r} begins with no method compared and no section: {nearest(prefix, known)}")
+        else:
+            _refuse_of_some(key, value, listed)
+            shared.append(option)
+    return shared, own, seeds
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    rule = f"seeds is a number from 1 (seeds=3: seeds 0, 1, 2) or a list without repetition (seeds=0,5,7); got {text!r}"
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(rule) from None
+    if "," not in text and numbers and numbers[0] >= 1:
+        return tuple(range(numbers[0]))
+    if "," not in text or not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise ConfigError(rule)
+    return tuple(numbers)
+
+
+def _refuse_of_some(key: str, value: str, names: Sequence[str]) -> None:
+    """Refuse for all methods what only some of them know."""
+    plain = key.removeprefix("strategy.")
+    knowing = [name for name in names if plain in _own_fields(name)]
+    if knowing and len(knowing) < len(names):
+        instead = " ".join(f"{name}.{plain.replace('_', '-')}={value}" for name in knowing)
+        raise ConfigError(f"{key.replace('_', '-')} is an option of {', '.join(knowing)} only: write {instead}")
+
+
+def _own_fields(strategy: str) -> list[str]:
+    return [field.name for field in fields(load_strategy(strategy)[1])]
+
+
+def _methods(names: Sequence[str], own: dict[str, list[str]]) -> list[Method]:
+    """Read `fedreplay` and `fedreplay:cut=layer2:patience=5`; a variant's own option wins over `fedreplay.cut=…`."""
+    methods: list[Method] = []
+    for name in names:
+        strategy, *variants = re.split(r":(?=[\w.-]+=)", name.strip())
+        if ":" in strategy:
+            raise ConfigError(f"a variant is written strategy:option=value; got {name!r}")
+        merged = dict(_own_option(strategy, option) for option in [*own[strategy], *variants])
+        method = Method(name.strip(), strategy, tuple(f"{key}={value}" for key, value in merged.items()))
+        if any(method.slug == other.slug for other in methods):
+            raise ConfigError(f"every method is compared once; got {name.strip()!r} twice")
+        methods.append(method)
+    return methods
+
+
+def _own_option(strategy: str, option: str) -> tuple[str, str]:
+    """Give an option of one method its section: the strategy's own, how it trains, and for how long."""
+    key, _, value = option.partition("=")
+    plain = key.replace("-", "_")
+    training = [field.name for field in fields(TrainingConfig)]
+    if plain.removeprefix("strategy.") in _own_fields(strategy):
+        return f"strategy.{plain.removeprefix('strategy.')}", value
+    if plain.removeprefix("training.") in training:
+        return f"training.{plain.removeprefix('training.')}", value
+    if plain == "rounds":
+        return plain, value
+    known = [name.replace("_", "-") for name in [*_own_fields(strategy), *training, "rounds"]]
+    raise ConfigError(f"unknown option {key!r} of the method {strategy}: {nearest(key, known)}")
+
+
+def _plan(
+    methods: Sequence[Method], shared: Sequence[str], seeds: Sequence[int], runs_dir: Path
+) -> tuple[Path, RunConfig, list[Cell]]:
+    """Resolve every cell and refuse what can be refused; nothing is written yet."""
+    from flwr_replay.client_app import backbone
+
+    common, cells = None, []
+    for seed in seeds:  # seed by seed, so that an interrupted comparison has whole pairs
+        for method in methods:
+            given = [f"strategy={method.strategy}", *shared, f"seed={seed}"]
+            if common is None:
+                common = resolve(given, ".", "")[1]
+                known = {k: v for k, v in asdict(common).items() if k not in NOT_THE_RESULT}
+                name = f"compare-{common.task.name}-{common.partition.name}-{short_hash(known)}"
+                folder = runs_dir.expanduser().absolute() / name
+            place = folder / f"{method.slug}-seed{seed}"
+            overrides, config = resolve([*given, *method.options, f"run_name='{place.name}'"], str(folder), "")
+            load_strategy(method.strategy)[0].check(config.strategy, backbone(config.model, config.task))
+            check_data(config)
+            cells.append(Cell(method, seed, place, tuple(overrides)))
+            found = place / "config.yaml"
+            if found.exists() and _result_of(compose(overrides_of(found))) != _result_of(config):
+                raise RunError(f"{place} holds a run with other options: move it, or choose another --runs-dir")
+    assert common is not None
+    return folder, common, cells
+
+
+def _result_of(config: RunConfig) -> RunConfig:
+    """Leave out what does not change a result."""
+    return replace(config, runs_dir="", run_name="", resume="", timeout=1, wait=0)
+
+
+def _metrics(config: RunConfig) -> tuple[str, bool, list[str]]:
+    """Return the leading metric, whether higher is better, and all metrics' names: those of one example evaluated."""
+    import numpy as np
+    import torch
+
+    from flwr_replay.client_app import backbone
+    from flwr_replay.institution import Shard, loaded
+    from flwr_replay.tasks import make_task
+
+    task = make_task(config.task)
+    one = Shard.of(loaded(config.task).test.take(np.zeros(1, np.int64)), torch.device("cpu"))
+    evaluation = task.evaluate(backbone(config.model, config.task)(0), one.x, one.y)
+    return task.metric, task.higher_is_better, list(task.pool([evaluation]))
+
+
+def _dealt(config: RunConfig) -> str:
+    shown = {"ks": f"KS {config.partition.ks:g}", "majority": f"majority {config.partition.p:g}"}
+    shown["dirichlet"] = f"Dirichlet {config.partition.alpha:g}"
+    return shown.get(config.partition.name, config.partition.name)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def _written(report: dict[str, Any], labels: Sequence[str], folder: Path) -> tuple[str, dict[str, Any]]:
+    """Add the statistics and write table, data and pictures."""
+    from flwr_replay.report.comparison import summarise, table
+    from flwr_replay.report.plots import curves, points
+
+    metric = report["metric"]
+    report["strategies"] = summarise(report["cells"], labels, report["against"], metric, report["higher-is-better"])
+    histories: dict[str, list[list[tuple[float, float]]]] = {label: [] for label in labels}
+    for cell in report["cells"]:
+        if "result" in cell:
+            histories[cell["label"]].append(_history(folder / cell["folder"], metric))
+    write_atomic(folder / "compare.json", json.dumps(report, indent=2) + "\n")
+    write_atomic(folder / "compare.png", points(report))
+    write_atomic(folder / "curves.png", curves(report, histories))
+    return f"{table(report)}\n{folder / 'compare.json'}, compare.png, curves.png", report
+
+
+def _history(folder: Path, metric: str) -> list[tuple[float, float]]:
+    """Read a run's pooled metric by round; metrics.jsonl counts exchanges, of which a round may take several."""
+    rounds = json.loads((folder / "result.json").read_text(encoding="utf-8"))["rounds"]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    found = [(row["round"], row["value"]) for row in rows if row["institution"] == "" and row["metric"] == metric]
+    return [(at * rounds / found[-1][0], value) for at, value in found]

@@ -1,0 +1,203 @@
+"""What a comparison says: means, paired differences with their intervals, a table, and what the words in it mean.
+
+Letters: S seeds.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from flwr_replay.progress import shown_bytes
+
+__all__ = ["interval", "paired_difference", "summarise", "table"]
+
+CONFIDENCE = 0.95
+WORDS = {
+    "central": "central trains one model on all data pooled: the reference that needs sharing the data",
+    "local": "local is the institutions' own models, each on its own test shard, which no one else uses",
+}
+
+
+def interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+    r"""Compute Student's t interval of a mean.
+
+    .. math:: \bar d \pm t_{(1 + c) / 2,\; S - 1} \; s_d / \sqrt S
+
+    Parameters
+    ----------
+    values : array_like, shape (S,)
+        d, one value for each seed.
+    confidence : float
+        c, in (0, 1).
+
+    Returns
+    -------
+    tuple of float, or None
+        The ends; None for fewer than two values, which have no spread to speak of.
+
+    Examples
+    --------
+    >>> low, high = interval([1.0, 2.0, 3.0])
+    >>> print(f"{low:.3f} {high:.3f}")
+    -0.484 4.484
+    """
+    d_S = np.asarray(values, np.float64)
+    if len(d_S) < 2:
+        return None
+    from scipy.stats import t
+
+    half = float(t.ppf((1 + confidence) / 2, len(d_S) - 1) * d_S.std(ddof=1) / np.sqrt(len(d_S)))
+    return float(d_S.mean()) - half, float(d_S.mean()) + half
+
+
+def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[str, Any] | None:
+    """Compare two methods seed by seed, over the seeds that both finished.
+
+    Parameters
+    ----------
+    ours, theirs : Mapping[int, float]
+        Seed to metric.
+
+    Returns
+    -------
+    dict or None
+        `mean` (ours less theirs), `interval` (95 %, or None), `seeds`; None where no seed is in both.
+    """
+    seeds = sorted(ours.keys() & theirs.keys())
+    if not seeds:
+        return None
+    d_S = [ours[seed] - theirs[seed] for seed in seeds]
+    return {"mean": float(np.mean(d_S)), "interval": interval(d_S), "seeds": seeds}
+
+
+def summarise(
+    cells: Sequence[Mapping[str, Any]], labels: Sequence[str], against: str, metric: str, higher_is_better: bool
+) -> dict[str, dict[str, Any]]:
+    """Sum up the cells of every method.
+
+    Parameters
+    ----------
+    cells : sequence of mappings
+        `label`, `seed` and, where the run ended well, `result` as `result.json` holds it.
+    labels : sequence of str
+        The methods, in the order of the table.
+    against : str
+        The label that differences are to.
+    metric : str
+        A name under `final.global` of the results.
+    higher_is_better : bool
+        Which institution is the worst: the one with the lowest metric, or with the highest.
+
+    Returns
+    -------
+    dict
+        By label: `values` by seed, `mean`, `sd`, `interval`, `difference`, `worst-institution` (mean over seeds),
+        `bytes-up`, `bytes-down`, `examples-seen`, `seconds` (means over seeds); None where no run ended well.
+    """
+    worst = min if higher_is_better else max
+    done: dict[str, dict[int, Mapping[str, Any]]] = {label: {} for label in labels}
+    for cell in cells:
+        if cell.get("result"):
+            done[cell["label"]][cell["seed"]] = cell["result"]
+    values = {
+        label: {seed: float(result["final"]["global"][metric]) for seed, result in by_seed.items()}
+        for label, by_seed in done.items()
+    }
+    summary = {}
+    for label, by_seed in done.items():
+        results = list(by_seed.values())
+        worsts = [worst(float(own[metric]) for own in r["final"]["institutions"].values()) for r in results]
+        numbers = list(values[label].values())
+        summary[label] = {
+            "values": values[label],
+            "mean": _mean(numbers),
+            "sd": float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None,
+            "interval": interval(numbers),
+            "difference": paired_difference(values[label], values[against]) if label != against else None,
+            "worst-institution": _mean(worsts),
+            "bytes-up": _mean([r["bytes"]["up"] for r in results]),
+            "bytes-down": _mean([r["bytes"]["down"] for r in results]),
+            "examples-seen": _mean([r["examples-seen"] for r in results]),
+            "seconds": _mean([r["wall-seconds"] for r in results]),
+        }
+    return summary
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """Write a comparison as plain text: one row for each method, then what the words mean and what went wrong.
+
+    Parameters
+    ----------
+    report : Mapping
+        As `flwr_replay.compare.compare_strategies` returns it.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table(title=report["title"])
+    grid.add_column("method")
+    columns = (report["metric"], f"less {report['against']}, 95 %", "worst institution", "up", "down", "examples", "s")
+    for column in columns:
+        grid.add_column(column, justify="right")
+    for label, row in report["strategies"].items():
+        failed = sum(cell["label"] == label and "error" in cell for cell in report["cells"])
+        name = f"{label} ({failed} of {len(report['seeds'])} failed)" if failed else label
+        if row["mean"] is None:
+            grid.add_row(name, *["–"] * len(columns))
+            continue
+        grid.add_row(
+            name,
+            f"{row['mean']:.4f}" + (f" ± {row['sd']:.4f}" if row["sd"] is not None else ""),
+            _shown_difference(row["difference"]) if label != report["against"] else "",
+            f"{row['worst-institution']:.4f}",
+            shown_bytes(row["bytes-up"]),
+            shown_bytes(row["bytes-down"]),
+            f"{row['examples-seen']:,.0f}",
+            f"{row['seconds']:.1f}",
+        )
+    # As wide as the table needs: cut numbers would be wrong numbers.
+    console = Console(file=io.StringIO(), width=10_000, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(grid, width=console.measure(grid).maximum)
+    return "\n".join([*(line.rstrip() for line in capture.get().splitlines()), *notes(report)])
+
+
+def notes(report: Mapping[str, Any]) -> list[str]:
+    """Say what the columns mean, where the methods are not alike, and what went wrong."""
+    lines = [
+        f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is their standard deviation, [ ] a 95 % t interval; "
+        "worst institution, bytes, examples (repetitions counted) and seconds are means over seeds"
+    ]
+    if len(report["seeds"]) == 1:
+        lines.append("one seed says nothing about chance: there are no intervals")
+    strategies = {cell["strategy"] for cell in report["cells"]}
+    lines += [words for name, words in WORDS.items() if name in strategies]
+    for cell in report["cells"]:
+        where = f"{cell['label']} seed {cell['seed']}"
+        if "error" in cell:
+            lines.append(f"{where} failed: {cell['error']}")
+        absent = {f["institution"]: f["reason"] for f in cell.get("result", {}).get("failures", [])}
+        lines += [f"{where}: {name} did not always take part: {reason}" for name, reason in absent.items()]
+    found = {tuple(sorted(cell["result"]["versions"].items())) for cell in report["cells"] if "result" in cell}
+    if len(found) > 1:
+        apart = sorted({name for pairs in found for name, _ in pairs if len({dict(p).get(name) for p in found}) > 1})
+        lines.append(f"cells were made with different versions of {', '.join(apart)}: see compare.json")
+    return lines
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _shown_difference(difference: Mapping[str, Any] | None) -> str:
+    if difference is None:
+        return "–"
+    if difference["interval"] is None:
+        return f"{difference['mean']:+.4f}"
+    low, high = difference["interval"]
+    return f"{difference['mean']:+.4f} [{low:+.4f}, {high:+.4f}]"

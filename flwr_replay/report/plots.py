@@ -1,0 +1,128 @@
+"""Pictures of comparisons, drawn without pyplot, so that no global state is touched."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["curves", "points"]
+
+# Okabe and Ito's palette without yellow: told apart by the colour-blind, and in grey by their markers.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+SPREAD = 0.36  # the seeds of a method lie this wide about its place
+History = Sequence[tuple[float, float]]  # (round, metric)
+
+
+def points(report: Mapping[str, Any]) -> bytes:
+    """Draw one point per seed, and each method's mean with its 95 % interval; returns a PNG.
+
+    Parameters
+    ----------
+    report : Mapping
+        As `flwr_replay.compare.compare_strategies` returns it.
+    """
+    from matplotlib.figure import Figure
+
+    labels, seeds = list(report["strategies"]), list(report["seeds"])
+    figure = Figure(figsize=(max(4.8, 1.25 * len(labels) + 1.2), 4.2), layout="constrained")
+    axes = figure.subplots()
+    shown: list[float] = []
+    for place, label in enumerate(labels):
+        row, (colour, marker) = report["strategies"][label], _look(place)
+        if row["mean"] is None:
+            axes.annotate("failed", (place, 0.5), xycoords=("data", "axes fraction"), ha="center", color="grey")
+            continue
+        # A seed stands at the same offset in every method, so that its points can be followed across.
+        offsets = np.linspace(-SPREAD, 0, len(seeds)) if len(seeds) > 1 else np.zeros(1)
+        xs = [place + offset for seed, offset in zip(seeds, offsets, strict=True) if seed in row["values"]]
+        ys = [row["values"][seed] for seed in seeds if seed in row["values"]]
+        shown += ys
+        axes.plot(xs, ys, marker, color=colour, markersize=6, alpha=0.75, markeredgecolor="white", zorder=3)
+        middle = place + 0.17
+        if row["interval"]:
+            low, high = row["interval"]
+            axes.plot([middle, middle], [low, high], color=colour, linewidth=2, zorder=2)
+        axes.plot([middle - 0.1, middle + 0.1], [row["mean"]] * 2, color=colour, linewidth=3, zorder=4)
+        axes.annotate(
+            f"{row['mean']:.3f}",
+            (middle + 0.1, row["mean"]),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize="small",
+        )
+    axes.set_xticks(range(len(labels)), [label.replace(":", "\n") for label in labels])
+    axes.set_xlim(-0.6, len(labels) - 0.25)
+    _scale(axes, shown)
+    axes.set(ylabel=report["metric"])
+    axes.set_title(report["title"], fontsize="medium")
+    mean = "bar: mean" + (", line: its 95 % interval" if len(seeds) > 1 else "")
+    axes.set_xlabel(f"a point per seed; {mean}", fontsize="small", color="#444444")
+    return _png(figure)
+
+
+def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]]) -> bytes:
+    """Draw each method's metric against the round: the mean over seeds, and a band from the least to the most.
+
+    Parameters
+    ----------
+    report : Mapping
+        As `flwr_replay.compare.compare_strategies` returns it.
+    histories : Mapping
+        By label, for each seed that ended well: (round, metric) in order.
+
+    Returns
+    -------
+    bytes
+        A PNG.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    shown: list[float] = []
+    for place, (label, runs) in enumerate(histories.items()):
+        colour, marker = _look(place)
+        rounds = sorted(set.intersection(*(set(dict(run)) for run in runs))) if runs else []
+        if not rounds:
+            continue
+        values_SR = np.array([[dict(run)[at] for at in rounds] for run in runs])
+        shown += values_SR.ravel().tolist()
+        axes.plot(rounds, values_SR.mean(0), marker=marker, color=colour, label=label, markersize=5)
+        axes.fill_between(rounds, values_SR.min(0), values_SR.max(0), color=colour, alpha=0.15, linewidth=0)
+    _scale(axes, shown)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="round; line: mean over seeds, band: least to most", ylabel=report["metric"])
+    axes.set_title(report["title"], fontsize="medium")
+    if shown:
+        figure.legend(loc="outside right center", frameon=False)
+    return _png(figure)
+
+
+def _look(place: int) -> tuple[str, str]:
+    return COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+
+
+def _scale(axes: Any, shown: Sequence[float]) -> None:
+    """Fit the y axis to the points, and a share to [0, 1]: an interval may reach beyond what can be."""
+    if not shown:
+        return
+    low, high = min(shown), max(shown)
+    margin = max(0.08 * (high - low), 0.005)
+    share = low >= 0 and high <= 1
+    bottom, top = (max(low - margin, -0.02), min(high + margin, 1.02)) if share else (low - margin, high + margin)
+    axes.set_ylim(bottom, top)
+    axes.grid(axis="y", color="#DDDDDD", zorder=0)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _png(figure: Any) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    return picture.getvalue()

@@ -1,0 +1,198 @@
+"""A folder of images: layouts, manifest, and the same bits for one site as for all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flwr_replay.config import PartitionConfig, TaskConfig
+from flwr_replay.data import Dataset, load, partition
+from flwr_replay.errors import ConfigError, DataError
+
+Task = Callable[..., TaskConfig]
+
+
+@pytest.fixture
+def make(tmp_path: Path, task: Task) -> Callable[..., TaskConfig]:
+    """Folder tasks with grey 8 x 8 images of two classes."""
+    return lambda **options: task("folder", **{"data_dir": str(tmp_path), "channels": 1, "size": 8, **options})
+
+
+def draw(path: Path, value: int = 0, size: tuple[int, int] = (8, 8), mode: str = "L") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shape = (size[1], size[0], 3) if mode == "RGB" else (size[1], size[0])
+    Image.fromarray(np.full(shape, value % 256, np.uint8)).save(path)
+
+
+def manifest(folder: Path, header: str, rows: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.csv").write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+
+
+def values(data: Dataset) -> tuple[list[int], list[int]]:
+    return data.train.x[:, 0, 0, 0].tolist(), data.test.x[:, 0, 0, 0].tolist()
+
+
+def refused(task: TaskConfig, *words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        load(task)
+    line = str(caught.value)
+    assert "\n" not in line
+    for word in words:
+        assert word in line, line
+
+
+def test_class_folders(tmp_path: Path, make: Task) -> None:
+    for n in range(10):
+        draw(tmp_path / ("ill" if n % 2 else "healthy") / f"{n:02d}.png", n)
+    (tmp_path / "ill" / "notes.txt").write_text("no image")
+    data = load(make())
+    assert (len(data.train), len(data.test), data.val, data.train.sites) == (8, 2, None, None)
+    for part in (data.train, data.test):
+        assert (part.x[:, 0, 0, 0] % 2 == part.y).all()
+    swapped = load(make(class_names=("ill", "healthy")))
+    np.testing.assert_array_equal(swapped.train.y, 1 - data.train.y)
+
+
+def test_class_folders_below_splits(tmp_path: Path, make: Task) -> None:
+    for n, split in enumerate(["train", "train", "test", "val"]):
+        draw(tmp_path / split / str(n % 2) / f"{n}.png", n)
+    data = load(make())
+    assert values(data) == ([0, 1], [2])
+    assert data.val is not None
+    assert data.val.y.tolist() == [1]
+    shutil.rmtree(tmp_path / "test")
+    refused(make(), "train/", "must have test/")
+
+
+def test_manifest_with_splits_and_number_labels(tmp_path: Path, make: Task) -> None:
+    for n in range(4):
+        draw(tmp_path / "images" / f"{n}.png", n)
+    rows = ["images/2.png,1,test", "images/0.png,0,train", "images/3.png,1.0,val", "images/1.png,1,train"]
+    manifest(tmp_path, "image,label,split", rows)
+    data = load(make())
+    assert values(data) == ([0, 1], [2])
+    assert data.train.y.tolist() == [0, 1]
+    assert data.val is not None
+    assert data.val.y.tolist() == [1]
+
+
+def test_one_site_alone_gets_the_bits_it_has_among_all(tmp_path: Path, make: Task) -> None:
+    """What a deployment rests on: each institution reads its own rows, a simulation reads all of them."""
+    rng = np.random.default_rng(0)
+    sites = rng.permutation(np.repeat(["c", "a", "b"], [17, 30, 6]))
+    rows = []
+    for n, site in enumerate(sites):
+        draw(tmp_path / "all" / f"{n}.png", n)
+        rows.append(f"{n}.png,{'ill' if n % 2 else 'healthy'},{site}")
+    manifest(tmp_path / "all", "image,label,site", rows)
+    names = ("healthy", "ill")
+    whole = load(make(data_dir=str(tmp_path / "all"), class_names=names))
+    part = partition(whole, PartitionConfig(name="natural"), 3, 0)
+    assert part.names == ("a", "b", "c")
+    for k, name in enumerate(part.names):
+        own = [row for row in rows if row.endswith(f",{name}")]
+        for kind, header in (("with", "image,label,site"), ("without", "image,label")):
+            folder = tmp_path / f"{name}-{kind}"
+            manifest(folder, header, own if kind == "with" else [row.rpartition(",")[0] for row in own])
+            for row in own:
+                shutil.copy(tmp_path / "all" / row.split(",")[0], folder)
+            alone, among = load(make(data_dir=str(folder), class_names=names)), part.examples(whole, k)
+            for split in ("train", "test"):
+                a, b = getattr(alone, split), getattr(among, split)
+                np.testing.assert_array_equal(a.x, b.x)
+                np.testing.assert_array_equal(a.y, b.y)
+                assert len(a)
+
+
+def test_another_site_column(tmp_path: Path, make: Task) -> None:
+    for n in range(4):
+        draw(tmp_path / f"{n}.png", n)
+    manifest(tmp_path, "image,label,hospital", [f"{n}.png,{n % 2},{'xy'[n // 2]}" for n in range(4)])
+    assert load(make()).train.sites is None
+    sites = load(make(site_column="hospital")).train.sites
+    assert sites is not None
+    assert sites.tolist() == ["x", "y"]
+    refused(make(site_column="hospitl"), "'hospitl'", "did you mean hospital?")
+
+
+def test_colour_and_grey_follow_the_channels(tmp_path: Path, make: Task) -> None:
+    draw(tmp_path / "0" / "a.png", 7)
+    draw(tmp_path / "1" / "b.png", 9, mode="RGB")
+    for channels in (1, 3):
+        data = load(make(channels=channels))
+        assert data.train.x.shape == (1, channels, 8, 8)
+        assert {int(part.x.mean()) for part in (data.train, data.test)} == {7, 9}
+    with pytest.raises(ConfigError, match="got 2"):
+        load(make(channels=2))
+
+
+def test_folders_that_are_not_there_or_empty(tmp_path: Path, make: Task) -> None:
+    with pytest.raises(ConfigError, match="data-dir=FOLDER"):
+        load(make(data_dir=""))
+    refused(make(data_dir=str(tmp_path / "nowhere")), "nowhere", "there is none")
+    refused(make(), str(tmp_path), "manifest.csv", "a folder of images for each class")
+    manifest(tmp_path, "image,label", [])
+    refused(make(), "manifest.csv", "got none")
+    draw(tmp_path / "a.png")
+    manifest(tmp_path, "image,label,split", ["a.png,0,test"])
+    refused(make(), "needs train examples")
+    manifest(tmp_path, "image,label", ["a.png,0"])
+    refused(make(), "needs test examples")
+
+
+def test_manifests_that_are_wrong(tmp_path: Path, make: Task) -> None:
+    draw(tmp_path / "a.png")
+    manifest(tmp_path, "image,lable", ["a.png,0"])
+    refused(make(), "'label'", "did you mean lable?")
+    manifest(tmp_path, "image,label", ["a.png,0", "a.png"])
+    refused(make(), "'label'", "line 3")
+    manifest(tmp_path, "image,label,split", ["a.png,0,training"])
+    refused(make(), "'training'", "line 2")
+    manifest(tmp_path, "image,label", ["a.png,0", "a.png,2"])
+    refused(make(), "0..1", "got 2", "line 3")
+    manifest(tmp_path, "image,label", ["a.png,-1"])
+    refused(make(), "got -1")
+    manifest(tmp_path, "image,label", ["a.png,helthy", "a.png,ill"])
+    refused(make(class_names=("healthy", "ill")), "'helthy'", "line 2", "did you mean healthy?")
+    manifest(tmp_path, "image,label", ["b.png,0", "a.png,1"])
+    refused(make(), "b.png", "line 2", "does not exist")
+    (tmp_path / "manifest.csv").write_bytes(b"image,label\n\xff\xfe,0\n")
+    refused(make(), "manifest.csv", "UTF-8")
+
+
+def test_a_site_that_lacks_a_class_needs_the_class_names(tmp_path: Path, make: Task) -> None:
+    draw(tmp_path / "a.png")
+    manifest(tmp_path, "image,label", ["a.png,ill", "a.png,ill"])
+    refused(make(), "1 class names", "(ill)", "set task.class-names")
+    assert load(make(class_names=("healthy", "ill"))).train.y.tolist() == [1]
+
+
+def test_images_that_are_wrong(tmp_path: Path, make: Task) -> None:
+    draw(tmp_path / "a.png")
+    draw(tmp_path / "b.png", size=(9, 7))
+    manifest(tmp_path, "image,label", ["a.png,0", "b.png,1"])
+    refused(make(), "1 x 8 x 8", "b.png is 7 x 9 pixels", "task.size")
+    (tmp_path / "b.png").write_text("not an image")
+    refused(make(), "b.png", "line 3", "cannot be read")
+    (tmp_path / "b.png").write_bytes(b"")
+    refused(make(), "b.png", "cannot be read")
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)).save(tmp_path / "b.png")
+    (tmp_path / "b.png").write_bytes((tmp_path / "b.png").read_bytes()[:70])
+    refused(make(), "b.png", "cannot be read")
+    Image.fromarray(np.full((8, 8), 40_000, np.uint16)).save(tmp_path / "b.png")
+    refused(make(), "b.png", "8 bits", "I;16")
+
+
+def test_shared_microscopy(shared: Path, tmp_path: Path, make: Task) -> None:
+    """Real grey PNG files, read where they lie: a manifest may name files elsewhere."""
+    files = sorted((shared / "isbi2012").glob("image_*.png"))[:5]
+    manifest(tmp_path, "image,label", [f"{file},{n % 2}" for n, file in enumerate(files)])
+    data = load(make(size=512))
+    assert (data.train.x.shape, data.test.x.shape) == ((4, 1, 512, 512), (1, 1, 512, 512))
+    assert 50 < data.train.x.mean() < 200

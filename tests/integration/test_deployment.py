@@ -1,0 +1,95 @@
+"""FedReplay and CWT on a SuperLink and SuperNode processes: the same weights as in process, and an honest ledger.
+
+Both runs share the deployment and go at the same time, since a deployed message mostly waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from flwr_replay.progress import LogDisplay
+from flwr_replay.simulate import run_inline
+
+pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("deployment")]
+
+CLINICS = ("clinic-a", "clinic-b", "clinic-c")
+REFUSES = "clinic-d"
+RUNS = {
+    "fedreplay": ("rounds=8", "encoder_epochs=4"),  # rounds at the server cost no messages
+    "cwt": ("rounds=1",),
+}
+
+
+@pytest.fixture(scope="module")
+def said(deployment: Any) -> dict[str, str]:
+    """Run all methods to their ends; what each `flwr run` said, by method."""
+
+    def run(name: str) -> str:
+        output: str = deployment.run(name, f"strategy={name}", *RUNS[name], "evaluate_every=100", "lr=0.05")
+        return output
+
+    with ThreadPoolExecutor(len(RUNS)) as pool:
+        return dict(zip(RUNS, pool.map(run, RUNS), strict=True))
+
+
+@pytest.fixture(scope="module")
+def simulated(deployment: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Run the same in this process, over one folder whose manifest names the sites."""
+    home = tmp_path_factory.mktemp("simulated")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLWR_REPLAY_HOME", str(home))
+        folders = {}
+        for name, options in RUNS.items():
+            overrides = [*deployment.task, f"strategy={name}", *options, "evaluate_every=100", "lr=0.05"]
+            overrides += ["partition=natural", f"data_dir='{deployment.data}'", f"nodes={len(CLINICS)}"]
+            _, folders[name] = run_inline([*overrides, f"runs_dir='{home}'", f"run_name={name}"], LogDisplay())
+        yield folders
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_weights_equal_the_simulation(
+    name: str, deployment: Any, said: dict[str, str], simulated: dict[str, Path]
+) -> None:
+    deployed = load_file(deployment.runs / name / "models" / "global.safetensors")
+    expected = load_file(simulated[name] / "models" / "global.safetensors")
+    assert deployed.keys() == expected.keys()
+    for key, array in expected.items():
+        assert deployed[key].dtype == array.dtype
+        np.testing.assert_allclose(deployed[key], array, rtol=1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("clinic", CLINICS)
+def test_own_ledger_equals_the_servers(clinic: str, deployment: Any, said: dict[str, str]) -> None:
+    own = Counter(_what_left(row) for row in deployment.own_ledger(clinic))
+    seen = [row for name in RUNS for row in deployment.server_ledger(name)]
+    arrived = Counter(_what_left(row) for row in seen if row["institution"] == clinic and row["direction"] == "up")
+    assert own == arrived
+    kinds = {kind for _, _, kind, _ in own}
+    assert kinds == {"notice", "statistic", "model", "per-sample"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_forbidding_policy_is_told_and_the_run_goes_on(name: str, deployment: Any, said: dict[str, str]) -> None:
+    field = {"fedreplay": "Latents.latents is per-sample", "cwt": "Visited.arrays is model"}[name]
+    refusals = [line for line in said[name].splitlines() if "takes no part" in line]
+    assert len(refusals) == 1
+    assert f"policy lets fields of kind statistic leave; {field}" in refusals[0]
+    assert {row["institution"] for row in deployment.server_ledger(name)} == set(CLINICS)
+
+
+def test_nothing_but_its_refusals_leaves_a_forbidding_institution(deployment: Any, said: dict[str, str]) -> None:
+    left = deployment.own_ledger(REFUSES)
+    assert {row["kind"] for row in left} == {"notice"}
+    assert Counter(row["field"] for row in left) == Counter(failure=len(RUNS), error=len(RUNS))
+
+
+def _what_left(row: dict[str, Any]) -> tuple[str, str, str, int]:
+    return row["stage"], row["field"], row["kind"], row["bytes"]

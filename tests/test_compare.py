@@ -1,0 +1,285 @@
+"""A comparison: cells that go on where they stopped, pairs that begin alike, intervals, pictures, wrong lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.integrate import quad
+from scipy.special import gamma
+
+from flwr_replay import cells as cells_module
+from flwr_replay.compare import compare_strategies
+from flwr_replay.errors import ConfigError, DivergedError, RunError
+from flwr_replay.report.comparison import interval, paired_difference, summarise, table
+from flwr_replay.report.plots import curves, points
+
+SMALL = ["model=mlp", "width=16", "rounds=2", "nodes=3", "partition.size=120", "ks=0.6", "device=cpu"]
+
+
+def compare(runs: Path, names: str, *options: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    arguments = {"against": "", "jobs": 1, "runs_dir": runs, **more}
+    return compare_strategies(names.split(","), [*SMALL, *options], **arguments)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def first(runs: Path) -> tuple[str, dict[str, Any]]:
+    return compare(runs, "local,fedavg,fedreplay,fedreplay:cut=hidden1:patience=1", "seeds=2", "fedreplay.cut=hidden2")
+
+
+def cell(report: dict[str, Any], label: str, seed: int) -> dict[str, Any]:
+    return next(c for c in report["cells"] if c["label"] == label and c["seed"] == seed)
+
+
+def begins(cell: cells_module.Cell, display: Any) -> dict[str, Any]:
+    raise AssertionError(f"{cell.folder.name} is run again")
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_leaves_its_data_and_pictures(first: tuple[str, dict[str, Any]]) -> None:
+    text, report = first
+    folder = Path(report["folder"])
+    assert json.loads((folder / "compare.json").read_text())["cells"] == report["cells"]
+    for name in ("compare.png", "curves.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    assert report["against"] == "fedreplay:cut=hidden1:patience=1"
+    assert {c["result"]["versions"]["flwr-replay"] for c in report["cells"]} == {"0.1.0"}
+    assert "\x1b" not in text
+    assert all(label in text for label in report["strategies"])
+    assert "worst institution" in text
+
+
+def test_finished_cells_are_not_repeated(
+    runs: Path, first: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells_module, "_run", begins)
+    _, again = compare(runs, "fedavg,local", "seeds=2", against="local", metric="loss")
+    assert cell(again, "fedavg", 1)["result"] == cell(first[1], "fedavg", 1)["result"]
+    assert not again["higher-is-better"]
+    own = (
+        cell(again, "fedavg", 0)["result"]["final"]["institutions"],
+        cell(again, "fedavg", 1)["result"]["final"]["institutions"],
+    )
+    worst = np.mean([max(metrics["loss"] for metrics in institutions.values()) for institutions in own])
+    assert again["strategies"]["fedavg"]["worst-institution"] == pytest.approx(worst)
+
+
+@pytest.mark.parametrize("lost", ["result", "checkpoints"])
+def test_only_the_broken_cell_is_run_again_and_ends_alike(
+    lost: str, runs: Path, first: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(first[1]["folder"]) / "local-seed1"
+    (folder / "result.json").unlink()
+    if lost == "checkpoints":
+        shutil.rmtree(folder / "checkpoints")
+    ran, run = [], cells_module._run
+
+    def noted(cell: cells_module.Cell, display: Any) -> dict[str, Any]:
+        ran.append((cell.folder.name, cell.begun))
+        return run(cell, display)
+
+    monkeypatch.setattr(cells_module, "_run", noted)
+    _, again = compare(runs, "local,fedavg", "seeds=2")
+    assert ran == [("local-seed1", lost == "result")]
+    for key in ("final", "examples-seen", "rounds"):
+        assert cell(again, "local", 1)["result"][key] == cell(first[1], "local", 1)["result"][key]
+
+
+def test_a_users_file_in_a_cell_without_checkpoint_stops_that_cell_only(runs: Path, tmp_path: Path) -> None:
+    _, report = compare(tmp_path, "local,fedavg", "seeds=1", "rounds=1")
+    folder = Path(report["folder"]) / "local-seed0"
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "notes.txt").write_text("mine")
+    text, report = compare(tmp_path, "local,fedavg", "seeds=1", "rounds=1")
+    assert "notes.txt" in cell(report, "local", 0)["error"]
+    assert "notes.txt" in text
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert cell(report, "fedavg", 0)["result"]
+
+
+def test_one_failure_is_reported_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = cells_module._run
+
+    def diverges(cell: cells_module.Cell, display: Any) -> dict[str, Any]:
+        if cell.method.strategy == "cwt":
+            raise DivergedError("the loss must stay finite")
+        return run(cell, display)
+
+    monkeypatch.setattr(cells_module, "_run", diverges)
+    text, report = compare(tmp_path, "cwt,fedavg", "seeds=0,4", "rounds=1")
+    assert report["strategies"]["cwt"]["mean"] is None
+    assert "cwt (2 of 2 failed)" in text
+    assert "cwt seed 4 failed: the loss must stay finite" in text
+    assert set(report["strategies"]["fedavg"]["values"]) == {0, 4}
+
+
+def test_processes_give_the_same_bits_as_this_one(tmp_path: Path, first: tuple[str, dict[str, Any]]) -> None:
+    _, apart = compare(tmp_path, "local,fedavg", "seeds=1", jobs=2)
+    for label in ("local", "fedavg"):
+        assert cell(apart, label, 0)["result"]["final"] == cell(first[1], label, 0)["result"]["final"]
+
+
+def test_two_comparisons_never_share_a_folder_at_the_same_time(runs: Path, first: tuple[str, dict[str, Any]]) -> None:
+    with cells_module.alone(Path(first[1]["folder"])), pytest.raises(RunError, match="another comparison"):
+        compare(runs, "local,fedavg", "seeds=2")
+
+
+# --- pairs and variants -----------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_begins_alike(tmp_path: Path) -> None:
+    # With a learning rate of nearly nothing every method ends with the weights it began with.
+    _, report = compare(tmp_path, "central,cwt,fedavg,local", "seeds=2", "lr=1e-30", "rounds=1", "momentum=0")
+    for seed in (0, 1):
+        finals = [cell(report, label, seed)["result"]["final"] for label in report["strategies"]]
+        for final in finals[1:]:
+            assert final["global"] == pytest.approx(finals[0]["global"])
+            assert {n: m["accuracy"] for n, m in final["institutions"].items()} == {
+                n: m["accuracy"] for n, m in finals[0]["institutions"].items()
+            }
+    assert cell(report, "cwt", 0)["result"]["final"] != cell(report, "cwt", 1)["result"]["final"]
+
+
+def test_options_of_one_method_reach_it_and_no_other(first: tuple[str, dict[str, Any]]) -> None:
+    report = first[1]
+    assert cell(report, "fedreplay", 0)["options"] == ["strategy.cut=hidden2"]
+    variant = cell(report, "fedreplay:cut=hidden1:patience=1", 0)
+    assert variant["options"] == ["strategy.cut=hidden1", "strategy.patience=1"]
+    assert variant["folder"] == "fedreplay-cut-hidden1-patience-1-seed0"
+    config = (Path(report["folder"]) / variant["folder"] / "config.yaml").read_text()
+    assert "cut: hidden1" in config
+    assert "patience: 1" in config
+    assert cell(report, "fedavg", 0)["options"] == []
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def slow_interval(values: list[float]) -> tuple[float, float]:
+    """Integrate Student's density until 97.5 % of it lies below; no library knows what an interval is."""
+    n = len(values)
+    mean = sum(values) / n
+    sd = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1))
+    nu = n - 1
+
+    def density(t: float) -> float:
+        scale = gamma((nu + 1) / 2) / (math.sqrt(nu * math.pi) * gamma(nu / 2))
+        return float(scale * (1 + t * t / nu) ** (-(nu + 1) / 2))
+
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = 0.5 + quad(density, 0, middle, limit=200)[0]
+        low, high = (middle, high) if below < 0.975 else (low, middle)
+    return mean - low * sd / math.sqrt(n), mean + low * sd / math.sqrt(n)
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.3], [0.9, 0.8, 0.85], [1.0, 2.0, 4.0, 8.0, 16.0]])
+def test_the_interval_is_students(values: list[float]) -> None:
+    assert interval(values) == pytest.approx(slow_interval(values), rel=1e-5)
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=8), st.floats(-1, 1))
+def test_an_interval_holds_its_mean_and_moves_with_the_values(values: list[float], shift: float) -> None:
+    low, high = interval(values) or (math.nan, math.nan)
+    assert low - 1e-12 <= np.mean(values) <= high + 1e-12
+    assert interval([value + shift for value in values]) == pytest.approx((low + shift, high + shift), abs=1e-9)
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    difference = paired_difference({0: 0.5, 1: 0.7, 2: 0.9}, {0: 0.4, 1: 0.6, 5: 0.0})
+    assert difference is not None
+    assert difference["seeds"] == [0, 1]
+    assert difference["mean"] == pytest.approx(0.1)
+    assert difference["interval"] == pytest.approx((0.1, 0.1))
+    assert paired_difference({0: 0.5}, {0: 0.4})["interval"] is None  # type: ignore[index]
+    assert paired_difference({0: 0.5}, {1: 0.4}) is None
+    assert interval([0.5]) is None
+
+
+def test_a_summary_and_its_pictures_stand_one_seed_and_no_result() -> None:
+    result = {
+        "final": {"global": {"accuracy": 0.8}, "institutions": {"a": {"accuracy": 0.9}, "b": {"accuracy": 0.7}}},
+        "bytes": {"up": 1000, "down": 2000},
+        "examples-seen": 10,
+        "wall-seconds": 1.0,
+        "versions": {"torch": "1"},
+        "failures": [{"round": 1, "institution": "b", "reason": "asleep"}],
+    }
+    cells = [
+        {"label": "x", "strategy": "cwt", "seed": 3, "result": result},
+        {"label": "y", "strategy": "local", "seed": 3, "error": "no data"},
+    ]
+    summary = summarise(cells, ["x", "y"], "y", "accuracy", True)
+    assert summary["x"]["worst-institution"] == 0.7
+    assert summary["x"]["difference"] is None
+    report = {"title": "t", "metric": "accuracy", "against": "y", "seeds": [3], "cells": cells, "strategies": summary}
+    text = table(report)
+    assert "y seed 3 failed: no data" in text
+    assert "asleep" in text
+    assert "no intervals" in text
+    assert points(report).startswith(b"\x89PNG")
+    assert curves(report, {"x": [[(1, 0.5), (2, 0.8)]], "y": []}).startswith(b"\x89PNG")
+
+
+# --- wrong lines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "more", "told"),
+    [
+        ("fedavg,fedreplya", [], {}, "did you mean fedreplay"),
+        ("fedavg,", [], {}, "unknown strategy"),
+        ("fedavg,cwt", ["strategy=local"], {}, "name the strategies before the options"),
+        ("fedavg,cwt", ["seed=3"], {}, "seeds=3"),
+        ("fedavg,cwt", ["runs-dir=x"], {}, "--runs-dir"),
+        ("fedavg,cwt", ["seeds=0"], {}, "seeds is a number from 1"),
+        ("fedavg,cwt", ["seeds=-2"], {}, "seeds is a number from 1"),
+        ("fedavg,cwt", ["seeds=1,1"], {}, "without repetition"),
+        ("fedavg,cwt", ["seeds=many"], {}, "got 'many'"),
+        ("fedavg,cwt", ["rounds"], {}, "key=value"),
+        ("fedavg,cwt", ["ruonds=3"], {}, "did you mean rounds"),
+        ("fedavg,cwt", ["fedreplay.cut=conv1"], {}, "no method compared"),
+        ("fedavg,fedreplay", ["cut=hidden1"], {}, "write fedreplay.cut=hidden1"),
+        ("fedavg,fedreplay:cutt=hidden1", [], {}, "did you mean cut"),
+        ("fedavg,fedreplay:seed=1", [], {}, "unknown option 'seed'"),
+        ("fedavg,fedreplay:cut", [], {}, "unknown strategy 'fedreplay:cut'|a variant is written"),
+        ("fedavg,fedreplay:cut=conv9", [], {}, "conv9"),
+        ("fedavg,fedavg", [], {}, "compared once"),
+        ("fedavg,cwt", [], {"against": "cwtt"}, "did you mean cwt"),
+        ("fedavg,cwt", [], {"jobs": 0}, "--jobs must be at least 1"),
+        ("fedavg,cwt", [], {"metric": "acuracy"}, "did you mean accuracy"),
+        ("fedavg,cwt", ["ks=0.999"], {}, "lower it"),
+    ],
+)
+def test_a_wrong_line_is_refused_before_anything_runs(
+    names: str, options: list[str], more: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells_module, "_run", begins)
+    with pytest.raises(ConfigError, match=told) as caught:
+        compare(tmp_path, names, *options, **more)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cell_of_other_options_is_not_taken_for_ours(tmp_path: Path) -> None:
+    _, report = compare(tmp_path, "fedavg,local", "seeds=1", "rounds=1")
+    config = Path(report["folder"]) / "local-seed0" / "config.yaml"
+    config.write_text(config.read_text().replace("lr: 0.01", "lr: 0.5"))
+    with pytest.raises(RunError, match="other options"):
+        compare(tmp_path, "fedavg,local", "seeds=1", "rounds=1")

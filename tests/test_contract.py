@@ -1,0 +1,48 @@
+"""Every registered strategy keeps the contract, and every name stands in its five places."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flwr_replay.check import check_strategy
+from flwr_replay.compose import choices
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("name", choices("strategy"))
+def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    check_strategy(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [
+        ("cwt", "strategy.order=shuffled"),
+        ("cwt", "strategy.optimizer_state=keep"),
+        ("fedavg", "strategy.optimizer_state=keep"),
+        ("fedavg", "training.optimizer=adam"),
+        ("fedreplay", "strategy.encoder=random"),
+        ("fedreplay", "strategy.latent_dtype=int8"),
+        ("fedreplay", "strategy.chunk_mb=0.05"),
+        ("fedreplay", "strategy.upload_views=3"),
+    ],
+)
+def test_options_keep_the_contract(name, override, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    check_strategy(name, [override])
+
+
+def test_one_name_in_five_places():
+    def stems(folder, pattern="*.py"):
+        return {path.stem for path in (ROOT / folder).glob(pattern) if not path.stem.startswith("__")}
+
+    names = set(choices("strategy"))
+    assert stems("strategies") == names
+    assert stems("clients") == names
+    assert stems("conf/run", "*.toml") == names
+    assert {stem.removeprefix("test_") for stem in stems("tests/strategies", "test_*.py")} == names
+    rows = re.findall(r"^\| \[`(\w+)`\]", (ROOT / "README.md").read_text(), re.M)
+    assert set(rows) == names
