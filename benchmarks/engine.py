@@ -5,7 +5,7 @@
 
 FedAvg on 8 institutions x 1,000 MNIST images, MLP(200, 200), batch 32, one local epoch and one evaluation a round. The
 plain loop trains the same model on the same tensors with the same shuffles, averages and evaluates, without messages,
-ledger, checkpoints or progress. Start-up is left out: a round's time runs from the end of the previous round. In process
+ledger, checkpoints or progress. Start-up is left out: a round's time runs from the end of the previous one. In process
 the two alternate round by round, and the median of the paired ratios counts: other work on the machine then meets both.
 `ray` compares with as many plain processes as there are actors, run by run.
 """
@@ -13,6 +13,7 @@ the two alternate round by round, and the median of the paired ratios counts: ot
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -72,7 +73,9 @@ def shards(config: RunConfig) -> list[tuple[Shard, Shard]]:
     return [(Shard.of(own.train, device), Shard.of(own.test, device)) for own in owned]
 
 
-def visit(model: torch.nn.Module, train: Shard, arrays: StateDict, config: RunConfig, epochs: int, *seed: object) -> StateDict:
+def visit(
+    model: torch.nn.Module, train: Shard, arrays: StateDict, config: RunConfig, epochs: int, *seed: object
+) -> StateDict:
     """Train one institution's epochs with plain PyTorch."""
     load_arrays(model, arrays)
     model.train()
@@ -160,7 +163,7 @@ def ray(overrides: list[str]) -> list[float]:
     """Return seconds per round of a Ray simulation, from the times that its metrics were written."""
     _, folder = run_ray(overrides)
     stamps = [json.loads(line)["seconds"] for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    return [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(stamps)]
 
 
 def main() -> None:

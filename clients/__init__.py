@@ -1,0 +1,1 @@
+"""The institution's half of each method: what is computed on private data."""

@@ -89,7 +89,9 @@ class FedReplayClient(InstitutionClient):
         def raw_bytes(examples: int) -> int:
             return train.raw_bytes * examples // len(train)
 
-        parts = [pack(self.encode_rows(encoder, views, part), request.latent_dtype) for part in rows.split(FORWARD_BATCH)]
+        parts = [
+            pack(self.encode_rows(encoder, views, part), request.latent_dtype) for part in rows.split(FORWARD_BATCH)
+        ]
         codes, scales = zip(*parts, strict=True)
         return Latents(
             latents=np.concatenate(codes),

@@ -108,6 +108,7 @@ def _at_once(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str,
     """Run cells in processes of their own; a process that dies takes down its cell, not the comparison."""
     waiting = list(cells)
     while waiting:
+        others = set(multiprocessing.active_children())
         pool = ProcessPoolExecutor(min(jobs, len(waiting)), multiprocessing.get_context("spawn"))
         running: dict[Future[dict[str, Any]], Cell] = {pool.submit(run_cell, cell, Quiet()): cell for cell in waiting}
         ended = []
@@ -120,13 +121,22 @@ def _at_once(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str,
                     break
                 ended.append(cell)
                 yield cell, outcome
+        except BaseException:  # interrupted: a worker would go on with the next cell
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
         waiting = [cell for cell in waiting if cell not in ended]
         if waiting:  # nobody knows which cell killed its process; those that had begun are told by their folders
             suspects = [cell for cell in waiting if cell.folder.exists() and not cell.done] or waiting
             for cell in suspects:
-                yield cell, {"error": "its process was killed, perhaps for want of memory: lower --jobs"}
+                yield (
+                    cell,
+                    {
+                        "error": "a process was killed while it ran, perhaps for want of memory: lower --jobs; the same command goes on"
+                    },
+                )
             waiting = [cell for cell in waiting if cell not in suspects]
 
 

@@ -26,7 +26,9 @@ app = typer.Typer(
 data = typer.Typer(help="Look at data sets and how they are dealt.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
-Options = Annotated[list[str] | None, typer.Argument(help="task=mnist partition=ks rounds=5 cut=layer2 …", metavar="[OPTION=VALUE]…")]
+Options = Annotated[
+    list[str] | None, typer.Argument(help="task=mnist partition=ks rounds=5 cut=layer2 …", metavar="[OPTION=VALUE]…")
+]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="Where run directories go.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Engine = Annotated[str, typer.Option("--engine", help="inline: in this process | ray: Flower's Ray simulation.")]
@@ -151,8 +153,8 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
         if kind == "per-sample":
             raw = result["bytes-by-kind"]["up"]["raw-bytes-they-stand-for"]
             lines.append(
-                f"of single patients: {shown_bytes(count)} of latents and labels, in place of {shown_bytes(raw)} of raw "
-                "data; they are not differentially private"
+                f"of single patients: {shown_bytes(count)} of latents and labels, in place of {shown_bytes(raw)} of "
+                "raw data; they are not differentially private"
             )
     lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])

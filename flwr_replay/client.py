@@ -84,11 +84,15 @@ class InstitutionClient(NumPyClient):
         request = REQUESTS.get(stage)
         method = getattr(self, stage.replace("-", "_") if stage != "evaluate" else "evaluate_model", None)
         if request is None or method is None:
-            raise ConfigError(f"{type(self).__name__} has no stage {stage!r}: server and institution run other versions")
+            raise ConfigError(
+                f"{type(self).__name__} has no stage {stage!r}: server and institution run other versions"
+            )
         arrays = parameters.state_dict() if isinstance(parameters, NamedArrays) else {}
         answer = method(request.of(arrays, config))
         if type(answer) is not request.answer:
-            raise WireError(f"stage {stage!r} declares the answer {request.answer.__name__}; got {type(answer).__name__}")
+            raise WireError(
+                f"stage {stage!r} declares the answer {request.answer.__name__}; got {type(answer).__name__}"
+            )
         return answer
 
     # --- stages that all methods share ------------------------------------------------------------------------------

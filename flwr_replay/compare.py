@@ -21,8 +21,10 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from flwr_replay.cells import Cell, Method, alone, run_all, short_hash
-from flwr_replay.compose import choices, compose, load_strategy, overrides_of
+from flwr_replay.compose import choices, load_strategy, to_yaml
 from flwr_replay.config import RunConfig, TrainingConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
 from flwr_replay.files import make_folder, write_atomic
@@ -212,30 +214,38 @@ def _plan(
     """Resolve every cell and refuse what can be refused; nothing is written yet."""
     from flwr_replay.client_app import backbone
 
-    common, cells = None, []
-    for seed in seeds:  # seed by seed, so that an interrupted comparison has whole pairs
-        for method in methods:
-            given = [f"strategy={method.strategy}", *shared, f"seed={seed}"]
-            if common is None:
-                common = resolve(given, ".", "")[1]
-                known = {k: v for k, v in asdict(common).items() if k not in NOT_THE_RESULT}
-                name = f"compare-{common.task.name}-{common.partition.name}-{short_hash(known)}"
-                folder = runs_dir.expanduser().absolute() / name
+    given = [f"strategy={methods[0].strategy}", *shared]
+    _, common = resolve(given, ".", "")  # the options of all, without those of one method
+    alike = {key: value for key, value in asdict(common).items() if key not in NOT_THE_RESULT}
+    name = f"compare-{common.task.name}-{common.partition.name}-{short_hash(alike)}"
+    folder = runs_dir.expanduser().absolute() / name
+    cells: list[list[Cell]] = []
+    for method in methods:
+        overrides, config = resolve([f"strategy={method.strategy}", *shared, *method.options], str(folder), "")
+        load_strategy(method.strategy)[0].check(config.strategy, backbone(config.model, config.task))
+        cells.append([])
+        for seed in seeds:
             place = folder / f"{method.slug}-seed{seed}"
-            overrides, config = resolve([*given, *method.options, f"run_name='{place.name}'"], str(folder), "")
-            load_strategy(method.strategy)[0].check(config.strategy, backbone(config.model, config.task))
-            check_data(config)
-            cells.append(Cell(method, seed, place, tuple(overrides)))
-            found = place / "config.yaml"
-            if found.exists() and _result_of(compose(overrides_of(found))) != _result_of(config):
-                raise RunError(f"{place} holds a run with other options: move it, or choose another --runs-dir")
-    assert common is not None
-    return folder, common, cells
+            _refuse_other(place, replace(config, seed=seed))
+            mine = (*overrides, f"seed={seed}", f"run_name='{place.name}'")
+            cells[-1].append(Cell(method, seed, place, mine))
+    for seed in seeds:  # no method has options that deal the data otherwise
+        check_data(replace(common, seed=seed))
+    # Seed by seed, so that an interrupted comparison has whole pairs.
+    return folder, common, [cell for of_a_seed in zip(*cells, strict=True) for cell in of_a_seed]
 
 
-def _result_of(config: RunConfig) -> RunConfig:
-    """Leave out what does not change a result."""
-    return replace(config, runs_dir="", run_name="", resume="", timeout=1, wait=0)
+def _refuse_other(folder: Path, config: RunConfig) -> None:
+    """Refuse a cell that was begun with other options, those of older versions aside."""
+    if not (folder / "config.yaml").exists():
+        return
+    ours = yaml.safe_load(to_yaml(config))
+    theirs = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    for key in theirs.keys() & ours.keys() - {"runs_dir", "run_name", "resume", "timeout", "wait"}:
+        pairs = (theirs[key], ours[key]) if isinstance(ours[key], dict) else ({"": theirs[key]}, {"": ours[key]})
+        if differing := [k for k in pairs[0].keys() & pairs[1].keys() if pairs[0][k] != pairs[1][k]]:
+            option = ".".join(filter(None, (key, differing[0])))
+            raise RunError(f"{folder} was begun with another {option}: move it, or choose another --runs-dir")
 
 
 def _metrics(config: RunConfig) -> tuple[str, bool, list[str]]:

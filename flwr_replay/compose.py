@@ -100,7 +100,9 @@ def to_yaml(config: RunConfig) -> str:
     """Write a resolved configuration as YAML; composing from it again gives the same `RunConfig`."""
     import yaml
 
-    return yaml.safe_dump(_plain({**asdict(config), "strategy": {"name": config.strategy.name, **asdict(config.strategy)}}))
+    return yaml.safe_dump(
+        _plain({**asdict(config), "strategy": {"name": config.strategy.name, **asdict(config.strategy)}})
+    )
 
 
 def overrides_of(path: Path) -> list[str]:

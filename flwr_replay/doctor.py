@@ -30,14 +30,18 @@ def examine() -> tuple[bool, str]:
         existed = folder.exists()
         try:
             make_folder(folder, what)
-            findings.append((True, f"{what}: {folder} can be written, {shutil.disk_usage(folder).free / 1e9:.0f} GB free"))
+            findings.append(
+                (True, f"{what}: {folder} can be written, {shutil.disk_usage(folder).free / 1e9:.0f} GB free")
+            )
             if not existed:
                 folder.rmdir()
         except RunError as error:
             findings.append((False, str(error)))
     for tool in ("flwr", "flower-superlink", "flower-supernode"):
         found = shutil.which(tool)
-        findings.append((found is not None, f"{tool}: {found or 'not on PATH; activate the environment, or use uv run'}"))
+        findings.append(
+            (found is not None, f"{tool}: {found or 'not on PATH; activate the environment, or use uv run'}")
+        )
     findings.append(_ray())
     findings.append(_gpu())
     return all(ok for ok, _ in findings), "\n".join(f"{'ok ' if ok else 'NO '} {text}" for ok, text in findings)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -45,11 +45,9 @@ class InlineGrid(Grid):
         _identify_process()
 
     @classmethod
-    def simulated(cls, app: ClientApp, run_config: Mapping[str, Any], nodes: int, **node_config: Any) -> InlineGrid:
+    def simulated(cls, app: ClientApp, run_config: Mapping[str, Any], nodes: int, **node_config: Any) -> Self:
         """Make a grid whose nodes each own one partition."""
-        return cls(
-            app, run_config, [{"partition-id": k, "num-partitions": nodes, **node_config} for k in range(nodes)]
-        )
+        return cls(app, run_config, [{"partition-id": k, "num-partitions": nodes, **node_config} for k in range(nodes)])
 
     def set_run(self, run: Any) -> None:
         """Nothing to set: this grid serves one run."""

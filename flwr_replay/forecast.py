@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flwr_replay.client_app import backbone
 from flwr_replay.compose import choices, load_strategy
 from flwr_replay.config import RunConfig
-from flwr_replay.institution import UNPROTECTED, loaded, simulated_name
+from flwr_replay.institution import UNPROTECTED, loaded
 from flwr_replay.movements.base import Settings
 from flwr_replay.movements.members import Member
 from flwr_replay.payloads.common import Present, RollCall
@@ -38,8 +38,8 @@ class Line:
 def forecast(config: RunConfig) -> list[Line]:
     """Compute the ledger of a simulated run: every institution present, none failing.
 
-    The encoded messages are weighed, with zeros in place of weights and data, so that the bytes are those that the run's
-    own ledger will show.
+    The encoded messages are weighed, with zeros in place of weights and data, so that the bytes are those that the
+    run's own ledger will show.
     """
     _, part = check_data(config)
     dataset, task, build = loaded(config.task), make_task(config.task), backbone(config.model, config.task)
@@ -57,8 +57,7 @@ def forecast(config: RunConfig) -> list[Line]:
     strategy = strategy_type(config.strategy, settings)
     for k, name in enumerate(part.names):
         own = part.examples(dataset, k).train
-        known_as = name if config.partition.name == "natural" else simulated_name(k, len(part.names))
-        strategy.members.add(Member(known_as, k, len(own), own.nbytes))
+        strategy.members.add(Member(name, k, len(own), own.nbytes))
     lines: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
     roll_call = RollCall(strategy=config.strategy.name, stages=list(strategy.stages))
     arrays = to_arrays(build(0))
@@ -78,10 +77,11 @@ def forecast_page(config: RunConfig) -> str:
     """Write the ledger to come as a page that a data-protection officer can read."""
     lines = forecast(config)
     names = sorted({line.institution for line in lines})
-    dataset = loaded(config.task)
-    raw = dataset.train.nbytes / max(1, len(dataset.train))
+    train, (_, part) = loaded(config.task).train, check_data(config)
+    raw = sum(train.take(own).nbytes for own in part.train)
+    what = f"{config.strategy.name} on {config.task.name}, {len(names)} institutions, {config.rounds} rounds"
     text = [
-        f"Ledger to come: {config.strategy.name} on {config.task.name}, {len(names)} institutions, {config.rounds} rounds",
+        f"Ledger to come: {what}",
         "",
         _idea(config.strategy.name)[0],
         "",
@@ -97,7 +97,9 @@ def forecast_page(config: RunConfig) -> str:
         key = (line.direction, line.stage, line.field, line.kind)
         messages, size = merged.get(key, (0, 0))
         merged[key] = (messages + line.messages, size + line.bytes)
-    for (direction, stage, field, kind), (messages, size) in sorted(merged.items(), key=lambda item: item[0][0], reverse=True):
+    for (direction, stage, field, kind), (messages, size) in sorted(
+        merged.items(), key=lambda item: item[0][0], reverse=True
+    ):
         text.append(f"{direction:10}{stage:14}{field:18}{kind:13}{messages:>9}{size:>14,}  {UNPROTECTED}")
     for direction, size in small.items():
         text.append(f"{direction:10}{'(all)':14}{'instructions':18}{'instruction':13}{'':>9}{size:>14,}  {UNPROTECTED}")
@@ -107,15 +109,18 @@ def forecast_page(config: RunConfig) -> str:
         up, down = (sum(line.bytes for line in own if line.direction == way) for way in ("up", "down"))
         text.append(f"  {name}: up {shown_bytes(up)}, down {shown_bytes(down)}")
     samples = sum(size for (_, _, _, kind), (_, size) in merged.items() if kind == "per-sample")
-    text += ["", f"The raw training data of all institutions have {shown_bytes(raw * len(dataset.train))}; they never leave."]
+    text += [
+        "",
+        f"The raw training data of all institutions have {shown_bytes(raw)}; they never leave.",
+    ]
     if samples:
         text.append(
-            f"{shown_bytes(samples)} are functions of single patients (kind per-sample). Who holds them and the encoder may "
-            "try to reconstruct the images."
+            f"{shown_bytes(samples)} are functions of single patients (kind per-sample). Who holds them and the encoder "
+            "may try to reconstruct the images."
         )
     text += [
-        "Nothing here is differentially private; no epsilon can be stated. TLS protects messages on the network, not from "
-        "the server.",
+        "Nothing here is differentially private; no epsilon can be stated. TLS protects messages on the network, not "
+        "from the server.",
         "Kinds: model = weights; per-sample = one row per patient; statistic = numbers computed from the data; "
         "instruction = what the server asks; notice = the institution's name.",
     ]

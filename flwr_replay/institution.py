@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flwr_replay.compose import from_run_config
 from flwr_replay.config import PartitionConfig, RunConfig, TaskConfig
-from flwr_replay.data import Dataset, Examples, Partition, load, partition
+from flwr_replay.data import Dataset, Examples, Partition, institution_name, load, partition
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.files import home, make_folder
 from flwr_replay.policy import Policy, read_policy
@@ -64,6 +64,25 @@ class Institution:
     policy: Policy = field(default_factory=Policy)
     state_root: Path = field(default_factory=lambda: home() / "state")
     durable: bool = False  # wait until ledger lines are on the disk before anything leaves
+
+    @classmethod
+    def from_arrays(
+        cls, name: str, train: tuple[Any, Any], test: tuple[Any, Any] | None = None, device: str = "cpu"
+    ) -> Institution:
+        """Own examples that are in memory already, for a stage that a user's own ClientApp serves.
+
+        Parameters
+        ----------
+        name : str
+            Unique among the institutions; shuffles derive from it.
+        train, test : tuple
+            x, shape (n, C, H, W), uint8 or float32, and y, shape (n,), int64: arrays or CPU tensors.
+        device : str
+            Where they are used: auto, cpu or cuda[:N].
+        """
+        used = Examples(np.asarray(train[0]), np.asarray(train[1]))
+        held = Examples(np.asarray(test[0]), np.asarray(test[1])) if test else used.take(np.arange(0))
+        return cls(name, lambda: Dataset(name, used, held), select_device(device))
 
     @cached_property
     def state(self) -> Path:
@@ -138,7 +157,9 @@ def institution_of(context: Context) -> tuple[Institution, RunConfig]:
 
 
 @lru_cache(maxsize=256)
-def _institution(run_config: tuple[tuple[str, Any], ...], node: tuple[tuple[str, str], ...]) -> tuple[Institution, RunConfig]:
+def _institution(
+    run_config: tuple[tuple[str, Any], ...], node: tuple[tuple[str, str], ...]
+) -> tuple[Institution, RunConfig]:
     config = from_run_config(dict(run_config))
     owned = dict(node)
     if "data" in owned or "name" in owned:
@@ -172,18 +193,13 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
 def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) -> Institution:
     names = dealt(config.task, config.partition, nodes, config.seed).names if config.partition.name == "natural" else ()
     return Institution(
-        name=names[k] if names else simulated_name(k, nodes),
+        name=names[k] if names else institution_name(k, nodes),
         read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(loaded(config.task), k),
         read_pooled=lambda: _union(config, nodes),
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation",
     )
-
-
-def simulated_name(k: int, nodes: int) -> str:
-    """Name the k-th of several simulated institutions so that names sort as numbers do."""
-    return f"institution-{k + 1:0{len(str(nodes))}d}"
 
 
 @lru_cache(maxsize=2)

@@ -90,7 +90,9 @@ def read_policy(path: Path | None) -> Policy:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"the policy file must be readable YAML; got {path}: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"the policy file must be readable YAML; got {path}: {' '.join(str(error).split())}"
+        ) from None
     known = {field.name.replace("_", "-"): field.name for field in fields(Policy)}
     if not isinstance(content, dict):
         raise ConfigError(f"the policy file must hold keys {', '.join(known)}; got {type(content).__name__} in {path}")
@@ -106,5 +108,7 @@ def read_policy(path: Path | None) -> Policy:
     for kind in content.get("kinds", []):
         if kind not in get_args(Kind):
             raise ConfigError(f"unknown kind {kind!r} in policy file {path}: {nearest(str(kind), get_args(Kind))}")
-    values: dict[str, Any] = {known[key]: tuple(value) if isinstance(value, list) else value for key, value in content.items()}
+    values: dict[str, Any] = {
+        known[key]: tuple(value) if isinstance(value, list) else value for key, value in content.items()
+    }
     return Policy(**values)

@@ -36,7 +36,10 @@ class Display(Protocol):
 def shown_metrics(metrics: dict[str, float]) -> str:
     """Name the leading metric and the loss: `accuracy 0.9472, loss 0.1831`."""
     leading = [name for name in metrics if name != "loss"][:1]
-    return ", ".join(f"{name} {metrics[name]:.4f}" for name in [*leading, "loss"] if name in metrics) or "not yet evaluated"
+    return (
+        ", ".join(f"{name} {metrics[name]:.4f}" for name in [*leading, "loss"] if name in metrics)
+        or "not yet evaluated"
+    )
 
 
 def shown_bytes(count: float) -> str:

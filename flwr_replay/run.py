@@ -286,7 +286,8 @@ def _under(prefix: str, arrays: StateDict) -> StateDict:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
+    installed = {name.metadata["Name"]: name.version for name in metadata.distributions() if name.metadata["Name"]}
+    return {"python": platform.python_version(), **{name: installed.get(name, "absent") for name in PACKAGES}}
 
 
 def _environment(config: RunConfig) -> dict[str, Any]:

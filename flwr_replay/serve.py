@@ -12,24 +12,24 @@ from collections.abc import Callable
 from typing import Any
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
+from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flwr_replay.client import InstitutionClient
-from flwr_replay.errors import WireError
+from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.wire import NamedArrays, array_record, arrays_in, config_in, request_of
 
 __all__ = ["serve", "serving"]
 
 
-def serve(make_client: Callable[[Context], NumPyClient], mods: list[Mod] | None = None) -> ClientApp:
+def serve(make_client: Callable[[Context], NumPyClient | Client], mods: list[Mod] | None = None) -> ClientApp:
     """Wrap a NumPyClient as a ClientApp.
 
     Parameters
     ----------
-    make_client : Callable[[Context], NumPyClient]
-        Builds the client for one message, as Flower's `client_fn` does.
+    make_client : Callable[[Context], NumPyClient | Client]
+        Builds the client for one message, as Flower's `client_fn` does; `.to_client()` on it does no harm.
     mods : list[Mod] | None
         Flower mods around it.
     """
@@ -37,15 +37,15 @@ def serve(make_client: Callable[[Context], NumPyClient], mods: list[Mod] | None 
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return _fit(make_client(context), message)
+        return _fit(_numpy_client(make_client(context)), message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        return _evaluate(make_client(context), message)
+        return _evaluate(_numpy_client(make_client(context)), message)
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        client = make_client(context)
+        client = _numpy_client(make_client(context))
         if not isinstance(client, InstitutionClient):
             raise ValueError("this NumPyClient answers no queries")
         answer = client.answer(NamedArrays({}), config_in(message.content))
@@ -68,6 +68,14 @@ def serving(make_client: Callable[[Context], InstitutionClient]) -> Mod:
         return _fit(make_client(context), message)
 
     return mod
+
+
+def _numpy_client(client: NumPyClient | Client) -> NumPyClient:
+    """Undo `NumPyClient.to_client()`."""
+    inner = getattr(client, "numpy_client", client)
+    if not isinstance(inner, NumPyClient):
+        raise ConfigError(f"serve() takes a function that makes a NumPyClient; it made a {type(client).__name__}")
+    return inner
 
 
 def _fit(client: NumPyClient, message: Message) -> Message:

@@ -31,6 +31,7 @@ __all__ = [
     "resolve",
     "run_inline",
     "run_ray",
+    "streamed",
     "superlink",
 ]
 
@@ -195,7 +196,7 @@ def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
 
 
 def flwr_run(link: SuperLink, overrides: Sequence[str], *arguments: str) -> Iterator[str]:
-    """Run `flwr run … --stream` on this package's apps; yield its output, line by line.
+    """Run this package's apps with `flwr run`; yield its output, line by line.
 
     The bundle that travels holds no code: the apps are those of the package installed at each place.
     """
@@ -203,8 +204,12 @@ def flwr_run(link: SuperLink, overrides: Sequence[str], *arguments: str) -> Iter
     (folder / "app").mkdir()
     (folder / "app" / "pyproject.toml").write_text(APP)
     (folder / "run.toml").write_text(f"overrides = {json.dumps(shlex.join(overrides))}\n")
-    command = [flower("flwr"), "run", str(folder / "app"), "replay", "--stream"]
-    command += ["--run-config", str(folder / "run.toml"), *arguments]
+    yield from streamed(link, folder / "app", "--run-config", str(folder / "run.toml"), *arguments)
+
+
+def streamed(link: SuperLink, app: Path, *arguments: str) -> Iterator[str]:
+    """Run an app of anyone's with `flwr run … --stream`; yield its output, line by line."""
+    command = [flower("flwr"), "run", str(app), "replay", "--stream", *arguments]
     stream = subprocess.Popen(
         command, env=link.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

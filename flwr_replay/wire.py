@@ -315,7 +315,9 @@ def _bytes(value: Any) -> int:
 def _encoded(array: NDArray[Any]) -> Array:
     """Encode an array as Flower does, in NumPy's file format, with one copy of the values instead of three."""
     array = np.ascontiguousarray(array).reshape(array.shape)
-    return Array(array.dtype.str, array.shape, NUMPY_FORMAT, b"".join([_header(array.dtype.str, array.shape), array.data]))
+    return Array(
+        array.dtype.str, array.shape, NUMPY_FORMAT, b"".join([_header(array.dtype.str, array.shape), array.data])
+    )
 
 
 @lru_cache(maxsize=1024)

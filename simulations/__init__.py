@@ -1,0 +1,1 @@
+"""Studies that run by hand."""

@@ -1,0 +1,1 @@
+"""The server's half of each method: who gets what, and when."""

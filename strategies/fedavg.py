@@ -32,7 +32,9 @@ class FedAvgConfig:
 
     name: ClassVar[str] = "fedavg"
     local_epochs: int = 1  # E, passes over an institution's data per round
-    optimizer_state: str = "reset"  # reset: every visit begins with fresh momentum | keep: each institution keeps its own
+    optimizer_state: str = (
+        "reset"  # reset: every visit begins with fresh momentum | keep: each institution keeps its own
+    )
 
     def __post_init__(self) -> None:
         require(self.local_epochs >= 1, f"strategy.local-epochs must be at least 1; got {self.local_epochs}")

@@ -114,7 +114,7 @@ class FedReplay(OneShot):
         self.checkpoint(server_round - 1, arrays)
 
     def train_encoder(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> StateDict:
-        """Have one institution train the whole backbone; under `largest` the next largest stands in for one that fails."""
+        """Have one institution train the backbone; under `largest` the next largest stands in for one that fails."""
         request = self.encode_request(server_round, arrays)
         for member in self.encoder_candidates():
             for reply in self.exchange(grid, server_round, [self.message(member, request, config)]):
@@ -160,7 +160,7 @@ class FedReplay(OneShot):
 
     # --- stage 2 ------------------------------------------------------------------------------------------------------
 
-    def missing(self, member: Member) -> Request | None:
+    def missing(self, member: Member) -> Extract | None:
         """Ask for the rows that an institution has yet to upload."""
         first = self.store.next_row(member.name)
         return None if first is None or self.encoder is None else self.extract_request(self.encoder, first)
@@ -211,7 +211,8 @@ class FedReplay(OneShot):
 
     def latent_shape(self) -> tuple[int, ...]:
         """Return the shape of one example's latents."""
-        assert self.settings.model is not None and self.settings.input_shape is not None
+        assert self.settings.model is not None
+        assert self.settings.input_shape is not None
         encoder, _ = split(self.settings.model(0), self.config.cut)
         with torch.inference_mode():
             return tuple(encoder.eval()(torch.zeros(1, *self.settings.input_shape)).shape[1:])
@@ -221,7 +222,9 @@ class FedReplay(OneShot):
     def build_primary(self) -> None:
         """Build θ_C with fresh weights and its optimizer."""  # Alg. 2, line 8
         if self.settings.model is None:
-            raise ConfigError("FedReplay trains at the server and needs the backbone: give Settings(model=..., task=...)")
+            raise ConfigError(
+                "FedReplay trains at the server and needs the backbone: give Settings(model=..., task=...)"
+            )
         backbone = self.settings.model(derived_seed(self.settings.seed, "primary"))
         encoder, self.primary = split(backbone, self.config.cut)
         self.encoder_names = list(encoder.state_dict())

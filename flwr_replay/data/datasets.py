@@ -33,8 +33,8 @@ class Examples:
 
     Parameters
     ----------
-    x : ndarray of uint8, shape (N, C, H, W)
-        Images, 0..255.
+    x : ndarray of uint8 or float32, shape (N, C, H, W)
+        Images: bytes 0..255, which models see as 0..1, or numbers as a user's own model wants them.
     y : ndarray of int64 (classes) or float32 (continuous labels), shape (N,)
         Labels.
     sites : ndarray of str, shape (N,), or None
@@ -46,13 +46,15 @@ class Examples:
         If shapes, lengths or dtypes are others.
     """
 
-    x: NDArray[np.uint8]
+    x: NDArray[np.uint8] | NDArray[np.float32]
     y: NDArray[np.int64] | NDArray[np.float32]
     sites: NDArray[np.str_] | None = None
 
     def __post_init__(self) -> None:
-        if self.x.ndim != 4 or self.x.dtype != np.uint8:
-            raise DataError(f"images must be uint8 of shape (N, C, H, W); got {self.x.dtype} of shape {self.x.shape}")
+        if self.x.ndim != 4 or self.x.dtype not in (np.uint8, np.float32):
+            raise DataError(
+                f"images must be uint8 or float32 of shape (N, C, H, W); got {self.x.dtype} of shape {self.x.shape}"
+            )
         if self.y.ndim != 1 or self.y.dtype not in (np.int64, np.float32):
             raise DataError(
                 f"labels must be int64 or float32 of shape (N,); got {self.y.dtype} of shape {self.y.shape}"

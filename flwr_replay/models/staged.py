@@ -12,7 +12,7 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from flwr_replay.config import one_of
+from flwr_replay.config import one_of, require
 
 __all__ = ["StagedModel", "freeze", "has_batch_norm", "split"]
 
@@ -34,15 +34,15 @@ class StagedModel(nn.Sequential):
         return tuple(self._modules)
 
 
-def split(model: StagedModel, cut: str) -> tuple[StagedModel, StagedModel]:
+def split(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel]:
     """Cut a model after one of its stages, as Qu et al. 2022, Fig. 4, cut ResNet-34 after conv1.
 
     ``primary(encoder(x))`` is ``model(x)``, operation by operation.
 
     Parameters
     ----------
-    model : StagedModel
-        The whole model; it stays as it is.
+    model : StagedModel, or any torch.nn.Sequential
+        The whole model; it stays as it is. A module that is no sequence has no place to cut.
     cut : str
         The encoder's last stage: any stage but the model's last one, the head.
 
@@ -55,9 +55,13 @@ def split(model: StagedModel, cut: str) -> tuple[StagedModel, StagedModel]:
     Raises
     ------
     ConfigError
-        `cut` is no stage of `model`, or it is the head.
+        `cut` is no stage of `model`, or it is the head; `model` is no sequence.
     """
-    cuts = model.stages[:-1]
+    require(
+        isinstance(model, nn.Sequential),
+        f"only a torch.nn.Sequential of named stages can be cut; got {type(model).__name__}: build the model as one",
+    )
+    cuts = tuple(model._modules)[:-1]
     one_of("cut", cut, cuts)
     first = cuts.index(cut) + 1
     stages = list(model.named_children())

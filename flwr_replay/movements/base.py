@@ -246,7 +246,9 @@ class Movement(Strategy):
             self.members.admit(node_id, reply)
             member = self.members.by_node(node_id)
             if member and member.ours and reply is not None:
-                self.recorder.travelled(server_round, member, "down", list(rows(message.content, RollCall)), "roll-call")
+                self.recorder.travelled(
+                    server_round, member, "down", list(rows(message.content, RollCall)), "roll-call"
+                )
                 self.recorder.travelled(server_round, member, "up", list(rows(reply.content, Present)), "roll-call")
 
     def exchange(self, grid: Grid, server_round: int, messages: Iterable[Message]) -> list[Message]:
@@ -269,7 +271,9 @@ class Movement(Strategy):
             assert member is not None
             request = request_of(message)
             stage = request.stage_name if request else ""
-            self.recorder.travelled(server_round, member, "down", list(rows(message.content, request, self.extra)), stage)
+            self.recorder.travelled(
+                server_round, member, "down", list(rows(message.content, request, self.extra)), stage
+            )
             reply = replies.get(message.metadata.message_id)
             if reply is None or reply.has_error():
                 reason = "no answer in time" if reply is None else _last_line(reply.error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from flwr.serverapp import Grid
 from flwr_replay.errors import RunError
 from flwr_replay.payloads.common import Failure, Present
 
-__all__ = ["Member", "Members", "failure_of", "wait_for_nodes"]
+NAME = re.compile(r"\w[\w .-]{0,79}")  # it names folders, here and at the institution
+
+__all__ = ["NAME", "Member", "Members", "failure_of", "wait_for_nodes"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,11 @@ class Members:
 
     def add(self, member: Member) -> None:
         """Enter an institution that is present."""
+        if not NAME.fullmatch(member.name):
+            raise RunError(
+                "an institution's name has at most 80 letters, digits, spaces, dots, hyphens and underscores and "
+                f"begins with a letter or digit; got {member.name!r}: change it in its --node-config or site column"
+            )
         known = self.get(member.name)
         if known and known.node_id != member.node_id:
             raise RunError(

@@ -1,0 +1,167 @@
+"""The command line: what it prints, and one clear line with exit code 2 for every mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flwr_replay.cli import main
+
+SMALL = ["model.width=4", "rounds=1", "encoder-epochs=1"]
+
+
+@pytest.fixture
+def flwr_replay(monkeypatch, capsys, tmp_path):
+    """Run a command in this process, in an empty folder; return exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["flwr-replay", *words])
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["strategy=fedreplai"], ["unknown strategy 'fedreplai'", "did you mean fedreplay"]),
+        (["task=digit"], ["unknown task 'digit'", "digits"]),
+        (["partition=kss"], ["unknown partition 'kss'", "ks"]),
+        (["model=resnet19"], ["unknown model 'resnet19'", "resnet18"]),
+        (["rouns=3"], ["unknown option 'rouns'", "rounds"]),
+        (["rounds"], ["key=value", "'rounds'"]),
+        (["rounds=0"], ["rounds must be at least 1", "0"]),
+        (["rounds=two"], ["rounds must be of type int", "'two'"]),
+        (["cut=layer7"], ["cut must be one of", "layer7", "conv1"]),
+        (["cut=conv3"], ["did you mean conv"]),
+        (["latent-dtype=float8"], ["float8", "float16"]),
+        (["training.lr=-1"], ["training.lr must be positive", "-1"]),
+        (["partition=ks", "ks=0.99"], ["0.99"]),
+        (["partition=majority", "nodes=12"], ["12"]),
+        (["partition=natural"], ["site"]),
+        (["task=mnist", "task.data-dir=nowhere"], ["nowhere"]),
+        (["task=medmnist", "task.data-dir=broken.npz"], ["broken.npz"]),
+        (["task=digits", "task.size=9"], ["9"]),
+        (["task=digits", "task.classes=5"], ["0..4"]),
+        (["batch-size=1"], ["batch norm", "at least two", "1"]),
+        (["encoder=file"], ["encoder-file"]),
+        (["encoder=file", "encoder-file=none.safetensors"], ["none.safetensors"]),
+        (["encoder-institution=institution-9"], ["institution-9"]),
+        (["device=cuda:7"], ["cuda:7"]),
+        (["nodes=2000"], ["2000"]),
+        (["--engine", "rey"], ["--engine", "rey"]),
+        (["--resume", "nothing-here"], ["nothing-here"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_is_one_line_and_exit_code_2(flwr_replay, tmp_path, words, says):
+    (tmp_path / "broken.npz").write_bytes(b"PK not an archive")
+    code, out, err = flwr_replay("run", *words)
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2, err
+    assert len(errors) == 1, err
+    for text in says:
+        assert text in errors[0]
+    assert "Traceback" not in errors[0]
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    "words", [["cut=layer7"], ["task=mnist", "task.data-dir=nowhere"], ["partition=ks", "ks=0.99"]]
+)
+def test_what_is_refused_leaves_no_run_directory(flwr_replay, tmp_path, words):
+    assert flwr_replay("run", *words)[0] == 2
+    assert not list((tmp_path / "runs").glob("*")) if (tmp_path / "runs").exists() else True
+
+
+def test_runs_dir_that_cannot_be_written(flwr_replay, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = flwr_replay("run", "--runs-dir", "file/runs", *SMALL)
+    assert code == 2
+    assert "error: runs-dir must be a folder that can be written" in err
+
+
+def test_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(flwr_replay, tmp_path):
+    words = ["strategy=fedavg", "model=mlp", "rounds=3", "training.lr=1e30", "run-name=nan", "model.width=8"]
+    code, _, err = flwr_replay("run", *words)
+    assert code == 2
+    assert "the loss must stay finite" in err
+    for file in (tmp_path / "runs" / "nan" / "checkpoints").glob("*"):
+        from safetensors.numpy import load_file
+
+        assert all(np.isfinite(array).all() for array in load_file(file).values())
+
+
+def test_run_writes_its_directory(flwr_replay, tmp_path):
+    code, out, _ = flwr_replay("run", "--json", *SMALL)
+    assert code == 0
+    result = json.loads(out)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "result.json").read_text()) == result
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "ledger.jsonl", "checkpoints", "models"):
+        assert (folder / name).exists()
+    assert result["final"]["global"]["accuracy"] > 0.1
+    assert set(result["final"]["institutions"]) == {f"institution-{k}" for k in (1, 2, 3, 4)}
+    pooled = result["bytes-by-kind"]["up"]
+    assert pooled["raw-bytes-they-stand-for"] > 0
+    assert result["privacy"] == dict.fromkeys(result["final"]["institutions"])
+
+
+def test_a_resumed_run_keeps_its_options(flwr_replay, tmp_path):
+    assert flwr_replay("run", *SMALL, "run-name=first")[0] == 0
+    code, _, err = flwr_replay("run", "--resume", "runs/first", "rounds=9")
+    assert code == 2
+    assert "a resumed run keeps its options" in err
+
+
+def test_dry_run_prints_the_ledger_and_trains_nothing(flwr_replay, tmp_path):
+    code, out, _ = flwr_replay("run", "--dry-run", "strategy=cwt")
+    assert code == 0
+    for text in ("Ledger to come", "arrays", "model", "protection", "none", "differentially private"):
+        assert text in out
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_strategies_lists_what_travels(flwr_replay):
+    code, out, _ = flwr_replay("strategies", "--json")
+    assert code == 0
+    described = json.loads(out)
+    assert set(described) == {"central", "cwt", "fedavg", "fedreplay", "local"}
+    assert all(idea and travels for idea, travels in described.values())
+
+
+def test_data_show_prints_and_plots(flwr_replay, tmp_path):
+    code, out, _ = flwr_replay("data", "show", "task=digits", "partition=ks", "ks=0.6", "--out", "plots")
+    assert code == 0
+    assert "institution-1" in out
+    assert list((tmp_path / "plots").glob("*.png"))
+
+
+def test_doctor_finds_this_machine_fit(flwr_replay):
+    code, out, _ = flwr_replay("doctor")
+    assert "flwr " in out
+    assert "GPU" in out
+    assert code in (0, 1)
+
+
+def test_help_imports_nothing_heavy():
+    script = (
+        "import sys; sys.argv = ['flwr-replay', '--help']\n"
+        "from flwr_replay.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'flwr', 'hydra', 'numpy', 'matplotlib') if name in sys.modules])"
+    )
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout.strip().endswith("[]")

@@ -1,0 +1,105 @@
+"""The examples of docs/examples run: in process all of them, one also on Flower's Ray simulation."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from flwr.common.config import flatten_dict
+
+from flwr_replay.compose import from_run_config
+from flwr_replay.engine import InlineGrid
+from flwr_replay.policy import Policy, read_policy
+from flwr_replay.simulate import streamed, superlink
+
+EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+APPS = ("cwt", "fedreplay", "numpy_client")
+MODULES = ("task", "client_app", "server_app")
+NODES = 4
+
+
+@contextmanager
+def example(name: str, monkeypatch: pytest.MonkeyPatch, working_directory: Path) -> Iterator[dict[str, Any]]:
+    """Import one example as `flwr run` does: its folder leads the path, files go to the working directory."""
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(working_directory / "home"))
+    monkeypatch.chdir(working_directory)
+    with monkeypatch.context() as path:
+        path.syspath_prepend(str(EXAMPLES / name))
+        try:
+            yield {module: importlib.import_module(module) for module in MODULES}
+        finally:
+            for module in MODULES:
+                sys.modules.pop(module, None)
+
+
+def run_config(folder: Path) -> dict[str, Any]:
+    config = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    return dict(flatten_dict(config))
+
+
+def run_in_process(name: str, app: dict[str, Any]) -> dict[str, torch.Tensor]:
+    config = run_config(EXAMPLES / name)
+    grid = InlineGrid.simulated(app["client_app"].app, config, NODES)
+    app["server_app"].app(grid, Context(1, 1, {}, RecordDict(), config))
+    final: dict[str, torch.Tensor] = torch.load("final_model.pt", weights_only=True)
+    return final
+
+
+def accuracy(task: Any, weights: dict[str, torch.Tensor]) -> float:
+    model = task.net()
+    model.load_state_dict(weights)
+    return sum(task.test(model, task.load_data(k, NODES)[1])[1] for k in range(NODES)) / NODES
+
+
+@pytest.mark.parametrize("name", APPS)
+def test_runs_in_process_and_learns(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with example(name, monkeypatch, tmp_path) as app:
+        final = run_in_process(name, app)
+        assert list(final) == list(app["task"].net().state_dict())
+        assert accuracy(app["task"], final) > 0.6
+
+
+def test_a_numpy_client_ends_with_the_weights_of_a_client_app(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    finals = []
+    for name in ("cwt", "numpy_client"):
+        with example(name, monkeypatch, tmp_path) as app:
+            finals.append(run_in_process(name, app))
+    for key, value in finals[0].items():
+        assert torch.equal(value, finals[1][key]), key
+
+
+def test_runs_on_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = "fedreplay"
+    with example(name, monkeypatch, tmp_path) as app:
+        (tmp_path / "link").mkdir()
+        with superlink(tmp_path / "link") as link:
+            federation = f"num-supernodes={NODES} client-resources-num-cpus=1"
+            said = "".join(streamed(link, EXAMPLES / name, "--federation-config", federation))
+        assert (tmp_path / "final_model.pt").exists(), said  # the server's working directory is the SuperLink's
+        assert accuracy(app["task"], torch.load("final_model.pt", weights_only=True)) > 0.6
+
+
+def test_all_examples_have_the_same_task() -> None:
+    """The user's part is one text, so that only the marked lines differ."""
+    assert len({(EXAMPLES / name / "task.py").read_text() for name in APPS}) == 1
+    assert (EXAMPLES / "cwt" / "server_app.py").read_text() == (EXAMPLES / "numpy_client" / "server_app.py").read_text()
+
+
+def test_the_study_for_hospitals_composes() -> None:
+    config = from_run_config(run_config(EXAMPLES / "hospitals" / "study"))
+    assert (config.strategy.name, config.task.format, config.task.size, config.nodes) == ("fedreplay", "folder", 8, 3)
+
+
+def test_the_policy_for_hospitals_is_read() -> None:
+    policy = read_policy(EXAMPLES / "hospitals" / "policy.yaml")
+    assert policy == Policy(
+        strategies=("fedreplay", "cwt"), kinds=("model", "statistic", "per-sample"), max_upload_mb=64
+    )
