@@ -32,6 +32,7 @@ __all__ = ["Cell", "Method", "alone", "run_all", "run_cell", "short_hash"]
 A_RUN_WRITES = re.compile(
     r"(config|environment|metrics|ledger|failures)\.(yaml|json|jsonl)|checkpoints|models|latents|state|\..*\.tmp"
 )
+KILLED = "a process was killed while it ran, perhaps for want of memory: lower --jobs; the same command goes on"
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,7 @@ def _at_once(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str,
         if waiting:  # nobody knows which cell killed its process; those that had begun are told by their folders
             suspects = [cell for cell in waiting if cell.folder.exists() and not cell.done] or waiting
             for cell in suspects:
-                yield (
-                    cell,
-                    {
-                        "error": "a process was killed while it ran, perhaps for want of memory: lower --jobs; the same command goes on"
-                    },
-                )
+                yield cell, {"error": KILLED}
             waiting = [cell for cell in waiting if cell not in suspects]
 
 

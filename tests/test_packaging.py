@@ -1,0 +1,61 @@
+"""The built wheel: it works in an environment of its own, and puts nothing but flwr_replay at the top."""
+
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAPPED = ("strategies", "clients", "simulations", "conf")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    out = tmp_path_factory.mktemp("wheel")
+    subprocess.run(["uv", "build", "--quiet", "--wheel", "--out-dir", str(out), str(ROOT)], check=True)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_every_source_file_is_in_the_wheel(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder in ("flwr_replay", *MAPPED):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".yaml", ".toml", ".typed") and "__pycache__" not in path.parts:
+                inside = path.relative_to(ROOT).as_posix()
+                assert (inside if folder == "flwr_replay" else f"flwr_replay/{inside}") in names
+
+
+def test_only_flwr_replay_lands_at_the_top(wheel):
+    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"flwr_replay"}
+
+
+def test_the_wheel_runs_in_an_environment_of_its_own(wheel, tmp_path):
+    subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, str(tmp_path / "env")], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    install = ["uv", "pip", "install", "--quiet", "--offline", "--no-deps", "--python", str(python), str(wheel)]
+    subprocess.run(install, check=True)
+    # Its dependencies are gigabytes: they are borrowed from this environment. A plain path entry brings no .pth files
+    # along, so that this checkout's editable install stays out of sight.
+    (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    command = [str(tmp_path / "env" / "bin" / "flwr-replay"), "run", "model.width=4", "rounds=1", "encoder-epochs=1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "fedreplay on digits: accuracy" in done.stdout
+    where = [str(python), "-c", "import flwr_replay.strategies.cwt as m; print(m.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert str(site) in found
+
+
+def test_versions_that_were_tested_satisfy_the_project(wheel):
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    for requirement in wanted:
+        name = requirement.split(">")[0].split("[")[0].strip().lower()
+        assert name in pinned, f"constraints.txt lacks {name}"
