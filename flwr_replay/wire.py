@@ -159,6 +159,11 @@ class Payload:
             if "wire" not in field.metadata:
                 raise WireError(f"{cls.__name__}.{field.name} does not declare what it is; use model(), per_sample() …")
             fields[field.name] = field.metadata["wire"]
+        in_arrays = [field for field in fields.values() if RECORD_OF[field.kind] == "arrays"]
+        if len(in_arrays) > 1 and any(field.shape == "state dict" for field in in_arrays):
+            raise WireError(
+                f"{cls.__name__} must hold either one state dict or arrays of its own: the ledger tells them apart"
+            )
         return fields
 
     def encode(self) -> RecordDict:
@@ -314,10 +319,11 @@ def _bytes(value: Any) -> int:
 
 def _encoded(array: NDArray[Any]) -> Array:
     """Encode an array as Flower does, in NumPy's file format, with one copy of the values instead of three."""
+    if array.dtype.hasobject:
+        raise WireError(f"arrays that travel must hold numbers or texts; got dtype {array.dtype}")
     array = np.ascontiguousarray(array).reshape(array.shape)
-    return Array(
-        array.dtype.str, array.shape, NUMPY_FORMAT, b"".join([_header(array.dtype.str, array.shape), array.data])
-    )
+    data = b"".join([_header(array.dtype.str, array.shape), array.data])
+    return Array(str(array.dtype), array.shape, NUMPY_FORMAT, data)
 
 
 @lru_cache(maxsize=1024)

@@ -26,6 +26,15 @@ MODULES = ("task", "client_app", "server_app")
 NODES = 4
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Keep torch from fighting with other tests over the cores; the models are tiny."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @contextmanager
 def example(name: str, monkeypatch: pytest.MonkeyPatch, working_directory: Path) -> Iterator[dict[str, Any]]:
     """Import one example as `flwr run` does: its folder leads the path, files go to the working directory."""
@@ -82,7 +91,7 @@ def test_runs_on_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "link").mkdir()
         with superlink(tmp_path / "link") as link:
             federation = f"num-supernodes={NODES} client-resources-num-cpus=1"
-            said = "".join(streamed(link, EXAMPLES / name, "--federation-config", federation))
+            said = "".join(streamed(link, EXAMPLES / name, "--federation-config", federation, "--run-config", "num-server-rounds=1"))
         assert (tmp_path / "final_model.pt").exists(), said  # the server's working directory is the SuperLink's
         assert accuracy(app["task"], torch.load("final_model.pt", weights_only=True)) > 0.6
 

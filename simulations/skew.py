@@ -1,0 +1,51 @@
+"""Studies of label skew: the tables of docs/results.md, as commands that can be repeated and resumed.
+
+    uv run python -m flwr_replay.simulations.skew mnist-severe --data ../shared/data/mnist
+
+Source: Qu et al. 2022, section 4.2 (accuracy of each method as the label skew grows), on small public data.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from flwr_replay.compare import compare_strategies
+
+__all__ = ["STUDIES", "main"]
+
+RESNET = ["model=resnet18", "stem=small", "width=16"]
+MNIST = ["task=mnist", *RESNET]
+PNEUMONIA = ["task=medmnist", "classes=2", *RESNET]
+METHODS = ["central", "fedreplay", "fedreplay:cut=layer2", "fedavg", "cwt", "local"]
+
+# name: (strategies, options, metric; empty: the task's leading one)
+STUDIES: dict[str, tuple[list[str], list[str], str]] = {
+    "digits": (["fedavg", "cwt", "local", "central", "fedreplay"], ["seeds=5"], ""),
+    "mnist-severe": (METHODS, [*MNIST, "partition=ks", "ks=0.93", "rounds=4", "seeds=3"], ""),
+    "mnist-nearly-severe": (METHODS, [*MNIST, "partition=ks", "ks=0.9", "rounds=5", "seeds=3"], ""),
+    "mnist-mild": (METHODS, [*MNIST, "partition=ks", "ks=0.66", "rounds=5", "seeds=1"], ""),
+    "pneumonia": (
+        ["central", "fedreplay", "fedreplay:encoder=random", "fedavg", "cwt", "local"],
+        [*PNEUMONIA, "partition=ks", "ks=0.6", "drop=true", "rounds=10", "seeds=5"],
+        "balanced-accuracy",
+    ),
+}
+
+
+def main() -> None:
+    """Run one study; finished cells are not repeated."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--data", default="", help="where the data lie: a folder, or an .npz file")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    given = parser.parse_args()
+    strategies, options, metric = STUDIES[given.study]
+    data = [f"task.data-dir={given.data}"] if given.data else []
+    table, _ = compare_strategies(strategies, [*options, *data], "fedreplay", given.jobs, given.runs_dir, metric)
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
