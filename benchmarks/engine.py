@@ -160,9 +160,9 @@ def parallel(config: RunConfig, overrides: list[str], actors: int) -> list[float
 
 
 def ray(overrides: list[str]) -> list[float]:
-    """Return seconds per round of a Ray simulation, from the times that its metrics were written."""
+    """Return seconds per round of a Ray simulation, as its run directory has them."""
     _, folder = run_ray(overrides)
-    stamps = [json.loads(line)["seconds"] for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    stamps = [json.loads(line)["seconds"] for line in (folder / "timings.jsonl").read_text().splitlines()]
     return [after - before for before, after in itertools.pairwise(stamps)]
 
 

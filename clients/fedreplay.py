@@ -24,6 +24,7 @@ from flwr_replay.training import (
     step,
     to_arrays,
 )
+from flwr_replay.wire import array_record
 
 __all__ = ["FedReplayClient"]
 
@@ -36,8 +37,10 @@ class FedReplayClient(InstitutionClient):
 
     def encode(self, request: Encode) -> Encoder:
         """Stage 1: train the whole backbone until it stops improving on validation data; return the encoder only."""
-        train, held_out = self.validation_split()
         model = self.scratch_model(request.arrays)
+        encoder, _ = split(model, request.cut)
+        self.institution.policy.check_upload(array_record(to_arrays(encoder)).count_bytes(), "the encoder")
+        train, held_out = self.validation_split()
         refuse_single_batches(has_batch_norm(model), len(train), self.batch_size)
         optimizer = make_optimizer(model, self.training, request.lr)
         best, best_arrays, best_loss, seen, epoch = float("inf"), to_arrays(model), 0.0, 0, 0
@@ -54,7 +57,6 @@ class FedReplayClient(InstitutionClient):
             if validation < best:
                 best, best_loss, since_best, best_arrays = validation, train_loss, 0, to_arrays(model)
         load_arrays(model, best_arrays)
-        encoder, _ = split(model, request.cut)
         return Encoder(
             arrays=to_arrays(encoder),
             num_examples=len(train),

@@ -1,6 +1,6 @@
 """The institution's last word, as a Flower mod around any ClientApp: policy first, own ledger before anything leaves.
 
-app = ClientApp(mods=[guard])
+    app = ClientApp(mods=[guard])
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
             _check_size_before(institution, message, request.answer)
         reply = call_next(message, context)
         found = list(rows(reply.content, request.answer if request else None))
+        if request is None:  # nothing was declared: what is there shows only now
+            for row in found:
+                institution.policy.check_field(row.field, row.kind)
         institution.policy.check_upload(sum(row.bytes for row in found), "the answer")
     except FlwrReplayError as error:
         reply = _failure(message, error)
@@ -57,11 +60,12 @@ def _asked(message: Message, request: type[Request]) -> list[type[Payload]]:
 
 
 def _check_size_before(institution: Institution, message: Message, answer: type[Payload]) -> None:
-    """Weights leave as large as they came: refuse them before any data are read."""
+    """Whole models leave as large as they came: refuse them before any data are read."""
     arrays = message.content.get("arrays")
-    if arrays and any(field.kind == "model" for field in answer.declared().values()):
+    if arrays and any(field.kind == "model" and not field.part for field in answer.declared().values()):
         institution.policy.check_upload(arrays.count_bytes(), "the model")
 
 
 def _failure(message: Message, error: FlwrReplayError) -> Message:
-    return Message(Failure(failure=str(error), error=type(error).__name__).encode(), reply_to=message)
+    line = " ".join(str(error).split()) or type(error).__name__
+    return Message(Failure(failure=line, error=type(error).__name__).encode(), reply_to=message)

@@ -54,19 +54,23 @@ class Policy:
             Of its differential privacy; infinite where there is none.
         """
         for name, field in answer.declared().items():
-            if field.kind == "notice":
-                continue
-            if self.kinds is not None and field.kind not in self.kinds:
-                raise RefusedError(
-                    f"policy lets fields of kind {', '.join(self.kinds) or 'none'} leave; {answer.__name__}.{name} is "
-                    f"{field.kind}: choose a strategy that shares less or ask the institution to change its policy file"
-                )
-            if self.max_epsilon is not None and epsilon > self.max_epsilon:
-                shown = f"epsilon {epsilon:g}" if math.isfinite(epsilon) else "no differential privacy (epsilon = inf)"
-                raise RefusedError(
-                    f"policy asks for epsilon <= {self.max_epsilon:g}; {answer.__name__}.{name} has {shown}: "
-                    "choose a differentially private setting or ask the institution to change its policy file"
-                )
+            self.check_field(f"{answer.__name__}.{name}", field.kind, epsilon)
+
+    def check_field(self, name: str, kind: Kind, epsilon: float = math.inf) -> None:
+        """Refuse a field of a kind, or with an epsilon, that may not leave."""
+        if kind == "notice":
+            return
+        if self.kinds is not None and kind not in self.kinds:
+            raise RefusedError(
+                f"policy lets fields of kind {', '.join(self.kinds) or 'none'} leave; {name} is {kind}: "
+                "choose a strategy that shares less or ask the institution to change its policy file"
+            )
+        if self.max_epsilon is not None and epsilon > self.max_epsilon:
+            shown = f"epsilon {epsilon:g}" if math.isfinite(epsilon) else "no differential privacy (epsilon = inf)"
+            raise RefusedError(
+                f"policy asks for epsilon <= {self.max_epsilon:g}; {name} has {shown}: "
+                "choose a differentially private setting or ask the institution to change its policy file"
+            )
 
     def check_upload(self, size: int, what: str) -> None:
         """Refuse a message of more bytes than may leave at once."""
@@ -88,23 +92,26 @@ def read_policy(path: Path | None) -> Policy:
     if path is None:
         return Policy()
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"the policy file must be readable YAML; got {path}: {' '.join(str(error).split())}"
         ) from None
     known = {field.name.replace("_", "-"): field.name for field in fields(Policy)}
+    content = {} if content is None else content  # an empty file
     if not isinstance(content, dict):
         raise ConfigError(f"the policy file must hold keys {', '.join(known)}; got {type(content).__name__} in {path}")
     for key in content:
         if key not in known:
             raise ConfigError(f"unknown key {key!r} in policy file {path}: {nearest(str(key), known)}")
     for key in ("strategies", "kinds"):
-        if key in content and not isinstance(content[key], list):
-            raise ConfigError(f"{key} in policy file {path} must be a list; got {content[key]!r}")
+        listed = content.get(key, [])
+        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+            raise ConfigError(f"{key} in policy file {path} must be a list of names; got {listed!r}")
     for key in ("max-upload-mb", "max-epsilon"):
-        if key in content and (isinstance(content[key], bool) or not isinstance(content[key], (int, float))):
-            raise ConfigError(f"{key} in policy file {path} must be a number; got {content[key]!r}")
+        number = content.get(key, 0)
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:  # nor nan
+            raise ConfigError(f"{key} in policy file {path} must be a number, not below 0; got {number!r}")
     for kind in content.get("kinds", []):
         if kind not in get_args(Kind):
             raise ConfigError(f"unknown kind {kind!r} in policy file {path}: {nearest(str(kind), get_args(Kind))}")

@@ -1,14 +1,16 @@
 """The run directory: configuration, environment, metrics, ledger, checkpoints, models, result.
 
-<runs-dir>/<date>-<strategy>-<task>-<seed>/
-config.yaml         fully resolved
-environment.json    versions, device, cores
-metrics.jsonl       a line per round, institution ("" = pooled) and metric
-ledger.jsonl        a line per message and field that travelled, repeated ones included
-failures.jsonl      who refused, failed or did not answer, and why
-checkpoints/        the last two exchanges
-models/             the global weights at the end
-result.json
+`<runs-dir>/<date>-<strategy>-<task>-<seed>/` holds
+
+- `config.yaml`: fully resolved
+- `environment.json`: versions, device, cores
+- `metrics.jsonl`: a line per round, institution ("" = pooled) and metric
+- `timings.jsonl`: a line per exchange, seconds since the run began
+- `ledger.jsonl`: a line per message and field that travelled, repeated ones included
+- `failures.jsonl`: who refused, failed or did not answer, and why
+- `checkpoints/`: the last two exchanges
+- `models/`: the global weights at the end
+- `result.json`
 """
 
 from __future__ import annotations
@@ -183,6 +185,7 @@ class RunDirectory(Recorder):
         named |= {f"state/{name}": array for name, array in snapshot.state_arrays.items()}
         data = save(named, {"values": json.dumps(values)})
         self._writing = self._writer.submit(_write_checkpoint, folder / f"{stem}.safetensors", data)
+        append_lines(self.path / "timings.jsonl", [{"round": snapshot.server_round, "seconds": seconds}])
         metrics = self.history[-1][1] if self.history else {}
         self.display.exchange(snapshot.server_round, metrics, sum(self.bytes.values()), seconds)
 

@@ -70,6 +70,7 @@ class Field:
     shape: str = ""  # letters as in the code, e.g. "N C H W"; "state dict" for named weights; "" for a scalar
     dtypes: tuple[str, ...] = ()  # of a per-sample or synthetic array; empty: any
     unit: str = ""
+    part: bool = False  # of the model that came, not all of it
 
 
 def _declare(declaration: Field, default: Any) -> Any:
@@ -78,9 +79,9 @@ def _declare(declaration: Field, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"wire": declaration})
 
 
-def model() -> Any:
-    """Declare weights: a state dict, name to array."""
-    return _declare(Field("model", "state dict"), dataclasses.MISSING)
+def model(part: bool = False) -> Any:
+    """Declare weights: a state dict, name to array; `part` if it is not the whole model that came."""
+    return _declare(Field("model", "state dict", part=part), dataclasses.MISSING)
 
 
 def per_sample(shape: str, *dtypes: str, default: Any = dataclasses.MISSING) -> Any:

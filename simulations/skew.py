@@ -27,7 +27,7 @@ STUDIES: dict[str, tuple[list[str], list[str], str]] = {
     "mnist-mild": (METHODS, [*MNIST, "partition=ks", "ks=0.66", "rounds=5", "seeds=1"], ""),
     "pneumonia": (
         ["central", "fedreplay", "fedreplay:encoder=random", "fedavg", "cwt", "local"],
-        [*PNEUMONIA, "partition=ks", "ks=0.6", "drop=true", "rounds=10", "seeds=5"],
+        [*PNEUMONIA, "partition=ks", "ks=0.6", "drop=true", "rounds=20", "seeds=5"],
         "balanced-accuracy",
     ),
 }

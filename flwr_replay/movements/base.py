@@ -240,16 +240,17 @@ class Movement(Strategy):
         for message in asked:
             node_id, reply = message.metadata.dst_node_id, replies.get(message.metadata.message_id)
             refusal = failure_of(reply) if reply is not None else None
+            if refusal is None:
+                self.members.admit(node_id, reply)
+            # One that refuses has told no name; its messages travelled all the same.
+            member = self.members.by_node(node_id) or Member(str(node_id), node_id)
+            found = list(rows(message.content, RollCall))
+            self.recorder.travelled(server_round, member, "down", found, "roll-call")
+            if reply is not None and reply.has_content():
+                found = list(rows(reply.content, Failure if refusal else Present))
+                self.recorder.travelled(server_round, member, "up", found, "roll-call")
             if refusal:
-                self._failed(server_round, str(node_id), refusal)
-                continue
-            self.members.admit(node_id, reply)
-            member = self.members.by_node(node_id)
-            if member and member.ours and reply is not None:
-                self.recorder.travelled(
-                    server_round, member, "down", list(rows(message.content, RollCall)), "roll-call"
-                )
-                self.recorder.travelled(server_round, member, "up", list(rows(reply.content, Present)), "roll-call")
+                self._failed(server_round, member.name, refusal)
 
     def exchange(self, grid: Grid, server_round: int, messages: Iterable[Message]) -> list[Message]:
         """Send messages, write the ledger, report who failed; return the good replies by institution's name.

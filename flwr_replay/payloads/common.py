@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ class RollCall(Request, stage="roll-call", answer=Present, message_type="query")
     """Who is there? Asked once of every node that joins."""
 
     strategy: str = instruction()
-    stages: list[str] = instruction("what every institution will be asked for")
+    stages: Sequence[str] = instruction("what every institution will be asked for", default=())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ __all__ = ["Encode", "Encoder", "Extract", "Latents"]
 class Encoder(Payload):
     """The part before the cut of a backbone trained at one institution."""
 
-    arrays: Weights = model()
+    arrays: Weights = model(part=True)
     num_examples: int = statistic("examples")
     examples_seen: int = statistic("examples")
     train_loss: float = statistic("nats, mean over the best epoch")

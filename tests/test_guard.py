@@ -1,0 +1,302 @@
+"""The institution's last word: refusals before data are read, and its own ledger of what left."""
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+
+from flwr_replay import institution as owned
+from flwr_replay.check import Quiet, WatchedGrid
+from flwr_replay.client_app import app, backbone, make_client
+from flwr_replay.clients.cwt import CWTClient
+from flwr_replay.compose import compose
+from flwr_replay.engine import InlineGrid
+from flwr_replay.errors import ConfigError, DataError, RefusedError
+from flwr_replay.guard import guard
+from flwr_replay.payloads.common import RollCall, Visit
+from flwr_replay.payloads.fedreplay import Encode, Extract
+from flwr_replay.policy import read_policy
+from flwr_replay.serve import serve
+from flwr_replay.server_app import execute
+from flwr_replay.training import to_arrays
+from flwr_replay.wire import array_record, config_in
+
+JOB = ["task=digits", "partition=iid", "partition.size=64", "model=mlp", "model.width=8", "rounds=2", "device=cpu"]
+CONFIG = compose(JOB)
+BUILD = backbone(CONFIG.model, CONFIG.task)
+ARRAYS = array_record(to_arrays(BUILD(0)))
+MODEL_MB = ARRAYS.count_bytes() / 1e6
+
+VISIT = Visit(arrays=ARRAYS, run="r", lr=0.1)
+ENCODE = Encode(arrays=ARRAYS, run="r", cut="hidden1", lr=0.1, max_epochs=1, patience=1)
+ENCODER = {name: array for name, array in ARRAYS.items() if name.startswith("hidden1")}
+EXTRACT = Extract(arrays=ENCODER, run="r", cut="hidden1", latent_dtype="int8", first=0, chunk_bytes=9999, views=1)
+
+
+def ledger(state, name="institution-1"):
+    path = state / name / "ledger.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def size(content):
+    return sum(record.count_bytes() for record in content.values())
+
+
+def unread():
+    raise AssertionError("the data were read")
+
+
+@pytest.fixture
+def ask(monkeypatch, tmp_path):
+    """Send one request to an institution with a policy; its data must not be read unless `read` reads them."""
+
+    def send(request, policy="", strategy="fedreplay", read=unread, served=app):
+        (tmp_path / "policy.yaml").write_text(policy)
+        rules = read_policy(tmp_path / "policy.yaml")
+        one = owned.Institution(
+            name="a", read=read, read_pooled=read, device=torch.device("cpu"), policy=rules, state_root=tmp_path
+        )
+        config = compose([*JOB, f"strategy={strategy}"])
+        monkeypatch.setattr(owned, "_institution", lambda run_config, node: (one, config))
+        grid = InlineGrid.simulated(served, {}, 1)
+        content, kind = (
+            (request, "train") if isinstance(request, RecordDict) else (request.encode(), request.message_type)
+        )
+        return next(iter(grid.send_and_receive([Message(content, 2, kind)])))
+
+    return send
+
+
+def shown(reply):
+    return config_in(reply.content)["failure"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "request_", "says"),
+    [
+        ("strategies: [fedreplay]", VISIT, "the server runs 'cwt'"),
+        ("strategies: []", EXTRACT, "allows strategies none"),
+        ("kinds: [per-sample]", RollCall(strategy="cwt"), "Present.num_examples is statistic"),
+        ("kinds: [statistic]", VISIT, "Visited.arrays is model"),
+        ("kinds: [statistic]", ENCODE, "Encoder.arrays is model"),
+        ("kinds: [model, statistic]", EXTRACT, "Latents.latents is per-sample"),
+        ("kinds: [model, statistic]", RollCall(strategy="fedreplay", stages=["extract"]), "Latents.latents"),
+        ("max-epsilon: 8", VISIT, "no differential privacy"),
+        ("max-epsilon: 8", RollCall(strategy="cwt"), "epsilon <= 8"),
+        (f"max-upload-mb: {MODEL_MB * 0.99}", VISIT, "the model has"),
+        ("max-upload-mb: 0.0001", ENCODE, "the encoder has"),
+    ],
+)
+def test_the_policy_refuses_before_any_data_are_read(ask, tmp_path, policy, request_, says):
+    strategy = "fedreplay" if isinstance(request_, (Encode, Extract)) else "cwt"
+    assert "the data were read" in ask(request_, strategy=strategy).error.reason  # as they are without the policy
+    reply = ask(request_, policy, strategy)
+    assert shown(reply).startswith("policy")
+    assert says in shown(reply)
+    assert config_in(reply.content)["error"] == "RefusedError"
+    assert list(reply.content) == ["config"]
+    assert [entry["kind"] for entry in ledger(tmp_path, "a")] == ["notice", "notice"]
+
+
+def digits():
+    return owned.loaded(CONFIG.task)
+
+
+def test_an_encoder_is_weighed_without_the_layers_that_stay(ask):
+    assert "arrays" in ask(ENCODE, f"max-upload-mb: {MODEL_MB * 0.99}", read=digits).content
+
+
+def test_an_upload_that_grew_too_large_does_not_leave(ask):
+    reply = ask(EXTRACT, "max-upload-mb: 0.005", read=digits)
+    assert "at most 0.005 MB" in shown(reply)
+    assert "arrays" not in reply.content
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("strategy: [cwt]", "did you mean strategies"),
+        ("kinds: [modle]", "did you mean model"),
+        ("kinds: [model\nstrategies: {", "readable YAML"),
+        ("- model", "must hold keys"),
+        ("[]", "must hold keys"),
+        ("false", "must hold keys"),
+        ("kinds: model", "must be a list"),
+        ("strategies: [no]", "must be a list of names"),
+        ("strategies:", "must be a list of names"),
+        ("max-epsilon: eight", "must be a number"),
+        ("max-epsilon: true", "must be a number"),
+        ("max-upload-mb: .nan", "must be a number"),
+        ("max-upload-mb: -1", "not below 0"),
+        (b"kinds: [\xff]", "readable YAML"),
+        (None, "No such file"),
+    ],
+)
+def test_a_faulty_policy_file_allows_nothing(tmp_path, text, says):
+    path = tmp_path / "policy.yaml"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=says) as refused:
+        read_policy(path)
+    assert "\n" not in str(refused.value)
+    grid = InlineGrid.simulated(app, {"overrides": shlex.join(JOB)}, 1, policy=str(path), state=str(tmp_path))
+    assert says in shown(next(iter(grid.send_and_receive([Message(VISIT.encode(), 2, "train")]))))
+
+
+class Watched(InlineGrid):
+    """Compares the institutions' ledgers with the bytes of their replies, after each reply."""
+
+    def _answer(self, message):
+        node = self.contexts[message.metadata.dst_node_id].node_config
+        state, name = owned.Path(node["state"]), f"institution-{node['partition-id'] + 1}"
+        before = sum(entry["bytes"] for entry in ledger(state, name))
+        reply = super()._answer(message)
+        after = ledger(state, name)
+        assert sum(entry["bytes"] for entry in after) - before == size(reply.content)
+        fields = {key for record in reply.content.values() for key in record}
+        assert {"arrays" if name in ARRAYS else name for name in fields} == {
+            entry["field"]
+            for entry in after
+            if entry["round"] == self.at(message) and entry["stage"] == self.stage(message)
+        }
+        self.watched = getattr(self, "watched", 0) + 1
+        return reply
+
+    def at(self, message):
+        return config_in(message.content)["server-round"]
+
+    def stage(self, message):
+        return config_in(message.content)["stage"]
+
+
+def run(tmp_path, *options, served=app, grid_type=InlineGrid, policies=("", "", "")):
+    overrides = [*JOB, f"nodes={len(policies)}", *options, f"runs_dir={tmp_path / 'runs'}"]
+    nodes = []
+    for k, policy in enumerate(policies):
+        (tmp_path / f"{k}.yaml").write_text(policy)
+        node = {"partition-id": k, "num-partitions": len(policies), "policy": str(tmp_path / f"{k}.yaml")}
+        nodes.append({**node, "state": str(tmp_path / "state")})
+    grid = grid_type(served, {"overrides": shlex.join(overrides)}, nodes)
+    return execute(grid, compose(overrides), Quiet())[0], grid
+
+
+@pytest.mark.parametrize("strategy", ["cwt", "local", "fedreplay"])
+def test_the_own_ledger_has_the_bytes_of_each_reply_before_it_returns(tmp_path, strategy):
+    options = (
+        ["strategy=fedreplay", "cut=hidden1", "chunk_mb=0.005"] if strategy == "fedreplay" else [f"strategy={strategy}"]
+    )
+    result, grid = run(tmp_path, *options, grid_type=Watched, policies=("", "kinds: [statistic]", ""))
+    assert grid.watched >= 9
+    assert bool(result["failures"]) == (strategy != "local")  # Local sends statistics only
+
+
+def test_nothing_leaves_when_the_ledger_cannot_be_written(tmp_path):
+    (tmp_path / "state").write_text("a file where the folder should be")
+    grid = InlineGrid.simulated(app, {"overrides": shlex.join(JOB)}, 1, state=str(tmp_path / "state"))
+    reply = next(iter(grid.send_and_receive([Message(VISIT.encode(), 2, "train")])))
+    assert not reply.has_content()
+    assert "state directory must be a folder" in reply.error.reason.splitlines()[-1]
+
+
+def test_a_refusal_is_shown_and_the_others_go_on(tmp_path):
+    result, _ = run(tmp_path, "strategy=fedavg", policies=("", "strategies: [fedreplay]", ""))
+    assert {failure["reason"].split(";")[0] for failure in result["failures"]} == {"policy allows strategies fedreplay"}
+    assert sorted(result["final"]["institutions"]) == ["institution-1", "institution-3"]
+
+
+def test_a_run_that_everyone_refuses_ends_with_the_reason(tmp_path):
+    with pytest.raises(RefusedError, match="policy lets fields of kind statistic leave; Visited.arrays is model"):
+        run(tmp_path, "strategy=fedavg", policies=["kinds: [statistic]"] * 3)
+
+
+def test_the_servers_ledger_has_the_bytes_of_refusals_too(tmp_path):
+    result, grid = run(
+        tmp_path, "strategy=fedavg", "run_name=x", grid_type=WatchedGrid, policies=("", "strategies: []", "")
+    )
+    lines = (tmp_path / "runs" / "x" / "ledger.jsonl").read_text().splitlines()
+    assert (
+        sum(json.loads(line)["bytes"] for line in lines)
+        == grid.sent
+        == sum(result["bytes"][way] for way in ("up", "down"))
+    )
+
+
+def failing(error):
+    """Serve clients of which the second one raises in training."""
+
+    class Failing(CWTClient):
+        def train(self, visit):
+            if self.institution.name == "institution-2":
+                raise error
+            return super().train(visit)
+
+    return serve(lambda context: _as(Failing, context), mods=[guard])
+
+
+def _as(kind, context):
+    institution, config = owned.institution_of(context)
+    made = make_client(context)
+    return kind(institution, made.fresh, made.task, config.training, config.seed)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (DataError("the image\n  is torn"), "the image is torn"),
+        (DataError(), "DataError"),
+        (ValueError("first line\nsecond line"), "error 2: second line"),
+    ],
+)
+def test_an_institution_that_fails_is_reported_in_one_line(tmp_path, error, reason):
+    result, _ = run(tmp_path, "strategy=cwt", served=failing(error))
+    assert {(failure["institution"], failure["reason"]) for failure in result["failures"]} == {
+        ("institution-2", reason)
+    }
+    assert len(result["final"]["institutions"]) == 3
+
+
+class Leaky(NumPyClient):
+    """A user's own client that sends more than a visit may bring."""
+
+    def fit(self, parameters, config):
+        return parameters, 64, {"examples-seen": 64, "train-loss": 0.5, "oldest-patient": 97}
+
+
+def leaky_payload(context):
+    class Other(CWTClient):
+        def train(self, visit):
+            return VISIT
+
+    return _as(Other, context)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda context: Leaky(), "does not declare 'oldest-patient'"),
+        (leaky_payload, "declares the answer Visited; got Visit"),
+    ],
+)
+def test_a_client_that_answers_what_was_not_declared_is_refused(ask, tmp_path, make, says):
+    reply = ask(VISIT, strategy="cwt", read=digits, served=serve(make, mods=[guard]))
+    assert says in shown(reply)
+    assert list(reply.content) == ["config"]
+    assert {entry["kind"] for entry in ledger(tmp_path, "a")} == {"notice"}
+
+
+def test_kinds_bind_an_app_whose_messages_are_not_declared(ask):
+    foreign = ClientApp(mods=[guard])
+
+    @foreign.train()
+    def train(message, context):
+        content = RecordDict({"arrays": ArrayRecord([np.zeros(2)]), "metrics": MetricRecord({"num-examples": 1})})
+        return Message(content, reply_to=message)
+
+    undeclared = RecordDict({"arrays": ArrayRecord([np.zeros(2)])})
+    assert "arrays" in ask(undeclared, "kinds: [model, statistic]", served=foreign).content
+    assert "arrays is model" in shown(ask(undeclared, "kinds: [statistic]", served=foreign))
