@@ -19,8 +19,9 @@ class FedAvgClient(InstitutionClient):
         """Train for E passes and return the weights."""
         data, losses, seen = self.training_data(), [], 0
         model, optimizer = self.resume(visit)
-        for epoch in range(visit.local_epochs):
-            for x_B, y_B in batches(data.x, data.y, self.batch_size, self.shuffle(visit.server_round, epoch)):
+        shuffle = self.shuffle(visit.server_round)  # every pass draws an order of its own from it
+        for _ in range(visit.local_epochs):
+            for x_B, y_B in batches(data.x, data.y, self.batch_size, shuffle):
                 losses.append(step(model, optimizer, self.task.loss(model(x_B), y_B)))
                 seen += len(y_B)
         loss = mean_loss(losses)

@@ -6,6 +6,7 @@ Source: "Regular" in Kalra et al. 2023, section 4. The model lives in the instit
 from __future__ import annotations
 
 from flwr_replay.client import InstitutionClient
+from flwr_replay.errors import TrainingError
 from flwr_replay.models import has_batch_norm
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
@@ -34,5 +35,10 @@ class LocalClient(InstitutionClient):
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
         """Test the institution's own model, as it stands after this round."""
-        model = self.scratch_model(self.state.load("model", request.run, request.server_round + 1))
+        kept = self.state.load("model", request.run, request.server_round + 1)
+        if kept is None:
+            raise TrainingError(
+                f"institution {self.institution.name!r} has no model yet: its training has failed so far"
+            )
+        model = self.scratch_model(kept)
         return self.task.evaluate(model, self.institution.test.x, self.institution.test.y)

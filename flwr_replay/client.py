@@ -129,6 +129,7 @@ class InstitutionClient(NumPyClient):
         Building a model costs more than loading one; nothing may be kept in it from one message to the next.
         """
         model = _scratch(self.fresh, self.institution.device).train()
+        model.zero_grad()  # a visit that broke off may have left gradients
         if arrays is not None:
             load_arrays(model, arrays)
         return model

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from flwr_replay.config import ModelConfig, PartitionConfig, RunConfig, TaskConfig, TrainingConfig
 from flwr_replay.errors import ConfigError, nearest
@@ -108,12 +109,14 @@ def to_yaml(config: RunConfig) -> str:
 def overrides_of(path: Path) -> list[str]:
     """Read a run's `config.yaml` back as overrides that set every option."""
     import yaml
+    from hydra.core.override_parser.types import Quote, QuotedString
 
     def quoted(value: Any) -> str:
         if isinstance(value, list):
             return "[" + ",".join(map(quoted, value)) + "]"
-        if isinstance(value, str):
-            return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        if isinstance(value, str):  # "${" would be an interpolation
+            plain = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
+            return QuotedString(plain, Quote.single).with_quotes()
         return json.dumps(value)
 
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -194,10 +197,12 @@ def _build(cls: type, values: Mapping[str, Any], section: str) -> Any:
 
 
 def _typed(option: str, value: Any, hint: Any) -> Any:
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{option} must be a list; got {value!r}")
+        return tuple(_typed(option, item, get_args(hint)[0]) for item in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if isinstance(value, list):
-        return tuple(value)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if hint in (bool, int, float, str) and type(value) is not hint:

@@ -7,6 +7,7 @@ names it: `--node-config 'name="a" data="/data/a" state="/var/lib/flwr-replay" p
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from torch import Tensor
 from flwr_replay.compose import from_run_config
 from flwr_replay.config import PartitionConfig, RunConfig, TaskConfig
 from flwr_replay.data import Dataset, Examples, Partition, institution_name, load, partition
-from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files import home, make_folder
 from flwr_replay.policy import Policy, read_policy
 from flwr_replay.training import select_device
@@ -156,7 +157,7 @@ def institution_of(context: Context) -> tuple[Institution, RunConfig]:
     return _institution(tuple(sorted(context.run_config.items())), node)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _institution(
     run_config: tuple[tuple[str, Any], ...], node: tuple[tuple[str, str], ...]
 ) -> tuple[Institution, RunConfig]:
@@ -173,6 +174,9 @@ def _institution(
 
 
 def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
+    for key in owned:
+        if key not in NODE_KEYS:  # a mistyped policy must not mean that there is none
+            raise ConfigError(f"unknown key {key!r} in --node-config: {nearest(key, NODE_KEYS)}")
     for key in ("name", "data"):
         if not owned.get(key):
             raise ConfigError(
@@ -180,6 +184,9 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
                 """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
             )
     task = replace(config.task, data_dir=owned["data"])
+    # Flower drops a key with spaces around = without a word; the SuperNode's log must show what is in force.
+    rules = owned.get("policy") or "none: everything may leave"
+    logging.getLogger("flwr").info("%s: data %s, policy %s", owned["name"], owned["data"], rules)
     return Institution(
         name=owned["name"],
         read=lambda: load(task),

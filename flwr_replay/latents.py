@@ -110,14 +110,19 @@ class LatentStore:
         Raises
         ------
         WireError
-            If it does not begin where the last one ended, or does not fit the upload's total.
+            If it does not begin where the last one ended, is empty, or does not fit the upload's total.
         """
         progress = self.progress.get(name, {"filled": 0, "total": chunk.total, "raw-bytes": 0})
         last = chunk.first + len(chunk.labels)
-        if chunk.first != progress["filled"] or last > chunk.total or len(chunk.latents) != len(chunk.labels):
+        lengths = {len(array) for array in (chunk.latents, chunk.labels, chunk.scales) if array is not None}
+        if (chunk.first, chunk.total) != (progress["filled"], progress["total"]) or len(lengths) > 1:
             raise WireError(
                 f"{name}'s upload must go on at row {progress['filled']} of {progress['total']}; got rows "
                 f"{chunk.first} to {last} of {chunk.total}"
+            )
+        if not chunk.first < last <= chunk.total:
+            raise WireError(
+                f"a chunk must hold rows of its upload; {name} sent {chunk.first} to {last} of {chunk.total}"
             )
         arrays = {"latents": chunk.latents, "labels": chunk.labels, "scales": chunk.scales}
         for key, array in arrays.items():

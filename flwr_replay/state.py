@@ -1,8 +1,9 @@
 """What an institution keeps between messages: named arrays in its state directory, by run and exchange.
 
 A deployed ClientApp's process ends with every message, and a Ray actor serves several institutions, so nothing that
-must last lives in memory. Each save is atomic and the last two are kept: an exchange that is repeated after a crash
-begins from what was there before it, and gives the same bits.
+must last lives in memory. Each save is atomic and the last three are kept: the server writes a checkpoint beside the
+next exchange, so a crash may lose two. An exchange that is then repeated begins from what was there before it, and gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class StateStore:
         return self.institution.state
 
     def save(self, key: str, run: str, server_round: int, arrays: StateDict) -> None:
-        """Keep arrays as they stand after exchange `server_round`; forget all but the last two."""
+        """Keep arrays as they stand after exchange `server_round`; forget all but the last three."""
         folder = self.folder / run
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / f"{key}-{server_round:06d}.safetensors", save(arrays))
-        for old in sorted(folder.glob(f"{key}-*.safetensors"))[:-2]:
+        for old in sorted(folder.glob(f"{key}-*.safetensors"))[:-3]:
             old.unlink()
 
     def load(self, key: str, run: str, before: int) -> StateDict | None:

@@ -131,5 +131,5 @@ def mean_loss(losses: list[Tensor]) -> float:
     """
     mean = float(torch.stack(losses).mean())
     if mean != mean or mean in (float("inf"), float("-inf")):
-        raise DivergedError(f"the loss must stay finite; got {mean} in training: lower training.lr and resume the run")
+        raise DivergedError(f"the loss must stay finite; got {mean} in training: lower training.lr and run anew")
     return mean

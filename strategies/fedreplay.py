@@ -12,8 +12,8 @@ institution (`Latents`): functions of single patients, without differential priv
              θ_C ← fresh weights                                                             # line 8
              for each round: for each batch of e: θ_C ← θ_C − η ∇L(θ_C; e)                   # lines 9-10
 
-Deviations: the encoder may also be random or come from a file, which leaks nobody's data; an institution that comes
-late uploads then, and training goes on with its latents included.
+Deviations: the encoder may also be random or come from a file: it then carries nothing of these institutions' data (the
+latents still do); an institution that comes late uploads then, and training goes on with its latents included.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FedReplayConfig:
     """Options of FedReplay; the paper's encoder is trained at an institution and cut at conv1."""
 
     name: ClassVar[str] = "fedreplay"
-    encoder: str = "institution"  # institution: trained at one of them | random | file: both leak nobody's data
+    encoder: str = "institution"  # institution: trained at one of them | random | file: of nobody's data here
     encoder_institution: str = "largest"  # or a name
     encoder_file: str = ""  # encoder=file: a .safetensors file with the weights before the cut
     encoder_epochs: int = 50  # at most

@@ -17,6 +17,8 @@ from flwr.common.config import flatten_dict
 
 from flwr_replay.compose import from_run_config
 from flwr_replay.engine import InlineGrid
+from flwr_replay.errors import ConfigError
+from flwr_replay.models import split
 from flwr_replay.policy import Policy, read_policy
 from flwr_replay.simulate import streamed, superlink
 
@@ -90,10 +92,16 @@ def test_runs_on_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with example(name, monkeypatch, tmp_path) as app:
         (tmp_path / "link").mkdir()
         with superlink(tmp_path / "link") as link:
-            federation = f"num-supernodes={NODES} client-resources-num-cpus=1"
-            said = "".join(streamed(link, EXAMPLES / name, "--federation-config", federation, "--run-config", "num-server-rounds=1"))
+            options = ["--federation-config", f"num-supernodes={NODES} client-resources-num-cpus=1"]
+            options += ["--run-config", "num-server-rounds=1"]
+            said = "".join(streamed(link, EXAMPLES / name, *options))
         assert (tmp_path / "final_model.pt").exists(), said  # the server's working directory is the SuperLink's
         assert accuracy(app["task"], torch.load("final_model.pt", weights_only=True)) > 0.6
+
+
+def test_a_model_that_is_no_sequence_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"only a torch.nn.Sequential .* got Linear"):
+        split(torch.nn.Linear(2, 2), "conv1")
 
 
 def test_all_examples_have_the_same_task() -> None:
@@ -105,6 +113,11 @@ def test_all_examples_have_the_same_task() -> None:
 def test_the_study_for_hospitals_composes() -> None:
     config = from_run_config(run_config(EXAMPLES / "hospitals" / "study"))
     assert (config.strategy.name, config.task.format, config.task.size, config.nodes) == ("fedreplay", "folder", 8, 3)
+
+
+def test_the_page_shows_the_policy_as_it_is() -> None:
+    page = (EXAMPLES.parent / "deploy.md").read_text()
+    assert f"```yaml\n{(EXAMPLES / 'hospitals' / 'policy.yaml').read_text()}```" in page
 
 
 def test_the_policy_for_hospitals_is_read() -> None:

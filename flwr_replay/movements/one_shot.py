@@ -21,6 +21,8 @@ __all__ = ["OneShot"]
 class OneShot(Movement):
     """Base of the methods in which data-like uploads stand in for the institutions' data."""
 
+    failed_before: int = 0  # number of failures when this round's uploads began
+
     @abstractmethod
     def prepare(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> None:
         """Do what must be done once before any upload; called at the start of every round."""
@@ -51,6 +53,7 @@ class OneShot(Movement):
         """Collect what is missing, chunk by chunk, then train one epoch."""
         weights = opened(arrays)
         self.prepare(grid, server_round, weights, config)
+        self.failed_before = len(self.recorder.failures)
         while requests := list(self.configure_train(server_round, arrays, config, grid)):
             replies = self.exchange(grid, server_round, requests)
             self.aggregate_train(server_round, replies)
@@ -62,8 +65,8 @@ class OneShot(Movement):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask each institution for the next chunk that is missing; one that failed is asked again next round."""
-        tired = {failure["institution"] for failure in self.recorder.failures if failure["round"] == server_round}
+        """Ask each institution for the next chunk that is missing; one that failed to is asked again next round."""
+        tired = {failure["institution"] for failure in self.recorder.failures[self.failed_before :]}
         pairs = [(member, self.missing(member)) for member in self.members if member.name not in tired]
         return [self.message(member, request, config) for member, request in pairs if request is not None]
 

@@ -77,8 +77,10 @@ def weighted_mean(states: Sequence[StateDict], weights: Sequence[float]) -> Stat
     shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
     mean: StateDict = {}
     for name, first in states[0].items():
-        total = np.zeros(first.shape, dtype=np.float64)
+        total = np.full(first.shape, -0.0)  # neutral in sums: 0.0 would lose the sign of -0.0
         for share, state in zip(shares, states, strict=True):
-            total += share * state[name]
-        mean[name] = (total if np.issubdtype(first.dtype, np.floating) else np.rint(total)).astype(first.dtype)
+            total += np.multiply(state[name], share, dtype=np.float64)
+        if not np.issubdtype(first.dtype, np.floating):
+            np.rint(total, out=total)
+        mean[name] = total.astype(first.dtype)
     return mean

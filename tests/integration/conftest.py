@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
+import runpy
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from flwr_replay.simulate import SuperLink, flower, flwr_run, free_port, superlink
 
-LABELS = {"clinic-a": (0, 1, 2, 3), "clinic-b": (3, 4, 5, 6), "clinic-c": (6, 7, 8, 9)}
-EXAMPLES = {"clinic-a": 96, "clinic-b": 80, "clinic-c": 64}
+HOSPITALS = Path(__file__).parents[2] / "docs" / "examples" / "hospitals"
+CLINICS = ("clinic-a", "clinic-b", "clinic-c")
 REFUSES = "clinic-d"  # lets statistics leave, and nothing else
 TASK = ("task=folder", "channels=1", "task.size=8", "classes=10", "model=cnn", "width=8", "device=cpu", "threads=1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "deployment: starts Flower's own server and node processes, a minute or more")
-
-
-def write_digits(root: Path) -> None:
-    """Write a folder of 8 x 8 images for each clinic, of a few labels only, and one manifest over all of them."""
-    from PIL import Image
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))
-    everything = [("image", "label", "site")]
-    taken = 0
-    for clinic, labels in LABELS.items():
-        (root / clinic).mkdir(parents=True)
-        own = [("image", "label")]
-        chosen = [i for i in order[taken:] if digits.target[i] in labels][: EXAMPLES[clinic]]
-        for n, i in enumerate(chosen):
-            Image.fromarray((digits.images[i] * 15.9375).astype(np.uint8)).save(root / clinic / f"{n}.png")
-            own.append((f"{n}.png", str(digits.target[i])))
-            everything.append((f"{clinic}/{n}.png", str(digits.target[i]), clinic))
-        _write_csv(root / clinic / "manifest.csv", own)
-        taken += 400  # no image in two clinics
-    _write_csv(root / "manifest.csv", everything)
-
-
-def _write_csv(path: Path, rows: Sequence[Sequence[str]]) -> None:
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(rows)
 
 
 @dataclass
@@ -67,7 +39,7 @@ class Deployment:
 
     def run(self, name: str, *options: str) -> str:
         """Run `flwr run … --stream` to its end; return what it said."""
-        overrides = [*TASK, *options, f"nodes={len(LABELS) + 1}", f"runs_dir='{self.runs}'", f"run_name={name}"]
+        overrides = [*TASK, *options, f"nodes={len(CLINICS) + 1}", f"runs_dir='{self.runs}'", f"run_name={name}"]
         said = "".join(flwr_run(self.link, overrides))
         if not (self.runs / name / "result.json").exists():
             pytest.fail(f"the run {name} did not end well:\n{said}\n{self.logs()}")
@@ -94,14 +66,13 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Three clinics that take part, and a fourth whose policy forbids what both methods share."""
     root = tmp_path_factory.mktemp("deployment")
-    write_digits(root / "data")
+    runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](root / "data")
     (root / "link").mkdir()
-    open_policy, closed_policy = root / "open.yaml", root / "closed.yaml"
-    open_policy.write_text("strategies: [fedreplay, cwt]\nkinds: [model, per-sample, statistic]\nmax-upload-mb: 64\n")
+    open_policy, closed_policy = HOSPITALS / "policy.yaml", root / "closed.yaml"
     closed_policy.write_text("kinds: [statistic]\n")
     with ExitStack() as stack:
         link = stack.enter_context(superlink(root / "link", simulation=False))
-        for clinic in (*LABELS, REFUSES):
+        for clinic in (*CLINICS, REFUSES):
             data = root / "data" / (clinic if clinic != REFUSES else "clinic-a")
             policy = open_policy if clinic != REFUSES else closed_policy
             stack.enter_context(supernode(link, clinic, data, root / "state", policy))

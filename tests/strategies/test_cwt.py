@@ -1,0 +1,143 @@
+"""CWT through real messages against a plain loop: one model, one institution after another."""
+
+import shlex
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Error, Message
+from safetensors.numpy import load_file
+from torch.nn.functional import cross_entropy
+
+from flwr_replay.check import Quiet
+from flwr_replay.client_app import app, backbone
+from flwr_replay.compose import compose
+from flwr_replay.engine import InlineGrid
+from flwr_replay.errors import DivergedError, RunError
+from flwr_replay.rng import derived_rng, derived_seed
+from flwr_replay.server_app import execute
+from flwr_replay.wire import config_in, metrics_in
+
+B = 16
+SIZES = {"a": 70, "b": 33, "c": 5}  # 4, 2 and 1 iterations
+TASK = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4"]
+JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=3"]
+
+
+class Grid(InlineGrid):
+    """Notes who trains when and on how many examples; some fail."""
+
+    failing = diverging = frozenset()
+    visits = ()
+
+    def _answer(self, message):
+        name = self.contexts[message.metadata.dst_node_id].node_config["name"]
+        if message.metadata.message_type != "train":
+            return super()._answer(message)
+        self.visits += (name,)
+        if (name, self.visits.count(name)) in self.failing:
+            return Message(Error(2, "made to fail"), reply_to=message)
+        if (name, self.visits.count(name)) in self.diverging:
+            message.content["config"]["lr"] = 1e30
+        assert config_in(message.content)["server-round"] == len(self.visits)
+        reply = super()._answer(message)
+        self.seen = {**getattr(self, "seen", {}), name: metrics_in(reply.content).get("examples-seen")}
+        return reply
+
+
+@pytest.fixture
+def shards(tmp_path):
+    rng = np.random.default_rng(0)
+    data = {}
+    for name, n in SIZES.items():
+        x, y = rng.integers(0, 256, (n + 9, 8, 8), np.uint8), rng.integers(0, 3, n + 9)
+        arrays = {"train_images": x[:n], "train_labels": y[:n], "test_images": x[n:], "test_labels": y[n:]}
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+        data[name] = torch.from_numpy(x[:n, None]) / 255, torch.from_numpy(y[:n])
+    return data
+
+
+@pytest.fixture
+def run(tmp_path, shards):
+    def start(*options, failing=(), diverging=()):
+        overrides = ["strategy=cwt", *JOB, f"nodes={len(SIZES)}", *options, f"runs_dir={tmp_path / 'runs'}"]
+        nodes = [{"name": name, "data": str(tmp_path / f"{name}.npz"), "state": str(tmp_path)} for name in "cab"]
+        grid = Grid(app, {"overrides": shlex.join(overrides)}, nodes)
+        grid.failing, grid.diverging = frozenset(failing), frozenset(diverging)
+        result, folder = execute(grid, compose(overrides), Quiet())
+        return load_file(folder / "models" / "global.safetensors"), result, grid
+
+    torch.set_num_threads(1)
+    return start
+
+
+def twin(shards, visits, momentum=0.9, keep=False):
+    """Train one model, visit after visit, with SGD spelled out."""
+    config = compose(JOB)
+    model = backbone(config.model, config.task)(derived_seed(0, "model"))
+    velocity = defaultdict(lambda: [0.0 for _ in model.parameters()])
+    for server_round, name in enumerate(visits, start=1):
+        if name is None:  # a visit that came to nothing
+            continue
+        x, y = shards[name]
+        who = name if keep else server_round
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(derived_seed(0, name, server_round)))
+        for i in range(max(1, len(y) // B)):
+            rows = order[i * B : (i + 1) * B]
+            gradients = torch.autograd.grad(cross_entropy(model(x[rows]), y[rows]), list(model.parameters()))
+            with torch.no_grad():
+                for k, (theta, gradient) in enumerate(zip(model.parameters(), gradients, strict=True)):
+                    velocity[who][k] = momentum * velocity[who][k] + gradient
+                    theta.add_(velocity[who][k], alpha=-0.05)
+    return {name: value.detach().numpy() for name, value in model.state_dict().items()}
+
+
+def agree(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=0, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_fixed_order_is_that_of_the_names(run, shards, keep):
+    weights, result, grid = run(f"optimizer-state={'keep' if keep else 'reset'}")
+    assert grid.visits == tuple("abc" * 3)
+    agree(weights, twin(shards, grid.visits, keep=keep))
+    assert result["examples-seen"] == 3 * (4 * B + 2 * B + 5)
+
+
+def test_a_visit_is_max_1_floor_n_over_b_iterations(run):
+    _, _, grid = run("rounds=1")
+    assert grid.seen == {"a": 4 * B, "b": 2 * B, "c": 5}
+
+
+def test_a_shuffled_order_is_a_new_permutation_in_every_cycle(run, shards):
+    weights, _, grid = run("order=shuffled", "rounds=6", "evaluate-every=6")
+    cycles = [grid.visits[i : i + 3] for i in range(0, 18, 3)]
+    assert all(sorted(cycle) == ["a", "b", "c"] for cycle in cycles)
+    assert len(set(cycles)) > 1
+    assert cycles == [tuple("abc"[i] for i in derived_rng(0, "order", n).permutation(3)) for n in range(6)]
+    agree(weights, twin(shards, grid.visits))
+    assert run("order=shuffled", "rounds=6", "seed=1")[2].visits != grid.visits
+
+
+def test_a_visit_that_fails_goes_to_the_next_with_the_same_weights(run, shards):
+    weights, result, grid = run("rounds=2", failing=[("b", 1)])
+    assert grid.visits == tuple("abcabc")
+    agree(weights, twin(shards, ["a", None, "c", "a", "b", "c"]))
+    assert [(failure["institution"], failure["round"]) for failure in result["failures"]] == [("b", 2)]
+
+
+def test_a_cycle_of_failures_ends_the_run(run):
+    with pytest.raises(RunError, match=r"no institution answered in exchange 4; .*made to fail"):
+        run(failing=[("b", 1), ("c", 1), ("a", 2)])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(run, shards, tmp_path):
+    with pytest.raises(DivergedError, match=r"^b: the loss must stay finite"):
+        run("run_name=diverged", "rounds=2", diverging=[("b", 1)])
+    [kept] = (tmp_path / "runs" / "diverged" / "checkpoints").iterdir()
+    weights = {name.removeprefix("arrays/"): array for name, array in load_file(kept).items()}
+    agree(weights, twin(shards, ["a"]))
+    assert not (tmp_path / "runs" / "diverged" / "result.json").exists()

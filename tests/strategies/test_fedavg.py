@@ -1,0 +1,185 @@
+"""FedAvg through real messages against a plain loop: all train the same model, and n_k / n weighs them."""
+
+import shlex
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Error, Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+from safetensors.numpy import load_file
+from torch.nn.functional import cross_entropy
+
+from flwr_replay.check import Quiet
+from flwr_replay.client_app import app, backbone
+from flwr_replay.compose import compose
+from flwr_replay.engine import InlineGrid
+from flwr_replay.movements.parallel import weighted_mean
+from flwr_replay.rng import derived_seed
+from flwr_replay.server_app import execute
+from flwr_replay.wire import config_in
+
+B = 16
+SIZES = {"a": 70, "b": 33, "c": 5}
+TASK = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4"]
+JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=2"]
+
+
+class Grid(InlineGrid):
+    """One institution may fail its training in one round; replies may come in any order."""
+
+    failing = ()
+    backwards = False
+
+    def _answer(self, message):
+        name = self.contexts[message.metadata.dst_node_id].node_config["name"]
+        if (
+            message.metadata.message_type == "train"
+            and (name, config_in(message.content)["server-round"]) in self.failing
+        ):
+            return Message(Error(2, "made to fail"), reply_to=message)
+        return super()._answer(message)
+
+    def pull_messages(self, message_ids):
+        replies = super().pull_messages(message_ids)
+        return replies[::-1] if self.backwards else replies
+
+
+@pytest.fixture
+def shards(tmp_path):
+    rng = np.random.default_rng(0)
+    data = {}
+    for name, n in SIZES.items():
+        x, y = rng.integers(0, 256, (n + 9, 8, 8), np.uint8), rng.integers(0, 3, n + 9)
+        parts = {"train_images": x[:n], "train_labels": y[:n], "test_images": x[n:], "test_labels": y[n:]}
+        np.savez(tmp_path / f"{name}.npz", **parts)
+        data[name] = torch.from_numpy(x[:n, None]) / 255, torch.from_numpy(y[:n])
+    return data
+
+
+@pytest.fixture
+def run(tmp_path, shards):
+    def start(*options, names="cab", strategy="fedavg", state="state", **watched):
+        overrides = [f"strategy={strategy}", *JOB, f"nodes={len(names)}", *options, f"runs_dir={tmp_path / 'runs'}"]
+        own = [{"name": name, "data": str(tmp_path / f"{name}.npz"), "state": str(tmp_path / state)} for name in names]
+        grid = Grid(app, {"overrides": shlex.join(overrides)}, own)
+        vars(grid).update(watched)
+        result, folder = execute(grid, compose(overrides), Quiet())
+        return load_file(folder / "models" / "global.safetensors"), result
+
+    torch.set_num_threads(1)
+    return start
+
+
+def twin(shards, rounds=2, epochs=1, keep=False, failing=(), optimizer=torch.optim.SGD, **settings):
+    """Average plain PyTorch models."""
+    config = compose(JOB)
+    build = backbone(config.model, config.task)
+    arrays, kept = build(derived_seed(0, "model")).state_dict(), {}
+    for server_round in range(1, rounds + 1):
+        trained, sizes = [], []
+        for name, (x, y) in shards.items():
+            if (name, server_round) in failing:
+                continue
+            model = build(0)
+            model.load_state_dict(arrays)
+            steps = optimizer(model.parameters(), lr=0.05, **settings)
+            if keep and name in kept:
+                steps.load_state_dict(kept[name])
+            shuffle = torch.Generator().manual_seed(derived_seed(0, name, server_round))
+            for _ in range(epochs):
+                order = torch.randperm(len(y), generator=shuffle)
+                for i in range(max(1, len(y) // B)):
+                    rows = order[i * B : (i + 1) * B]
+                    steps.zero_grad()
+                    cross_entropy(model(x[rows]), y[rows]).backward()
+                    steps.step()
+            kept[name] = steps.state_dict()
+            trained.append(model.state_dict())
+            sizes.append(len(y))
+        arrays = {
+            name: sum(n / sum(sizes) * one[name].double() for n, one in zip(sizes, trained, strict=True))
+            for name in arrays
+        }
+        arrays = {name: value.round() if name.endswith("tracked") else value for name, value in arrays.items()}
+    return {name: value.numpy() for name, value in arrays.items()}
+
+
+def agree(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=0, atol=1e-6, err_msg=name)
+
+
+def same(one, other):
+    return all(one[name].tobytes() == other[name].tobytes() for name in one | other)
+
+
+def test_institutions_of_unequal_size_weigh_n_k_over_n(run, shards):
+    weights, result = run()
+    agree(weights, twin(shards, momentum=0.9))
+    assert result["examples-seen"] == 2 * (4 * B + 2 * B + 5)
+
+
+def test_every_local_epoch_has_a_shuffle_of_its_own(run, shards):
+    agree(run("local-epochs=3", "rounds=1")[0], twin(shards, rounds=1, epochs=3, momentum=0.9))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_each_institution_keeps_its_own_optimizer(run, shards, optimizer):
+    plain = {"optimizer": torch.optim.Adam} if optimizer == "adam" else {"momentum": 0.9}
+    weights, _ = run("optimizer-state=keep", f"optimizer={optimizer}", "rounds=3", "evaluate-every=3")
+    agree(weights, twin(shards, rounds=3, keep=True, **plain))
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_without_one_institution_the_others_weights_sum_to_one(run, shards, name):
+    weights, result = run(failing=[(name, 1)])
+    agree(weights, twin(shards, momentum=0.9, failing=[(name, 1)]))
+    assert [(f["institution"], f["round"]) for f in result["failures"]] == [(name, 1)]
+
+
+def test_the_order_of_replies_changes_no_bit(run):
+    assert same(run()[0], run(backwards=True)[0])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_alone_fedavg_is_cwt_is_central_bit_for_bit(run, optimizer):
+    options = ["optimizer-state=keep", f"optimizer={optimizer}", "rounds=3", "evaluate-every=3"]
+    weights = [run(*options, names="a", strategy=name, state=name)[0] for name in ("fedavg", "cwt", "central")]
+    assert same(weights[0], weights[1])
+    assert same(weights[0], weights[2])
+
+
+states = st.tuples(array_shapes(max_dims=2, max_side=3), st.integers(1, 4)).flatmap(
+    lambda drawn: st.lists(
+        st.fixed_dictionaries(
+            {
+                "w": arrays("float32", drawn[0], elements=st.floats(-1e6, 1e6, width=32)),
+                "n": arrays("int64", (), elements=st.integers(0, 2**40)),
+            }
+        ),
+        min_size=drawn[1],
+        max_size=drawn[1],
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(states=states, data=st.data())
+def test_the_mean_lies_within_its_parts_and_one_part_is_its_own_mean(states, data):
+    weights = data.draw(st.lists(st.integers(1, 10**6), min_size=len(states), max_size=len(states)))
+    before = [{name: array.copy() for name, array in state.items()} for state in states]
+    mean = weighted_mean(states, weights)
+    for name, array in mean.items():
+        parts = np.stack([state[name] for state in states])
+        assert array.dtype == parts.dtype
+        assert (parts.min(0) <= array).all()
+        assert (array <= parts.max(0)).all()
+        expected = sum(w * p.astype(np.longdouble) for w, p in zip(weights, parts, strict=True)) / sum(weights)
+        np.testing.assert_allclose(array, expected, rtol=1e-6, atol=0.5 if name == "n" else 1e-6)
+    assert same(weighted_mean(states, [3 * w for w in weights]), mean)
+    assert same(weighted_mean(states[:1], weights[:1]), states[0])
+    assert all(same(one, other) for one, other in zip(states, before, strict=True))

@@ -1,0 +1,109 @@
+"""From what a user typed to a configuration: near matches, short keys, and the way back."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flwr_replay.compose import choices, compose, from_run_config, overrides_of, to_yaml
+from flwr_replay.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("strategy=fedreplya", "unknown strategy 'fedreplya': did you mean fedreplay"),
+        ("task=fashion-mnist", "unknown task 'fashion-mnist': did you mean fashion_mnist"),
+        ("partition=dirichlt", "did you mean dirichlet"),
+        ("model=resnet43", "did you mean resnet34"),
+        ("lattent-dtype=int8", "unknown option 'lattent-dtype': did you mean strategy.latent-dtype"),
+        ("training.momemtum=0.5", "unknown option 'training.momemtum': did you mean training.momentum"),
+        ("strategy.name=cwt", "unknown option 'strategy.name'"),
+        ("local-epochs=2", "unknown option 'local-epochs'"),  # FedAvg has it, the chosen strategy does not
+        ("latent-dtype=float61", "strategy.latent-dtype must be one of float32, float16, int8; got 'float61'"),
+        ("encoder=institutions", "did you mean institution"),
+        ("name=cwt", "unknown option 'name'"),
+        ("size=3", "option 'size' is in several sections; write one of task.size, partition.size"),
+        ("norm=batches", "model.norm must be one of batch, group"),
+        ("rounds=0", "rounds must be at least 1; got 0"),
+        ("rounds=2.5", "rounds must be of type int; got 2.5"),
+        ("rounds=true", "rounds must be of type int; got True"),
+        ("rounds=[1,2]", "rounds must be of type int; got [1, 2]"),
+        ("lr=null", "training.lr must be of type float; got None"),
+        ("lr=.nan", "training.lr must be"),
+        ("drop=1", "partition.drop must be of type bool; got 1"),
+        ("class-names=ab", "task.class-names must be a list; got 'ab'"),
+        ("momentum=1", "training.momentum lies in [0, 1); got 1.0"),
+        ("rounds", "an option is written key=value; got 'rounds'"),
+        ("=3", "an option is written key=value; got '=3'"),
+        ("rounds=[1", "options must be Hydra overrides"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(override, says):
+    with pytest.raises(ConfigError) as refused:
+        compose([override])
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_hyphens_short_keys_and_sections_are_the_same_option():
+    configs = [
+        compose([f"{key}=5"])
+        for key in ("strategy.encoder_epochs", "strategy.encoder-epochs", "encoder_epochs", "encoder-epochs")
+    ]
+    assert {config.strategy.encoder_epochs for config in configs} == {5}
+    assert len(set(configs)) == 1
+    assert compose(["evaluate-every=3"]).evaluate_every == 3
+
+
+def test_a_later_override_wins_and_a_choice_may_come_last():
+    assert compose(["rounds=3", "rounds=4"]).rounds == 4
+    assert compose(["order=shuffled", "strategy=cwt"]).strategy.order == "shuffled"
+    assert compose(["strategy=local", "strategy=cwt"]).strategy.name == "cwt"
+
+
+def test_names_of_classes_are_texts_even_where_they_look_like_numbers():
+    assert compose(["task=folder", "class-names=[0,1]"]).task.class_names == ("0", "1")
+
+
+TEXTS = ("", "it's", 'say "no"', "back\\slash", "ends in \\", "\\\\", "\\' both", "a, b", "[x]", "{y: 1}", "a=b")
+TEXTS += ("1e3", "007", "null", "true", "${rounds}", "\\${oc.env:HOME}", "a ${x", "#", "ü ß")
+
+
+def there_and_back(config, folder):
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    return compose(overrides_of(folder / "config.yaml"))
+
+
+@pytest.mark.parametrize("strategy", choices("strategy"))
+def test_a_written_configuration_composes_to_itself(strategy, tmp_path):
+    overrides = ["task=folder", 'class-names=[well, "it\'s, ill"]', "model=resnet18", "partition=dirichlet"]
+    overrides += ["lr=1e-05", "seed=7", "download=true", "device='cuda:1'"]
+    config = compose([f"strategy={strategy}", *overrides])
+    assert config.task.class_names == ("well", "it's, ill")
+    assert there_and_back(config, tmp_path) == config
+    assert config.run_name == ""
+
+
+@settings(max_examples=8, deadline=None)
+@given(drawn=st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=8), max_size=30))
+def test_every_text_comes_back_as_it_was(drawn, tmp_path_factory):
+    texts = (*TEXTS, *drawn)
+    config = compose(["strategy=cwt", "task=folder"])
+    config = replace(config, run_name=texts[-1], task=replace(config.task, classes=len(texts), class_names=texts))
+    assert there_and_back(config, tmp_path_factory.getbasetemp()) == config
+
+
+def test_flowers_run_config_says_the_same():
+    run_config = {"strategy": "cwt", "task": "", "nodes": 0, "seed": 3, "runs-dir": "", "lr": 0.5, "drop": True}
+    run_config["overrides"] = "order=shuffled task.data_dir='/a b' rounds=2"
+    words = ["strategy=cwt", "seed=3", "lr=0.5", "drop=true", "order=shuffled", "data-dir='/a b'", "rounds=2"]
+    assert from_run_config(run_config) == compose(words)
+    assert from_run_config({}) == compose([])
+
+
+def test_overrides_win_over_plain_keys_and_must_be_words():
+    assert from_run_config({"rounds": 5, "overrides": "rounds=2"}).rounds == 2
+    with pytest.raises(ConfigError, match=r"overrides must be words as in a shell; got \"seed='1\""):
+        from_run_config({"overrides": "seed='1"})

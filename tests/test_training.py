@@ -1,0 +1,227 @@
+"""Training helpers: iterations, shuffles, what is kept between visits, losses that are not finite."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flwr_replay.clients.cwt import CWTClient
+from flwr_replay.config import TrainingConfig
+from flwr_replay.data import Dataset, Examples
+from flwr_replay.errors import ConfigError, DivergedError, TrainingError
+from flwr_replay.institution import Institution
+from flwr_replay.payloads.common import Visit
+from flwr_replay.rng import derived_seed
+from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
+from flwr_replay.tasks import Classification
+from flwr_replay.training import (
+    as_input,
+    batches,
+    generator,
+    learning_rate,
+    load_arrays,
+    make_optimizer,
+    mean_loss,
+    refuse_single_batches,
+    to_arrays,
+)
+
+N, B = 45, 8
+DATA = Examples(np.random.default_rng(0).integers(0, 256, (N, 1, 3, 3), np.uint8), np.arange(N, dtype=np.int64) % 3)
+
+
+def build(seed):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Flatten(), nn.Linear(9, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+
+@pytest.fixture
+def client(tmp_path):
+    """Build a client as a new process would: nothing but the state directory is left from the one before."""
+    torch.set_num_threads(1)
+
+    def new(**training):
+        one = Institution("a", lambda: Dataset("d", DATA, DATA), torch.device("cpu"), state_root=tmp_path)
+        training = {"batch_size": B, "lr": 0.1, **training}
+        return CWTClient(one, build, Classification(3), TrainingConfig(**training), seed=5)
+
+    return new
+
+
+def visits(new, arrays, rounds, **more):
+    """Send the model to fresh clients, visit after visit; return its weights after each."""
+    found = {}
+    for server_round in rounds:
+        visit = Visit(server_round=server_round, arrays=arrays, **{"run": "r", "lr": 0.1, **more})
+        arrays = new().train(visit).arrays
+        found[server_round] = arrays
+    return found
+
+
+def same(one, other):
+    return all(one[name].tobytes() == other[name].tobytes() for name in one | other)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 70), b=st.integers(1, 80), seed=st.integers(0, 9))
+def test_a_visit_has_max_1_floor_n_over_b_full_batches_of_different_examples(n, b, seed):
+    x, y = torch.arange(n)[:, None].float(), torch.arange(n)
+    found = list(batches(x, y, b, generator(seed)))
+    assert len(found) == max(1, n // b)
+    assert all(len(y_B) == min(b, n) for _, y_B in found)
+    drawn = torch.cat([y_B for _, y_B in found])
+    assert len(set(drawn.tolist())) == len(drawn)
+    assert torch.equal(torch.cat([x_B for x_B, _ in found])[:, 0].long(), drawn)
+
+
+def test_every_round_has_a_fresh_shuffle_that_the_seed_alone_decides(client):
+    def order(server_round, **kept):
+        torch.manual_seed(server_round)  # the global state has no say
+        data = client().training_data()
+        return next(y_B.tolist() for _, y_B in batches(data.x, torch.arange(N), N, client().shuffle(server_round)))
+
+    orders = [order(server_round) for server_round in range(1, 6)]
+    assert all(sorted(found) == list(range(N)) for found in orders)
+    assert len({tuple(found) for found in orders}) == 5
+    assert orders == [order(server_round) for server_round in range(1, 6)]
+    twin = torch.randperm(N, generator=torch.Generator().manual_seed(derived_seed(5, "a", 1)))
+    assert orders[0] == twin.tolist()
+
+
+def test_bytes_become_numbers_between_0_and_1_and_stay_bytes_at_home():
+    x = torch.tensor([[0, 51, 255]], dtype=torch.uint8)
+    assert torch.equal(as_input(x), torch.tensor([[0, 0.2, 1]]))
+    assert x.tolist() == [[0, 51, 255]]
+    floats = torch.tensor([[-3.5, 300]])
+    assert torch.equal(as_input(floats), floats)
+
+
+# --- optimizer state --------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = [{}, {"momentum": 0.0}, {"optimizer": "adam"}, {"weight_decay": 0.1}]
+
+
+def twin(arrays, rounds, keep, optimizer="sgd", momentum=0.9, weight_decay=0.0):
+    """Plain PyTorch: one optimizer throughout, or a new one for every visit."""
+    model = build(0)
+    model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in arrays.items()})
+    x, y, steps = torch.from_numpy(DATA.x) / 255, torch.from_numpy(DATA.y), None
+    for server_round in rounds:
+        if steps is None or not keep:
+            adam = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=weight_decay)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=weight_decay)
+            steps = adam if optimizer == "adam" else sgd
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(derived_seed(5, "a", server_round)))
+        for i in range(N // B):
+            rows = order[i * B : (i + 1) * B]
+            steps.zero_grad()
+            cross_entropy(model(x[rows]), y[rows]).backward()
+            steps.step()
+    return to_arrays(model)
+
+
+@pytest.mark.parametrize("training", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("rule", ["keep", "reset"])
+def test_optimizer_state_is_kept_or_reset_between_visits_as_told(client, training, rule):
+    start = to_arrays(build(0))
+    found = visits(lambda: client(**training), start, [1, 4, 7], optimizer_state=rule)[7]
+    assert same(found, twin(start, [1, 4, 7], rule == "keep", **training))
+    if training.get("momentum") != 0:
+        assert not same(found, twin(start, [1, 4, 7], rule == "reset", **training))
+
+
+@pytest.mark.parametrize("training", OPTIMIZERS, ids=str)
+def test_repeated_exchanges_give_the_same_bits(client, training):
+    def new():
+        return client(**training)
+
+    once = visits(new, to_arrays(build(0)), [1, 2, 3, 4, 5], optimizer_state="keep")
+    for again in ([5], [5], [4, 5], [5]):  # a checkpoint is written beside the next exchange: two may be lost
+        repeated = visits(new, once[again[0] - 1], again, optimizer_state="keep")
+        assert same(repeated[5], once[5])
+
+
+def test_runs_share_no_state(client):
+    start = to_arrays(build(0))
+    first = visits(client, start, [1, 2], optimizer_state="keep", run="one")
+    second = visits(client, start, [1, 2], optimizer_state="keep", run="two")
+    assert same(first[2], second[2])
+
+
+def test_an_optimizer_comes_back_from_named_arrays():
+    model = build(1)
+    optimizer = make_optimizer(model, TrainingConfig(optimizer="adam"), 0.1)
+    for _ in range(2):
+        model(torch.ones(2, 9)).sum().backward()
+        optimizer.step()
+    other = make_optimizer(build(1), TrainingConfig(optimizer="adam"), 0.7)
+    load_optimizer_arrays(other, optimizer_arrays(optimizer))
+    assert same(optimizer_arrays(other), optimizer_arrays(optimizer))
+    assert other.param_groups[0]["lr"] == 0.7
+
+
+def test_nothing_of_a_broken_visit_is_left_in_the_next(client):
+    start = to_arrays(build(0))
+    clean = visits(client, start, [1])[1]
+    one = client()
+    one.scratch_model(start)(torch.ones(2, 9)).sum().backward()  # and then an error
+    assert same(one.train(Visit(server_round=1, arrays=start, run="r", lr=0.1)).arrays, clean)
+
+
+# --- losses, learning rate, weights -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_stops_the_training(wrong):
+    losses = [torch.tensor(0.5), torch.tensor(wrong), torch.tensor(-wrong), torch.tensor(0.1)]
+    for some in (losses[:2], losses[1:2], losses):
+        with pytest.raises(DivergedError, match=r"lower training\.lr"):
+            mean_loss(some)
+    assert mean_loss([losses[0], losses[0] * 3]) == 1.0
+
+
+def test_a_visit_that_diverges_returns_and_keeps_nothing(client, tmp_path):
+    start = to_arrays(build(0))
+    start["4.bias"][:] = math.nan
+    with pytest.raises(DivergedError):
+        visits(client, start, [1], optimizer_state="keep")
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_the_learning_rate_falls_tenfold_every_lr_step_rounds():
+    stepped = TrainingConfig(lr=0.5, lr_step=35)
+    assert [learning_rate(stepped, r) for r in (0, 34, 35, 69, 70)] == pytest.approx([0.5, 0.5, 0.05, 0.05, 0.005])
+    assert learning_rate(TrainingConfig(lr=0.5), 10**6) == 0.5
+
+
+def test_batch_norm_never_meets_a_batch_of_one(client):
+    for examples, batch_size in ((1, 8), (9, 1)):
+        refuse_single_batches(False, examples, batch_size)
+        with pytest.raises(TrainingError, match="at least two examples; got"):
+            refuse_single_batches(True, examples, batch_size)
+    refuse_single_batches(True, 2, 8)
+    with pytest.raises(TrainingError, match="batches of 1"):
+        visits(lambda: client(batch_size=1), to_arrays(build(0)), [1])
+
+
+def test_weights_go_in_and_out_bit_for_bit_or_not_at_all():
+    one, other = to_arrays(build(1)), build(2)
+    load_arrays(other, one)
+    assert same(to_arrays(other), one)
+    one["1.weight"][:] = 7  # a copy, not the module's own memory
+    assert not (to_arrays(other)["1.weight"] == 7).any()
+    lacking = {name: array for name, array in one.items() if name != "4.bias"}
+    for wrong in (lacking, {**one, "more": one["4.bias"]}, {**one, "4.bias": np.zeros(4, np.float32)}):
+        before = to_arrays(other)
+        with pytest.raises(ConfigError, match="model's own names and shapes"):
+            load_arrays(other, wrong)
+        assert same(to_arrays(other), before)
