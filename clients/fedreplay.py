@@ -5,18 +5,22 @@ Source: Qu et al. 2022, section 3.2, Algorithm 2, lines 1-3; section 4.1 for the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flwr_replay.client import InstitutionClient
+from flwr_replay.errors import DivergedError
 from flwr_replay.institution import Shard
-from flwr_replay.latents import pack, rows_per_chunk, shifted
+from flwr_replay.latents import BLOCK, pack, rows_per_chunk, shifted
 from flwr_replay.models import has_batch_norm, split
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
 from flwr_replay.training import (
     as_input,
     batches,
+    learning_rate,
     load_arrays,
     make_optimizer,
     mean_loss,
@@ -29,7 +33,6 @@ from flwr_replay.wire import array_record
 __all__ = ["FedReplayClient"]
 
 HELD_OUT = 10  # without a validation split, every tenth training example judges the encoder's training
-FORWARD_BATCH = 256  # examples per forward pass when encoding; bounds memory, changes no result
 
 
 class FedReplayClient(InstitutionClient):
@@ -47,6 +50,8 @@ class FedReplayClient(InstitutionClient):
         since_best = 0
         while epoch < request.max_epochs and since_best < request.patience:
             model.train()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(replace(self.training, lr=request.lr), epoch)
             losses = []
             for x_B, y_B in batches(train.x, train.y, self.batch_size, self.shuffle("encoder", epoch)):
                 losses.append(step(model, optimizer, self.task.loss(model(x_B), y_B)))
@@ -56,6 +61,8 @@ class FedReplayClient(InstitutionClient):
             validation = self.task.evaluate(model, held_out.x, held_out.y).loss
             if validation < best:
                 best, best_loss, since_best, best_arrays = validation, train_loss, 0, to_arrays(model)
+        if best == float("inf"):
+            raise DivergedError("the encoder's validation loss must become finite: lower training.lr and run anew")
         load_arrays(model, best_arrays)
         return Encoder(
             arrays=to_arrays(encoder),
@@ -86,15 +93,16 @@ class FedReplayClient(InstitutionClient):
         total = len(train) * request.views
         row_values = self.encode_rows(encoder, views, torch.zeros(1, dtype=torch.int64))[0].numel()
         stop = min(total, request.first + rows_per_chunk(row_values, request.latent_dtype, request.chunk_bytes))
+        parts = []
+        for begin in range(request.first - request.first % BLOCK, stop, BLOCK):
+            block = self.encode_rows(encoder, views, torch.arange(begin, min(begin + BLOCK, total)))
+            parts.append(pack(block[max(0, request.first - begin) : stop - begin], request.latent_dtype))
+        codes, scales = zip(*parts, strict=True)
         rows = torch.arange(request.first, stop)
 
         def raw_bytes(examples: int) -> int:
             return train.raw_bytes * examples // len(train)
 
-        parts = [
-            pack(self.encode_rows(encoder, views, part), request.latent_dtype) for part in rows.split(FORWARD_BATCH)
-        ]
-        codes, scales = zip(*parts, strict=True)
         return Latents(
             latents=np.concatenate(codes),
             labels=train.y[(rows % len(train)).to(train.y.device)].cpu().numpy(),

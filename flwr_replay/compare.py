@@ -96,7 +96,8 @@ def compare_strategies(
     with alone(folder):
         outcomes = dict(run_all(cells, jobs, metric))
     report = {
-        "title": f"{config.task.name}, {_dealt(config)}, {config.model.name}, {config.rounds} rounds",
+        "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config)}: {config.model.name}, "
+        f"{config.rounds} round{'s' * (config.rounds > 1)}",
         "metric": metric,
         "higher-is-better": higher_is_better if metric == leading else metric != "loss",
         "against": against,

@@ -1,6 +1,6 @@
 """The institution's last word, as a Flower mod around any ClientApp: policy first, own ledger before anything leaves.
 
-    app = ClientApp(mods=[guard])
+app = ClientApp(mods=[guard])
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from flwr_replay.errors import WireError
 from flwr_replay.files import write_atomic
 from flwr_replay.payloads.fedreplay import Latents
 
-__all__ = ["LatentStore", "pack", "rows_per_chunk", "shifted", "unpack"]
+__all__ = ["BLOCK", "LatentStore", "pack", "rows_per_chunk", "shifted", "unpack"]
 
+BLOCK = 32  # rows that are encoded together, always the same ones: their last bits depend on the size of the batch
 ENVELOPE = 2048  # bytes that names, array headers and statistics of a chunk take at most
 
 
@@ -34,7 +35,8 @@ def pack(latents: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.float32]
     values = latents.cpu().numpy()
     if dtype == "int8":
         peaks = np.abs(values).reshape(len(values), -1).max(1)
-        scales = (np.where(peaks > 0, peaks, 1) / 127).astype(np.float32)
+        scales = (peaks / 127).astype(np.float32)
+        scales[scales == 0] = 1
         spread = scales.reshape(-1, *[1] * (values.ndim - 1))
         return np.rint(values / spread).clip(-127, 127).astype(np.int8), scales
     if dtype == "float16":
@@ -49,7 +51,7 @@ def unpack(codes: NDArray[Any], scales: NDArray[np.float32] | None) -> NDArray[n
 
 
 def rows_per_chunk(row_values: int, dtype: str, chunk_bytes: int) -> int:
-    """Return how many examples fit a chunk, labels and scales included.
+    """Return how many examples fit a chunk, labels and scales included; whole blocks of them, where one fits.
 
     Raises
     ------
@@ -63,7 +65,7 @@ def rows_per_chunk(row_values: int, dtype: str, chunk_bytes: int) -> int:
             f"strategy.chunk-mb must hold at least one example's latents; got {chunk_bytes / 1e6:g} MB for "
             f"{row_bytes / 1e6:.3g} MB: raise chunk-mb, or choose a deeper cut or a smaller latent-dtype"
         )
-    return int(rows)
+    return int(rows if rows < BLOCK else rows - rows % BLOCK)
 
 
 def shifted(images: Tensor, reach: int, draws: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def shifted(images: Tensor, reach: int, draws: Tensor) -> Tensor:
 class LatentStore:
     """The server's disk: one folder of memory-mapped arrays for each institution.
 
-    An institution counts once its upload is complete; a chunk that comes twice changes nothing.
+    An institution counts once its upload is complete; a chunk that comes twice is refused.
     """
 
     def __init__(self, folder: Path) -> None:

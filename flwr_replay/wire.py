@@ -15,7 +15,7 @@ import io
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
@@ -153,6 +153,7 @@ class Payload:
     """Base of everything that travels; subclasses are frozen keyword-only dataclasses."""
 
     @classmethod
+    @cache
     def declared(cls) -> dict[str, Field]:
         """Return field name to declaration; a field without one is an error of the payload's author."""
         fields = {}

@@ -1,6 +1,6 @@
 """Studies of label skew: the tables of docs/results.md, as commands that can be repeated and resumed.
 
-    uv run python -m flwr_replay.simulations.skew mnist-severe --data ../shared/data/mnist
+    uv run python -m flwr_replay.simulations.skew mnist-sorted --data ../shared/data/mnist
 
 Source: Qu et al. 2022, section 4.2 (accuracy of each method as the label skew grows), on small public data.
 """
@@ -14,20 +14,24 @@ from flwr_replay.compare import compare_strategies
 
 __all__ = ["STUDIES", "main"]
 
-RESNET = ["model=resnet18", "stem=small", "width=16"]
-MNIST = ["task=mnist", *RESNET]
-PNEUMONIA = ["task=medmnist", "classes=2", *RESNET]
+MNIST = ["task=mnist", "model=resnet18", "stem=small", "width=16", "partition=ks"]
+PNEUMONIA = ["task=medmnist", "partition=ks", "ks=0.6", "drop=true"]
 METHODS = ["central", "fedreplay", "fedreplay:cut=layer2", "fedavg", "cwt", "local"]
 
 # name: (strategies, options, metric; empty: the task's leading one)
 STUDIES: dict[str, tuple[list[str], list[str], str]] = {
     "digits": (["fedavg", "cwt", "local", "central", "fedreplay"], ["seeds=5"], ""),
-    "mnist-severe": (METHODS, [*MNIST, "partition=ks", "ks=0.93", "rounds=4", "seeds=3"], ""),
-    "mnist-nearly-severe": (METHODS, [*MNIST, "partition=ks", "ks=0.9", "rounds=5", "seeds=3"], ""),
-    "mnist-mild": (METHODS, [*MNIST, "partition=ks", "ks=0.66", "rounds=5", "seeds=1"], ""),
+    "mnist-sorted": (METHODS, [*MNIST, "ks=0.93", "rounds=5", "seeds=3"], ""),
+    "mnist-longer": (
+        ["fedavg:rounds=10", "cwt:rounds=10", "fedreplay"],
+        [*MNIST, "ks=0.93", "rounds=5", "seeds=3"],
+        "",
+    ),
+    "mnist-severe": (METHODS, [*MNIST, "ks=0.9", "rounds=5", "seeds=3"], ""),
+    "mnist-mild": (METHODS, [*MNIST, "ks=0.66", "rounds=5", "seeds=1"], ""),
     "pneumonia": (
         ["central", "fedreplay", "fedreplay:encoder=random", "fedavg", "cwt", "local"],
-        [*PNEUMONIA, "partition=ks", "ks=0.6", "drop=true", "rounds=20", "seeds=5"],
+        [*PNEUMONIA, "rounds=20", "seeds=5"],
         "balanced-accuracy",
     ),
 }

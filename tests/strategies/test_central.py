@@ -1,0 +1,91 @@
+"""Central through real messages against a plain loop over the union of all data."""
+
+import shlex
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch.nn.functional import cross_entropy
+
+from flwr_replay.check import Quiet
+from flwr_replay.client_app import app, backbone
+from flwr_replay.compose import compose
+from flwr_replay.engine import InlineGrid
+from flwr_replay.errors import RunError
+from flwr_replay.institution import dealt
+from flwr_replay.rng import derived_seed
+from flwr_replay.server_app import execute
+
+N, B = 90, 16
+
+
+class Grid(InlineGrid):
+    """Notes who receives which messages."""
+
+    asked = ()
+
+    def _answer(self, message):
+        self.asked += ((message.metadata.dst_node_id, message.metadata.message_type),)
+        return super()._answer(message)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (N + 30, 8, 8), np.uint8), rng.integers(0, 3, N + 30)
+    parts = {"train_images": x[:N], "train_labels": y[:N], "test_images": x[N:], "test_labels": y[N:]}
+    np.savez(tmp_path / "all.npz", **parts)
+    task = ["task=medmnist", f"task.data-dir='{tmp_path}/all.npz'", "task.size=8", "classes=3"]
+    options = ["partition=majority", "p=0.6", "model=cnn", "model.width=4", "rounds=3", "evaluate-every=3"]
+    return ["strategy=central", *task, *options, f"batch_size={B}", "lr=0.05", "device=cpu", f"runs_dir={tmp_path}"]
+
+
+def run(overrides, nodes):
+    grid = Grid(app, {"overrides": shlex.join(overrides)}, nodes)
+    result, folder = execute(grid, compose([*overrides, f"nodes={len(nodes)}"]), Quiet())
+    return load_file(folder / "models" / "global.safetensors"), result, grid
+
+
+def simulated(k):
+    return [{"partition-id": i, "num-partitions": k} for i in range(k)]
+
+
+@pytest.mark.parametrize("rule", ["keep", "reset"])
+def test_one_institution_trains_on_the_union_and_all_evaluate(job, rule):
+    weights, result, grid = run([*job, f"optimizer-state={rule}"], simulated(3))
+    assert [node for node, kind in grid.asked if kind == "train"] == [2, 2, 2]
+    assert [node for node, kind in grid.asked if kind == "evaluate"] == [2, 3, 4]
+
+    config = compose(job)
+    part = dealt(config.task, config.partition, 3, config.seed)
+    own = np.concatenate(part.train)
+    assert len(own) == len(set(own))
+    with np.load(config.task.data_dir) as file:
+        x, y = torch.from_numpy(file["train_images"][own, None]) / 255, torch.from_numpy(file["train_labels"][own])
+    assert result["examples-seen"] == 3 * (len(own) // B) * B
+    model = backbone(config.model, config.task)(derived_seed(0, "model"))
+    steps = None
+    for server_round in (1, 2, 3):
+        if steps is None or rule == "reset":
+            steps = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        seed = derived_seed(0, "institution-1", server_round)
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+        for i in range(len(y) // B):
+            rows = order[i * B : (i + 1) * B]
+            steps.zero_grad()
+            cross_entropy(model(x[rows]), y[rows]).backward()
+            steps.step()
+    for name, value in model.state_dict().items():
+        np.testing.assert_allclose(weights[name], value.numpy(), rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_who_owns_its_own_data_only_cannot_pool(job, tmp_path):
+    data = str(tmp_path / "all.npz")
+    nodes = [{"name": name, "data": data, "state": str(tmp_path)} for name in "ab"]
+    with pytest.raises(RunError, match="institution 'a' owns its own data only; strategy=central needs one"):
+        run(job, nodes)
+    _, result, _ = run(job, nodes[:1])
+    assert result["examples-seen"] == 3 * (N // B) * B
