@@ -55,7 +55,9 @@ def test_the_wheel_runs_in_an_environment_of_its_own(wheel, tmp_path):
 
 def test_versions_that_were_tested_satisfy_the_project(wheel):
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    pinned = {
+        line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
     for requirement in wanted:
         name = requirement.split(">")[0].split("[")[0].strip().lower()
         assert name in pinned, f"constraints.txt lacks {name}"
