@@ -59,7 +59,7 @@ def forecast(config: RunConfig) -> list[Line]:
         own = part.examples(dataset, k).train
         strategy.members.add(Member(name, k, len(own), own.nbytes))
     lines: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
-    roll_call = RollCall(strategy=config.strategy.name, stages=list(strategy.stages))
+    roll_call = RollCall(strategy=config.strategy.name, run=settings.run, stages=list(strategy.stages))
     arrays = to_arrays(build(0))
     exchanges = [(m, roll_call, Present(name=m.name, num_examples=0, raw_bytes=0), 1) for m in strategy.members]
     exchanges += strategy.forecast(arrays, config.rounds)
@@ -115,8 +115,8 @@ def forecast_page(config: RunConfig) -> str:
     ]
     if samples:
         text.append(
-            f"{shown_bytes(samples)} are functions of single patients (kind per-sample). Who holds them and the encoder "
-            "may try to reconstruct the images."
+            f"{shown_bytes(samples)} are functions of single patients (kind per-sample). Who holds them and the "
+            "encoder may try to reconstruct the images."
         )
     text += [
         "Nothing here is differentially private; no epsilon can be stated. TLS protects messages on the network, not "

@@ -2,7 +2,7 @@
 
 A deployed ClientApp's process ends with every message, and a Ray actor serves several institutions, so nothing that
 must last lives in memory. Each save is atomic and the last three are kept: the server writes a checkpoint beside the
-next exchange, so a crash may lose two. An exchange that is then repeated begins from what was there before it, and gives
+next exchange, so a crash may lose two. An exchange that is then repeated begins from what was there before, and gives
 the same bits.
 """
 

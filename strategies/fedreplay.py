@@ -160,14 +160,17 @@ class FedReplay(OneShot):
 
     # --- stage 2 ------------------------------------------------------------------------------------------------------
 
-    def missing(self, member: Member) -> Extract | None:
+    def missing(self, member: Member, server_round: int) -> Extract | None:
         """Ask for the rows that an institution has yet to upload."""
         first = self.store.next_row(member.name)
-        return None if first is None or self.encoder is None else self.extract_request(self.encoder, first)
+        return (
+            None if first is None or self.encoder is None else self.extract_request(self.encoder, first, server_round)
+        )
 
-    def extract_request(self, encoder: StateDict, first: int) -> Extract:
+    def extract_request(self, encoder: StateDict, first: int, server_round: int) -> Extract:
         """Ask for the rows from `first` on that fit one message."""
         return Extract(
+            server_round=server_round,
             arrays=encoder,
             run=self.settings.run,
             cut=self.config.cut,
@@ -206,7 +209,7 @@ class FedReplay(OneShot):
                     total=0,
                     raw_bytes=0,
                 )
-                exchanges.append((member, self.extract_request(encoder, first), chunk, 1))
+                exchanges.append((member, self.extract_request(encoder, first, 0), chunk, 1))
         return exchanges
 
     def latent_shape(self) -> tuple[int, ...]:

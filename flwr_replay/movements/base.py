@@ -231,7 +231,8 @@ class Movement(Strategy):
 
     def call_roll(self, grid: Grid, server_round: int) -> None:
         """Ask nodes that are new for their names; one that refuses is reported and left out."""
-        request = RollCall(strategy=self.name, stages=list(self.stages), server_round=server_round)
+        run, stages = self.settings.run, list(self.stages)
+        request = RollCall(strategy=self.name, run=run, stages=stages, server_round=server_round)
         newcomers = self.members.newcomers(grid.get_node_ids())
         if not newcomers:
             return

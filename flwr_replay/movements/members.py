@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from flwr_replay.errors import RunError
+from flwr_replay.errors import RunError, WireError
 from flwr_replay.payloads.common import Failure, Present
 
 NAME = re.compile(r"\w[\w .-]{0,79}")  # it names folders, here and at the institution
@@ -73,10 +73,13 @@ class Members:
         RunError
             If two nodes that are both present give the same name.
         """
-        if reply is None or reply.has_error():
+        try:
+            answer = Present.decode(reply.content) if reply is not None and not reply.has_error() else None
+        except WireError:  # a user's own answer to queries
+            answer = None
+        if answer is None:
             self._by_name[str(node_id)] = Member(str(node_id), node_id, ours=False)
             return
-        answer = Present.decode(reply.content)
         self.add(Member(answer.name, node_id, answer.num_examples, answer.raw_bytes))
 
     def add(self, member: Member) -> None:

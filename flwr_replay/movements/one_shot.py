@@ -28,7 +28,7 @@ class OneShot(Movement):
         """Do what must be done once before any upload; called at the start of every round."""
 
     @abstractmethod
-    def missing(self, member: Member) -> Request | None:
+    def missing(self, member: Member, server_round: int) -> Request | None:
         """Return the request for what an institution has yet to upload; None if all is there."""
 
     @abstractmethod
@@ -67,7 +67,7 @@ class OneShot(Movement):
     ) -> Iterable[Message]:
         """Ask each institution for the next chunk that is missing; one that failed to is asked again next round."""
         tired = {failure["institution"] for failure in self.recorder.failures[self.failed_before :]}
-        pairs = [(member, self.missing(member)) for member in self.members if member.name not in tired]
+        pairs = [(member, self.missing(member, server_round)) for member in self.members if member.name not in tired]
         return [self.message(member, request, config) for member, request in pairs if request is not None]
 
     def aggregate_train(

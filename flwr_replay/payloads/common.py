@@ -37,6 +37,7 @@ class RollCall(Request, stage="roll-call", answer=Present, message_type="query")
     """Who is there? Asked once of every node that joins."""
 
     strategy: str = instruction()
+    run: str = instruction()
     stages: Sequence[str] = instruction("what every institution will be asked for", default=())
 
 
