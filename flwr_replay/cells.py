@@ -30,7 +30,7 @@ from flwr_replay.simulate import resolve
 __all__ = ["Cell", "Method", "alone", "run_all", "run_cell", "short_hash"]
 
 A_RUN_WRITES = re.compile(
-    r"(config|environment|metrics|ledger|failures)\.(yaml|json|jsonl)|checkpoints|models|latents|state|\..*\.tmp"
+    r"(config|environment|metrics|timings|ledger|failures)\.(yaml|json|jsonl)|checkpoints|models|latents|state|\..*\.tmp"
 )
 KILLED = "a process was killed while it ran, perhaps for want of memory: lower --jobs; the same command goes on"
 

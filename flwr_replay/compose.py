@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -114,9 +113,8 @@ def overrides_of(path: Path) -> list[str]:
     def quoted(value: Any) -> str:
         if isinstance(value, list):
             return "[" + ",".join(map(quoted, value)) + "]"
-        if isinstance(value, str):  # "${" would be an interpolation
-            plain = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
-            return QuotedString(plain, Quote.single).with_quotes()
+        if isinstance(value, str):
+            return QuotedString(value, Quote.single).with_quotes()
         return json.dumps(value)
 
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -140,6 +138,8 @@ def _plain(value: Any) -> Any:
 
 
 def _pair(override: str) -> tuple[str, str]:
+    if "${" in override:  # what the server sends must not read this machine's environment
+        raise ConfigError(f"an option must be a plain value without ${{...}}; got it in {override.partition('=')[0]!r}")
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"an option is written key=value; got {override!r}")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import RunError
 
-__all__ = ["append_lines", "home", "make_folder", "write_atomic"]
+NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run, which name folders
+
+__all__ = ["NAME", "append_lines", "home", "make_folder", "read_lines", "write_atomic"]
 
 
 def home() -> Path:
@@ -44,6 +47,20 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read JSON lines; a last line that a crash tore is dropped, from the file as well."""
+    if not path.exists():
+        return []
+    texts, records = path.read_text(encoding="utf-8").splitlines(), []
+    for text in texts:
+        try:
+            records.append(json.loads(text))
+        except ValueError:
+            write_atomic(path, "".join(json.dumps(record) + "\n" for record in records))
+            break
+    return records
 
 
 def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:

@@ -5,11 +5,13 @@ app = ClientApp(mods=[guard])
 
 from __future__ import annotations
 
+import logging
+
 from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
 from flwr_replay.compose import load_client
-from flwr_replay.errors import FlwrReplayError
+from flwr_replay.errors import FlwrReplayError, RefusedError, TrainingError, WireError
 from flwr_replay.institution import Institution, institution_of
 from flwr_replay.payloads.common import Failure
 from flwr_replay.wire import REQUESTS, Payload, Request, config_in, request_of, rows
@@ -20,13 +22,15 @@ __all__ = ["guard"]
 def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Refuse what the policy forbids, before any data are read; record what leaves, before it leaves.
 
-    An error of this package's own kind becomes a `Failure` reply: one line that the server shows.
+    What goes wrong becomes a `Failure` reply, one line that the server shows. In a deployment it tells the rule that
+    was broken; what the data or this machine look like (paths, values, tracebacks) stays in the institution's own log.
     """
+    deployed = "data" in context.node_config or "name" in context.node_config
     try:
         institution, config = institution_of(context)
-    except FlwrReplayError as error:
-        return _failure(message, error)
-    load_client(config.strategy.name)  # declares the payloads of the method
+        load_client(config.strategy.name)  # declares the payloads of the method
+    except Exception as error:
+        return _failure(message, error, deployed)
     request = request_of(message)
     try:
         institution.policy.check_strategy(config.strategy.name)
@@ -40,8 +44,8 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
             for row in found:
                 institution.policy.check_field(row.field, row.kind)
         institution.policy.check_upload(sum(row.bytes for row in found), "the answer")
-    except FlwrReplayError as error:
-        reply = _failure(message, error)
+    except Exception as error:
+        reply = _failure(message, error, deployed)
         found = list(rows(reply.content, Failure))
     instructions = config_in(message.content)
     institution.record_release(
@@ -66,6 +70,10 @@ def _check_size_before(institution: Institution, message: Message, answer: type[
         institution.policy.check_upload(arrays.count_bytes(), "the model")
 
 
-def _failure(message: Message, error: FlwrReplayError) -> Message:
-    line = " ".join(str(error).split()) or type(error).__name__
+def _failure(message: Message, error: Exception, deployed: bool) -> Message:
+    told = isinstance(error, (RefusedError, TrainingError, WireError)) or not deployed
+    if not isinstance(error, FlwrReplayError) or not told:
+        logging.getLogger("flwr").error("this institution cannot answer", exc_info=error)
+    line = " ".join(str(error).split()) if told else f"{type(error).__name__}; the institution's own log says more"
+    line = line or type(error).__name__
     return Message(Failure(failure=line, error=type(error).__name__).encode(), reply_to=message)

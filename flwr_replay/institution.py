@@ -24,7 +24,7 @@ from torch import Tensor
 from flwr_replay.compose import from_run_config
 from flwr_replay.config import PartitionConfig, RunConfig, TaskConfig
 from flwr_replay.data import Dataset, Examples, Partition, institution_name, load, partition
-from flwr_replay.errors import ConfigError, DataError, nearest
+from flwr_replay.errors import ConfigError, DataError, TrainingError, nearest
 from flwr_replay.files import home, make_folder
 from flwr_replay.policy import Policy, read_policy
 from flwr_replay.training import select_device
@@ -119,7 +119,7 @@ class Institution:
     def pooled(self) -> Shard:
         """The union of all institutions' training examples; a simulation only can pool them."""
         if self.read_pooled is None:
-            raise ConfigError(
+            raise TrainingError(  # which a deployed institution tells the server
                 f"institution {self.name!r} owns its own data only; strategy=central needs one institution that owns "
                 "everything: run it in a simulation, or with all data at one node and nodes=1"
             )

@@ -126,6 +126,9 @@ class LatentStore:
             raise WireError(
                 f"a chunk must hold rows of its upload; {name} sent {chunk.first} to {last} of {chunk.total}"
             )
+        shapes = {tuple(self._open(other)["latents"].shape[1:]) for other in self.progress}
+        if shapes and chunk.latents.shape[1:] not in shapes:
+            raise WireError(f"{name}'s latents must have the others' shape {shapes}; got {chunk.latents.shape[1:]}")
         arrays = {"latents": chunk.latents, "labels": chunk.labels, "scales": chunk.scales}
         for key, array in arrays.items():
             if array is not None:

@@ -26,13 +26,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from flwr_replay.compose import to_yaml
 from flwr_replay.config import RunConfig
 from flwr_replay.errors import RunError
-from flwr_replay.files import append_lines, home, make_folder, write_atomic
+from flwr_replay.files import NAME, append_lines, home, make_folder, read_lines, write_atomic
 from flwr_replay.institution import UNPROTECTED
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.recorder import Recorder, Snapshot
@@ -57,7 +57,13 @@ def open_run(config: RunConfig) -> RunConfig:
         folder = Path(config.resume).expanduser().absolute()
         if not (folder / "config.yaml").exists():
             raise RunError(f"resume must be a run directory with a config.yaml; got {folder}")
+        _same_options(config, folder / "config.yaml")
         return replace(config, runs_dir=str(folder.parent), run_name=folder.name)
+    if config.run_name and not NAME.fullmatch(config.run_name):
+        raise RunError(
+            "run-name has letters, digits, spaces, dots, hyphens and underscores and begins with a letter or digit; "
+            f"got {config.run_name!r}"
+        )
     root = make_folder(Path(config.runs_dir or home() / "runs").expanduser().absolute(), "runs-dir")
     stem = default_name(config)
     name, number = config.run_name or stem, 1
@@ -73,6 +79,33 @@ def open_run(config: RunConfig) -> RunConfig:
     opened = replace(config, runs_dir=str(root), run_name=name)
     write_atomic(root / name / "config.yaml", to_yaml(opened))
     return opened
+
+
+def _same_options(config: RunConfig, file: Path) -> None:
+    """Refuse a resumption under other options; more rounds, other places and waiting times are no such difference."""
+    import yaml
+
+    try:
+        saved = _flat(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, AttributeError) as error:
+        raise RunError(
+            f"the run's config.yaml must be readable; {file} is not: {' '.join(str(error).split())}"
+        ) from None
+    now = _flat(yaml.safe_load(to_yaml(config)))
+    free = ("runs_dir", "run_name", "resume", "rounds", "nodes", "timeout", "wait", "device", "task.data_dir")
+    differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key) and key not in free)
+    if differing:
+        key = differing[0]
+        raise RunError(
+            f"a resumed run keeps its options; {key} was {saved.get(key)!r}, now {now.get(key)!r}: leave it out"
+        )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def default_name(config: RunConfig) -> str:
@@ -112,6 +145,7 @@ class RunDirectory(Recorder):
         self._writing: Future[None] = self._writer.submit(lambda: None)
         (self.path / "checkpoints").mkdir(exist_ok=True)
         write_atomic(self.path / "environment.json", json.dumps(_environment(config), indent=2) + "\n")
+        read_lines(self.path / "ledger.jsonl")  # drops a line that a crash tore
         self._ledger = open(self.path / "ledger.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open while it runs
 
     # --- Recorder -----------------------------------------------------------------------------------------------------
@@ -191,12 +225,18 @@ class RunDirectory(Recorder):
 
     def restore(self) -> Snapshot | None:
         """Return the last checkpoint of a resumed run and forget the metrics that came after it."""
-        found = sorted((self.path / "checkpoints").glob("*.safetensors"))
-        if not found:
+        found = sorted((self.path / "checkpoints").glob("*.safetensors"), reverse=True)
+        for path in found:
+            try:
+                with safe_open(path, "numpy") as file:
+                    values = json.loads(file.metadata()["values"])
+                    arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+                break
+            except SafetensorError:
+                self.log(f"{path.name} is not whole; going on from the checkpoint before it")
+        else:
+            self._rewind(-1)
             return None
-        with safe_open(found[-1], "numpy") as file:
-            values = json.loads(file.metadata()["values"])
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         self.counters = Counters(values["examples-seen"], values["seconds"])
         self._rewind(values["server-round"])
         return Snapshot(values["server-round"], _under("arrays/", arrays), _under("state/", arrays), values["state"])
@@ -245,8 +285,7 @@ class RunDirectory(Recorder):
     def bytes_by_kind(self) -> dict[str, dict[str, int]]:
         """Sum the ledger by direction and kind; beside per-sample uploads, the raw bytes they stand for."""
         sums: dict[str, dict[str, int]] = {"up": {}, "down": {}}
-        for line in (self.path / "ledger.jsonl").read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
+        for entry in read_lines(self.path / "ledger.jsonl"):
             by_kind = sums[entry["direction"]]
             by_kind[entry["kind"]] = by_kind.get(entry["kind"], 0) + entry["bytes"]
             if entry["field"] == "latents":
@@ -262,20 +301,17 @@ class RunDirectory(Recorder):
     def _rewind(self, server_round: int) -> None:
         """Reload metrics up to a checkpoint, and the bytes that really travelled, repeated ones included."""
         metrics = self.path / "metrics.jsonl"
-        lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-        kept = [entry for entry in map(json.loads, lines) if entry["round"] <= server_round]
+        kept = [entry for entry in read_lines(metrics) if entry["round"] <= server_round]
         write_atomic(metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
         rounds: dict[int, dict[str, dict[str, float]]] = {}
         for entry in kept:
             by_institution = rounds.setdefault(entry["round"], {})
             by_institution.setdefault(entry["institution"], {})[entry["metric"]] = entry["value"]
         self.history = [(at, own.pop(""), own) for at, own in rounds.items()]
-        for line in (self.path / "ledger.jsonl").read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
+        self.bytes = {"up": 0, "down": 0}
+        for entry in read_lines(self.path / "ledger.jsonl"):
             self.bytes[entry["direction"]] += entry["bytes"]
-        failures = self.path / "failures.jsonl"
-        if failures.exists():
-            self.failures = [json.loads(line) for line in failures.read_text(encoding="utf-8").splitlines()]
+        self.failures = read_lines(self.path / "failures.jsonl")
 
 
 def _write_checkpoint(path: Path, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,11 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
     build, task = backbone(config.model, config.task), make_task(config.task)
     strategy_type, _ = load_strategy(config.strategy.name)
     strategy_type.check(config.strategy, build)
+    device = select_device(config.device)
     config = open_run(config)
+    stored = Path(config.runs_dir) / config.run_name / "result.json"
+    if stored.exists() and (result := json.loads(stored.read_text()))["rounds"] >= config.rounds:
+        return result, stored.parent  # a finished run is not run again
     settings = Settings(
         training=config.training,
         nodes=config.nodes,
@@ -66,7 +71,7 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
         run=config.run_name,
         task=task,
         model=build,
-        device=select_device(config.device),
+        device=device,
     )
     fresh = array_record(to_arrays(build(derived_seed(config.seed, "model"))))
     recorder = RunDirectory(config, display)

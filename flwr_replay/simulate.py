@@ -64,6 +64,9 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
     ConfigError
         For a wrong option, or options that would change a resumed run.
     """
+    for option in options:
+        if option.partition("=")[0].replace("-", "_") in ("runs_dir", "resume"):
+            raise ConfigError(f"runs-dir and resume are given as --runs-dir and --resume; got {option!r}")
     if resume:
         if options:
             given = " ".join(options)

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.numpy import load_file, save
 
-from flwr_replay.files import write_atomic
+from flwr_replay.errors import WireError
+from flwr_replay.files import NAME, write_atomic
 from flwr_replay.institution import Institution
 from flwr_replay.wire import StateDict
 
@@ -31,9 +32,14 @@ class StateStore:
         """The institution's state directory, made when it is first used."""
         return self.institution.state
 
+    def _of_run(self, run: str) -> Path:
+        if not NAME.fullmatch(run):  # it comes from the server and must not lead out of the state directory
+            raise WireError(f"a run's name has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
+        return self.folder / run
+
     def save(self, key: str, run: str, server_round: int, arrays: StateDict) -> None:
         """Keep arrays as they stand after exchange `server_round`; forget all but the last three."""
-        folder = self.folder / run
+        folder = self._of_run(run)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / f"{key}-{server_round:06d}.safetensors", save(arrays))
         for old in sorted(folder.glob(f"{key}-*.safetensors"))[:-3]:
@@ -41,7 +47,7 @@ class StateStore:
 
     def load(self, key: str, run: str, before: int) -> StateDict | None:
         """Return the arrays as they stood when exchange `before` began; None if there are none yet."""
-        files = sorted((self.folder / run).glob(f"{key}-*.safetensors"))
+        files = sorted(self._of_run(run).glob(f"{key}-*.safetensors"))
         earlier = [file for file in files if int(file.stem.rsplit("-", 1)[1]) < before]
         return load_file(earlier[-1]) if earlier else None
 

@@ -12,8 +12,11 @@ institution (`Latents`): functions of single patients, without differential priv
              θ_C ← fresh weights                                                             # line 8
              for each round: for each batch of e: θ_C ← θ_C − η ∇L(θ_C; e)                   # lines 9-10
 
-Deviations: the encoder may also be random or come from a file: it then carries nothing of these institutions' data (the
-latents still do); an institution that comes late uploads then, and training goes on with its latents included.
+Deviations: stage 1 keeps the learning rate constant, stops early on the institution's validation split (without one, on
+a held-out tenth of its training examples) and keeps the best epoch; the encoder may also be random or come from a file:
+it then carries nothing of these institutions' data (the latents still do), and a random one's batch norm stays at mean 0,
+variance 1; latents may be quantised; with upload-views=n a round sees n times the rows; an institution that comes late
+uploads then, and training goes on with its latents included.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from flwr_replay.config import one_of, require
-from flwr_replay.errors import ConfigError, RunError, nearest
+from flwr_replay.errors import ConfigError, RunError, WireError, nearest
 from flwr_replay.latents import LatentStore, rows_per_chunk
 from flwr_replay.models import has_batch_norm, split
 from flwr_replay.movements.base import Exchange
@@ -73,7 +76,7 @@ class FedReplayConfig:
     def __post_init__(self) -> None:
         one_of("strategy.encoder", self.encoder, ("institution", "random", "file"))
         one_of("strategy.latent-dtype", self.latent_dtype, ("float32", "float16", "int8"))
-        require(self.chunk_mb > 0, f"strategy.chunk-mb must be positive; got {self.chunk_mb}")
+        require(0 < self.chunk_mb <= 1000, f"strategy.chunk-mb lies in (0, 1000]; got {self.chunk_mb}")
         require(
             (self.encoder == "file") == bool(self.encoder_file),
             "strategy.encoder=file and strategy.encoder-file=PATH go together; "
@@ -96,7 +99,9 @@ class FedReplay(OneShot):
     @classmethod
     def check(cls, config: FedReplayConfig, model: Callable[[int], nn.Module]) -> None:
         """Refuse a cut that the model does not have."""
-        split(model(0), config.cut)
+        encoder, _ = split(model(0), config.cut)
+        if config.encoder == "file":
+            read_encoder(Path(config.encoder_file), list(encoder.state_dict()))
 
     # --- stage 1 ------------------------------------------------------------------------------------------------------
 
@@ -108,7 +113,11 @@ class FedReplay(OneShot):
         if self.config.encoder == "institution":
             self.encoder = self.train_encoder(grid, server_round, arrays, config)
         else:
-            given = arrays if self.config.encoder == "random" else self.read_encoder()
+            given = (
+                arrays
+                if self.config.encoder == "random"
+                else read_encoder(Path(self.config.encoder_file), self.encoder_names)
+            )
             self.encoder = {name: given[name] for name in self.encoder_names}
         self.store = LatentStore(self.recorder.folder("latents", fresh=True))
         self.checkpoint(server_round - 1, arrays)
@@ -147,17 +156,6 @@ class FedReplay(OneShot):
             patience=self.config.patience,
         )
 
-    def read_encoder(self) -> StateDict:
-        """Read the encoder's weights from the user's file."""
-        path = Path(self.config.encoder_file)
-        try:
-            arrays = load_file(path)
-        except Exception as error:
-            raise ConfigError(f"strategy.encoder-file must be a .safetensors file; got {path}: {error}") from None
-        if absent := [name for name in self.encoder_names if name not in arrays]:
-            raise ConfigError(f"strategy.encoder-file must hold the weights before the cut; {path} lacks {absent[0]}")
-        return arrays
-
     # --- stage 2 ------------------------------------------------------------------------------------------------------
 
     def missing(self, member: Member, server_round: int) -> Extract | None:
@@ -182,7 +180,13 @@ class FedReplay(OneShot):
 
     def keep(self, member: Member, reply: Message) -> None:
         """Store a chunk: e ← e ∪ e_k."""  # Alg. 2, line 7
-        self.store.add(member.name, Latents.decode(reply.content))
+        chunk = Latents.decode(reply.content)
+        classes = self.settings.task.classes
+        if len(chunk.labels) and not 0 <= chunk.labels.min() <= chunk.labels.max() < classes:
+            raise WireError(f"{member.name}'s labels must lie in 0..{classes - 1}; got others: check its data")
+        if not np.isfinite(chunk.latents).all():
+            raise WireError(f"{member.name}'s latents must be finite; got others: check its data and the encoder")
+        self.store.add(member.name, chunk)
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One encoder, if an institution trains it, and every institution's latents, chunk by chunk, once."""
@@ -270,3 +274,20 @@ class FedReplay(OneShot):
         load_arrays(self.primary, parts["primary"])
         load_optimizer_arrays(self.optimizer, parts["optimizer"])
         self.store = LatentStore(self.recorder.folder("latents"))
+
+
+def read_encoder(path: Path, names: list[str]) -> StateDict:
+    """Read the encoder's weights from the user's file.
+
+    Raises
+    ------
+    ConfigError
+        If it is no .safetensors file, or lacks one of the names before the cut.
+    """
+    try:
+        arrays = load_file(path)
+    except Exception as error:
+        raise ConfigError(f"strategy.encoder-file must be a .safetensors file; got {path}: {error}") from None
+    if absent := [name for name in names if name not in arrays]:
+        raise ConfigError(f"strategy.encoder-file must hold the weights before the cut; {path} lacks {absent[0]}")
+    return arrays

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -167,14 +168,19 @@ class Movement(Strategy):
             self.call_roll(grid, server_round)
             trained, metrics = self.exchange_round(grid, server_round, arrays, train_config)
             if trained is not None:
-                arrays = trained
+                arrays = _finite(trained)
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
             completed, rest = divmod(server_round, per_round)
             due = rest == 0 and (completed % self.settings.evaluate_every == 0 or completed == num_rounds)
             if due:
                 asked = self.configure_evaluate(server_round, arrays, evaluate_config, grid)
-                pooled = self.aggregate_evaluate(server_round, self.exchange(grid, server_round, asked))
+                answers = self.exchange(grid, server_round, asked, needed=False)
+                pooled = self.aggregate_evaluate(server_round, answers)
+                if pooled is None and completed == num_rounds and self.members.ours:
+                    raise RunError(
+                        f"nobody could evaluate the last round; {self.recorder.failures_line()}: resume the run"
+                    )
                 if pooled is not None:
                     result.evaluate_metrics_clientapp[server_round] = pooled
                 if evaluate_fn and (central := evaluate_fn(server_round, arrays)) is not None:
@@ -242,18 +248,26 @@ class Movement(Strategy):
             node_id, reply = message.metadata.dst_node_id, replies.get(message.metadata.message_id)
             refusal = failure_of(reply) if reply is not None else None
             if refusal is None:
-                self.members.admit(node_id, reply)
+                try:
+                    self.members.admit(node_id, reply)
+                except RunError as error:
+                    if server_round == 0:
+                        raise
+                    refusal = Failure(failure=str(error), error="RunError")  # a late one must not end the others' run
             # One that refuses has told no name; its messages travelled all the same.
             member = self.members.by_node(node_id) or Member(str(node_id), node_id)
             found = list(rows(message.content, RollCall))
             self.recorder.travelled(server_round, member, "down", found, "roll-call")
             if reply is not None and reply.has_content():
-                found = list(rows(reply.content, Failure if refusal else Present))
+                declared = Failure if failure_of(reply) else Present if member.ours else None
+                found = list(rows(reply.content, declared))
                 self.recorder.travelled(server_round, member, "up", found, "roll-call")
             if refusal:
                 self._failed(server_round, member.name, refusal)
 
-    def exchange(self, grid: Grid, server_round: int, messages: Iterable[Message]) -> list[Message]:
+    def exchange(
+        self, grid: Grid, server_round: int, messages: Iterable[Message], needed: bool = True
+    ) -> list[Message]:
         """Send messages, write the ledger, report who failed; return the good replies by institution's name.
 
         Raises
@@ -262,8 +276,6 @@ class Movement(Strategy):
             If messages were sent and no institution answered any of them.
         DivergedError
             If an institution's loss is not finite.
-        WireError
-            If an institution sends what was not declared.
         """
         asked = list(messages)
         replies = self._send(grid, asked)
@@ -287,15 +299,18 @@ class Movement(Strategy):
                 declared = Failure if refusal else (request.answer if request else None)
             try:
                 found = list(rows(reply.content, declared))
-                raw_bytes = metrics_in(reply.content).get("raw-bytes")
-                self.recorder.travelled(server_round, member, "up", found, stage, raw_bytes)
             except WireError as error:
-                raise WireError(f"{member.name} sent what it may not: {error}") from None
+                self._failed(
+                    server_round, member.name, Failure(failure=f"sent what it may not: {error}", error="WireError")
+                )
+                continue
+            raw_bytes = metrics_in(reply.content).get("raw-bytes")
+            self.recorder.travelled(server_round, member, "up", found, stage, raw_bytes)
             if refusal:
                 self._failed(server_round, member.name, refusal)
             else:
                 good.append((member.name, reply))
-        if asked and not good and self.stops_without_answers():
+        if needed and not good and self.stops_without_answers():
             raise RunError(f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}")
         return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
 
@@ -317,6 +332,14 @@ class Movement(Strategy):
         self.recorder.failed(server_round, name, failure.failure)
         if failure.error == DivergedError.__name__:
             raise DivergedError(f"{name}: {failure.failure}")
+
+
+def _finite(arrays: ArrayRecord) -> ArrayRecord:
+    """Refuse weights that are not finite, so that no checkpoint ever holds them."""
+    for name, array in opened(arrays).items():
+        if not np.isfinite(array).all():
+            raise DivergedError(f"the weights must stay finite; {name!r} is not: lower training.lr and run anew")
+    return arrays
 
 
 def _last_line(error: Error) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,11 +10,10 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from flwr_replay.errors import RunError, WireError
+from flwr_replay.files import NAME
 from flwr_replay.payloads.common import Failure, Present
 
-NAME = re.compile(r"\w[\w .-]{0,79}")  # it names folders, here and at the institution
-
-__all__ = ["NAME", "Member", "Members", "failure_of", "wait_for_nodes"]
+__all__ = ["Member", "Members", "failure_of", "wait_for_nodes"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,11 @@ class Members:
         """Return an institution that is present now."""
         member = self._by_name.get(name)
         return member if member and member.node_id in self._present else None
+
+    @property
+    def ours(self) -> bool:
+        """Say whether any that ever took part runs this package's ClientApp."""
+        return any(member.ours for member in self._by_name.values())
 
     @property
     def names(self) -> list[str]:
@@ -86,7 +89,7 @@ class Members:
         """Enter an institution that is present."""
         if not NAME.fullmatch(member.name):
             raise RunError(
-                "an institution's name has at most 80 letters, digits, spaces, dots, hyphens and underscores and "
+                "an institution's name has at most 160 letters, digits, spaces, dots, hyphens and underscores and "
                 f"begins with a letter or digit; got {member.name!r}: change it in its --node-config or site column"
             )
         known = self.get(member.name)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
+from flwr_replay.errors import WireError
 from flwr_replay.movements.base import Movement
 from flwr_replay.movements.members import Member
 from flwr_replay.wire import Request, StateDict, array_record, opened
@@ -75,5 +76,8 @@ class OneShot(Movement):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Store the uploads; the global weights change in `learn` only."""
         for member, reply in self.answers(replies):
-            self.keep(member, reply)
+            try:
+                self.keep(member, reply)
+            except WireError as error:  # one bad upload must not end the others' run
+                self.recorder.failed(server_round, member.name, str(error))
         return None, None

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Error, Message
-from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
-from flwr_replay.check import Quiet
 from flwr_replay.client_app import app, backbone
 from flwr_replay.compose import compose
 from flwr_replay.engine import InlineGrid
 from flwr_replay.errors import DivergedError, RunError
+from flwr_replay.movements.base import Settings
+from flwr_replay.movements.recorder import Recorder
 from flwr_replay.rng import derived_rng, derived_seed
-from flwr_replay.server_app import execute
-from flwr_replay.wire import config_in, metrics_in
+from flwr_replay.strategies.cwt import CWT
+from flwr_replay.tasks import make_task
+from flwr_replay.training import to_arrays
+from flwr_replay.wire import array_record, config_in, metrics_in, opened
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}  # 4, 2 and 1 iterations
@@ -28,7 +30,7 @@ JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=3"]
 class Grid(InlineGrid):
     """Notes who trains when and on how many examples; some fail."""
 
-    failing = diverging = frozenset()
+    failing = diverging = ()
     visits = ()
 
     def _answer(self, message):
@@ -58,15 +60,28 @@ def shards(tmp_path):
     return data
 
 
+class Seen(Recorder):
+    """Counts the examples used."""
+
+    examples = 0
+
+    def saw(self, examples):
+        self.examples += examples
+
+
 @pytest.fixture
-def run(tmp_path, shards):
-    def start(*options, failing=(), diverging=()):
-        overrides = ["strategy=cwt", *JOB, f"nodes={len(SIZES)}", *options, f"runs_dir={tmp_path / 'runs'}"]
-        nodes = [{"name": name, "data": str(tmp_path / f"{name}.npz"), "state": str(tmp_path)} for name in "cab"]
+def start(tmp_path, shards):
+    def start(*options, recorder=None, **watched):
+        overrides = ["strategy=cwt", *JOB, *options]
+        config, nodes = compose(overrides), []
+        for name in "cab":
+            nodes.append({"name": name, "data": str(tmp_path / f"{name}.npz"), "state": str(tmp_path)})
         grid = Grid(app, {"overrides": shlex.join(overrides)}, nodes)
-        grid.failing, grid.diverging = frozenset(failing), frozenset(diverging)
-        result, folder = execute(grid, compose(overrides), Quiet())
-        return load_file(folder / "models" / "global.safetensors"), result, grid
+        vars(grid).update(watched)
+        options = {"evaluate_every": config.evaluate_every, "seed": config.seed, "task": make_task(config.task)}
+        strategy = CWT(config.strategy, Settings(training=config.training, nodes=3, **options), recorder or Seen())
+        fresh = array_record(to_arrays(backbone(config.model, config.task)(derived_seed(0, "model"))))
+        return opened(strategy.start(grid, fresh, config.rounds).arrays), grid, strategy.recorder
 
     torch.set_num_threads(1)
     return start
@@ -100,44 +115,48 @@ def agree(one, other):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_fixed_order_is_that_of_the_names(run, shards, keep):
-    weights, result, grid = run(f"optimizer-state={'keep' if keep else 'reset'}")
+def test_a_fixed_order_is_that_of_the_names(start, shards, keep):
+    weights, grid, recorder = start(f"optimizer-state={'keep' if keep else 'reset'}")
     assert grid.visits == tuple("abc" * 3)
     agree(weights, twin(shards, grid.visits, keep=keep))
-    assert result["examples-seen"] == 3 * (4 * B + 2 * B + 5)
+    assert recorder.examples == 3 * (4 * B + 2 * B + 5)
 
 
-def test_a_visit_is_max_1_floor_n_over_b_iterations(run):
-    _, _, grid = run("rounds=1")
+def test_a_visit_is_max_1_floor_n_over_b_iterations(start):
+    _, grid, _ = start()
     assert grid.seen == {"a": 4 * B, "b": 2 * B, "c": 5}
 
 
-def test_a_shuffled_order_is_a_new_permutation_in_every_cycle(run, shards):
-    weights, _, grid = run("order=shuffled", "rounds=6", "evaluate-every=6")
+def test_a_shuffled_order_is_a_new_permutation_in_every_cycle(start, shards):
+    weights, grid, _ = start("order=shuffled", "rounds=6", "evaluate-every=6")
     cycles = [grid.visits[i : i + 3] for i in range(0, 18, 3)]
     assert all(sorted(cycle) == ["a", "b", "c"] for cycle in cycles)
     assert len(set(cycles)) > 1
     assert cycles == [tuple("abc"[i] for i in derived_rng(0, "order", n).permutation(3)) for n in range(6)]
     agree(weights, twin(shards, grid.visits))
-    assert run("order=shuffled", "rounds=6", "seed=1")[2].visits != grid.visits
 
 
-def test_a_visit_that_fails_goes_to_the_next_with_the_same_weights(run, shards):
-    weights, result, grid = run("rounds=2", failing=[("b", 1)])
-    assert grid.visits == tuple("abcabc")
-    agree(weights, twin(shards, ["a", None, "c", "a", "b", "c"]))
-    assert [(failure["institution"], failure["round"]) for failure in result["failures"]] == [("b", 2)]
+def test_a_visit_that_fails_goes_to_the_next_with_the_same_weights(start, shards):
+    weights, grid, recorder = start(failing=[("b", 1)])
+    assert grid.visits == tuple("abcabcabc")
+    agree(weights, twin(shards, ["a", None, *"cabcabc"]))
+    assert [(failure["institution"], failure["round"]) for failure in recorder.failures] == [("b", 2)]
 
 
-def test_a_cycle_of_failures_ends_the_run(run):
+def test_a_cycle_of_failures_ends_the_run(start):
     with pytest.raises(RunError, match=r"no institution answered in exchange 4; .*made to fail"):
-        run(failing=[("b", 1), ("c", 1), ("a", 2)])
+        start(failing=[("b", 1), ("c", 1), ("a", 2)])
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(run, shards, tmp_path):
+def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(start, shards):
+    class Kept(Recorder):
+        snapshots = ()
+
+        def end_exchange(self, snapshot):
+            self.snapshots += (snapshot,)
+
+    recorder = Kept()
     with pytest.raises(DivergedError, match=r"^b: the loss must stay finite"):
-        run("run_name=diverged", "rounds=2", diverging=[("b", 1)])
-    [kept] = (tmp_path / "runs" / "diverged" / "checkpoints").iterdir()
-    weights = {name.removeprefix("arrays/"): array for name, array in load_file(kept).items()}
-    agree(weights, twin(shards, ["a"]))
-    assert not (tmp_path / "runs" / "diverged" / "result.json").exists()
+        start(recorder=recorder, diverging=[("b", 1)])
+    [good] = recorder.snapshots
+    agree(good.arrays, twin(shards, ["a"]))

@@ -9,22 +9,22 @@ from flwr.app import Error, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
-from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
-from flwr_replay.check import Quiet
 from flwr_replay.client_app import app, backbone
-from flwr_replay.compose import compose
+from flwr_replay.compose import compose, load_strategy
 from flwr_replay.engine import InlineGrid
+from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import weighted_mean
 from flwr_replay.rng import derived_seed
-from flwr_replay.server_app import execute
-from flwr_replay.wire import config_in
+from flwr_replay.tasks import make_task
+from flwr_replay.training import to_arrays
+from flwr_replay.wire import array_record, config_in, opened
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}
 TASK = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4"]
-JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=2"]
+JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=3"]
 
 
 class Grid(InlineGrid):
@@ -60,20 +60,24 @@ def shards(tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path, shards):
-    def start(*options, names="cab", strategy="fedavg", state="state", **watched):
-        overrides = [f"strategy={strategy}", *JOB, f"nodes={len(names)}", *options, f"runs_dir={tmp_path / 'runs'}"]
-        own = [{"name": name, "data": str(tmp_path / f"{name}.npz"), "state": str(tmp_path / state)} for name in names]
-        grid = Grid(app, {"overrides": shlex.join(overrides)}, own)
+def start(tmp_path, shards):
+    def start(*options, names="cab", strategy="fedavg", **watched):
+        overrides = [f"strategy={strategy}", *JOB, *options]
+        config, nodes = compose(overrides), []
+        for name in names:
+            nodes.append({"name": name, "data": str(tmp_path / f"{name}.npz"), "state": str(tmp_path / strategy)})
+        grid = Grid(app, {"overrides": shlex.join(overrides)}, nodes)
         vars(grid).update(watched)
-        result, folder = execute(grid, compose(overrides), Quiet())
-        return load_file(folder / "models" / "global.safetensors"), result
+        settings = Settings(training=config.training, nodes=len(names), evaluate_every=9, task=make_task(config.task))
+        method = load_strategy(strategy)[0](config.strategy, settings)
+        fresh = array_record(to_arrays(backbone(config.model, config.task)(derived_seed(0, "model"))))
+        return opened(method.start(grid, fresh, config.rounds).arrays), method.recorder
 
     torch.set_num_threads(1)
     return start
 
 
-def twin(shards, rounds=2, epochs=1, keep=False, failing=(), optimizer=torch.optim.SGD, **settings):
+def twin(shards, rounds=3, epochs=1, keep=False, failing=(), optimizer=torch.optim.SGD, **settings):
     """Average plain PyTorch models."""
     config = compose(JOB)
     build = backbone(config.model, config.task)
@@ -117,38 +121,36 @@ def same(one, other):
     return all(one[name].tobytes() == other[name].tobytes() for name in one | other)
 
 
-def test_institutions_of_unequal_size_weigh_n_k_over_n(run, shards):
-    weights, result = run()
-    agree(weights, twin(shards, momentum=0.9))
-    assert result["examples-seen"] == 2 * (4 * B + 2 * B + 5)
+def test_institutions_of_unequal_size_weigh_n_k_over_n(start, shards):
+    agree(start()[0], twin(shards, momentum=0.9))
 
 
-def test_every_local_epoch_has_a_shuffle_of_its_own(run, shards):
-    agree(run("local-epochs=3", "rounds=1")[0], twin(shards, rounds=1, epochs=3, momentum=0.9))
+def test_every_local_epoch_has_a_shuffle_of_its_own(start, shards):
+    agree(start("local-epochs=3")[0], twin(shards, epochs=3, momentum=0.9))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_each_institution_keeps_its_own_optimizer(run, shards, optimizer):
+def test_each_institution_keeps_its_own_optimizer(start, shards, optimizer):
     plain = {"optimizer": torch.optim.Adam} if optimizer == "adam" else {"momentum": 0.9}
-    weights, _ = run("optimizer-state=keep", f"optimizer={optimizer}", "rounds=3", "evaluate-every=3")
-    agree(weights, twin(shards, rounds=3, keep=True, **plain))
+    weights, _ = start("optimizer-state=keep", f"optimizer={optimizer}")
+    agree(weights, twin(shards, keep=True, **plain))
 
 
 @pytest.mark.parametrize("name", ["a", "c"])
-def test_without_one_institution_the_others_weights_sum_to_one(run, shards, name):
-    weights, result = run(failing=[(name, 1)])
+def test_without_one_institution_the_others_weights_sum_to_one(start, shards, name):
+    weights, recorder = start(failing=[(name, 1)])
     agree(weights, twin(shards, momentum=0.9, failing=[(name, 1)]))
-    assert [(f["institution"], f["round"]) for f in result["failures"]] == [(name, 1)]
+    assert [(failure["institution"], failure["round"]) for failure in recorder.failures] == [(name, 1)]
 
 
-def test_the_order_of_replies_changes_no_bit(run):
-    assert same(run()[0], run(backwards=True)[0])
+def test_the_order_of_replies_changes_no_bit(start):
+    assert same(start()[0], start(backwards=True)[0])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_alone_fedavg_is_cwt_is_central_bit_for_bit(run, optimizer):
-    options = ["optimizer-state=keep", f"optimizer={optimizer}", "rounds=3", "evaluate-every=3"]
-    weights = [run(*options, names="a", strategy=name, state=name)[0] for name in ("fedavg", "cwt", "central")]
+def test_alone_fedavg_is_cwt_is_central_bit_for_bit(start, optimizer):
+    options = ["optimizer-state=keep", f"optimizer={optimizer}"]
+    weights = [start(*options, names="a", strategy=name)[0] for name in ("fedavg", "cwt", "central")]
     assert same(weights[0], weights[1])
     assert same(weights[0], weights[2])
 

@@ -1,6 +1,5 @@
 """FedReplay through real messages against Algorithm 2 in plain PyTorch, and the store of its latents."""
 
-import contextlib
 import shlex
 import tracemalloc
 from collections import OrderedDict
@@ -23,6 +22,7 @@ from flwr_replay.engine import InlineGrid
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.latents import LatentStore, pack, shifted, unpack
 from flwr_replay.movements.base import Settings
+from flwr_replay.movements.recorder import Recorder
 from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.rng import derived_seed
 from flwr_replay.server_app import execute
@@ -80,23 +80,56 @@ def nodes(tmp_path, shards):
     return {name: {"name": name, "data": str(tmp_path / f"{name}.npz"), "state": str(tmp_path)} for name in "cab"}
 
 
+class Seen(Recorder):
+    """Counts the examples used."""
+
+    examples = 0
+
+    def saw(self, examples):
+        self.examples += examples
+
+
+@pytest.fixture
+def start(nodes):
+    """Run; return the weights, the grid, the folder of latents and the recorder."""
+    kept = []  # a recorder's folder goes with it
+
+    def start(*options, names="cab", wait_for=3, evaluate_fn=None, **watched):
+        overrides = [*JOB, *options]
+        config = compose(overrides)
+        grid = Grid(app, {"overrides": shlex.join(overrides)}, [nodes[name] for name in names])
+        vars(grid).update(watched)
+        strategy = FedReplay(
+            config.strategy,
+            Settings(
+                training=config.training,
+                nodes=wait_for,
+                evaluate_every=config.evaluate_every,
+                task=make_task(config.task),
+                model=backbone(config.model, config.task),
+            ),
+            Seen(),
+        )
+        kept.append(strategy)
+        fresh = array_record(to_arrays(network(*options)))
+        result = strategy.start(grid, fresh, config.rounds, evaluate_fn=evaluate_fn and evaluate_fn(grid))
+        return opened(result.arrays), grid, strategy.store.folder, strategy.recorder
+
+    return start
+
+
 @pytest.fixture
 def run(tmp_path, nodes):
-    """Run, and return weights, grid, run directory, result."""
-    number = iter(range(99))
+    """Run with a run directory; return the weights, the grid, the directory and the result."""
 
-    def start(*options, resume=None, **watched):
-        overrides = [*JOB, *options, "nodes=3", f"runs_dir={tmp_path}", f"run_name=run-{next(number)}"]
+    def start(name, *options, resume=False, breaking=()):
+        overrides = [*JOB, *options, "nodes=3", f"runs_dir={tmp_path}", f"run_name={name}"]
         if resume:
-            overrides = [*overrides_of(resume / "config.yaml"), f"resume={resume}"]
+            overrides = [*overrides_of(tmp_path / name / "config.yaml"), f"resume={tmp_path / name}"]
         grid = Grid(app, {"overrides": shlex.join(overrides)}, list(nodes.values()))
-        vars(grid).update(watched)
-        if watched.get("breaking"):
-            with contextlib.suppress(KeyboardInterrupt):
-                execute(grid, compose(overrides), Quiet())
-            return tmp_path / f"run-{next(number) - 1}"
+        grid.breaking = breaking
         result, folder = execute(grid, compose(overrides), Quiet())
-        return load_file(folder / "models" / "global.safetensors"), grid, folder, result
+        return load_file(folder / "models" / "global.safetensors"), grid, folder / "latents", result
 
     return start
 
@@ -176,15 +209,15 @@ def same(one, other):
 
 
 def stored(folder, name, what="latents"):
-    return np.load(folder / "latents" / name / f"{what}.npy", mmap_mode="r")
+    return np.load(folder / name / f"{what}.npy", mmap_mode="r")
 
 
 # --- the three stages -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("lr_step", "fall"), [(0, 1.0), (1, 0.1)])
-def test_the_run_is_algorithm_2(run, shards, lr_step, fall):
-    weights, grid, folder, result = run(f"lr-step={lr_step}")
+def test_the_run_is_algorithm_2(start, shards, lr_step, fall):
+    weights, grid, folder, recorder = start(f"lr-step={lr_step}")
     encoder, epochs = stage_1(*shards["b"], "b", "conv1", fall=fall)
     union = stage_2(encoder, shards)
     for name, (e, y) in union.items():
@@ -194,11 +227,11 @@ def test_the_run_is_algorithm_2(run, shards, lr_step, fall):
     stages = [stage for _, stage, _, _ in grid.log]
     assert stages == ["roll-call"] * 3 + ["encode"] + ["extract"] * 3 + ["evaluate"] * 3
     in_encoder = epochs * (58 // B) * B
-    assert result["examples-seen"] == in_encoder + 2 * (sum(SIZES.values()) // B) * B
+    assert recorder.examples == in_encoder + 2 * (sum(SIZES.values()) // B) * B
 
 
-def test_the_primary_starts_from_fresh_weights_not_from_the_encoders_tail(run):
-    weights, grid, _, _ = run("lr=1e-12", "momentum=0", "rounds=1")
+def test_the_primary_starts_from_fresh_weights_not_from_the_encoders_tail(start):
+    weights, grid, _, _ = start("lr=1e-12", "momentum=0", "rounds=1")
     [(asked, _)] = grid.of("encode")
     fresh, tail = to_arrays(network(purpose="primary")), arrays_in(asked).state_dict()
     for name in ("conv2.conv.weight", "head.fc.weight"):
@@ -206,8 +239,8 @@ def test_the_primary_starts_from_fresh_weights_not_from_the_encoders_tail(run):
         assert not np.allclose(weights[name], tail[name], rtol=0, atol=1e-2)
 
 
-def test_the_encoder_stays_as_it_came_norm_layers_included(run):
-    weights, grid, _, _ = run("rounds=3", "chunk-mb=0.01")
+def test_the_encoder_stays_as_it_came_norm_layers_included(start):
+    weights, grid, _, _ = start("rounds=3", "chunk-mb=0.01")
     [(_, reply)] = grid.of("encode")
     encoder = arrays_in(reply.content).state_dict()
     assert {"conv1.conv.weight", "conv1.norm.running_mean", "conv1.norm.num_batches_tracked"} <= encoder.keys()
@@ -221,52 +254,52 @@ def test_the_encoder_stays_as_it_came_norm_layers_included(run):
 # --- stage 1 ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_largest_trains_the_encoder_and_the_next_largest_stands_in(run, shards):
-    assert run("rounds=1")[1].who("encode") == ["b"]
-    weights, grid, _, result = run(failing=[("b", "encode", 1)])
+def test_the_largest_trains_the_encoder_and_the_next_largest_stands_in(start, shards):
+    assert start("rounds=1")[1].who("encode") == ["b"]
+    weights, grid, _, recorder = start(failing=[("b", "encode", 1)])
     assert grid.who("encode") == ["b", "a"]
     assert sorted(grid.who("extract")) == ["a", "b", "c"]  # it could not train, but it can encode
     encoder, _ = stage_1(*shards["a"], "a", "conv1")
     union = stage_2(encoder, shards)
     agree(weights, encoder, stage_3([union, union]))
-    assert [failure["institution"] for failure in result["failures"]] == ["b"]
+    assert [failure["institution"] for failure in recorder.failures] == ["b"]
 
 
-def test_a_named_institution_trains_the_encoder_or_nobody(run):
-    assert run("rounds=1", "encoder-institution=c")[1].who("encode") == ["c"]
+def test_a_named_institution_trains_the_encoder_or_nobody(start):
+    assert start("rounds=1", "encoder-institution=c")[1].who("encode") == ["c"]
     with pytest.raises(RunError, match=r"no institution could train the encoder; c: .*made to fail"):
-        run("encoder-institution=c", failing=[("c", "encode", 1)])
+        start("encoder-institution=c", failing=[("c", "encode", 1)])
     with pytest.raises(ConfigError, match="no institution is named 'd'"):
-        run("encoder-institution=d")
+        start("encoder-institution=d")
 
 
-def test_a_random_encoder_is_the_fresh_backbones(run, shards):
-    weights, grid, _, _ = run(*QUICK)
+def test_a_random_encoder_is_the_fresh_backbones(start, shards):
+    weights, grid, _, _ = start(*QUICK)
     assert not grid.of("encode")
     encoder, _ = cut_after(network(), "conv1")
     agree(weights, encoder, stage_3([stage_2(encoder, shards)]))
 
 
-def test_an_encoder_from_a_file_is_taken_as_it_is(run, shards, tmp_path):
+def test_an_encoder_from_a_file_is_taken_as_it_is(start, shards, tmp_path):
     model = network(purpose="somewhere else")
     save_file(to_arrays(model), tmp_path / "given.safetensors")
     option = f"encoder-file={tmp_path}/given.safetensors"
-    weights, grid, _, _ = run("encoder=file", option, "rounds=1")
+    weights, grid, _, _ = start("encoder=file", option, "rounds=1")
     assert not grid.of("encode")
     encoder, _ = cut_after(model, "conv1")
     agree(weights, encoder, stage_3([stage_2(encoder, shards)]))
     save_file({"conv1.conv.weight": np.zeros((4, 1, 3, 3), np.float32)}, tmp_path / "given.safetensors")
     with pytest.raises(ConfigError, match=r"lacks conv1\.norm"):
-        run("encoder=file", option)
+        start("encoder=file", option)
     (tmp_path / "given.safetensors").write_bytes(b"no")
     with pytest.raises(ConfigError, match=r"must be a \.safetensors file"):
-        run("encoder=file", option)
+        start("encoder=file", option)
 
 
 @pytest.mark.parametrize("cut", ["conv1", "layer1", "layer2", "layer3", "layer4"])
-def test_the_backbone_is_cut_at_any_stage(run, shards, cut):
+def test_the_backbone_is_cut_at_any_stage(start, shards, cut):
     options = ["model=resnet18", "stem=small", "model.width=4"]
-    weights, _, _, _ = run(*options, *QUICK, f"cut={cut}")
+    weights, _, _, _ = start(*options, *QUICK, f"cut={cut}")
     encoder, _ = cut_after(network(*options), cut)
     agree(weights, encoder, stage_3([stage_2(encoder, shards)], *options, cut=cut))
     assert list(encoder.state_dict())[-1].startswith(cut)
@@ -276,11 +309,11 @@ def test_the_backbone_is_cut_at_any_stage(run, shards, cut):
 
 
 @pytest.mark.parametrize(("cut", "size"), [("conv1", 0.005), ("layer2", 0.003)])  # 11 and 6 rows a message
-def test_no_message_exceeds_chunk_mb_and_the_union_does_not_depend_on_it(run, cut, size):
+def test_no_message_exceeds_chunk_mb_and_the_union_does_not_depend_on_it(start, cut, size):
     options = ["model=resnet18", "stem=small", "model.width=4", f"cut={cut}", *QUICK]
-    whole, grid, folder, _ = run(*options)
+    whole, grid, folder, _ = start(*options)
     assert len(grid.of("extract")) == 3
-    weights, grid, chunked, _ = run(*options, f"chunk-mb={size}")
+    weights, grid, chunked, _ = start(*options, f"chunk-mb={size}")
     replies = [reply.content for _, reply in grid.of("extract")]
     assert len(replies) > 9
     assert max(sum(record.count_bytes() for record in reply.values()) for reply in replies) <= size * 1e6
@@ -290,9 +323,9 @@ def test_no_message_exceeds_chunk_mb_and_the_union_does_not_depend_on_it(run, cu
     assert same(weights, whole)
 
 
-def test_a_chunk_holds_at_least_one_example(run):
+def test_a_chunk_holds_at_least_one_example(start):
     with pytest.raises(RunError, match=r"chunk-mb must hold at least one example's latents"):
-        run(*QUICK, "chunk-mb=0.0021")
+        start(*QUICK, "chunk-mb=0.0021")
 
 
 @settings(max_examples=40, deadline=None)
@@ -316,8 +349,8 @@ def test_rounding_has_bounds(latents):
 
 
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("float32", 4), ("float16", 2), ("int8", 1)])
-def test_latents_travel_and_lie_in_the_dtype_asked_for(run, shards, dtype, bytes_each):
-    weights, grid, folder, _ = run(*QUICK, f"latent-dtype={dtype}")
+def test_latents_travel_and_lie_in_the_dtype_asked_for(start, shards, dtype, bytes_each):
+    weights, grid, folder, _ = start(*QUICK, f"latent-dtype={dtype}")
     encoder, _ = cut_after(network(), "conv1")
     union, seen = stage_2(encoder, shards), {}
     for name, (e, y) in union.items():
@@ -334,8 +367,8 @@ def test_latents_travel_and_lie_in_the_dtype_asked_for(run, shards, dtype, bytes
     agree(weights, encoder, stage_3([seen]))
 
 
-def test_the_first_view_is_the_image_itself_and_the_others_are_its_shifts(run, shards):
-    weights, _, folder, result = run(*QUICK, "upload-views=3", "chunk-mb=0.01")
+def test_the_first_view_is_the_image_itself_and_the_others_are_its_shifts(start, shards):
+    weights, _, folder, recorder = start(*QUICK, "upload-views=3", "chunk-mb=0.01")
     encoder, _ = cut_after(network(), "conv1")
     seen = {}
     for name, (x, y) in shards.items():
@@ -351,7 +384,7 @@ def test_the_first_view_is_the_image_itself_and_the_others_are_its_shifts(run, s
         assert stored(folder, name, "labels").tolist() == y.tolist() * 3
         seen[name] = views.flatten(0, 1), y.repeat(3)
     agree(weights, encoder, stage_3([dict(sorted(seen.items()))]))
-    assert result["examples-seen"] == (3 * sum(SIZES.values()) // B) * B
+    assert recorder.examples == (3 * sum(SIZES.values()) // B) * B
 
 
 def test_a_shift_moves_every_image_by_its_own_offset():
@@ -368,40 +401,38 @@ def test_a_shift_moves_every_image_by_its_own_offset():
 # --- who comes late, who comes back -----------------------------------------------------------------------------------
 
 
-def test_who_joins_late_uploads_then_and_counts_from_then_on(nodes, shards):
-    config = compose([*JOB, *QUICK])
-    build = backbone(config.model, config.task)
-    settings = Settings(training=config.training, nodes=2, task=make_task(config.task), model=build, run="late")
-    grid = Grid(app, {"overrides": shlex.join([*JOB, *QUICK])}, [nodes["a"], nodes["c"]])
-    late = Grid(app, {"overrides": shlex.join([*JOB, *QUICK])}, [nodes["a"], nodes["c"], nodes["b"]])
+def test_who_joins_late_uploads_then_and_counts_from_then_on(start, nodes, shards):
+    def joins_after_2(grid):
+        here, grid.contexts = grid.contexts, {node: grid.contexts[node] for node in list(grid.contexts)[:2]}
 
-    def joins(server_round, arrays):
-        if server_round == 2:
-            grid.contexts = late.contexts
+        def joins(server_round, arrays):
+            grid.contexts = here if server_round == 2 else grid.contexts
 
-    fresh = array_record(to_arrays(network()))
-    result = FedReplay(config.strategy, settings).start(grid, fresh, 3, evaluate_fn=joins)
+        return joins
+
+    options = ["encoder=random", "rounds=3", "evaluate-every=1"]
+    weights, grid, _, _ = start(*options, names="acb", wait_for=2, evaluate_fn=joins_after_2)
     assert grid.who("extract") == ["a", "c", "b"]
     encoder, _ = cut_after(network(), "conv1")
     union = stage_2(encoder, shards)
     without = {name: union[name] for name in "ac"}
-    agree(opened(result.arrays), encoder, stage_3([without, without, union]))
-    assert len(result.evaluate_metrics_clientapp) == 3
+    agree(weights, encoder, stage_3([without, without, union]))
+    assert grid.who("evaluate") == [*"ac", *"ac", *"abc"]
 
 
-def test_who_fails_to_upload_is_asked_again_in_the_next_round(run, shards):
-    weights, grid, _, result = run("encoder=random", "rounds=3", "evaluate-every=3", failing=[("b", "extract", 1)])
+def test_who_fails_to_upload_is_asked_again_in_the_next_round(start, shards):
+    weights, grid, _, recorder = start("encoder=random", "rounds=3", "evaluate-every=3", failing=[("b", "extract", 1)])
     assert grid.who("extract").count("b") == 2
     encoder, _ = cut_after(network(), "conv1")
     union = stage_2(encoder, shards)
     without = {name: union[name] for name in "ac"}
     agree(weights, encoder, stage_3([without, union, union]))
-    assert [(failure["round"], failure["institution"]) for failure in result["failures"]] == [(1, "b")]
+    assert [(failure["round"], failure["institution"]) for failure in recorder.failures] == [(1, "b")]
 
 
-def test_a_run_without_any_upload_ends(run):
+def test_a_run_without_any_upload_ends(start):
     with pytest.raises(RunError, match=r"no institution has uploaded its latents; .*made to fail"):
-        run(*QUICK, failing=[(name, "extract", 1) for name in SIZES])
+        start(*QUICK, failing=[(name, "extract", 1) for name in SIZES])
 
 
 # --- resumption -------------------------------------------------------------------------------------------------------
@@ -409,21 +440,23 @@ def test_a_run_without_any_upload_ends(run):
 
 def test_a_run_that_broke_off_goes_on_with_the_same_bits(run):
     options = ["chunk-mb=0.01", "rounds=3", "evaluate-every=1"]
-    whole, _, folder, result = run(*options)
-    for where, asked_again in (
-        (("b", "encode", 1), ["b", 6]),
-        (("a", "extract", 1), [6]),  # the encoder is there, no upload
-        (("b", "extract", 2), [3]),  # amid the uploads: the first chunk of each is there
-        (("c", "evaluate", 2), [0]),  # all is there
+    whole, _, folder, result = run("whole", *options)
+    for k, (where, asked_again) in enumerate(
+        [
+            (("a", "extract", 1), [6]),  # the encoder is there, no upload
+            (("b", "extract", 2), [3]),  # amid the uploads: the first chunk of each is there
+            (("c", "evaluate", 2), [0]),  # all is there
+        ]
     ):
-        broken = run(*options, breaking=[where])
-        weights, grid, _, other = run(resume=broken)
+        with pytest.raises(KeyboardInterrupt):
+            run(f"broken-{k}", *options, breaking=[where])
+        weights, grid, resumed, other = run(f"broken-{k}", resume=True)
         assert same(weights, whole)
         assert result["final"] == other["final"]
         assert result["examples-seen"] == other["examples-seen"]
         assert [*grid.who("encode"), len(grid.of("extract"))] == asked_again
         for name in SIZES:
-            assert stored(broken, name).tobytes() == stored(folder, name).tobytes()
+            assert stored(resumed, name).tobytes() == stored(folder, name).tobytes()
 
 
 # --- the store --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Local through real messages against plain loops: every model stays where it is, and outlives its process."""
 
-import contextlib
 import shlex
 
 import numpy as np
@@ -10,17 +9,23 @@ from flwr.app import Error, Message
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
-from flwr_replay import client, client_app, compose, institution
+from flwr_replay import client, client_app, institution
 from flwr_replay.check import Quiet
 from flwr_replay.client_app import app, backbone
+from flwr_replay.compose import compose, overrides_of
 from flwr_replay.engine import InlineGrid
+from flwr_replay.movements.base import Settings
+from flwr_replay.movements.recorder import Recorder
 from flwr_replay.rng import derived_seed
 from flwr_replay.server_app import execute
+from flwr_replay.strategies.local import Local
+from flwr_replay.tasks import make_task
+from flwr_replay.wire import array_record
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}
 JOB = ["strategy=local", "task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4"]
-JOB += [f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=3", "nodes=3", "run_name=run"]
+JOB += [f"batch_size={B}", "lr=0.05", "device=cpu"]
 
 
 class Grid(InlineGrid):
@@ -60,26 +65,50 @@ def shards(tmp_path):
     return data
 
 
-@pytest.fixture
-def run(tmp_path, shards):
-    def start(*options, folder="x", **watched):
-        overrides = [*JOB, *options, f"runs_dir={tmp_path / folder}"]
-        if watched.pop("resume", False):
-            overrides = [*compose.overrides_of(tmp_path / folder / "run" / "config.yaml")]
-            overrides.append(f"resume={tmp_path / folder / 'run'}")
-        state = tmp_path / folder / "state"
-        nodes = [{"name": name, "data": str(tmp_path / f"{name}.npz"), "state": str(state)} for name in "cab"]
-        grid = Grid(app, {"overrides": shlex.join(overrides)}, nodes)
-        vars(grid).update(watched)
-        result, _ = execute(grid, compose.compose(overrides), Quiet())
-        return {name: load_file(state / name / "run" / "model-000003.safetensors") for name in SIZES}, result
+class Noted(Recorder):
+    """Keeps the metrics of the last evaluation."""
 
+    examples = 0
+
+    def saw(self, examples):
+        self.examples += examples
+
+    def evaluated(self, server_round, pooled, own):
+        self.last = pooled, own
+
+
+@pytest.fixture
+def nodes(tmp_path, shards):
     torch.set_num_threads(1)
+
+    def nodes(folder):
+        return [{"name": k, "data": str(tmp_path / f"{k}.npz"), "state": str(tmp_path / folder)} for k in "cab"]
+
+    return nodes
+
+
+@pytest.fixture
+def start(tmp_path, nodes):
+    """Run; return each institution's model, and the recorder."""
+
+    def start(*options, folder="state", **watched):
+        grid, config = Grid(app, {"overrides": shlex.join([*JOB, *options])}, nodes(folder)), compose([*JOB, *options])
+        vars(grid).update(watched)
+        strategy = Local(
+            config.strategy, Settings(training=config.training, nodes=3, task=make_task(config.task)), Noted()
+        )
+        strategy.start(grid, array_record({}), 3)
+        return models(tmp_path / folder, "run"), strategy.recorder
+
     return start
 
 
+def models(state, run):
+    return {name: load_file(state / name / run / "model-000003.safetensors") for name in SIZES}
+
+
 def twin(x, y, name, keep):
-    config = compose.compose(JOB)
+    config = compose(JOB)
     model = backbone(config.model, config.task)(derived_seed(0, "model"))
     steps = None
     for server_round in (1, 2, 3):
@@ -99,45 +128,50 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("rule", ["keep", "reset"])
-def test_every_institution_trains_its_own_model_in_new_processes(run, shards, rule):
-    models, result = run(f"optimizer-state={rule}")
-    right = 0
+def test_every_institution_trains_its_own_model_in_new_processes(start, shards, rule):
+    found, recorder = start(f"optimizer-state={rule}")
+    (pooled, own), right = recorder.last, 0
     for name, (x, y, test_x, test_y) in shards.items():
         model = twin(x, y, name, rule == "keep")
         for key, value in model.state_dict().items():
-            np.testing.assert_allclose(models[name][key], value.numpy(), rtol=0, atol=1e-6, err_msg=f"{name} {key}")
+            np.testing.assert_allclose(found[name][key], value.numpy(), rtol=0, atol=1e-6, err_msg=f"{name} {key}")
         hits = int((model.eval()(test_x).argmax(1) == test_y).sum())
-        assert result["final"]["institutions"][name]["accuracy"] == pytest.approx(hits / len(test_y))
+        assert own[name]["accuracy"] == pytest.approx(hits / len(test_y))
         right += hits
-    assert result["final"]["global"]["accuracy"] == pytest.approx(right / sum(len(s[3]) for s in shards.values()))
-    assert result["examples-seen"] == 3 * (4 * B + 2 * B + 5)
-    assert result["bytes-by-kind"]["up"].keys() == {"statistic", "notice"}
+    assert pooled["accuracy"] == pytest.approx(right / sum(len(shard[3]) for shard in shards.values()))
+    assert recorder.examples == 3 * (4 * B + 2 * B + 5)
 
 
-def test_a_process_that_remembers_gives_the_same_bits(run):
-    models, result = run()
-    remembered, other = run(folder="y", forgetful=False)
-    assert same(models, remembered)
-    assert result["final"] == other["final"]
+def test_a_process_that_remembers_gives_the_same_bits(start):
+    found, recorder = start()
+    remembered, other = start(folder="other", forgetful=False)
+    assert same(found, remembered)
+    assert recorder.last == other.last
 
 
-@pytest.mark.parametrize("where", [("a", "train-own", 2), ("c", "train-own", 3), ("b", "evaluate-own", 3)])
-def test_a_run_that_broke_off_goes_on_with_the_same_bits(run, where):
-    models, result = run()
-    with contextlib.suppress(KeyboardInterrupt):
-        run(folder="y", breaking=[where])
-    resumed, other = run(folder="y", resume=True)
-    assert same(models, resumed)
-    assert result["final"] == other["final"]
-    assert result["examples-seen"] == other["examples-seen"]
+def test_a_run_that_broke_off_goes_on_with_the_same_bits(tmp_path, start, nodes):
+    def run(name, overrides, breaking=()):
+        grid = Grid(app, {"overrides": shlex.join(overrides)}, nodes(name))
+        grid.breaking, grid.forgetful = breaking, False
+        return execute(grid, compose(overrides), Quiet())[0]
+
+    found, recorder = start()
+    for k, where in enumerate([("c", "train-own", 3), ("b", "evaluate-own", 3)]):
+        name = f"broken-{k}"
+        with pytest.raises(KeyboardInterrupt):
+            run(name, [*JOB, "rounds=3", "nodes=3", f"runs_dir={tmp_path}", f"run_name={name}"], [where])
+        result = run(name, [*overrides_of(tmp_path / name / "config.yaml"), f"resume={tmp_path / name}"])
+        assert same(found, models(tmp_path / name, name))
+        assert result["final"] == {"global": recorder.last[0], "institutions": recorder.last[1]}
+        assert result["examples-seen"] == recorder.examples
 
 
-def test_who_has_not_trained_yet_has_nothing_to_evaluate(run):
+def test_who_has_not_trained_yet_has_nothing_to_evaluate(start):
     failing = [("b", "train-own", server_round) for server_round in (1, 2)]
-    models, result = run(failing=failing, forgetful=False)
-    reasons = [(failure["round"], failure["reason"]) for failure in result["failures"]]
+    found, recorder = start(failing=failing, forgetful=False)
+    reasons = [(failure["round"], failure["reason"]) for failure in recorder.failures]
     assert [server_round for server_round, _ in reasons] == [1, 1, 2, 2]
     assert all("has no model yet" in reason for _, reason in reasons[1::2])
-    assert sorted(result["final"]["institutions"]) == ["a", "b", "c"]  # the third round did
-    alone = run(folder="y")[0]
-    assert all(models[name][key].tobytes() == alone[name][key].tobytes() for name in "ac" for key in alone[name])
+    assert sorted(recorder.last[1]) == ["a", "b", "c"]  # the third round did
+    alone = start(folder="other")[0]
+    assert all(found[name][key].tobytes() == alone[name][key].tobytes() for name in "ac" for key in alone[name])
