@@ -1,7 +1,8 @@
 """Several methods on the same seeds: `flwr-replay compare fedavg,cwt,fedreplay task=mnist seeds=3`.
 
-A cell is one method with one seed, and one run directory. The same seed deals the same data and begins with the same
-weights in every method, so that differences are taken seed by seed.
+A cell is one method with one seed, and one run directory. The same seed deals the same data in every method and begins
+with the same weights (FedReplay's primary, trained at the server, has fresh ones of its own): differences are taken seed
+by seed.
 
 <runs-dir>/compare-<task>-<partition>-<hash of the shared options>/
 <method>-seed<k>/   a run directory; state/ in it is what its simulated institutions keep
