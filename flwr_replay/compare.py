@@ -1,7 +1,7 @@
 """Several methods on the same seeds: `flwr-replay compare fedavg,cwt,fedreplay task=mnist seeds=3`.
 
 A cell is one method with one seed, and one run directory. The same seed deals the same data in every method and begins
-with the same weights (FedReplay's primary, trained at the server, has fresh ones of its own): differences are taken seed
+with the same weights (but FedReplay's primary, trained at the server, has its own): differences are taken seed
 by seed.
 
 <runs-dir>/compare-<task>-<partition>-<hash of the shared options>/
