@@ -44,7 +44,6 @@ def test_the_first_screen_has_the_two_commands():
     assert commands()[:3] == ["pip install uv", "uv run flwr-replay run", "uv run pytest"]
 
 
-@pytest.mark.xdist_group("local-superlink")  # `flwr run` shares one SuperLink on a fixed port
 @pytest.mark.parametrize("command", [command for command in commands() if command not in ELSEWHERE])
 def test_command(command, environment, tmp_path):
     words = shlex.split(command)
