@@ -81,8 +81,9 @@ def visit(
     model.train()
     optimizer = make_optimizer(model, config.training, config.training.lr)
     task = make_task(config.task)
-    for epoch in range(epochs):
-        for x_B, y_B in batches(train.x, train.y, config.training.batch_size, generator(config.seed, *seed, epoch)):
+    shuffle = generator(config.seed, *seed)
+    for _ in range(epochs):
+        for x_B, y_B in batches(train.x, train.y, config.training.batch_size, shuffle):
             optimizer.zero_grad()
             task.loss(model(x_B), y_B).backward()
             optimizer.step()
