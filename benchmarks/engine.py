@@ -4,10 +4,10 @@
     python benchmarks/engine.py ray --data ../shared/data/mnist
 
 FedAvg on 8 institutions x 1,000 MNIST images, MLP(200, 200), batch 32, one local epoch and one evaluation a round. The
-plain loop trains the same model on the same tensors with the same shuffles, averages and evaluates, without messages,
-ledger, checkpoints or progress. Start-up is left out: a round's time runs from the end of the previous one. In process
-the two alternate round by round, and the median of the paired ratios counts: other work on the machine then meets both.
-`ray` compares with as many plain processes as there are actors, run by run.
+plain loop trains the same model on the same tensors with the same shuffles, averages, evaluates and knows loss and
+accuracy, without messages, ledger, checkpoints or progress. Start-up is left out: a round's time runs from the end of
+the previous one. In process the two alternate round by round, and the median of the paired ratios counts: other work on
+the machine then meets both. `ray` compares with as many plain processes as there are actors, run by run.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ import itertools
 import json
 import multiprocessing
 import os
-import shlex
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from flwr_replay.client_app import app, backbone
+from flwr_replay.client_app import backbone
 from flwr_replay.compose import compose
 from flwr_replay.config import RunConfig
-from flwr_replay.engine import InlineGrid
 from flwr_replay.institution import Shard, dealt, loaded
 from flwr_replay.movements.parallel import weighted_mean
+from flwr_replay.payloads.common import Evaluation
 from flwr_replay.rng import derived_seed
-from flwr_replay.server_app import execute
-from flwr_replay.simulate import run_ray
+from flwr_replay.simulate import run_inline, run_ray
 from flwr_replay.tasks import make_task
 from flwr_replay.training import batches, generator, load_arrays, make_optimizer, to_arrays
 from flwr_replay.wire import StateDict
@@ -75,26 +74,28 @@ def shards(config: RunConfig) -> list[tuple[Shard, Shard]]:
 
 def visit(
     model: torch.nn.Module, train: Shard, arrays: StateDict, config: RunConfig, epochs: int, *seed: object
-) -> StateDict:
-    """Train one institution's epochs with plain PyTorch."""
+) -> tuple[StateDict, float]:
+    """Train one institution's epochs with plain PyTorch; return weights and training loss."""
     load_arrays(model, arrays)
     model.train()
     optimizer = make_optimizer(model, config.training, config.training.lr)
     task = make_task(config.task)
-    shuffle = generator(config.seed, *seed)
+    shuffle, losses = generator(config.seed, *seed), []
     for _ in range(epochs):
         for x_B, y_B in batches(train.x, train.y, config.training.batch_size, shuffle):
             optimizer.zero_grad()
-            task.loss(model(x_B), y_B).backward()
+            loss = task.loss(model(x_B), y_B)
+            loss.backward()
             optimizer.step()
-    return to_arrays(model)
+            losses.append(loss.detach())
+    return to_arrays(model), float(torch.stack(losses).mean())
 
 
-def evaluate(model: torch.nn.Module, test: Shard, arrays: StateDict, config: RunConfig) -> list[int]:
+def evaluate(model: torch.nn.Module, test: Shard, arrays: StateDict, config: RunConfig) -> Evaluation:
     """Compute loss and confusion matrix of one institution."""
     load_arrays(model, arrays)
-    confusion: list[int] = make_task(config.task).evaluate(model, test.x, test.y).confusion
-    return confusion
+    evaluation: Evaluation = make_task(config.task).evaluate(model, test.x, test.y)
+    return evaluation
 
 
 def sequential(config: RunConfig, owned: list[tuple[Shard, Shard]]) -> Iterator[None]:
@@ -106,26 +107,25 @@ def sequential(config: RunConfig, owned: list[tuple[Shard, Shard]]) -> Iterator[
             visit(model, train, arrays, config, config.strategy.local_epochs, f"institution-{k + 1}", server_round)
             for k, (train, _) in enumerate(owned)
         ]
-        arrays = weighted_mean(answers, [len(train) for train, _ in owned])
-        for _, test in owned:
-            evaluate(model, test, arrays, config)
+        arrays = weighted_mean([trained for trained, _ in answers], [len(train) for train, _ in owned])
+        make_task(config.task).pool([evaluate(model, test, arrays, config) for _, test in owned])
         yield
 
 
 def inline(config: RunConfig, overrides: list[str]) -> tuple[list[float], list[float]]:
     """Return seconds per round of the plain loop and of the in-process engine, everything included."""
     pairing = Pairing(sequential(config, shards(config)))
-    execute(InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, config.nodes), config, pairing)
+    run_inline(overrides, pairing)
     return pairing.theirs, pairing.ours
 
 
-def worker(overrides: list[str], jobs: multiprocessing.Queue[object], answers: multiprocessing.Queue[object]) -> None:
+def worker(overrides: list[str], jobs: multiprocessing.Queue[Any], answers: multiprocessing.Queue[Any]) -> None:
     """Serve visits and evaluations in a process of its own."""
     config = compose(overrides)
     torch.set_num_threads(config.threads)
     owned, model = shards(config), backbone(config.model, config.task)(0)
     while (job := jobs.get()) is not None:
-        what, k, arrays, server_round = job  # type: ignore[misc]
+        what, k, arrays, server_round = job
         if what == "train":
             epochs = config.strategy.local_epochs
             answers.put((k, visit(model, owned[k][0], arrays, config, epochs, f"institution-{k + 1}", server_round)))
@@ -147,11 +147,10 @@ def parallel(config: RunConfig, overrides: list[str], actors: int) -> list[float
         for k in range(config.nodes):
             jobs.put(("train", k, arrays, server_round))
         trained = dict(answers.get() for _ in range(config.nodes))
-        arrays = weighted_mean([trained[k] for k in range(config.nodes)], sizes)
+        arrays = weighted_mean([trained[k][0] for k in range(config.nodes)], sizes)
         for k in range(config.nodes):
             jobs.put(("evaluate", k, arrays, server_round))
-        for _ in range(config.nodes):
-            answers.get()
+        make_task(config.task).pool([answers.get()[1] for _ in range(config.nodes)])
         times.append(time.perf_counter() - start)
     for _ in pool:
         jobs.put(None)

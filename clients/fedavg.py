@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.payloads.common import Visit, Visited
-from flwr_replay.training import batches, mean_loss, step, to_arrays
+from flwr_replay.training import batches, encoded, mean_loss, step
 
 __all__ = ["FedAvgClient"]
 
@@ -26,4 +26,4 @@ class FedAvgClient(InstitutionClient):
                 seen += len(y_B)
         loss = mean_loss(losses)
         self.suspend(visit, optimizer)
-        return Visited(arrays=to_arrays(model), num_examples=len(data), examples_seen=seen, train_loss=loss)
+        return Visited(arrays=encoded(model), num_examples=len(data), examples_seen=seen, train_loss=loss)

@@ -15,11 +15,12 @@ from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import DivergedError
 from flwr_replay.institution import Shard
 from flwr_replay.latents import BLOCK, pack, rows_per_chunk, shifted
-from flwr_replay.models import has_batch_norm, split
+from flwr_replay.models import split
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
 from flwr_replay.training import (
     as_input,
     batches,
+    encoded,
     learning_rate,
     load_arrays,
     make_optimizer,
@@ -28,7 +29,6 @@ from flwr_replay.training import (
     step,
     to_arrays,
 )
-from flwr_replay.wire import array_record
 
 __all__ = ["FedReplayClient"]
 
@@ -42,9 +42,9 @@ class FedReplayClient(InstitutionClient):
         """Stage 1: train the whole backbone until it stops improving on validation data; return the encoder only."""
         model = self.scratch_model(request.arrays)
         encoder, _ = split(model, request.cut)
-        self.institution.policy.check_upload(array_record(to_arrays(encoder)).count_bytes(), "the encoder")
+        self.institution.policy.check_upload(encoded(encoder).count_bytes(), "the encoder")
         train, held_out = self.validation_split()
-        refuse_single_batches(has_batch_norm(model), len(train), self.batch_size)
+        refuse_single_batches(model, len(train), self.batch_size)
         optimizer = make_optimizer(model, self.training, request.lr)
         best, best_arrays, best_loss, seen, epoch = float("inf"), to_arrays(model), 0.0, 0, 0
         since_best = 0
@@ -65,7 +65,7 @@ class FedReplayClient(InstitutionClient):
             raise DivergedError("the encoder's validation loss must become finite: lower training.lr and run anew")
         load_arrays(model, best_arrays)
         return Encoder(
-            arrays=to_arrays(encoder),
+            arrays=encoded(encoder),
             num_examples=len(train),
             examples_seen=seen,
             train_loss=best_loss,

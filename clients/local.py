@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import TrainingError
-from flwr_replay.models import has_batch_norm
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
 from flwr_replay.training import batches, mean_loss, refuse_single_batches, step, to_arrays
@@ -23,7 +22,7 @@ class LocalClient(InstitutionClient):
         data, losses, seen = self.training_data(), [], 0
         kept = self.state.load("model", visit.run, visit.server_round)
         model = self.scratch_model(kept or to_arrays(self.fresh(visit.init_seed)))
-        refuse_single_batches(has_batch_norm(model), len(data), self.batch_size)
+        refuse_single_batches(model, len(data), self.batch_size)
         optimizer = self.resume_optimizer(model, visit)
         for x_B, y_B in batches(data.x, data.y, self.batch_size, self.shuffle(visit.server_round)):
             losses.append(step(model, optimizer, self.task.loss(model(x_B), y_B)))

@@ -10,27 +10,24 @@ import json
 import logging
 import multiprocessing
 import re
-import shlex
 import shutil
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.compose import compose
 from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.progress import Display, Progress, TerminalDisplay
-from flwr_replay.simulate import resolve
+from flwr_replay.simulate import resolve, run_inline
 
-__all__ = ["Cell", "Method", "alone", "run_all", "run_cell", "short_hash"]
+__all__ = ["Cell", "Method", "run_all", "run_cell", "short_hash"]
 
 A_RUN_WRITES = re.compile(
-    r"(config|environment|metrics|timings|ledger|failures)\.(yaml|json|jsonl)|checkpoints|models|latents|state|\..*\.tmp"
+    r"(config|environment|metrics|timings|ledger|failures)\.(yaml|json|jsonl)|run-id|checkpoints|models|latents|\.lock|\..*\.tmp"
 )
 KILLED = "a process was killed while it ran, perhaps for want of memory: lower --jobs; the same command goes on"
 
@@ -161,24 +158,12 @@ def run_cell(cell: Cell, display: Display) -> dict[str, Any]:
 
 
 def _run(cell: Cell, display: Display) -> dict[str, Any]:
-    """Run as `flwr-replay run` does, but keep the institutions' state inside the run directory.
-
-    At the institutions a run is known by its name, and cells of other comparisons have the same names.
-    """
-    from flwr_replay.client_app import app
-    from flwr_replay.engine import InlineGrid
-    from flwr_replay.server_app import execute
-
     overrides = list(cell.overrides)
     if cell.begun:
         overrides, _ = resolve([], "", str(cell.folder))
     elif cell.folder.exists():
         _remove_unborn(cell.folder)
-    config = compose(overrides)
-    state = str(cell.folder / "state")
-    grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, config.nodes, state=state)
-    result, _ = execute(grid, config, display)
-    return result
+    return run_inline(overrides, display)[0]
 
 
 def _remove_unborn(folder: Path) -> None:
@@ -187,21 +172,6 @@ def _remove_unborn(folder: Path) -> None:
         if not A_RUN_WRITES.fullmatch(path.name):
             raise RunError(f"{folder} holds no run to go on with, but a file of somebody's, {path.name}: move it away")
     shutil.rmtree(folder)
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, so that two comparisons never write the same cell; the lock ends with the process."""
-    with open(folder / ".lock", "w") as lock:
-        try:
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows
-            pass
-        except OSError:
-            raise RunError(f"another comparison works in {folder}: wait until it ends") from None
-        yield
 
 
 def short_hash(value: Any) -> str:

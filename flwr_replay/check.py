@@ -14,6 +14,7 @@ import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,8 @@ from flwr_replay.client_app import app, backbone
 from flwr_replay.compose import compose, load_strategy, overrides_of
 from flwr_replay.engine import CLIENT_APP_RAISED, InlineGrid
 from flwr_replay.forecast import forecast
-from flwr_replay.movements.base import Settings
 from flwr_replay.rng import derived_seed
-from flwr_replay.server_app import execute
-from flwr_replay.tasks import make_task
+from flwr_replay.server_app import execute, settings_of
 from flwr_replay.training import to_arrays
 from flwr_replay.wire import StateDict, array_record, opened
 
@@ -170,7 +169,7 @@ def _check_inputs(job: list[str]) -> None:
     build, strategy_type = backbone(config.model, config.task), load_strategy(config.strategy.name)[0]
     initial = array_record(to_arrays(build(derived_seed(config.seed, "model"))))
     before = {key: array.copy() for key, array in opened(initial).items()}
-    settings = Settings(training=config.training, nodes=3, task=make_task(config.task), model=build, run="inputs")
+    settings = replace(settings_of(config), run="inputs")
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(job)}, 3)
     strategy_type(config.strategy, settings).start(grid=grid, initial_arrays=initial, num_rounds=1)
     for key, array in opened(initial).items():

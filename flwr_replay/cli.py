@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,9 +52,9 @@ def run(
 
     overrides, config = resolve(options or [], runs_dir, resume)
     if dry_run:
-        from flwr_replay.forecast import forecast_page
+        from flwr_replay.forecast import forecast, forecast_page
 
-        print(forecast_page(config))
+        print(json.dumps([asdict(line) for line in forecast(config)], indent=2) if as_json else forecast_page(config))
         return
     result, folder = run_ray(overrides) if engine == "ray" else run_inline(overrides, TerminalDisplay())
     print(json.dumps(result, indent=2) if as_json else _summary(result, folder))
@@ -104,10 +105,10 @@ def show(
     from flwr_replay.data.show import show as describe
     from flwr_replay.files import make_folder
     from flwr_replay.institution import loaded
-    from flwr_replay.simulate import check_data, resolve
+    from flwr_replay.simulate import check_run, resolve
 
     _, config = resolve(options or [], ".", "")
-    _, part = check_data(config)
+    part = check_run(config)
     print(describe(loaded(config.task), part, make_folder(Path(out).absolute(), "--out")))
 
 

@@ -11,17 +11,17 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 from torch import nn
 
 from flwr_replay.config import TrainingConfig
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.institution import Institution, Shard
-from flwr_replay.models import has_batch_norm
 from flwr_replay.payloads.common import Evaluate, Evaluation, Present, RollCall, Visit
 from flwr_replay.state import StateStore, load_optimizer_arrays, optimizer_arrays
 from flwr_replay.training import generator, load_arrays, make_optimizer, refuse_single_batches
-from flwr_replay.wire import REQUESTS, NamedArrays, Payload, Weights, opened
+from flwr_replay.wire import REQUESTS, NamedArrays, Payload, Weights
 
 __all__ = ["InstitutionClient"]
 
@@ -63,7 +63,8 @@ class InstitutionClient(NumPyClient):
     def fit(self, parameters: Any, config: dict[str, Any]) -> tuple[NamedArrays, int, dict[str, Any]]:
         """Answer a training request: decode, call the stage's method, encode."""
         arrays, metrics, _ = self.answer(parameters, config).parts()
-        return NamedArrays(opened(arrays or {})), metrics.pop("num-examples", len(self.institution.train)), metrics
+        weights = NamedArrays.of(arrays) if isinstance(arrays, ArrayRecord) else NamedArrays(arrays or {})
+        return weights, metrics.pop("num-examples", len(self.institution.train)), metrics
 
     def evaluate(self, parameters: Any, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Answer an evaluation request."""
@@ -104,7 +105,7 @@ class InstitutionClient(NumPyClient):
 
     def evaluate_model(self, request: Evaluate) -> Evaluation:
         """Test the weights that came on the institution's test shard."""
-        model = self.scratch_model(request.arrays)
+        model = self._loaded(request.arrays)
         evaluation: Evaluation = self.task.evaluate(model, self.institution.test.x, self.institution.test.y)
         return evaluation
 
@@ -128,8 +129,12 @@ class InstitutionClient(NumPyClient):
 
         Building a model costs more than loading one; nothing may be kept in it from one message to the next.
         """
-        model = _scratch(self.fresh, self.institution.device).train()
+        model = self._loaded(arrays).train()
         model.zero_grad()  # a visit that broke off may have left gradients
+        return model
+
+    def _loaded(self, arrays: Weights | None) -> nn.Module:
+        model = _scratch(self.fresh, self.institution.device)
         if arrays is not None:
             load_arrays(model, arrays)
         return model
@@ -142,7 +147,7 @@ class InstitutionClient(NumPyClient):
         travels.
         """
         model = self.scratch_model(visit.arrays)
-        refuse_single_batches(has_batch_norm(model), len(self.training_data(visit.pooled)), self.batch_size)
+        refuse_single_batches(model, len(self.training_data(visit.pooled)), self.batch_size)
         return model, self.resume_optimizer(model, visit)
 
     def resume_optimizer(self, model: nn.Module, visit: Any) -> torch.optim.Optimizer:

@@ -24,12 +24,12 @@ from typing import Any
 
 import yaml
 
-from flwr_replay.cells import Cell, Method, alone, run_all, short_hash
+from flwr_replay.cells import Cell, Method, run_all, short_hash
 from flwr_replay.compose import choices, load_strategy, to_yaml
 from flwr_replay.config import RunConfig, TrainingConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
-from flwr_replay.files import make_folder, write_atomic
-from flwr_replay.simulate import check_data, resolve
+from flwr_replay.files import alone, make_folder, write_atomic
+from flwr_replay.simulate import check_run, resolve
 
 __all__ = ["compare_strategies"]
 
@@ -214,27 +214,20 @@ def _plan(
     methods: Sequence[Method], shared: Sequence[str], seeds: Sequence[int], runs_dir: Path
 ) -> tuple[Path, RunConfig, list[Cell]]:
     """Resolve every cell and refuse what can be refused; nothing is written yet."""
-    from flwr_replay.client_app import backbone
-
     given = [f"strategy={methods[0].strategy}", *shared]
     _, common = resolve(given, ".", "")  # the options of all, without those of one method
     alike = {key: value for key, value in asdict(common).items() if key not in NOT_THE_RESULT}
     name = f"compare-{common.task.name}-{common.partition.name}-{short_hash(alike)}"
     folder = runs_dir.expanduser().absolute() / name
-    cells: list[list[Cell]] = []
-    for method in methods:
-        overrides, config = resolve([f"strategy={method.strategy}", *shared, *method.options], str(folder), "")
-        load_strategy(method.strategy)[0].check(config.strategy, backbone(config.model, config.task))
-        cells.append([])
-        for seed in seeds:
+    resolved = [resolve([f"strategy={m.strategy}", *shared, *m.options], str(folder), "") for m in methods]
+    cells = []
+    for seed in seeds:  # seed by seed, so that an interrupted comparison has whole pairs
+        for method, (overrides, config) in zip(methods, resolved, strict=True):
             place = folder / f"{method.slug}-seed{seed}"
             _refuse_other(place, replace(config, seed=seed))
-            mine = (*overrides, f"seed={seed}", f"run_name='{place.name}'")
-            cells[-1].append(Cell(method, seed, place, mine))
-    for seed in seeds:  # no method has options that deal the data otherwise
-        check_data(replace(common, seed=seed))
-    # Seed by seed, so that an interrupted comparison has whole pairs.
-    return folder, common, [cell for of_a_seed in zip(*cells, strict=True) for cell in of_a_seed]
+            check_run(replace(config, seed=seed))
+            cells.append(Cell(method, seed, place, (*overrides, f"seed={seed}", f"run_name='{place.name}'")))
+    return folder, common, cells
 
 
 def _refuse_other(folder: Path, config: RunConfig) -> None:

@@ -12,7 +12,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -40,6 +40,7 @@ def choices(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
+@cache
 def load_strategy(name: str) -> tuple[type[Any], type[Any]]:
     """Return a strategy's class and its config dataclass, found by name in `flwr_replay.strategies`."""
     module = importlib.import_module(f"flwr_replay.strategies.{name}")
@@ -47,6 +48,7 @@ def load_strategy(name: str) -> tuple[type[Any], type[Any]]:
     return strategy, getattr(module, f"{strategy.__name__}Config")
 
 
+@cache
 def load_client(name: str) -> type[Any]:
     """Return the institution's half of a strategy, found by name in `flwr_replay.clients`."""
     module = importlib.import_module(f"flwr_replay.clients.{name}")

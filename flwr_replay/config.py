@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flwr_replay.errors import ConfigError, nearest
+from flwr_replay.errors import ConfigError, near_matches
 
 __all__ = ["ModelConfig", "PartitionConfig", "RunConfig", "TaskConfig", "TrainingConfig", "one_of", "require"]
 
@@ -22,7 +22,8 @@ def require(rule: bool, message: str) -> None:
 
 def one_of(option: str, value: str, known: tuple[str, ...]) -> None:
     """Raise `ConfigError` with near matches unless `value` is one of `known`."""
-    require(value in known, f"{option} must be one of {', '.join(known)}; got {value!r}: {nearest(value, known)}")
+    hint = near_matches(value, known) or "choose one of these"
+    require(value in known, f"{option} must be one of {', '.join(known)}; got {value!r}: {hint}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,11 @@ __all__ = [
     "RunError",
     "TrainingError",
     "WireError",
+    "near_matches",
     "nearest",
 ]
+
+FEW = 12  # names that fit one line
 
 
 class FlwrReplayError(Exception):
@@ -51,12 +54,18 @@ class RunError(FlwrReplayError):
 
 
 def nearest(value: str, known: Iterable[str]) -> str:
-    """Say which known names lie nearest to a wrong one.
+    """Say which known names lie nearest to a wrong one, and all of them where they are few or none is near.
 
     >>> nearest("fedreplya", ["cwt", "fedreplay"])
     'did you mean fedreplay? known: cwt, fedreplay'
     """
     names = sorted(known)
-    close = difflib.get_close_matches(value, names, n=2)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{hint}known: {', '.join(names)}"
+    hint = near_matches(value, names)
+    listed = f"known: {', '.join(names)}" if len(names) <= FEW or not hint else ""
+    return f"{hint} {listed}".strip()
+
+
+def near_matches(value: str, known: Iterable[str]) -> str:
+    """Ask whether a near name was meant; empty where none is near."""
+    close = difflib.get_close_matches(value, sorted(known), n=2)
+    return f"did you mean {' or '.join(close)}?" if close else ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from flwr_replay.errors import RunError
 
 NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run, which name folders
 
-__all__ = ["NAME", "append_lines", "home", "make_folder", "read_lines", "write_atomic"]
+__all__ = ["NAME", "alone", "append_lines", "home", "make_folder", "read_lines", "write_atomic"]
 
 
 def home() -> Path:
@@ -37,6 +38,27 @@ def make_folder(folder: Path, what: str) -> Path:
     except OSError as error:
         raise RunError(f"{what} must be a folder that can be written; got {folder}: {error.strerror}") from None
     return folder
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, so that no two processes write the same run; the lock ends with the process.
+
+    Raises
+    ------
+    RunError
+        If another holds it.
+    """
+    with open(folder / ".lock", "w") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"only one process may work in {folder}; another does: wait until it ends") from None
+        except (ImportError, OSError):  # Windows, or a file system without locks
+            pass
+        yield
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flwr_replay.client_app import backbone
 from flwr_replay.compose import choices, load_strategy
 from flwr_replay.config import RunConfig
 from flwr_replay.institution import UNPROTECTED, loaded
-from flwr_replay.movements.base import Settings
 from flwr_replay.movements.members import Member
 from flwr_replay.payloads.common import Present, RollCall
 from flwr_replay.progress import shown_bytes
-from flwr_replay.run import default_name
-from flwr_replay.simulate import check_data
-from flwr_replay.tasks import make_task
+from flwr_replay.run import new_run_id
+from flwr_replay.server_app import settings_of
+from flwr_replay.simulate import check_run
 from flwr_replay.training import to_arrays
 from flwr_replay.wire import rows
 
@@ -41,26 +40,15 @@ def forecast(config: RunConfig) -> list[Line]:
     The encoded messages are weighed, with zeros in place of weights and data, so that the bytes are those that the
     run's own ledger will show.
     """
-    _, part = check_data(config)
-    dataset, task, build = loaded(config.task), make_task(config.task), backbone(config.model, config.task)
-    strategy_type, _ = load_strategy(config.strategy.name)
-    strategy_type.check(config.strategy, build)
-    settings = Settings(
-        training=config.training,
-        seed=config.seed,
-        evaluate_every=config.evaluate_every,
-        run=config.run_name or default_name(config),
-        task=task,
-        model=build,
-        input_shape=(config.task.channels, config.task.size, config.task.size),
-    )
-    strategy = strategy_type(config.strategy, settings)
+    part = check_run(config)
+    settings = replace(settings_of(config), run=new_run_id(config))
+    strategy = load_strategy(config.strategy.name)[0](config.strategy, settings)
     for k, name in enumerate(part.names):
-        own = part.examples(dataset, k).train
+        own = part.examples(loaded(config.task), k).train
         strategy.members.add(Member(name, k, len(own), own.nbytes))
     lines: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
     roll_call = RollCall(strategy=config.strategy.name, run=settings.run, stages=list(strategy.stages))
-    arrays = to_arrays(build(0))
+    arrays = to_arrays(backbone(config.model, config.task)(0))
     exchanges = [(m, roll_call, Present(name=m.name, num_examples=0, raw_bytes=0), 1) for m in strategy.members]
     exchanges += strategy.forecast(arrays, config.rounds)
     exchanges += strategy.forecast_evaluation(arrays, config.rounds)
@@ -77,8 +65,8 @@ def forecast_page(config: RunConfig) -> str:
     """Write the ledger to come as a page that a data-protection officer can read."""
     lines = forecast(config)
     names = sorted({line.institution for line in lines})
-    train, (_, part) = loaded(config.task).train, check_data(config)
-    raw = sum(train.take(own).nbytes for own in part.train)
+    train = loaded(config.task).train
+    raw = sum(train.take(own).nbytes for own in check_run(config).train)
     what = f"{config.strategy.name} on {config.task.name}, {len(names)} institutions, {config.rounds} rounds"
     text = [
         f"Ledger to come: {what}",

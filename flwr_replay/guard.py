@@ -26,11 +26,12 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
     was broken; what the data or this machine look like (paths, values, tracebacks) stays in the institution's own log.
     """
     deployed = "data" in context.node_config or "name" in context.node_config
+    name = str(context.node_config.get("name", ""))
     try:
         institution, config = institution_of(context)
         load_client(config.strategy.name)  # declares the payloads of the method
     except Exception as error:
-        return _failure(message, error, deployed)
+        return _failure(message, error, name, deployed)
     request = request_of(message)
     try:
         institution.policy.check_strategy(config.strategy.name)
@@ -45,7 +46,7 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
                 institution.policy.check_field(row.field, row.kind)
         institution.policy.check_upload(sum(row.bytes for row in found), "the answer")
     except Exception as error:
-        reply = _failure(message, error, deployed)
+        reply = _failure(message, error, institution.name, deployed)
         found = list(rows(reply.content, Failure))
     instructions = config_in(message.content)
     institution.record_release(
@@ -70,10 +71,10 @@ def _check_size_before(institution: Institution, message: Message, answer: type[
         institution.policy.check_upload(arrays.count_bytes(), "the model")
 
 
-def _failure(message: Message, error: Exception, deployed: bool) -> Message:
+def _failure(message: Message, error: Exception, name: str, deployed: bool) -> Message:
     told = isinstance(error, (RefusedError, TrainingError, WireError)) or not deployed
     if not isinstance(error, FlwrReplayError) or not told:
         logging.getLogger("flwr").error("this institution cannot answer", exc_info=error)
     line = " ".join(str(error).split()) if told else f"{type(error).__name__}; the institution's own log says more"
     line = line or type(error).__name__
-    return Message(Failure(failure=line, error=type(error).__name__).encode(), reply_to=message)
+    return Message(Failure(failure=line, error=type(error).__name__, name=name).encode(), reply_to=message)

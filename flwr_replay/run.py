@@ -3,6 +3,7 @@
 `<runs-dir>/<date>-<strategy>-<task>-<seed>/` holds
 
 - `config.yaml`: fully resolved
+- `run-id`: what the institutions know the run by
 - `environment.json`: versions, device, cores
 - `metrics.jsonl`: a line per round, institution ("" = pooled) and metric
 - `timings.jsonl`: a line per exchange, seconds since the run began
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,14 +41,21 @@ from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.progress import Display, Progress
 from flwr_replay.wire import Row, StateDict
 
-__all__ = ["PACKAGES", "RunDirectory", "default_name", "open_run"]
+__all__ = ["PACKAGES", "RunDirectory", "default_name", "new_run_id", "open_run"]
 
 SAMPLE_KINDS = ("per-sample", "synthetic")
 PACKAGES = ("flwr-replay", "flwr", "ray", "torch", "torchvision", "numpy", "hydra-core")
 
 
-def open_run(config: RunConfig) -> RunConfig:
-    """Make a new run directory, or find the one to resume; return the configuration with `runs_dir` and `run_name` set.
+def open_run(config: RunConfig) -> tuple[RunConfig, str]:
+    """Make a new run directory, or find the one to resume.
+
+    Returns
+    -------
+    config : RunConfig
+        With `runs_dir` and `run_name` set.
+    run_id : str
+        What the institutions know the run by; no other run has it, whatever its directory is called.
 
     Raises
     ------
@@ -58,7 +67,8 @@ def open_run(config: RunConfig) -> RunConfig:
         if not (folder / "config.yaml").exists():
             raise RunError(f"resume must be a run directory with a config.yaml; got {folder}")
         _same_options(config, folder / "config.yaml")
-        return replace(config, runs_dir=str(folder.parent), run_name=folder.name)
+        run_id = (folder / "run-id").read_text(encoding="utf-8").strip()
+        return replace(config, runs_dir=str(folder.parent), run_name=folder.name), run_id
     if config.run_name and not NAME.fullmatch(config.run_name):
         raise RunError(
             "run-name has letters, digits, spaces, dots, hyphens and underscores and begins with a letter or digit; "
@@ -77,8 +87,10 @@ def open_run(config: RunConfig) -> RunConfig:
             number += 1
             name = f"{stem}-{number}"
     opened = replace(config, runs_dir=str(root), run_name=name)
-    write_atomic(root / name / "config.yaml", to_yaml(opened))
-    return opened
+    run_id = new_run_id(config)
+    write_atomic(root / name / "run-id", run_id + "\n")
+    write_atomic(root / name / "config.yaml", to_yaml(opened))  # last: with it the folder is a run
+    return opened, run_id
 
 
 def _same_options(config: RunConfig, file: Path) -> None:
@@ -111,6 +123,11 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def default_name(config: RunConfig) -> str:
     """Name a run by date, strategy, task and seed."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{config.strategy.name}-{config.task.name}-{config.seed}"
+
+
+def new_run_id(config: RunConfig) -> str:
+    """Make an id for a run: its default name and eight random hexadecimal digits."""
+    return f"{default_name(config)}-{secrets.token_hex(4)}"
 
 
 @dataclass
@@ -216,9 +233,8 @@ class RunDirectory(Recorder):
         stem = f"{snapshot.server_round:06d}"
         self._writing.result()  # raises if the last checkpoint could not be written
         named = {f"arrays/{name}": array for name, array in snapshot.arrays.items()}
-        named |= {f"state/{name}": array for name, array in snapshot.state_arrays.items()}
-        data = save(named, {"values": json.dumps(values)})
-        self._writing = self._writer.submit(_write_checkpoint, folder / f"{stem}.safetensors", data)
+        named |= {f"state/{name}": array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
+        self._writing = self._writer.submit(_write_checkpoint, folder / f"{stem}.safetensors", named, values)
         append_lines(self.path / "timings.jsonl", [{"round": snapshot.server_round, "seconds": seconds}])
         metrics = self.history[-1][1] if self.history else {}
         self.display.exchange(snapshot.server_round, metrics, sum(self.bytes.values()), seconds)
@@ -314,8 +330,8 @@ class RunDirectory(Recorder):
         self.failures = read_lines(self.path / "failures.jsonl")
 
 
-def _write_checkpoint(path: Path, data: bytes) -> None:
-    write_atomic(path, data)
+def _write_checkpoint(path: Path, arrays: StateDict, values: dict[str, Any]) -> None:
+    write_atomic(path, save(arrays, {"values": json.dumps(values)}))
     for old in sorted(path.parent.glob("*.safetensors"))[:-2]:
         old.unlink()
 

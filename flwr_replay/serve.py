@@ -18,7 +18,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import ConfigError, WireError
-from flwr_replay.wire import NamedArrays, array_record, arrays_in, config_in, request_of
+from flwr_replay.wire import NamedArrays, arrays_in, config_in, request_of
 
 __all__ = ["serve", "serving"]
 
@@ -86,7 +86,7 @@ def _fit(client: NumPyClient, message: Message) -> Message:
         arrays = NamedArrays(dict(zip(names, arrays, strict=True)))
     content = RecordDict({"metrics": _metrics(num_examples, metrics)})
     if arrays:
-        content["arrays"] = array_record(arrays.state_dict())
+        content["arrays"] = arrays.record()
     return Message(content, reply_to=message)
 
 

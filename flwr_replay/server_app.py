@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ from flwr_replay.client_app import backbone
 from flwr_replay.compose import from_run_config, load_strategy
 from flwr_replay.config import RunConfig
 from flwr_replay.errors import FlwrReplayError
+from flwr_replay.files import alone
 from flwr_replay.movements.base import Settings
 from flwr_replay.progress import Display, LogDisplay
 from flwr_replay.rng import derived_seed
 from flwr_replay.run import RunDirectory, open_run
 from flwr_replay.tasks import make_task
 from flwr_replay.training import select_device, to_arrays
-from flwr_replay.wire import NamedArrays, array_record
+from flwr_replay.wire import array_record, opened
 
-__all__ = ["app", "execute"]
+__all__ = ["app", "execute", "settings_of"]
 
 app = ServerApp()
 
@@ -36,6 +38,22 @@ def main(grid: Grid, context: Context) -> None:
     except FlwrReplayError as error:
         sys.exit(f"error: {error}")
     print(f"{result['metric']} {result['final']['global'][result['metric']]:.4f}  {folder}")
+
+
+def settings_of(config: RunConfig) -> Settings:
+    """Return what a run's strategy needs beside its own options."""
+    return Settings(
+        training=config.training,
+        nodes=config.nodes,
+        seed=config.seed,
+        evaluate_every=config.evaluate_every,
+        timeout=config.timeout,
+        wait=config.wait,
+        task=make_task(config.task),
+        model=backbone(config.model, config.task),
+        input_shape=(config.task.channels, config.task.size, config.task.size),
+        device=select_device(config.device),
+    )
 
 
 def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, Any], Path]:
@@ -53,31 +71,20 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
         Where progress is shown.
     """
     torch.set_num_threads(config.threads)
-    build, task = backbone(config.model, config.task), make_task(config.task)
+    settings = settings_of(config)
     strategy_type, _ = load_strategy(config.strategy.name)
-    strategy_type.check(config.strategy, build)
-    device = select_device(config.device)
-    config = open_run(config)
+    strategy_type.check(config.strategy, settings)
+    config, run_id = open_run(config)
     stored = Path(config.runs_dir) / config.run_name / "result.json"
     if stored.exists() and (result := json.loads(stored.read_text()))["rounds"] >= config.rounds:
         return result, stored.parent  # a finished run is not run again
-    settings = Settings(
-        training=config.training,
-        nodes=config.nodes,
-        seed=config.seed,
-        evaluate_every=config.evaluate_every,
-        timeout=config.timeout,
-        wait=config.wait,
-        run=config.run_name,
-        task=task,
-        model=build,
-        device=device,
-    )
+    build = backbone(config.model, config.task)
     fresh = array_record(to_arrays(build(derived_seed(config.seed, "model"))))
-    recorder = RunDirectory(config, display)
-    try:
-        finished = strategy_type(config.strategy, settings, recorder).start(grid, fresh, config.rounds)
-        final = NamedArrays.of(finished.arrays).state_dict()
-        return recorder.finish(final, task.metric, task.higher_is_better), recorder.path
-    finally:
-        recorder.close()
+    with alone(stored.parent):
+        recorder = RunDirectory(config, display)
+        strategy = strategy_type(config.strategy, replace(settings, run=run_id), recorder)
+        try:
+            final = opened(strategy.start(grid, fresh, config.rounds).arrays)
+            return recorder.finish(final, settings.task.metric, settings.task.higher_is_better), recorder.path
+        finally:
+            recorder.close()

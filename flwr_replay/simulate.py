@@ -14,17 +14,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flwr_replay.compose import compose, overrides_of
-from flwr_replay.config import RunConfig
+from flwr_replay.compose import compose, load_strategy, overrides_of
+from flwr_replay.config import RunConfig, TaskConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.progress import Display
 from flwr_replay.run import default_name
 
+if TYPE_CHECKING:
+    from flwr_replay.data import Partition
+
 __all__ = [
     "SuperLink",
-    "check_data",
+    "check_run",
     "flower",
     "flwr_run",
     "free_port",
@@ -78,20 +81,32 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
     else:
         overrides = [*options, f"runs_dir={_quoted(Path(runs_dir).expanduser().absolute())}"]
     config = compose(overrides)
-    nodes = config.nodes or (check_data(config)[0] if config.partition.name == "natural" else INLINE_NODES)
+    nodes = config.nodes or (_sites(config.task) if config.partition.name == "natural" else INLINE_NODES)
     overrides.append(f"nodes={nodes}")
     return overrides, replace(config, nodes=nodes)
 
 
-def check_data(config: RunConfig) -> tuple[int, Any]:
-    """Read and deal the data once, so that a fault is told before anything runs; return the number of institutions."""
-    from flwr_replay.institution import dealt, loaded
+def _sites(task: TaskConfig) -> int:
+    from flwr_replay.data import site_names
+    from flwr_replay.institution import loaded
 
-    if config.partition.name == "natural" and not config.nodes:
-        sites = loaded(config.task).train.sites
-        return len(set(sites.tolist())) if sites is not None else 1, None
+    return len(site_names(loaded(task)))
+
+
+def check_run(config: RunConfig) -> Partition:
+    """Refuse, before anything runs, what a simulated run's data, model and institutions do not allow.
+
+    Returns
+    -------
+    Partition
+        Who has which examples.
+    """
+    from flwr_replay.institution import dealt
+    from flwr_replay.server_app import settings_of
+
     part = dealt(config.task, config.partition, config.nodes, config.seed)
-    return len(part.names), part
+    load_strategy(config.strategy.name)[0].check(config.strategy, settings_of(config), part.names)
+    return part
 
 
 def run_inline(overrides: Sequence[str], display: Display) -> tuple[dict[str, Any], Path]:
@@ -101,7 +116,7 @@ def run_inline(overrides: Sequence[str], display: Display) -> tuple[dict[str, An
     from flwr_replay.server_app import execute
 
     config = compose(overrides)
-    check_data(config)
+    check_run(config)
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, config.nodes)
     return execute(grid, config, display)
 
@@ -115,7 +130,7 @@ def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
         If the run does not end well; Flower's log has gone to the error stream.
     """
     config = compose(overrides)
-    check_data(config)
+    check_run(config)
     if config.resume:
         folder = Path(config.resume)
     else:

@@ -6,16 +6,19 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from flwr_replay.config import TrainingConfig
-from flwr_replay.errors import ConfigError, DivergedError, TrainingError
+from flwr_replay.errors import ConfigError, DivergedError, TrainingError, WireError
+from flwr_replay.models import has_batch_norm
 from flwr_replay.rng import derived_seed
-from flwr_replay.wire import StateDict, Weights, opened
+from flwr_replay.wire import StateDict, Weights, array_record, opened
 
 __all__ = [
     "as_input",
     "batches",
+    "encoded",
     "generator",
     "learning_rate",
     "load_arrays",
@@ -50,11 +53,16 @@ def to_arrays(module: nn.Module) -> StateDict:
     return {name: value.detach().cpu().numpy().copy() for name, value in module.state_dict().items()}
 
 
+def encoded(module: nn.Module) -> ArrayRecord:
+    """Encode a module's weights and buffers to travel, with one copy; they may change afterwards."""
+    return array_record({name: value.detach().cpu().numpy() for name, value in module.state_dict().items()})
+
+
 def load_arrays(module: nn.Module, weights: Weights) -> None:
     """Copy weights into a module; the names and shapes must be the module's own."""
     arrays, own = opened(weights), module.state_dict()
     if faults := sorted(own.keys() ^ arrays.keys()) or [n for n in own if own[n].shape != arrays[n].shape]:
-        raise ConfigError(
+        raise WireError(  # which a deployed institution tells the server
             f"weights must have the model's own names and shapes; they differ at {faults[0]!r}: use the same model.*, "
             "task.channels, task.size and task.classes everywhere"
         )
@@ -104,9 +112,9 @@ def batches(x: Tensor, y: Tensor, batch_size: int, shuffle: torch.Generator) -> 
         yield as_input(x[rows]), y[rows]
 
 
-def refuse_single_batches(has_batch_norm: bool, examples: int, batch_size: int) -> None:
+def refuse_single_batches(model: nn.Module, examples: int, batch_size: int) -> None:
     """Raise `TrainingError` where batch norm would have to normalise over a batch of one."""
-    if has_batch_norm and min(examples, batch_size) < 2:
+    if min(examples, batch_size) < 2 and has_batch_norm(model):
         raise TrainingError(
             f"batch norm needs batches of at least two examples; got {examples} examples in batches of {batch_size}: "
             "set model.norm=group, or a larger training.batch-size where there are more examples"

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -99,26 +99,36 @@ def instruction(unit: str = "", default: Any = dataclasses.MISSING) -> Any:
     return _declare(Field("instruction", unit=unit), default)
 
 
-def notice() -> Any:
+def notice(default: Any = dataclasses.MISSING) -> Any:
     """Declare a text or fact about the institution itself: its name, why it refuses."""
-    return _declare(Field("notice"), dataclasses.MISSING)
+    return _declare(Field("notice"), default)
 
 
 class NamedArrays(list[NDArray[Any]]):
-    """A NumPyClient's list of arrays that remembers the names they travel under."""
+    """A NumPyClient's list of arrays that remembers the names they travel under, and their bytes if it has them."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         super().__init__(arrays.values())
         self.names = tuple(arrays)
+        self._record: ArrayRecord | None = None
+        self._views: list[NDArray[Any]] = []
 
     @classmethod
     def of(cls, record: ArrayRecord) -> NamedArrays:
         """Decode a Flower record; the arrays are read-only views of its bytes."""
-        return cls({name: _decoded(array) for name, array in record.items()})
+        named = cls({name: _decoded(array) for name, array in record.items()})
+        named._record, named._views = record, list(named)
+        return named
 
     def state_dict(self) -> StateDict:
         """Give the arrays back under their names."""
         return dict(zip(self.names, self, strict=True))
+
+    def record(self) -> ArrayRecord:
+        """Encode; read-only views that nobody replaced travel as the bytes that they are."""
+        if self._record and all(a is b and not a.flags.writeable for a, b in zip(self, self._views, strict=True)):
+            return self._record
+        return array_record(self.state_dict())
 
 
 def arrays_in(content: RecordDict) -> NamedArrays:
@@ -137,10 +147,13 @@ def config_in(content: RecordDict) -> dict[str, Any]:
 
 
 def array_record(arrays: Weights) -> ArrayRecord:
-    """Encode named arrays as a record of its own; what is encoded already is immutable and shared."""
-    return ArrayRecord(
-        {name: value if isinstance(value, Array) else _encoded(np.asarray(value)) for name, value in arrays.items()}
-    )
+    """Encode named arrays as a record of its own; what is encoded already is shared, with the hashes Flower caches."""
+    if isinstance(arrays, ArrayRecord):
+        return arrays.copy()
+    record = ArrayRecord()  # filled here: its constructor would copy every Array once more
+    for name, value in arrays.items():
+        record[name] = _encoded(np.asarray(value))
+    return record
 
 
 def opened(weights: Weights) -> StateDict:
@@ -167,6 +180,12 @@ class Payload:
                 f"{cls.__name__} must hold either one state dict or arrays of its own: the ledger tells them apart"
             )
         return fields
+
+    @classmethod
+    @cache
+    def by_key(cls) -> dict[str, Field]:
+        """Return the declarations under the fields' keys in records."""
+        return {_key(name): field for name, field in cls.declared().items()}
 
     def encode(self) -> RecordDict:
         """Translate to Flower's records; arrays are copied, the payload stays as it is."""
@@ -255,8 +274,7 @@ def request_of(message: Message) -> type[Request] | None:
     return REQUESTS.get(str(config_in(message.content).get("stage", ""))) if message.has_content() else None
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One field of one message, as the ledger counts it."""
 
     field: str
@@ -281,7 +299,7 @@ def rows(content: RecordDict, declared: type[Payload] | None, extra: frozenset[s
     WireError
         If a record or key is not declared.
     """
-    fields = {_key(name): field for name, field in declared.declared().items()} if declared else {}
+    fields = declared.by_key() if declared else {}
     weights = next((name for name, field in fields.items() if field.shape == "state dict"), None)
     defaults: dict[str, Kind] = {"arrays": "model", "metrics": "statistic", "config": "instruction"}
     for record_name, record in content.items():

@@ -22,7 +22,7 @@ late uploads then, and training goes on with its latents included.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,13 +32,12 @@ import torch
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 from safetensors.numpy import load_file
-from torch import nn
 
 from flwr_replay.config import one_of, require
-from flwr_replay.errors import ConfigError, RunError, WireError, nearest
+from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.latents import LatentStore, rows_per_chunk
-from flwr_replay.models import has_batch_norm, split
-from flwr_replay.movements.base import Exchange
+from flwr_replay.models import split
+from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
@@ -82,6 +81,11 @@ class FedReplayConfig:
             "strategy.encoder=file and strategy.encoder-file=PATH go together; "
             f"got encoder={self.encoder} and encoder-file={self.encoder_file!r}",
         )
+        require(
+            self.encoder == "institution" or self.encoder_institution == "largest",
+            "strategy.encoder-institution needs strategy.encoder=institution; "
+            f"got encoder={self.encoder} and encoder-institution={self.encoder_institution!r}",
+        )
         for name in ("encoder_epochs", "patience", "upload_views"):
             value = getattr(self, name)
             require(value >= 1, f"strategy.{name.replace('_', '-')} must be at least 1; got {value}")
@@ -97,11 +101,15 @@ class FedReplay(OneShot):
     encoder: StateDict | None = None
 
     @classmethod
-    def check(cls, config: FedReplayConfig, model: Callable[[int], nn.Module]) -> None:
-        """Refuse a cut that the model does not have."""
-        encoder, _ = split(model(0), config.cut)
+    def check(cls, config: FedReplayConfig, settings: Settings, names: Sequence[str] = ()) -> None:
+        """Refuse a cut that the model lacks, chunks too small, an encoder that does not fit, an unknown institution."""
+        strategy = cls(config, settings)
+        strategy.build_primary()
+        rows_per_chunk(math.prod(strategy.latent_shape()), config.latent_dtype, int(config.chunk_mb * 1e6))
         if config.encoder == "file":
-            read_encoder(Path(config.encoder_file), list(encoder.state_dict()))
+            read_encoder(Path(config.encoder_file), strategy.encoder_shapes)
+        if names:
+            one_of("strategy.encoder-institution", config.encoder_institution, ("largest", *names))
 
     # --- stage 1 ------------------------------------------------------------------------------------------------------
 
@@ -113,12 +121,9 @@ class FedReplay(OneShot):
         if self.config.encoder == "institution":
             self.encoder = self.train_encoder(grid, server_round, arrays, config)
         else:
-            given = (
-                arrays
-                if self.config.encoder == "random"
-                else read_encoder(Path(self.config.encoder_file), self.encoder_names)
-            )
-            self.encoder = {name: given[name] for name in self.encoder_names}
+            random = self.config.encoder == "random"
+            given = arrays if random else read_encoder(Path(self.config.encoder_file), self.encoder_shapes)
+            self.encoder = {name: given[name] for name in self.encoder_shapes}
         self.store = LatentStore(self.recorder.folder("latents", fresh=True))
         self.checkpoint(server_round - 1, arrays)
 
@@ -139,10 +144,8 @@ class FedReplay(OneShot):
         """Return who may train the encoder, in the order of asking."""
         wanted = self.config.encoder_institution
         by_size = sorted(self.members, key=lambda member: (-member.num_examples, member.name))
-        chosen = by_size if wanted == "largest" else [member for member in by_size if member.name == wanted]
-        if not chosen:
-            raise ConfigError(f"no institution is named {wanted!r}: {nearest(wanted, [m.name for m in by_size])}")
-        return chosen
+        one_of("strategy.encoder-institution", wanted, ("largest", *(member.name for member in by_size)))
+        return by_size if wanted == "largest" else [member for member in by_size if member.name == wanted]
 
     def encode_request(self, server_round: int, arrays: StateDict) -> Encode:
         """Ask for the training of a whole backbone, of which the part before the cut comes back."""
@@ -191,7 +194,7 @@ class FedReplay(OneShot):
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One encoder, if an institution trains it, and every institution's latents, chunk by chunk, once."""
         self.build_primary()
-        encoder = {name: arrays[name] for name in self.encoder_names}
+        encoder = {name: arrays[name] for name in self.encoder_shapes}
         exchanges: list[Exchange] = []
         if self.config.encoder == "institution":
             zeros = Encoder(
@@ -234,7 +237,7 @@ class FedReplay(OneShot):
             )
         backbone = self.settings.model(derived_seed(self.settings.seed, "primary"))
         encoder, self.primary = split(backbone, self.config.cut)
-        self.encoder_names = list(encoder.state_dict())
+        self.encoder_shapes = {name: tuple(tensor.shape) for name, tensor in encoder.state_dict().items()}
         self.primary.to(self.settings.device).train()
         self.optimizer = make_optimizer(self.primary, self.settings.training, self.settings.training.lr)
 
@@ -243,7 +246,7 @@ class FedReplay(OneShot):
         if not self.store.complete:
             raise RunError(f"no institution has uploaded its latents; {self.recorder.failures_line()}")
         training, losses = self.settings.training, []
-        refuse_single_batches(has_batch_norm(self.primary), len(self.store), training.batch_size)
+        refuse_single_batches(self.primary, len(self.store), training.batch_size)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(server_round)
         shuffle = generator(self.settings.seed, "primary", server_round)
@@ -276,18 +279,20 @@ class FedReplay(OneShot):
         self.store = LatentStore(self.recorder.folder("latents"))
 
 
-def read_encoder(path: Path, names: list[str]) -> StateDict:
+def read_encoder(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> StateDict:
     """Read the encoder's weights from the user's file.
 
     Raises
     ------
     ConfigError
-        If it is no .safetensors file, or lacks one of the names before the cut.
+        If it is no .safetensors file, or lacks one of the weights before the cut or has it in another shape.
     """
     try:
         arrays = load_file(path)
     except Exception as error:
         raise ConfigError(f"strategy.encoder-file must be a .safetensors file; got {path}: {error}") from None
-    if absent := [name for name in names if name not in arrays]:
-        raise ConfigError(f"strategy.encoder-file must hold the weights before the cut; {path} lacks {absent[0]}")
+    for name, shape in shapes.items():
+        if name not in arrays or arrays[name].shape != shape:
+            found = f"has {arrays[name].shape}" if name in arrays else "lacks it"
+            raise ConfigError(f"strategy.encoder-file must hold {name!r} with shape {shape}; {path} {found}")
     return arrays

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flwr_replay.cli import main
+from flwr_replay.files import alone
 
 SMALL = ["model.width=4", "rounds=1", "encoder-epochs=1"]
 
@@ -57,7 +58,9 @@ def flwr_replay(monkeypatch, capsys, tmp_path):
         (["batch-size=1"], ["batch norm", "at least two", "1"]),
         (["encoder=file"], ["encoder-file"]),
         (["encoder=file", "encoder-file=none.safetensors"], ["none.safetensors"]),
-        (["encoder-institution=institution-9"], ["institution-9"]),
+        (["encoder-institution=institution-9"], ["institution-9", "did you mean institution-"]),
+        (["encoder=random", "encoder-institution=institution-2"], ["needs strategy.encoder=institution", "random"]),
+        (["chunk-mb=0.0001"], ["strategy.chunk-mb", "0.0001"]),
         (["device=cuda:7"], ["cuda:7"]),
         (["nodes=2000"], ["2000"]),
         (["--engine", "rey"], ["--engine", "rey"]),
@@ -78,7 +81,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(flwr_replay, tmp_path, words, say
 
 
 @pytest.mark.parametrize(
-    "words", [["cut=layer7"], ["task=mnist", "task.data-dir=nowhere"], ["partition=ks", "ks=0.99"]]
+    "words",
+    [
+        ["cut=layer7"],
+        ["task=mnist", "task.data-dir=nowhere"],
+        ["partition=ks", "ks=0.99"],
+        ["encoder-institution=institution-9"],
+        ["chunk-mb=0.0001"],
+    ],
 )
 def test_what_is_refused_leaves_no_run_directory(flwr_replay, tmp_path, words):
     assert flwr_replay("run", *words)[0] == 2
@@ -123,6 +133,32 @@ def test_a_resumed_run_keeps_its_options(flwr_replay, tmp_path):
     code, _, err = flwr_replay("run", "--resume", "runs/first", "rounds=9")
     assert code == 2
     assert "a resumed run keeps its options" in err
+
+
+def test_runs_of_one_name_share_no_state_at_the_institutions(flwr_replay):
+    words = ["strategy=local", "model=mlp", "model.width=4", "rounds=5", "run-name=same", "--json"]
+    results = [flwr_replay("run", *words, "--runs-dir", folder) for folder in ("one", "other")]
+    assert [code for code, _, _ in results] == [0, 0]
+    first, second = (json.loads(out) for _, out, _ in results)
+    assert first["final"] == second["final"]
+    assert second["failures"] == []
+
+
+def test_two_processes_never_work_in_one_run(flwr_replay, tmp_path):
+    assert flwr_replay("run", "strategy=local", "model=mlp", "rounds=1", "run-name=first")[0] == 0
+    (tmp_path / "runs" / "first" / "result.json").unlink()
+    with alone(tmp_path / "runs" / "first"):
+        code, _, err = flwr_replay("run", "--resume", "runs/first")
+    assert code == 2
+    assert "error: only one process may work in" in err
+    assert flwr_replay("run", "--resume", "runs/first")[0] == 0
+
+
+def test_dry_run_as_json_has_the_same_bytes(flwr_replay):
+    lines = json.loads(flwr_replay("run", "--dry-run", "--json", "strategy=cwt")[1])
+    assert {line["stage"] for line in lines} == {"roll-call", "train", "evaluate"}
+    weights = sum(line["bytes"] for line in lines if line["direction"] == "up" and line["kind"] == "model")
+    assert f"{weights:,}" in flwr_replay("run", "--dry-run", "strategy=cwt")[1]
 
 
 def test_dry_run_prints_the_ledger_and_trains_nothing(flwr_replay, tmp_path):

@@ -18,6 +18,7 @@ from scipy.special import gamma
 from flwr_replay import cells as cells_module
 from flwr_replay.compare import compare_strategies
 from flwr_replay.errors import ConfigError, DivergedError, RunError
+from flwr_replay.files import alone
 from flwr_replay.report.comparison import interval, paired_difference, summarise, table
 from flwr_replay.report.plots import curves, points
 
@@ -135,7 +136,7 @@ def test_processes_give_the_same_bits_as_this_one(tmp_path: Path, first: tuple[s
 
 
 def test_two_comparisons_never_share_a_folder_at_the_same_time(runs: Path, first: tuple[str, dict[str, Any]]) -> None:
-    with cells_module.alone(Path(first[1]["folder"])), pytest.raises(RunError, match="another comparison"):
+    with alone(Path(first[1]["folder"])), pytest.raises(RunError, match="only one process"):
         compare(runs, "local,fedavg", "seeds=2")
 
 

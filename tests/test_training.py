@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from flwr_replay.clients.cwt import CWTClient
 from flwr_replay.config import TrainingConfig
 from flwr_replay.data import Dataset, Examples
-from flwr_replay.errors import ConfigError, DivergedError, TrainingError
+from flwr_replay.errors import DivergedError, TrainingError, WireError
 from flwr_replay.institution import Institution
 from flwr_replay.payloads.common import Visit
 from flwr_replay.rng import derived_seed
@@ -30,6 +30,7 @@ from flwr_replay.training import (
     refuse_single_batches,
     to_arrays,
 )
+from flwr_replay.wire import opened
 
 N, B = 45, 8
 DATA = Examples(np.random.default_rng(0).integers(0, 256, (N, 1, 3, 3), np.uint8), np.arange(N, dtype=np.int64) % 3)
@@ -59,7 +60,7 @@ def visits(new, arrays, rounds, **more):
     found = {}
     for server_round in rounds:
         visit = Visit(server_round=server_round, arrays=arrays, **{"run": "r", "lr": 0.1, **more})
-        arrays = new().train(visit).arrays
+        arrays = opened(new().train(visit).arrays)
         found[server_round] = arrays
     return found
 
@@ -174,7 +175,7 @@ def test_nothing_of_a_broken_visit_is_left_in_the_next(client):
     clean = visits(client, start, [1])[1]
     one = client()
     one.scratch_model(start)(torch.ones(2, 9)).sum().backward()  # and then an error
-    assert same(one.train(Visit(server_round=1, arrays=start, run="r", lr=0.1)).arrays, clean)
+    assert same(opened(one.train(Visit(server_round=1, arrays=start, run="r", lr=0.1)).arrays), clean)
 
 
 # --- losses, learning rate, weights -----------------------------------------------------------------------------------
@@ -205,10 +206,10 @@ def test_the_learning_rate_falls_tenfold_every_lr_step_rounds():
 
 def test_batch_norm_never_meets_a_batch_of_one(client):
     for examples, batch_size in ((1, 8), (9, 1)):
-        refuse_single_batches(False, examples, batch_size)
+        refuse_single_batches(torch.nn.GroupNorm(1, 1), examples, batch_size)
         with pytest.raises(TrainingError, match="at least two examples; got"):
-            refuse_single_batches(True, examples, batch_size)
-    refuse_single_batches(True, 2, 8)
+            refuse_single_batches(torch.nn.BatchNorm2d(1), examples, batch_size)
+    refuse_single_batches(torch.nn.BatchNorm2d(1), 2, 8)
     with pytest.raises(TrainingError, match="batches of 1"):
         visits(lambda: client(batch_size=1), to_arrays(build(0)), [1])
 
@@ -222,6 +223,6 @@ def test_weights_go_in_and_out_bit_for_bit_or_not_at_all():
     lacking = {name: array for name, array in one.items() if name != "4.bias"}
     for wrong in (lacking, {**one, "more": one["4.bias"]}, {**one, "4.bias": np.zeros(4, np.float32)}):
         before = to_arrays(other)
-        with pytest.raises(ConfigError, match="model's own names and shapes"):
+        with pytest.raises(WireError, match="model's own names and shapes"):
             load_arrays(other, wrong)
         assert same(to_arrays(other), before)

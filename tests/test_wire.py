@@ -235,6 +235,15 @@ def test_a_record_that_is_handed_on_is_not_opened():
     assert opened(record)["w"].tolist() == [0, 1, 2]
 
 
+def test_decoded_arrays_travel_as_the_bytes_that_they_are_unless_one_is_replaced():
+    record = array_record({"w": np.arange(3), "b": np.zeros(2)})
+    arrays = NamedArrays.of(record)
+    assert arrays.record() is record
+    arrays[1] = np.ones(2)
+    assert opened(arrays.record())["b"].tolist() == [1, 1]
+    assert opened(record)["b"].tolist() == [0, 0]
+
+
 def test_later_changes_of_the_senders_arrays_do_not_travel():
     array = np.zeros(3)
     content = RecordDict({"arrays": array_record({"w": array}), "config": ConfigRecord()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flwr_replay.data.datasets import Dataset, Examples, load
-from flwr_replay.data.partitions import Partition, institution_name, partition
+from flwr_replay.data.partitions import Partition, institution_name, partition, site_names
 from flwr_replay.data.show import show
 from flwr_replay.data.skew import ks_matrix, label_histogram, mean_pairwise_ks, tv_matrix
 
@@ -18,5 +18,6 @@ __all__ = [
     "mean_pairwise_ks",
     "partition",
     "show",
+    "site_names",
     "tv_matrix",
 ]

@@ -104,7 +104,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     val = dataset.val if dataset.val is not None and len(dataset.val) else None
     dropped, val_shards = 0, None
     if config.name == "natural":
-        names = _site_names(dataset, config, nodes)
+        names = _institutions_of(dataset, config, nodes)
         train, test = _by_site(dataset.train, names), _by_site(dataset.test, names)
         val_shards = _by_site(val, names) if val else None
     else:
@@ -245,20 +245,31 @@ DEALERS: dict[str, Callable[[NDArray[Any], PartitionConfig, int, int], list[Indi
 }
 
 
-def _site_names(dataset: Dataset, config: PartitionConfig, nodes: int) -> tuple[str, ...]:
+def site_names(dataset: Dataset) -> tuple[str, ...]:
+    """Return the names of the sites that the data come from, sorted.
+
+    Raises
+    ------
+    ConfigError
+        If the data do not name the site of every example.
+    """
     if dataset.train.sites is None or dataset.test.sites is None:
         raise ConfigError(
             f"partition=natural needs the site of every example; task={dataset.name} names none: give the manifest a "
             "column and set task.site-column, or choose another partition"
         )
+    return tuple(sorted({str(site) for site in (*dataset.train.sites, *dataset.test.sites)}))
+
+
+def _institutions_of(dataset: Dataset, config: PartitionConfig, nodes: int) -> tuple[str, ...]:
+    names = site_names(dataset)
     require(config.size == 0, f"partition=natural takes every example of a site; got partition.size={config.size}")
-    names = sorted({str(site) for site in (*dataset.train.sites, *dataset.test.sites)})
     require(
         nodes == len(names),
         f"partition=natural has as many institutions as the data have sites, {len(names)}; got nodes={nodes}: "
         f"set nodes={len(names)}",
     )
-    return tuple(names)
+    return names
 
 
 def _by_site(examples: Examples, names: Sequence[str]) -> list[Indices]:

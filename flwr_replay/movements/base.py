@@ -8,7 +8,7 @@ what one exchange is. `num_rounds` counts passes over the institutions' data, in
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -45,7 +45,7 @@ class Settings:
     run: str = "run"  # names the run at the institutions
     task: Any = None  # loss and pooled metrics; None: means weighted by number of examples
     model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for strategies that train it
-    input_shape: tuple[int, ...] | None = None  # of one example, for forecasts
+    input_shape: tuple[int, ...] | None = None  # of one example
     device: str | torch.device = "cpu"  # of training at the server
 
 
@@ -74,8 +74,23 @@ class Movement(Strategy):
         self.members = Members()
 
     @classmethod
-    def check(cls, config: Any, model: Callable[[int], nn.Module]) -> None:
-        """Refuse options that do not fit the model, before anything runs; the base refuses nothing."""
+    def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
+        """Refuse options that do not fit the rest of the run, before it begins; the base refuses nothing.
+
+        Parameters
+        ----------
+        config : Any
+            The strategy's own options.
+        settings : Settings
+            With the model and the shape of an example.
+        names : Sequence[str]
+            Of the institutions, where they are known before the roll call: in a simulation.
+
+        Raises
+        ------
+        ConfigError
+            If they do not fit.
+        """
 
     # --- what a movement or a method says -----------------------------------------------------------------------------
 
@@ -254,8 +269,9 @@ class Movement(Strategy):
                     if server_round == 0:
                         raise
                     refusal = Failure(failure=str(error), error="RunError")  # a late one must not end the others' run
-            # One that refuses has told no name; its messages travelled all the same.
-            member = self.members.by_node(node_id) or Member(str(node_id), node_id)
+            # One that refuses is no member; its messages travelled all the same.
+            told = refusal.name if refusal else ""
+            member = self.members.by_node(node_id) or Member(told or str(node_id), node_id)
             found = list(rows(message.content, RollCall))
             self.recorder.travelled(server_round, member, "down", found, "roll-call")
             if reply is not None and reply.has_content():

@@ -63,9 +63,11 @@ class Recorder:
         logging.getLogger("flwr").warning("%s takes no part in exchange %s: %s", name, server_round, reason)
 
     def failures_line(self) -> str:
-        """Return the latest failures as one line."""
-        shown = [f"{failure['institution']}: {failure['reason']}" for failure in self.failures[-3:]]
-        return "; ".join(shown) or "none gave a reason"
+        """Return the failures of the last exchange that had any as one line, each reason once."""
+        by_reason: dict[str, list[str]] = {}
+        for failure in (one for one in self.failures if one["round"] == self.failures[-1]["round"]):
+            by_reason.setdefault(failure["reason"], []).append(failure["institution"])
+        return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()) or "none gave a reason"
 
     def end_exchange(self, snapshot: Snapshot) -> None:
         """Note that a server round is over."""

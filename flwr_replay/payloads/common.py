@@ -21,6 +21,7 @@ class Failure(Payload):
 
     failure: str = notice()  # one line: the rule, the value, what to do
     error: str = notice()  # the class of flwr_replay.errors
+    name: str = notice(default="")  # the institution's, where it is known
 
 
 @dataclass(frozen=True, kw_only=True)

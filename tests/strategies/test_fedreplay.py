@@ -269,7 +269,7 @@ def test_a_named_institution_trains_the_encoder_or_nobody(start):
     assert start("rounds=1", "encoder-institution=c")[1].who("encode") == ["c"]
     with pytest.raises(RunError, match=r"no institution could train the encoder; c: .*made to fail"):
         start("encoder-institution=c", failing=[("c", "encode", 1)])
-    with pytest.raises(ConfigError, match="no institution is named 'd'"):
+    with pytest.raises(ConfigError, match="must be one of largest, b, a, c; got 'd'"):
         start("encoder-institution=d")
 
 
@@ -289,7 +289,10 @@ def test_an_encoder_from_a_file_is_taken_as_it_is(start, shards, tmp_path):
     encoder, _ = cut_after(model, "conv1")
     agree(weights, encoder, stage_3([stage_2(encoder, shards)]))
     save_file({"conv1.conv.weight": np.zeros((4, 1, 3, 3), np.float32)}, tmp_path / "given.safetensors")
-    with pytest.raises(ConfigError, match=r"lacks conv1\.norm"):
+    with pytest.raises(ConfigError, match=r"'conv1.norm.weight' with shape .* lacks it"):
+        start("encoder=file", option)
+    save_file(to_arrays(network("model.width=8")), tmp_path / "given.safetensors")
+    with pytest.raises(ConfigError, match=r"'conv1.conv.weight' with shape \(4, .* has \(8, "):
         start("encoder=file", option)
     (tmp_path / "given.safetensors").write_bytes(b"no")
     with pytest.raises(ConfigError, match=r"must be a \.safetensors file"):

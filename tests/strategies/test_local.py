@@ -161,7 +161,7 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(tmp_path, start, nodes)
         with pytest.raises(KeyboardInterrupt):
             run(name, [*JOB, "rounds=3", "nodes=3", f"runs_dir={tmp_path}", f"run_name={name}"], [where])
         result = run(name, [*overrides_of(tmp_path / name / "config.yaml"), f"resume={tmp_path / name}"])
-        assert same(found, models(tmp_path / name, name))
+        assert same(found, models(tmp_path / name, (tmp_path / name / "run-id").read_text().strip()))
         assert result["final"] == {"global": recorder.last[0], "institutions": recorder.last[1]}
         assert result["examples-seen"] == recorder.examples
 
