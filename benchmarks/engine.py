@@ -32,6 +32,7 @@ from flwr_replay.config import RunConfig
 from flwr_replay.institution import Shard, dealt, loaded
 from flwr_replay.movements.parallel import weighted_mean
 from flwr_replay.payloads.common import Evaluation
+from flwr_replay.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.simulate import run_inline, run_ray
 from flwr_replay.tasks import make_task
@@ -39,7 +40,7 @@ from flwr_replay.training import batches, generator, load_arrays, make_optimizer
 from flwr_replay.wire import StateDict
 
 
-class Pairing:
+class Pairing(Display):
     """A display that times each round of a run, and after it one round of the plain loop."""
 
     def __init__(self, plain: Iterator[None]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import FlwrReplayError, RunError
-from flwr_replay.progress import Display, Progress, TerminalDisplay
+from flwr_replay.progress import Display, TerminalDisplay
 from flwr_replay.simulate import resolve, run_inline
 
 __all__ = ["Cell", "Method", "run_all", "run_cell", "short_hash"]
@@ -71,25 +71,12 @@ class Cell:
         return (self.folder / "config.yaml").exists() and any((self.folder / "checkpoints").glob("*.safetensors"))
 
 
-class Quiet:
-    """Shows nothing: cells report when they are over."""
-
-    def begin(self, progress: Progress) -> None:
-        """Say nothing."""
-
-    def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
-        """Say nothing."""
-
-    def close(self) -> None:
-        """Say nothing."""
-
-
 def run_all(cells: Sequence[Cell], jobs: int, metric: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Run what is not done yet; yield each cell's folder with its `result` or `error`, as they end."""
     todo = [cell for cell in cells if not cell.done]
     for cell in cells:
         if cell.done:
-            yield cell.folder, run_cell(cell, Quiet())
+            yield cell.folder, run_cell(cell, Display())
     resumed = sum(cell.begun for cell in todo)
     _say(f"{len(cells)} runs: {len(cells) - len(todo)} are there, {resumed} go on, {len(todo) - resumed} to begin")
     for count, (cell, outcome) in enumerate(_in_turn(todo) if jobs == 1 else _at_once(todo, jobs), 1):
@@ -99,7 +86,7 @@ def run_all(cells: Sequence[Cell], jobs: int, metric: str) -> Iterator[tuple[Pat
 
 def _in_turn(cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
     for cell in cells:
-        yield cell, run_cell(cell, TerminalDisplay() if sys.stderr.isatty() else Quiet())
+        yield cell, run_cell(cell, TerminalDisplay() if sys.stderr.isatty() else Display())
 
 
 def _at_once(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -108,7 +95,7 @@ def _at_once(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str,
     while waiting:
         others = set(multiprocessing.active_children())
         pool = ProcessPoolExecutor(min(jobs, len(waiting)), multiprocessing.get_context("spawn"))
-        running: dict[Future[dict[str, Any]], Cell] = {pool.submit(run_cell, cell, Quiet()): cell for cell in waiting}
+        running: dict[Future[dict[str, Any]], Cell] = {pool.submit(run_cell, cell, Display()): cell for cell in waiting}
         ended = []
         try:
             for future in as_completed(running):

@@ -26,6 +26,7 @@ from flwr_replay.client_app import app, backbone
 from flwr_replay.compose import compose, load_strategy, overrides_of
 from flwr_replay.engine import CLIENT_APP_RAISED, InlineGrid
 from flwr_replay.forecast import forecast
+from flwr_replay.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.server_app import execute, settings_of
 from flwr_replay.training import to_arrays
@@ -59,22 +60,16 @@ class WatchedGrid(InlineGrid):
         return super()._answer(message)
 
 
-class Quiet:
+class Breaking(Display):
     """Shows nothing; breaks the run off after an exchange, if told to."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.stop_after = stop_after
 
-    def begin(self, progress: Any) -> None:
-        """Nothing to show."""
-
     def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
         """Break off where told."""
         if server_round == self.stop_after:
             raise KeyboardInterrupt
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
@@ -112,7 +107,7 @@ def _run(
     config = compose(overrides)
     grid = WatchedGrid.simulated(app, {"overrides": shlex.join(overrides)}, config.nodes)
     grid.failing = failing
-    result, folder = execute(grid, config, Quiet(stop_after))
+    result, folder = execute(grid, config, Breaking(stop_after))
     return load_file(folder / "models" / "global.safetensors"), grid, result
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 __all__ = ["Display", "LogDisplay", "Progress", "TerminalDisplay"]
 
@@ -20,8 +19,8 @@ class Progress:
     done: int  # exchanges, at the start
 
 
-class Display(Protocol):
-    """Where progress is shown."""
+class Display:
+    """Where progress is shown; this one shows nothing."""
 
     def begin(self, progress: Progress) -> None:
         """A run begins."""
@@ -57,7 +56,7 @@ def shown_time(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-class LogDisplay:
+class LogDisplay(Display):
     """A line in Flower's log for every exchange, as `flwr run --stream` shows it."""
 
     def begin(self, progress: Progress) -> None:
@@ -83,9 +82,6 @@ class LogDisplay:
         done = server_round - self.progress.done
         left = self.progress.rounds * self.progress.per_round - server_round
         return (time.monotonic() - self.start) / done * left if done else 0.0
-
-    def close(self) -> None:
-        """Nothing to put away."""
 
 
 class TerminalDisplay(LogDisplay):

@@ -341,8 +341,14 @@ def _under(prefix: str, arrays: StateDict) -> StateDict:
 
 
 def _versions() -> dict[str, str]:
-    installed = {name.metadata["Name"]: name.version for name in metadata.distributions() if name.metadata["Name"]}
-    return {"python": platform.python_version(), **{name: installed.get(name, "absent") for name in PACKAGES}}
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
 
 
 def _environment(config: RunConfig) -> dict[str, Any]:

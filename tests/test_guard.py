@@ -11,7 +11,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from flwr_replay import institution as owned
-from flwr_replay.check import Quiet, WatchedGrid
+from flwr_replay.check import WatchedGrid
 from flwr_replay.client_app import app, backbone, make_client
 from flwr_replay.clients.cwt import CWTClient
 from flwr_replay.compose import compose
@@ -21,6 +21,7 @@ from flwr_replay.guard import guard
 from flwr_replay.payloads.common import RollCall, Visit
 from flwr_replay.payloads.fedreplay import Encode, Extract
 from flwr_replay.policy import read_policy
+from flwr_replay.progress import Display
 from flwr_replay.serve import serve
 from flwr_replay.server_app import execute
 from flwr_replay.training import to_arrays
@@ -174,7 +175,7 @@ def run(tmp_path, *options, served=app, grid_type=InlineGrid, policies=("", "", 
         node = {"partition-id": k, "num-partitions": len(policies), "policy": str(tmp_path / f"{k}.yaml")}
         nodes.append({**node, "state": str(tmp_path / "state")})
     grid = grid_type(served, {"overrides": shlex.join(overrides)}, nodes)
-    return execute(grid, compose(overrides), Quiet())[0], grid
+    return execute(grid, compose(overrides), Display())[0], grid
 
 
 @pytest.mark.parametrize("strategy", ["cwt", "local", "fedreplay"])
@@ -205,9 +206,7 @@ def test_a_refusal_is_shown_and_the_others_go_on(tmp_path):
 
 def test_a_run_that_everyone_refuses_ends_with_the_reason(tmp_path):
     all_three = "institution-1, institution-2, institution-3"
-    with pytest.raises(
-        RefusedError, match=rf"{all_three}: [^;]*of kind statistic leave; Visited\.arrays is [^;]*$"
-    ):
+    with pytest.raises(RefusedError, match=rf"{all_three}: [^;]*of kind statistic leave; Visited\.arrays is [^;]*$"):
         run(tmp_path, "strategy=fedavg", policies=["kinds: [statistic]"] * 3)
 
 

@@ -5,18 +5,8 @@ import shlex
 import pytest
 from safetensors.numpy import load_file
 
+from flwr_replay.progress import Display
 from flwr_replay.simulate import resolve, run_inline, run_ray
-
-
-class Quiet:
-    def begin(self, progress):
-        pass
-
-    def exchange(self, server_round, metrics, total_bytes, seconds):
-        pass
-
-    def close(self):
-        pass
 
 
 @pytest.mark.parametrize("job", ["strategy=fedreplay cut=conv1 rounds=2 encoder-epochs=2 model.width=8"])
@@ -25,7 +15,7 @@ def test_inline_and_ray_give_the_same_bits(job, tmp_path, monkeypatch):
     results, weights = [], []
     for engine in ("inline", "ray"):
         overrides, _ = resolve(shlex.split(job), str(tmp_path / engine), "")
-        result, folder = run_inline(overrides, Quiet()) if engine == "inline" else run_ray(overrides)
+        result, folder = run_inline(overrides, Display()) if engine == "inline" else run_ray(overrides)
         results.append(result)
         weights.append(load_file(folder / "models" / "global.safetensors"))
     assert results[0]["final"] == results[1]["final"]

@@ -5,6 +5,7 @@ import shlex
 import numpy as np
 import pytest
 import torch
+from hospitals import fresh
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app, backbone
@@ -16,8 +17,7 @@ from flwr_replay.movements.base import Settings
 from flwr_replay.rng import derived_seed
 from flwr_replay.strategies.central import Central
 from flwr_replay.tasks import make_task
-from flwr_replay.training import to_arrays
-from flwr_replay.wire import array_record, opened
+from flwr_replay.wire import opened
 
 N, B = 90, 16
 
@@ -48,8 +48,7 @@ def job(tmp_path, monkeypatch):
 def run(overrides, nodes):
     grid, config = Grid(app, {"overrides": shlex.join(overrides)}, nodes), compose(overrides)
     settings = Settings(training=config.training, nodes=len(nodes), evaluate_every=3, task=make_task(config.task))
-    fresh = array_record(to_arrays(backbone(config.model, config.task)(derived_seed(0, "model"))))
-    return opened(Central(config.strategy, settings).start(grid, fresh, 3).arrays), grid
+    return opened(Central(config.strategy, settings).start(grid, fresh(config), 3).arrays), grid
 
 
 def simulated(k):

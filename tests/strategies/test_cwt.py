@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Error, Message
+from hospitals import Seen, fresh, node_configs, write_shards
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app, backbone
@@ -18,8 +19,7 @@ from flwr_replay.movements.recorder import Recorder
 from flwr_replay.rng import derived_rng, derived_seed
 from flwr_replay.strategies.cwt import CWT
 from flwr_replay.tasks import make_task
-from flwr_replay.training import to_arrays
-from flwr_replay.wire import array_record, config_in, metrics_in, opened
+from flwr_replay.wire import config_in, metrics_in, opened
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}  # 4, 2 and 1 iterations
@@ -50,38 +50,19 @@ class Grid(InlineGrid):
 
 @pytest.fixture
 def shards(tmp_path):
-    rng = np.random.default_rng(0)
-    data = {}
-    for name, n in SIZES.items():
-        x, y = rng.integers(0, 256, (n + 9, 8, 8), np.uint8), rng.integers(0, 3, n + 9)
-        arrays = {"train_images": x[:n], "train_labels": y[:n], "test_images": x[n:], "test_labels": y[n:]}
-        np.savez(tmp_path / f"{name}.npz", **arrays)
-        data[name] = torch.from_numpy(x[:n, None]) / 255, torch.from_numpy(y[:n])
-    return data
-
-
-class Seen(Recorder):
-    """Counts the examples used."""
-
-    examples = 0
-
-    def saw(self, examples):
-        self.examples += examples
+    return write_shards(tmp_path, SIZES)
 
 
 @pytest.fixture
 def start(tmp_path, shards):
     def start(*options, recorder=None, **watched):
         overrides = ["strategy=cwt", *JOB, *options]
-        config, nodes = compose(overrides), []
-        for name in "cab":
-            nodes.append({"name": name, "data": str(tmp_path / f"{name}.npz"), "state": str(tmp_path)})
-        grid = Grid(app, {"overrides": shlex.join(overrides)}, nodes)
+        config = compose(overrides)
+        grid = Grid(app, {"overrides": shlex.join(overrides)}, node_configs(tmp_path, tmp_path))
         vars(grid).update(watched)
         options = {"evaluate_every": config.evaluate_every, "seed": config.seed, "task": make_task(config.task)}
         strategy = CWT(config.strategy, Settings(training=config.training, nodes=3, **options), recorder or Seen())
-        fresh = array_record(to_arrays(backbone(config.model, config.task)(derived_seed(0, "model"))))
-        return opened(strategy.start(grid, fresh, config.rounds).arrays), grid, strategy.recorder
+        return opened(strategy.start(grid, fresh(config), config.rounds).arrays), grid, strategy.recorder
 
     torch.set_num_threads(1)
     return start

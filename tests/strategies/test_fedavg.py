@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Error, Message
+from hospitals import fresh, node_configs, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
@@ -18,8 +19,7 @@ from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import weighted_mean
 from flwr_replay.rng import derived_seed
 from flwr_replay.tasks import make_task
-from flwr_replay.training import to_arrays
-from flwr_replay.wire import array_record, config_in, opened
+from flwr_replay.wire import config_in, opened
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}
@@ -49,29 +49,19 @@ class Grid(InlineGrid):
 
 @pytest.fixture
 def shards(tmp_path):
-    rng = np.random.default_rng(0)
-    data = {}
-    for name, n in SIZES.items():
-        x, y = rng.integers(0, 256, (n + 9, 8, 8), np.uint8), rng.integers(0, 3, n + 9)
-        parts = {"train_images": x[:n], "train_labels": y[:n], "test_images": x[n:], "test_labels": y[n:]}
-        np.savez(tmp_path / f"{name}.npz", **parts)
-        data[name] = torch.from_numpy(x[:n, None]) / 255, torch.from_numpy(y[:n])
-    return data
+    return write_shards(tmp_path, SIZES)
 
 
 @pytest.fixture
 def start(tmp_path, shards):
     def start(*options, names="cab", strategy="fedavg", **watched):
         overrides = [f"strategy={strategy}", *JOB, *options]
-        config, nodes = compose(overrides), []
-        for name in names:
-            nodes.append({"name": name, "data": str(tmp_path / f"{name}.npz"), "state": str(tmp_path / strategy)})
+        config, nodes = compose(overrides), node_configs(tmp_path, tmp_path / strategy, names)
         grid = Grid(app, {"overrides": shlex.join(overrides)}, nodes)
         vars(grid).update(watched)
         settings = Settings(training=config.training, nodes=len(names), evaluate_every=9, task=make_task(config.task))
         method = load_strategy(strategy)[0](config.strategy, settings)
-        fresh = array_record(to_arrays(backbone(config.model, config.task)(derived_seed(0, "model"))))
-        return opened(method.start(grid, fresh, config.rounds).arrays), method.recorder
+        return opened(method.start(grid, fresh(config), config.rounds).arrays), method.recorder
 
     torch.set_num_threads(1)
     return start

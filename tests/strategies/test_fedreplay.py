@@ -1,40 +1,30 @@
 """FedReplay through real messages against Algorithm 2 in plain PyTorch, and the store of its latents."""
 
 import shlex
-import tracemalloc
-from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
+from algorithm_2 import JOB, B, cut_after, network, stage_1, stage_2, stage_3
 from flwr.app import Error, Message
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import array_shapes, arrays
+from hospitals import Seen, fresh, node_configs, write_shards
 from safetensors.numpy import load_file, save_file
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from flwr_replay.check import Quiet
 from flwr_replay.client_app import app, backbone
 from flwr_replay.compose import compose, overrides_of
 from flwr_replay.engine import InlineGrid
-from flwr_replay.errors import ConfigError, RunError, WireError
-from flwr_replay.latents import LatentStore, pack, shifted, unpack
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.latents import unpack
 from flwr_replay.movements.base import Settings
-from flwr_replay.movements.recorder import Recorder
-from flwr_replay.payloads.fedreplay import Latents
-from flwr_replay.rng import derived_seed
+from flwr_replay.progress import Display
 from flwr_replay.server_app import execute
 from flwr_replay.strategies.fedreplay import FedReplay
 from flwr_replay.tasks import make_task
 from flwr_replay.training import to_arrays
-from flwr_replay.wire import array_record, arrays_in, config_in, opened
+from flwr_replay.wire import arrays_in, config_in, opened
 
-B, LR = 16, 0.05
 SIZES = {"a": 40, "b": 64, "c": 21}
-JOB = ["strategy=fedreplay", "task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4", "rounds=2"]
-JOB += ["encoder-epochs=4", "patience=2", f"batch_size={B}", f"lr={LR}", "device=cpu", "evaluate-every=2"]
 QUICK = ["encoder=random", "rounds=1"]
 
 
@@ -64,29 +54,13 @@ class Grid(InlineGrid):
 
 @pytest.fixture
 def shards(tmp_path):
-    rng = np.random.default_rng(0)
-    data = {}
-    for name, n in SIZES.items():
-        x, y = rng.integers(0, 256, (n + 9, 8, 8), np.uint8), rng.integers(0, 3, n + 9)
-        parts = {"train_images": x[:n], "train_labels": y[:n], "test_images": x[n:], "test_labels": y[n:]}
-        np.savez(tmp_path / f"{name}.npz", **parts)
-        data[name] = torch.from_numpy(x[:n, None]) / 255, torch.from_numpy(y[:n])
-    return data
+    return write_shards(tmp_path, SIZES)
 
 
 @pytest.fixture
 def nodes(tmp_path, shards):
     torch.set_num_threads(1)
-    return {name: {"name": name, "data": str(tmp_path / f"{name}.npz"), "state": str(tmp_path)} for name in "cab"}
-
-
-class Seen(Recorder):
-    """Counts the examples used."""
-
-    examples = 0
-
-    def saw(self, examples):
-        self.examples += examples
+    return {node["name"]: node for node in node_configs(tmp_path, tmp_path)}
 
 
 @pytest.fixture
@@ -111,8 +85,7 @@ def start(nodes):
             Seen(),
         )
         kept.append(strategy)
-        fresh = array_record(to_arrays(network(*options)))
-        result = strategy.start(grid, fresh, config.rounds, evaluate_fn=evaluate_fn and evaluate_fn(grid))
+        result = strategy.start(grid, fresh(config), config.rounds, evaluate_fn=evaluate_fn and evaluate_fn(grid))
         return opened(result.arrays), grid, strategy.store.folder, strategy.recorder
 
     return start
@@ -128,73 +101,13 @@ def run(tmp_path, nodes):
             overrides = [*overrides_of(tmp_path / name / "config.yaml"), f"resume={tmp_path / name}"]
         grid = Grid(app, {"overrides": shlex.join(overrides)}, list(nodes.values()))
         grid.breaking = breaking
-        result, folder = execute(grid, compose(overrides), Quiet())
+        result, folder = execute(grid, compose(overrides), Display())
         return load_file(folder / "models" / "global.safetensors"), grid, folder / "latents", result
 
     return start
 
 
-# --- Algorithm 2, slowly ----------------------------------------------------------------------------------------------
-
-
-def network(*options, purpose="model"):
-    config = compose([*JOB, *options])
-    return backbone(config.model, config.task)(derived_seed(0, purpose))
-
-
-def cut_after(model, cut):
-    stages = list(model.named_children())
-    first = [name for name, _ in stages].index(cut) + 1
-    return nn.Sequential(OrderedDict(stages[:first])), nn.Sequential(OrderedDict(stages[first:]))
-
-
-def descend(model, x, y, order, optimizer, lr=LR):
-    size = min(B, len(y))
-    optimizer.param_groups[0]["lr"] = lr
-    for i in range(max(1, len(y) // B)):
-        rows = order[i * size : (i + 1) * size]
-        optimizer.zero_grad()
-        cross_entropy(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-
-
-def shuffled(n, *purpose):
-    return torch.randperm(n, generator=torch.Generator().manual_seed(derived_seed(0, *purpose)))
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-
-
-def stage_1(x, y, name, cut, epochs=4, patience=2, fall=1.0):
-    """Train the whole backbone at one institution; the best epoch on the tenth that is held out counts."""
-    model = network()
-    order = shuffled(len(y), name, "held out")
-    held, kept = order[: len(y) // 10], order[len(y) // 10 :]
-    optimizer, losses, states = sgd(model), [], []
-    while len(losses) < epochs and (not losses or len(losses) - 1 - int(np.argmin(losses)) < patience):
-        order = shuffled(len(kept), name, "encoder", len(losses))
-        descend(model.train(), x[kept], y[kept], order, optimizer, LR * fall ** len(losses))
-        losses.append(cross_entropy(model.eval()(x[held]), y[held]).item())
-        states.append({name: value.clone() for name, value in model.state_dict().items()})
-    model.load_state_dict(states[int(np.argmin(losses))])
-    return cut_after(model, cut)[0], len(losses)
-
-
-def stage_2(encoder, shards):
-    """Encode every institution's images, by name."""
-    with torch.no_grad():
-        return {name: (encoder.eval()(x), y) for name, (x, y) in sorted(shards.items())}
-
-
-def stage_3(unions, *options, cut="conv1", fall=1.0):
-    """Train a fresh primary, one epoch on the union of each round."""
-    _, primary = cut_after(network(*options, purpose="primary"), cut)
-    optimizer = sgd(primary)
-    for server_round, union in enumerate(unions, start=1):
-        e, y = (torch.cat(column) for column in zip(*union.values(), strict=True))
-        descend(primary, e, y, shuffled(len(y), "primary", server_round), optimizer, LR * fall ** (server_round - 1))
-    return primary
+# --- what must agree --------------------------------------------------------------------------------------------------
 
 
 def agree(weights, *modules):
@@ -331,26 +244,6 @@ def test_a_chunk_holds_at_least_one_example(start):
         start(*QUICK, "chunk-mb=0.0021")
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    latents=array_shapes(min_dims=1, max_dims=4, max_side=5).flatmap(
-        lambda shape: arrays("float32", shape, elements=st.floats(-1e5, 1e5, width=32))
-    )
-)
-def test_rounding_has_bounds(latents):
-    assert unpack(*pack(torch.from_numpy(latents), "float32")).tobytes() == latents.tobytes()
-    halves = unpack(*pack(torch.from_numpy(latents), "float16"))
-    bound = np.maximum(np.abs(latents) * 2.0**-11, 2.0**-25)
-    inside = np.abs(latents) <= 65504
-    assert (np.abs(halves - latents)[inside] <= bound[inside]).all()
-    assert (np.abs(halves[~inside]) == 65504).all()
-    codes, scales = pack(torch.from_numpy(latents), "int8")
-    assert codes.dtype == np.int8
-    peaks = np.abs(latents).reshape(len(latents), -1).max(1)
-    errors = np.abs(unpack(codes, scales) - latents).reshape(len(latents), -1).max(1)
-    assert (errors <= peaks / 254 * (1 + 1e-4) + 1e-30).all()
-
-
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("float32", 4), ("float16", 2), ("int8", 1)])
 def test_latents_travel_and_lie_in_the_dtype_asked_for(start, shards, dtype, bytes_each):
     weights, grid, folder, _ = start(*QUICK, f"latent-dtype={dtype}")
@@ -388,17 +281,6 @@ def test_the_first_view_is_the_image_itself_and_the_others_are_its_shifts(start,
         seen[name] = views.flatten(0, 1), y.repeat(3)
     agree(weights, encoder, stage_3([dict(sorted(seen.items()))]))
     assert recorder.examples == (3 * sum(SIZES.values()) // B) * B
-
-
-def test_a_shift_moves_every_image_by_its_own_offset():
-    images = torch.arange(1.0, 3 * 2 * 16 + 1).reshape(3, 2, 4, 4)
-    draws = torch.tensor([[1, 1], [0, 2], [2, 1]])
-    moved = shifted(images, 1, draws)
-    assert torch.equal(moved[0], images[0])
-    assert torch.equal(moved[1, :, 1:, :3], images[1, :, :3, 1:])
-    assert not moved[1, :, 0].any()
-    assert not moved[1, :, :, 3].any()
-    assert torch.equal(moved[2, :, :3], images[2, :, 1:])
 
 
 # --- who comes late, who comes back -----------------------------------------------------------------------------------
@@ -460,88 +342,3 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(run):
         assert [*grid.who("encode"), len(grid.of("extract"))] == asked_again
         for name in SIZES:
             assert stored(resumed, name).tobytes() == stored(folder, name).tobytes()
-
-
-# --- the store --------------------------------------------------------------------------------------------------------
-
-
-def chunk(latents, first, total, scales=None):
-    labels = np.arange(first, first + len(latents), dtype=np.int64)
-    numbers = {"num_examples": total, "first": first, "total": total, "raw_bytes": 1}
-    return Latents(latents=latents, labels=labels, scales=scales, **numbers)
-
-
-def test_batches_come_from_the_disk_and_memory_stays_bounded(tmp_path):
-    rows, values, width = 512, 4096, 64
-    union_bytes = 3 * rows * values * 4
-    tracemalloc.start()
-    store = LatentStore(tmp_path)
-    for k, name in enumerate("abc"):
-        for first in range(0, rows, width):
-            latents = np.full((width, values), first + rows * k, np.float32)
-            store.add(name, chunk(latents, first, rows))
-    assert tracemalloc.get_traced_memory()[1] < union_bytes / 8
-    del latents
-    tracemalloc.reset_peak()
-    opened_maps = []
-    store._open = lambda name: opened_maps.append(LatentStore._open(store, name)) or opened_maps[-1]
-    found = 0
-    for e_B, y_B in store.batches(32, torch.Generator().manual_seed(0)):
-        assert (e_B[:, 0].long() % rows == y_B // width * width).all()
-        assert (e_B == e_B[:, :1]).all()
-        found += len(y_B)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert found == 3 * rows
-    assert peak < union_bytes / 8
-    assert len(opened_maps) == 3
-    assert all(isinstance(array, np.memmap) for maps in opened_maps for array in maps.values())
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=4),
-    step=st.integers(1, 9),
-    b=st.integers(1, 30),
-    dtype=st.sampled_from(["float32", "float16", "int8"]),
-)
-def test_batches_are_those_of_the_union_in_memory(tmp_path_factory, sizes, step, b, dtype):
-    folder, rng, parts = tmp_path_factory.mktemp("store"), np.random.default_rng(sum(sizes)), []
-    for k, n in reversed(list(enumerate(sizes))):
-        values = rng.normal(size=(n, 2, 3)).astype(np.float32)
-        codes, scales = pack(torch.from_numpy(values), dtype)
-        for first in range(0, n, step):
-            cut = slice(first, first + step)
-            store = LatentStore(folder)  # as after a restart
-            assert store.next_row(f"i{k}") == first
-            store.add(f"i{k}", chunk(codes[cut], first, n, None if scales is None else scales[cut]))
-        parts.insert(0, (unpack(codes, scales), np.arange(n)))
-    LatentStore(folder).add("incomplete", chunk(codes[:1], 0, 2, None if scales is None else scales[:1]))
-    e, y = (np.concatenate(column) for column in zip(*parts, strict=True))
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(1)).numpy()
-    found = list(LatentStore(folder).batches(b, torch.Generator().manual_seed(1)))
-    assert len(found) == max(1, len(y) // b)
-    size = min(b, len(y))
-    for i, (e_B, y_B) in enumerate(found):
-        rows = order[i * size : (i + 1) * size]
-        assert e_B.numpy().tobytes() == e[rows].tobytes()
-        assert y_B.tolist() == y[rows].tolist()
-
-
-def test_a_chunk_that_does_not_go_on_where_the_last_ended_is_refused(tmp_path):
-    store, rows = LatentStore(tmp_path), np.zeros((2, 3), np.float32)
-    store.add("a", chunk(rows, 0, 6))
-    for wrong in (
-        chunk(rows, 0, 6),  # again
-        chunk(rows, 4, 6),  # a gap
-        chunk(rows, 2, 5),  # another total
-        chunk(np.zeros((5, 3), np.float32), 2, 6),  # too many
-        chunk(rows[:0], 2, 6),  # none: the upload would never end
-    ):
-        with pytest.raises(WireError, match="rows"):
-            store.add("a", wrong)
-        assert store.next_row("a") == 2
-        assert store.complete == []
-    store.add("a", chunk(rows, 2, 6))
-    store.add("a", chunk(rows, 4, 6))
-    assert store.complete == ["a"]

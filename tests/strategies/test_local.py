@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Error, Message
+from hospitals import Seen, node_configs, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
 from flwr_replay import client, client_app, institution
-from flwr_replay.check import Quiet
 from flwr_replay.client_app import app, backbone
 from flwr_replay.compose import compose, overrides_of
 from flwr_replay.engine import InlineGrid
 from flwr_replay.movements.base import Settings
-from flwr_replay.movements.recorder import Recorder
+from flwr_replay.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.server_app import execute
 from flwr_replay.strategies.local import Local
@@ -53,38 +53,19 @@ class Grid(InlineGrid):
 
 @pytest.fixture
 def shards(tmp_path):
-    rng = np.random.default_rng(0)
-    data = {}
-    for name, n in SIZES.items():
-        x, y = rng.integers(0, 256, (n + 9, 8, 8), np.uint8), rng.integers(0, 3, n + 9)
-        parts = {"train_images": x[:n], "train_labels": y[:n], "test_images": x[n:], "test_labels": y[n:]}
-        np.savez(tmp_path / f"{name}.npz", **parts)
-        data[name] = [
-            torch.from_numpy(a) for a in (x[:n, None] / np.float32(255), y[:n], x[n:, None] / np.float32(255), y[n:])
-        ]
+    """Return training and test examples of each."""
+    data = write_shards(tmp_path, SIZES)
+    for name in SIZES:
+        with np.load(tmp_path / f"{name}.npz") as file:
+            data[name] += torch.from_numpy(file["test_images"][:, None]) / 255, torch.from_numpy(file["test_labels"])
     return data
-
-
-class Noted(Recorder):
-    """Keeps the metrics of the last evaluation."""
-
-    examples = 0
-
-    def saw(self, examples):
-        self.examples += examples
-
-    def evaluated(self, server_round, pooled, own):
-        self.last = pooled, own
 
 
 @pytest.fixture
 def nodes(tmp_path, shards):
     torch.set_num_threads(1)
 
-    def nodes(folder):
-        return [{"name": k, "data": str(tmp_path / f"{k}.npz"), "state": str(tmp_path / folder)} for k in "cab"]
-
-    return nodes
+    return lambda folder: node_configs(tmp_path, tmp_path / folder)
 
 
 @pytest.fixture
@@ -95,7 +76,7 @@ def start(tmp_path, nodes):
         grid, config = Grid(app, {"overrides": shlex.join([*JOB, *options])}, nodes(folder)), compose([*JOB, *options])
         vars(grid).update(watched)
         strategy = Local(
-            config.strategy, Settings(training=config.training, nodes=3, task=make_task(config.task)), Noted()
+            config.strategy, Settings(training=config.training, nodes=3, task=make_task(config.task)), Seen()
         )
         strategy.start(grid, array_record({}), 3)
         return models(tmp_path / folder, "run"), strategy.recorder
@@ -153,7 +134,7 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(tmp_path, start, nodes)
     def run(name, overrides, breaking=()):
         grid = Grid(app, {"overrides": shlex.join(overrides)}, nodes(name))
         grid.breaking, grid.forgetful = breaking, False
-        return execute(grid, compose(overrides), Quiet())[0]
+        return execute(grid, compose(overrides), Display())[0]
 
     found, recorder = start()
     for k, where in enumerate([("c", "train-own", 3), ("b", "evaluate-own", 3)]):
