@@ -22,6 +22,11 @@ METHODS = ["central", "fedreplay", "fedreplay:cut=layer2", "fedavg", "cwt", "loc
 STUDIES: dict[str, tuple[list[str], list[str], str]] = {
     "digits": (["fedavg", "cwt", "local", "central", "fedreplay"], ["seeds=5"], ""),
     "mnist-sorted": (METHODS, [*MNIST, "ks=0.93", "rounds=5", "seeds=3"], ""),
+    "mnist-momentum": (
+        ["fedavg:optimizer-state=keep", "cwt:optimizer-state=keep", "fedavg", "cwt", "fedreplay"],
+        [*MNIST, "ks=0.93", "rounds=5", "seeds=3"],
+        "",
+    ),
     "mnist-longer": (
         ["fedavg:rounds=10", "cwt:rounds=10", "fedreplay"],
         [*MNIST, "ks=0.93", "rounds=5", "seeds=3"],
