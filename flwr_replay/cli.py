@@ -22,14 +22,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
 )
 data = typer.Typer(help="Look at data sets and how they are dealt.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
-Options = Annotated[
-    list[str] | None, typer.Argument(help="task=mnist partition=ks rounds=5 cut=layer2 …", metavar="[OPTION=VALUE]…")
-]
+Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="Where run directories go.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Engine = Annotated[str, typer.Option("--engine", help="inline: in this process | ray: Flower's Ray simulation.")]
@@ -44,7 +41,10 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would travel; train nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run one method on one task; without options FedReplay on the digits of scikit-learn."""
+    """Run one method on one task; without options FedReplay on the digits of scikit-learn.
+
+    An option is any of conf/: strategy=cwt task=mnist task.data-dir=DIR partition=ks ks=0.6 model=resnet18 rounds=5.
+    """
     _engine(engine)
     _say("loading …")
     from flwr_replay.progress import TerminalDisplay
@@ -62,7 +62,7 @@ def run(
 
 @app.command()
 def compare(
-    strategies: Annotated[str, typer.Argument(help="Comma-separated: fedavg,cwt,fedreplay,fedreplay:cut=layer2")],
+    strategies: Annotated[str, typer.Argument()],
     options: Options = None,
     against: Annotated[str, typer.Option("--against", help="Differences are to this one; default: the last.")] = "",
     metric: Annotated[str, typer.Option("--metric", help="accuracy, loss, …; default: the task's leading one.")] = "",
@@ -72,6 +72,7 @@ def compare(
 ) -> None:
     """Run several methods on the same seeds; seeds=3 means seeds 0, 1, 2. Finished runs are not repeated.
 
+    STRATEGIES are comma-separated, with options of their own after a colon: fedavg,cwt,fedreplay,fedreplay:cut=layer2.
     Options are for all methods; fedreplay.cut=layer2 is for one. Exit code 1: some runs failed, the table says why.
     """
     _say("loading …")

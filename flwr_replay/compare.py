@@ -5,7 +5,7 @@ with the same weights (but FedReplay's primary, trained at the server, has its o
 by seed.
 
 <runs-dir>/compare-<task>-<partition>-<hash of the shared options>/
-<method>-seed<k>/   a run directory; state/ in it is what its simulated institutions keep
+<method>-seed<k>/   a run directory
 compare.json        every cell's result, versions, options
 compare.png         a point per seed, means with intervals
 curves.png          the metric by round

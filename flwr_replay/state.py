@@ -34,7 +34,7 @@ class StateStore:
 
     def _of_run(self, run: str) -> Path:
         if not NAME.fullmatch(run):  # it comes from the server and must not lead out of the state directory
-            raise WireError(f"a run's name has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
+            raise WireError(f"a run's id has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
         return self.folder / run
 
     def save(self, key: str, run: str, server_round: int, arrays: StateDict) -> None:

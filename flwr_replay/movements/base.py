@@ -42,7 +42,7 @@ class Settings:
     evaluate_every: int = 1  # rounds
     timeout: float = 3600  # seconds to wait for an institution's answer
     wait: float = 120  # seconds to wait for `nodes` institutions
-    run: str = "run"  # names the run at the institutions
+    run: str = "run"  # what the institutions know the run by; their state is kept under it
     task: Any = None  # loss and pooled metrics; None: means weighted by number of examples
     model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for strategies that train it
     input_shape: tuple[int, ...] | None = None  # of one example
