@@ -8,7 +8,8 @@ Travels: the weights, to the visited institution (`Visit`) and back (`Visited`, 
         for each institution k, in the order of this cycle:
             θ ← train θ at k
 
-Deviations: the model goes from k to k + 1 by way of the server, which Flower's messages require.
+Deviations: the model goes from k to k + 1 by way of the server, which Flower's messages require; momentum does not go
+along (see optimizer-state), the running statistics of batch norm do.
 """
 
 from __future__ import annotations

@@ -8,8 +8,10 @@ Travels: the weights, to every institution (`Visit`) and back (`Visited`, with c
         for each institution k in parallel: θ_k ← train θ at k, E passes of max(1, ⌊n_k/b⌋) iterations
         θ ← Σ_k (n_k / n) θ_k
 
-Deviations: batches of one visit are full (⌊n_k/b⌋ of them, as Qu et al. have it); the sum runs in float64. Flower's own
-FedAvg is not the base: it samples with the global random state and writes into the caller's configuration.
+Deviations: batches of one visit are full (⌊n_k/b⌋ of them, as Qu et al. have it); the sum runs in float64 and takes the
+running statistics of batch norm in like weights; the local steps may have momentum (the default; training.momentum=0 is
+McMahan's SGD). Flower's own FedAvg is not the base: it samples with the global random state and writes into the
+caller's configuration.
 """
 
 from __future__ import annotations
