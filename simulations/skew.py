@@ -33,7 +33,7 @@ STUDIES: dict[str, tuple[list[str], list[str], str]] = {
         "",
     ),
     "mnist-severe": (METHODS, [*MNIST, "ks=0.9", "rounds=5", "seeds=3"], ""),
-    "mnist-mild": (METHODS, [*MNIST, "ks=0.66", "rounds=5", "seeds=1"], ""),
+    "mnist-mild": (METHODS, [*MNIST, "ks=0.66", "rounds=5", "seeds=3"], ""),
     "pneumonia": (
         ["central", "fedreplay", "fedreplay:encoder=random", "fedavg", "cwt", "local"],
         [*PNEUMONIA, "rounds=20", "seeds=5"],
