@@ -20,7 +20,7 @@ class LocalClient(InstitutionClient):
     def train_own(self, visit: TrainOwn) -> Trained:
         """Train the institution's own model for one pass."""
         data, losses, seen = self.training_data(), [], 0
-        kept = self.state.load("model", visit.run, visit.server_round)
+        kept = self.kept("model", visit)
         model = self.scratch_model(kept or to_arrays(self.fresh(visit.init_seed)))
         refuse_single_batches(model, len(data), self.batch_size)
         optimizer = self.resume_optimizer(model, visit)

@@ -127,7 +127,7 @@ def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2."""
     try:
         app()
-    except FlwrReplayError as error:
+    except (FlwrReplayError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 
@@ -149,6 +149,8 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
         f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f} "
         f"(best {result['best'][leading]:.4f} in round {result['best']['round']})",
         *(f"  {name}: {metrics[leading]:.4f}" for name, metrics in result["final"]["institutions"].items()),
+        f"training labels: mean pairwise KS {result['skew']['ks']:.3f}, TV {result['skew']['tv']:.3f}; "
+        f"{result['skew']['dropped']:,} examples left out",
         f"sent: up {shown_bytes(result['bytes']['up'])}, down {shown_bytes(result['bytes']['down'])}",
     ]
     for kind, count in result["bytes-by-kind"]["up"].items():

@@ -16,12 +16,12 @@ from flwr.client import NumPyClient
 from torch import nn
 
 from flwr_replay.config import TrainingConfig
-from flwr_replay.errors import ConfigError, WireError
+from flwr_replay.errors import ConfigError, TrainingError, WireError
 from flwr_replay.institution import Institution, Shard
 from flwr_replay.payloads.common import Evaluate, Evaluation, Present, RollCall, Visit
 from flwr_replay.state import StateStore, load_optimizer_arrays, optimizer_arrays
 from flwr_replay.training import generator, load_arrays, make_optimizer, refuse_single_batches
-from flwr_replay.wire import REQUESTS, NamedArrays, Payload, Weights
+from flwr_replay.wire import REQUESTS, NamedArrays, Payload, StateDict, Weights
 
 __all__ = ["InstitutionClient"]
 
@@ -153,11 +153,25 @@ class InstitutionClient(NumPyClient):
     def resume_optimizer(self, model: nn.Module, visit: Any) -> torch.optim.Optimizer:
         """Build the optimizer and, under `keep`, give it its saved state."""
         optimizer = make_optimizer(model, self.training, visit.lr)
-        if visit.optimizer_state == "keep":
-            kept = self.state.load("optimizer", visit.run, visit.server_round)
-            if kept:
-                load_optimizer_arrays(optimizer, kept)
+        if visit.optimizer_state == "keep" and (kept := self.kept("optimizer", visit)):
+            load_optimizer_arrays(optimizer, kept)
         return optimizer
+
+    def kept(self, key: str, visit: Any) -> StateDict | None:
+        """Return what this institution saved at the end of its previous visit; None at the first.
+
+        Raises
+        ------
+        TrainingError
+            If it is gone: going on from nothing would give other results, and nobody would notice.
+        """
+        kept = self.state.load(key, visit.run, visit.server_round)
+        if kept is None and visit.continues:
+            raise TrainingError(
+                f"an institution goes on with the state that it saved in its previous visit; the {key} of run "
+                f"{visit.run!r} is gone: restore the state directory, or begin a new run"
+            )
+        return kept
 
     def suspend(self, visit: Any, optimizer: torch.optim.Optimizer) -> None:
         """Save the optimizer's state under `keep`."""

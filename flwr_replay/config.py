@@ -40,7 +40,6 @@ class TaskConfig:
     classes: int
     class_names: tuple[str, ...] = ()  # folder: the class folders in the order of the labels; empty: sorted
     site_column: str = "site"  # folder: the manifest's column that names the institution
-    flip: bool = False  # is a mirrored image still a valid example?
 
     def __post_init__(self) -> None:
         one_of("task.kind", self.kind, ("classification",))

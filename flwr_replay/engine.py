@@ -15,11 +15,12 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from flwr_replay.wire import CLIENT_APP_RAISED
+
 __all__ = ["InlineGrid"]
 
 RUN_ID = 1
 SUPERLINK = 1  # Flower's node id of the server
-CLIENT_APP_RAISED = 2  # Flower's code for a handler that raised
 
 
 class InlineGrid(Grid):

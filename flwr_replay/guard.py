@@ -20,7 +20,7 @@ __all__ = ["guard"]
 
 
 def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Refuse what the policy forbids, before any data are read; record what leaves, before it leaves.
+    """Refuse what the policy forbids, before any data are read where that can be decided; record what leaves, first.
 
     What goes wrong becomes a `Failure` reply, one line that the server shows. In a deployment it tells the rule that
     was broken; what the data or this machine look like (paths, values, tracebacks) stays in the institution's own log.
@@ -49,12 +49,15 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
         reply = _failure(message, error, institution.name, deployed)
         found = list(rows(reply.content, Failure))
     instructions = config_in(message.content)
-    institution.record_release(
-        found,
-        run=str(instructions.get("run", context.run_id)),
-        server_round=int(instructions.get("server-round", 0)),
-        stage=str(instructions.get("stage", message.metadata.message_type)),
-    )
+    try:
+        institution.record_release(
+            found,
+            run=str(instructions.get("run", context.run_id)),
+            server_round=int(instructions.get("server-round", 0)),
+            stage=str(instructions.get("stage", message.metadata.message_type)),
+        )
+    except Exception as error:  # what cannot be written down does not leave; only this notice does
+        return _failure(message, error, institution.name, deployed)
     return reply
 
 

@@ -10,7 +10,7 @@
 - `ledger.jsonl`: a line per message and field that travelled, repeated ones included
 - `failures.jsonl`: who refused, failed or did not answer, and why
 - `checkpoints/`: the last two exchanges
-- `models/`: the global weights at the end
+- `models/`: the global weights at the end, where the server has any
 - `result.json`
 """
 
@@ -228,6 +228,8 @@ class RunDirectory(Recorder):
             "examples-seen": self.counters.examples_seen,
             "seconds": seconds,
             "state": snapshot.state_values,
+            "trained": snapshot.trained,
+            "examples": snapshot.examples,
         }
         folder = self.path / "checkpoints"
         stem = f"{snapshot.server_round:06d}"
@@ -255,7 +257,8 @@ class RunDirectory(Recorder):
             return None
         self.counters = Counters(values["examples-seen"], values["seconds"])
         self._rewind(values["server-round"])
-        return Snapshot(values["server-round"], _under("arrays/", arrays), _under("state/", arrays), values["state"])
+        parts = _under("arrays/", arrays), _under("state/", arrays)
+        return Snapshot(values["server-round"], *parts, values["state"], values["trained"], values["examples"])
 
     def folder(self, name: str, fresh: bool = False) -> Path:
         """Return a folder inside the run directory."""
@@ -267,11 +270,13 @@ class RunDirectory(Recorder):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self, arrays: StateDict, metric: str, higher_is_better: bool) -> dict[str, Any]:
-        """Write the final weights and `result.json`; return what the latter holds."""
+        """Write the final weights, if the server has any, and `result.json`; return what the latter holds."""
         self._writing.result()
-        models = self.folder("models")
-        write_atomic(models / "global.safetensors", save(arrays))
+        if arrays:
+            write_atomic(self.folder("models") / "global.safetensors", save(arrays))
         server_round, pooled, own = self.history[-1]
+        if metric not in pooled:  # nobody runs this package's ClientApp
+            metric, higher_is_better = next(iter(pooled), metric), False
         sign = 1 if higher_is_better else -1
         best = max(self.history, key=lambda entry: sign * entry[1].get(metric, float("-inf")))
         config = self.config

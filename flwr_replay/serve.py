@@ -18,6 +18,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import ConfigError, WireError
+from flwr_replay.payloads.common import OPEN_STAGES
 from flwr_replay.wire import NamedArrays, arrays_in, config_in, request_of
 
 __all__ = ["serve", "serving"]
@@ -63,7 +64,7 @@ def serving(make_client: Callable[[Context], InstitutionClient]) -> Mod:
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         request = request_of(message)
-        if request is None or request.stage_name in ("train", "evaluate", "roll-call"):
+        if request is None or request.stage_name in OPEN_STAGES:
             return call_next(message, context)
         return _fit(make_client(context), message)
 

@@ -35,7 +35,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run what Flower's run config says; an error of the user's is one line, and the run counts as failed."""
     try:
         result, folder = execute(grid, from_run_config(context.run_config), LogDisplay())
-    except FlwrReplayError as error:
+    except (FlwrReplayError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"{result['metric']} {result['final']['global'][result['metric']]:.4f}  {folder}")
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flwr_replay.compose import compose, load_strategy, overrides_of
 from flwr_replay.config import RunConfig, TaskConfig
 from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.files import write_atomic
 from flwr_replay.progress import Display
 from flwr_replay.run import default_name
 
@@ -116,9 +117,10 @@ def run_inline(overrides: Sequence[str], display: Display) -> tuple[dict[str, An
     from flwr_replay.server_app import execute
 
     config = compose(overrides)
-    check_run(config)
+    part = check_run(config)
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, config.nodes)
-    return execute(grid, config, display)
+    result, folder = execute(grid, config, display)
+    return _with_skew(result, folder, part)
 
 
 def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
@@ -130,7 +132,7 @@ def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
         If the run does not end well; Flower's log has gone to the error stream.
     """
     config = compose(overrides)
-    check_run(config)
+    part = check_run(config)
     if config.resume:
         folder = Path(config.resume)
     else:
@@ -151,7 +153,14 @@ def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
                 reason = line.removeprefix("error: ").strip()
     if not (folder / "result.json").exists():
         raise RunError(reason)
-    return json.loads((folder / "result.json").read_text()), folder
+    return _with_skew(json.loads((folder / "result.json").read_text()), folder, part)
+
+
+def _with_skew(result: dict[str, Any], folder: Path, part: Partition) -> tuple[dict[str, Any], Path]:
+    """Add to a simulated run's result how skewed its institutions were; a deployment cannot know."""
+    result = {**result, "skew": part.skew}
+    write_atomic(folder / "result.json", json.dumps(result, indent=2) + "\n")
+    return result, folder
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from flwr_replay.errors import WireError
 
 __all__ = [
+    "CLIENT_APP_RAISED",
     "REQUESTS",
     "Field",
     "Kind",
@@ -51,6 +52,7 @@ __all__ = [
 Kind = Literal["model", "per-sample", "synthetic", "statistic", "instruction", "notice"]
 StateDict = dict[str, NDArray[Any]]
 Weights = StateDict | ArrayRecord  # a record that the server only hands on stays unopened
+CLIENT_APP_RAISED = 2  # Flower's code for a handler that raised, or that is not there
 NUMPY_FORMAT = "numpy.ndarray"  # Flower's name for arrays in NumPy's file format
 RECORD_OF: dict[Kind, str] = {
     "model": "arrays",

@@ -40,8 +40,9 @@ class Central(Serial):
     config_type = CentralConfig
 
     def exchanges_per_round(self) -> int:
-        """One visit: the cycle has a single institution, the first by name."""
-        self.itinerary = self.members.names[:1]
+        """One visit: the cycle has a single institution, the first by name when the run begins."""
+        if not hasattr(self, "itinerary"):
+            self.itinerary = self.members.names[:1]
         return 1
 
     def visit(self, server_round: int, arrays: Weights) -> Visit:

@@ -187,7 +187,7 @@ class FedReplay(OneShot):
         classes = self.settings.task.classes
         if len(chunk.labels) and not 0 <= chunk.labels.min() <= chunk.labels.max() < classes:
             raise WireError(f"{member.name}'s labels must lie in 0..{classes - 1}; got others: check its data")
-        if not np.isfinite(chunk.latents).all():
+        if not all(np.isfinite(array).all() for array in (chunk.latents, chunk.scales) if array is not None):
             raise WireError(f"{member.name}'s latents must be finite; got others: check its data and the encoder")
         self.store.add(member.name, chunk)
 

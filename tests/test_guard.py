@@ -192,8 +192,12 @@ def test_nothing_leaves_when_the_ledger_cannot_be_written(tmp_path):
     (tmp_path / "state").write_text("a file where the folder should be")
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(JOB)}, 1, state=str(tmp_path / "state"))
     reply = next(iter(grid.send_and_receive([Message(VISIT.encode(), 2, "train")])))
-    assert not reply.has_content()
-    assert "state directory must be a folder" in reply.error.reason.splitlines()[-1]
+    assert list(reply.content) == ["config"]  # only a notice
+    assert "state directory must be a folder" in shown(reply)
+    owned_by = {"name": "a", "data": str(tmp_path), "state": str(tmp_path / "state")}
+    deployed = InlineGrid(app, {"overrides": "strategy=cwt task=folder device=cpu"}, [owned_by])
+    reply = next(iter(deployed.send_and_receive([Message(VISIT.encode(), 2, "train")])))
+    assert shown(reply) == "RunError; the institution's own log says more"
 
 
 def test_a_refusal_is_shown_and_the_others_go_on(tmp_path):
@@ -220,6 +224,15 @@ def test_the_servers_ledger_has_the_bytes_of_refusals_too(tmp_path):
         == grid.sent
         == sum(result["bytes"][way] for way in ("up", "down"))
     )
+
+
+def test_the_server_cannot_make_a_deployed_institution_download(tmp_path):
+    node = {"name": "a", "data": str(tmp_path), "state": str(tmp_path)}
+    grid = InlineGrid(app, {"overrides": "strategy=cwt task=mnist download=true"}, [node])
+    institution, config = owned.institution_of(grid.contexts[2])
+    assert config.task.download
+    with pytest.raises(DataError, match=r"task\.download"):
+        institution.read()
 
 
 def failing(error):

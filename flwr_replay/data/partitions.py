@@ -54,6 +54,11 @@ class Partition:
     tv: float
     dropped: int
 
+    @property
+    def skew(self) -> dict[str, float]:
+        """How far the institutions differ, and at what price: KS, TV and the number of examples left out."""
+        return {"ks": round(self.ks, 6), "tv": round(self.tv, 6), "dropped": self.dropped}
+
     def examples(self, dataset: Dataset, k: int) -> Dataset:
         """Return the data of the k-th institution, named after it."""
         val = None if self.val is None or dataset.val is None else dataset.val.take(self.val[k])

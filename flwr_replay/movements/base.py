@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
@@ -23,9 +23,20 @@ from flwr_replay.config import TrainingConfig
 from flwr_replay.errors import DivergedError, RefusedError, RunError, WireError
 from flwr_replay.movements.members import Member, Members, failure_of, wait_for_nodes
 from flwr_replay.movements.recorder import Recorder, Snapshot
-from flwr_replay.payloads.common import Evaluate, Evaluation, Failure, Present, RollCall
+from flwr_replay.payloads.common import OPEN_STAGES, Evaluate, Evaluation, Failure, Present, RollCall
 from flwr_replay.training import learning_rate
-from flwr_replay.wire import Payload, Request, StateDict, Weights, array_record, metrics_in, opened, request_of, rows
+from flwr_replay.wire import (
+    CLIENT_APP_RAISED,
+    Payload,
+    Request,
+    StateDict,
+    Weights,
+    array_record,
+    metrics_in,
+    opened,
+    request_of,
+    rows,
+)
 
 __all__ = ["Exchange", "Movement", "Settings"]
 
@@ -72,6 +83,7 @@ class Movement(Strategy):
         self.settings = settings or Settings()
         self.recorder = recorder or Recorder()
         self.members = Members()
+        self.trained: set[str] = set()  # who has answered a training request, and may have state to go on with
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -176,6 +188,8 @@ class Movement(Strategy):
         done = 0
         if snapshot := self.recorder.restore():
             done, arrays = snapshot.server_round, array_record(snapshot.arrays)
+            self.trained = set(snapshot.trained)
+            self.members.check_same_data(snapshot.examples)
             self.restore(snapshot.state_arrays, snapshot.state_values)
         per_round = self.exchanges_per_round()
         self.recorder.begin(self, num_rounds, per_round, done)
@@ -218,12 +232,13 @@ class Movement(Strategy):
         answers = dict(self.answers(replies))
         if not answers:
             return None
-        if self.settings.task is not None and all(member.ours for member in answers):
-            evaluations = {member.name: Evaluation.decode(reply.content) for member, reply in answers.items()}
+        own = {member.name: _scalars(reply) for member, reply in answers.items() if not member.ours}
+        evaluations = {m.name: Evaluation.decode(reply.content) for m, reply in answers.items() if m.ours}
+        if self.settings.task is not None and evaluations:
+            own |= {name: self.settings.task.pool([evaluation]) for name, evaluation in evaluations.items()}
             pooled = self.settings.task.pool(list(evaluations.values()))
-            own = {name: self.settings.task.pool([evaluation]) for name, evaluation in evaluations.items()}
         else:
-            own = {member.name: _scalars(reply) for member, reply in answers.items()}
+            own |= {member.name: _scalars(reply) for member, reply in answers.items() if member.ours}
             pooled = _weighted_means(list(own.values()))
         self.recorder.evaluated(server_round, pooled, own)
         return MetricRecord(pooled)
@@ -234,12 +249,15 @@ class Movement(Strategy):
 
     def checkpoint(self, server_round: int, arrays: StateDict) -> None:
         """Hand all that a resumed run needs to the recorder."""
-        self.recorder.end_exchange(Snapshot(server_round, arrays, *self.state()))
+        examples = {member.name: member.num_examples for member in self.members}
+        self.recorder.end_exchange(Snapshot(server_round, arrays, *self.state(), sorted(self.trained), examples))
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def message(self, member: Member, request: Request, extra: ConfigRecord | None = None) -> Message:
         """Encode a request to one institution; every message has records of its own."""
+        if "continues" in request.declared():
+            request = replace(request, continues=member.name in self.trained)  # type: ignore[call-arg]
         content = request.encode()
         if extra:
             content.config_records["config"].update(extra)
@@ -262,6 +280,10 @@ class Movement(Strategy):
         for message in asked:
             node_id, reply = message.metadata.dst_node_id, replies.get(message.metadata.message_id)
             refusal = failure_of(reply) if reply is not None else None
+            if reply is None or (reply.has_error() and reply.error.code != CLIENT_APP_RAISED):
+                lost = f"no answer to the roll call ({_reason(reply)}); it is asked again"
+                refusal = Failure(failure=lost, error="RunError")
+                self.members.ask_again(node_id)
             if refusal is None:
                 try:
                     self.members.admit(node_id, reply)
@@ -306,13 +328,12 @@ class Movement(Strategy):
             )
             reply = replies.get(message.metadata.message_id)
             if reply is None or reply.has_error():
-                reason = "no answer in time" if reply is None else _last_line(reply.error)
-                self._failed(server_round, member.name, Failure(failure=reason, error="RunError"))
+                self._failed(server_round, member.name, Failure(failure=_reason(reply), error="RunError"))
                 continue
             refusal = failure_of(reply)
-            declared: type[Payload] | None = None
-            if member.ours:
-                declared = Failure if refusal else (request.answer if request else None)
+            declared: type[Payload] | None = Failure if refusal else None
+            if request and not refusal and (member.ours or stage not in OPEN_STAGES):
+                declared = request.answer
             try:
                 found = list(rows(reply.content, declared))
             except WireError as error:
@@ -324,8 +345,10 @@ class Movement(Strategy):
             self.recorder.travelled(server_round, member, "up", found, stage, raw_bytes)
             if refusal:
                 self._failed(server_round, member.name, refusal)
-            else:
-                good.append((member.name, reply))
+                continue
+            good.append((member.name, reply))
+            if message.metadata.message_type == "train":
+                self.trained.add(member.name)
         if needed and not good and self.stops_without_answers():
             raise RunError(f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}")
         return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
@@ -358,10 +381,12 @@ def _finite(arrays: ArrayRecord) -> ArrayRecord:
     return arrays
 
 
-def _last_line(error: Error) -> str:
-    """Shorten Flower's error to its last line: of a traceback that is the exception."""
-    lines = (error.reason or "no reason given").strip().splitlines()
-    return f"error {error.code}: {lines[-1]}"
+def _reason(reply: Message | None) -> str:
+    """Say why there is no answer; of a traceback that is the last line."""
+    if reply is None:
+        return "no answer in time"
+    lines = (reply.error.reason or "no reason given").strip().splitlines()
+    return f"error {reply.error.code}: {lines[-1]}"
 
 
 def _scalars(reply: Message) -> dict[str, float]:

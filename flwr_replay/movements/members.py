@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from flwr.app import Message
@@ -67,6 +67,26 @@ class Members:
         unknown = sorted(self._present - self._asked)
         self._asked |= self._present
         return unknown
+
+    def ask_again(self, node_id: int) -> None:
+        """Forget that a node was asked: its answer was lost, and nobody can tell whose app it runs."""
+        self._asked.discard(node_id)
+
+    def check_same_data(self, before: Mapping[str, int]) -> None:
+        """Refuse to go on with a run when an institution no longer has as many examples as it had.
+
+        Raises
+        ------
+        RunError
+            For the first that differs.
+        """
+        for member in self:
+            had = before.get(member.name, member.num_examples)
+            if had != member.num_examples:
+                raise RunError(
+                    f"a resumed run needs the data that it began with; {member.name} had {had} training examples and "
+                    f"now has {member.num_examples}: use the same nodes, partition and files, or begin a new run"
+                )
 
     def admit(self, node_id: int, reply: Message | None) -> None:
         """Enter an answer to the roll call; an institution that returns under a new node id keeps its name.

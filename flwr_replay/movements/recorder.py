@@ -23,6 +23,8 @@ class Snapshot:
     arrays: StateDict  # the global weights
     state_arrays: StateDict  # the strategy's own
     state_values: dict[str, Any]  # plain values that JSON holds
+    trained: list[str]  # names of those that have trained
+    examples: dict[str, int]  # how many training examples each institution has
 
 
 class Recorder:

@@ -12,7 +12,9 @@ from flwr.app import RecordDict
 from flwr_replay.errors import WireError
 from flwr_replay.wire import Payload, Request, Weights, instruction, model, notice, statistic
 
-__all__ = ["Evaluate", "Evaluation", "Failure", "Present", "RollCall", "Visit", "Visited"]
+__all__ = ["OPEN_STAGES", "Evaluate", "Evaluation", "Failure", "Present", "RollCall", "Visit", "Visited"]
+
+OPEN_STAGES = ("roll-call", "train", "evaluate")  # what a ClientApp of anyone's may answer in its own words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,7 @@ class Visit(Request, stage="train", answer=Visited):
     lr: float = instruction("per step")
     local_epochs: int = instruction("passes", default=1)
     optimizer_state: str = instruction("keep or reset", default="reset")
+    continues: bool = instruction("the institution has trained in this run before", default=False)
     pooled: bool = instruction("simulation only: train on the union of all institutions", default=False)
 
 

@@ -27,6 +27,7 @@ class TrainOwn(Request, stage="train-own", answer=Trained):
     lr: float = instruction("per step")
     init_seed: int = instruction("of the fresh weights, used at the first visit")
     optimizer_state: str = instruction("keep or reset", default="keep")
+    continues: bool = instruction("the institution has trained in this run before", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,6 +173,13 @@ def notes(report: Mapping[str, Any]) -> list[str]:
         f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is their standard deviation, [ ] a 95 % t interval; "
         "worst institution, bytes, examples (repetitions counted) and seconds are means over seeds"
     ]
+    skews = {cell["seed"]: cell["result"]["skew"] for cell in report["cells"] if "skew" in cell.get("result", {})}
+    if skews:
+        ks, tv, dropped = (sum(skew[key] for skew in skews.values()) / len(skews) for key in ("ks", "tv", "dropped"))
+        lines.append(
+            f"training labels, means over seeds: KS {ks:.3f} and TV {tv:.3f} between two institutions, "
+            f"{dropped:,.0f} examples left out"
+        )
     if len(report["seeds"]) == 1:
         lines.append("one seed says nothing about chance: there are no intervals")
     strategies = {cell["strategy"] for cell in report["cells"]}

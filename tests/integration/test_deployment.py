@@ -88,7 +88,8 @@ def test_a_forbidding_policy_is_told_and_the_run_goes_on(name: str, deployment: 
 def test_nothing_but_its_refusals_leaves_a_forbidding_institution(deployment: Any, said: dict[str, str]) -> None:
     left = deployment.own_ledger(REFUSES)
     assert {row["kind"] for row in left} == {"notice"}
-    assert Counter(row["field"] for row in left) == Counter(failure=len(RUNS), error=len(RUNS))
+    assert Counter(row["field"] for row in left) == Counter(failure=len(RUNS), error=len(RUNS), name=len(RUNS))
+    assert f"{REFUSES} takes no part" in "".join(said.values())
 
 
 @pytest.mark.parametrize("clinic", [*CLINICS, REFUSES])

@@ -1,0 +1,99 @@
+"""The roll call: who is there, whose app it is, and what happens when an answer is lost."""
+
+import json
+import shlex
+
+import pytest
+from flwr.app import Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from flwr_replay.client_app import app
+from flwr_replay.compose import compose, overrides_of
+from flwr_replay.engine import InlineGrid
+from flwr_replay.errors import RunError
+from flwr_replay.progress import Display
+from flwr_replay.server_app import execute
+
+JOB = ["partition=iid", "partition.size=64", "model=mlp", "model.width=8", "rounds=2", "device=cpu"]
+FEDREPLAY = ["strategy=fedreplay", "cut=hidden1", "encoder=random"]
+CRASHED, LOST = 8, None
+
+
+class Losing(InlineGrid):
+    """Loses the first answers of one node to the roll call."""
+
+    node, code, times = 3, CRASHED, 1
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        return [reply for reply in replies if not (reply.has_error() and reply.error.code == 99)]
+
+    def _answer(self, message):
+        if message.metadata.dst_node_id == self.node and message.metadata.message_type == "query" and self.times:
+            self.times -= 1
+            return Message(Error(self.code or 99, "the process died"), reply_to=message)
+        return super()._answer(message)
+
+
+def run(tmp_path, *options, grid_type=InlineGrid, served=app, nodes=3, **told):
+    overrides = [*JOB, f"nodes={nodes}", *options, f"runs_dir={tmp_path}", "run_name=x"]
+    grid = grid_type.simulated(served, {"overrides": shlex.join(overrides)}, nodes, state=str(tmp_path / "state"))
+    vars(grid).update(told)
+    return execute(grid, compose(overrides), Display())
+
+
+@pytest.mark.parametrize("code", [CRASHED, LOST])
+def test_a_lost_answer_is_reported_and_the_node_asked_again(tmp_path, code):
+    result, folder = run(tmp_path, *FEDREPLAY, grid_type=Losing, code=code)
+    [failure] = result["failures"]
+    assert failure["institution"] == "3"
+    assert "asked again" in failure["reason"]
+    assert sorted(result["final"]["institutions"]) == ["institution-1", "institution-2", "institution-3"]
+    entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    uploads = [entry for entry in entries if entry["field"] == "latents"]
+    assert {(entry["institution"], entry["kind"]) for entry in uploads} == {
+        (f"institution-{k}", "per-sample") for k in (1, 2, 3)
+    }
+
+
+def test_a_node_that_never_answers_takes_no_part(tmp_path):
+    result, _ = run(tmp_path, *FEDREPLAY, grid_type=Losing, times=99)
+    assert sorted(result["final"]["institutions"]) == ["institution-1", "institution-3"]  # node 3 is the second
+    assert result["metric"] == "accuracy"
+
+
+def test_an_app_of_anyones_trains_and_its_own_metric_leads(tmp_path):
+    foreign = ClientApp()
+
+    @foreign.train()
+    def train(message, context):
+        metrics = MetricRecord({"num-examples": 3, "train-loss": 0.5})
+        return Message(RecordDict({"arrays": message.content["arrays"], "metrics": metrics}), reply_to=message)
+
+    @foreign.evaluate()
+    def evaluate(message, context):
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 3, "error": 0.25})}), reply_to=message)
+
+    result, _ = run(tmp_path, "strategy=cwt", served=foreign)
+    assert result["failures"] == []
+    assert result["metric"] == "error"
+    assert result["final"]["global"] == {"error": 0.25}
+    assert sorted(result["final"]["institutions"]) == ["2", "3", "4"]
+
+
+@pytest.mark.parametrize("options", [["strategy=fedavg"], FEDREPLAY])
+def test_a_resumed_run_needs_the_data_that_it_began_with(tmp_path, options):
+    run(tmp_path, *options, "partition.size=0")
+    overrides = [*overrides_of(tmp_path / "x" / "config.yaml"), f"resume={tmp_path / 'x'}", "nodes=2", "rounds=3"]
+    grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, 2, state=str(tmp_path / "state"))
+    with pytest.raises(RunError, match="institution-1 had 480 training examples and now has 719"):
+        execute(grid, compose(overrides), Display())
+
+
+@pytest.mark.parametrize("strategy", ["local", "fedavg", "cwt"])
+def test_state_that_is_gone_is_told_not_begun_anew(tmp_path, strategy):
+    run(tmp_path, f"strategy={strategy}", "optimizer-state=keep")
+    overrides = [*overrides_of(tmp_path / "x" / "config.yaml"), f"resume={tmp_path / 'x'}", "rounds=3"]
+    grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, 3, state=str(tmp_path / "other"))
+    with pytest.raises(RunError, match=r"is gone: restore the state directory, or begin a new run"):
+        execute(grid, compose(overrides), Display())
