@@ -20,7 +20,11 @@ METHODS = ["central", "fedreplay", "fedreplay:cut=layer2", "fedavg", "cwt", "loc
 
 # name: (strategies, options, metric; empty: the task's leading one)
 STUDIES: dict[str, tuple[list[str], list[str], str]] = {
-    "digits": (["fedavg", "cwt", "local", "central", "fedreplay"], ["seeds=5"], ""),
+    "digits": (
+        ["fedavg", "fedavg:optimizer-state=keep", "cwt", "cwt:optimizer-state=keep", "local", "central", "fedreplay"],
+        ["seeds=5"],
+        "",
+    ),
     "mnist-sorted": (METHODS, [*MNIST, "ks=0.93", "rounds=5", "seeds=3"], ""),
     "mnist-momentum": (
         ["fedavg:optimizer-state=keep", "cwt:optimizer-state=keep", "fedavg", "cwt", "fedreplay"],

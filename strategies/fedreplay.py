@@ -13,7 +13,8 @@ institution (`Latents`): functions of single patients, without differential priv
              for each round: for each batch of e: θ_C ← θ_C − η ∇L(θ_C; e)                   # lines 9-10
 
 Deviations: stage 1 stops early on the institution's validation split (without one, on a held-out tenth of its training
-examples) and keeps the best epoch; the encoder may also be random or come from a
+examples; in a simulation a validation split is dealt like the test split, IID unless partition.test=mirror) and keeps
+the best epoch; the encoder may also be random or come from a
 file: it then carries nothing of these institutions' data (the latents still do), and a random one's batch norm stays at
 mean 0, variance 1; latents may be quantised; with upload-views=n a round sees n times the rows; an institution that is
 late uploads then, and training goes on with its latents included.
