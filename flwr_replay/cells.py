@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import FlwrReplayError, RunError
+from flwr_replay.files import read_json
 from flwr_replay.progress import Display, TerminalDisplay
 from flwr_replay.simulate import resolve, run_inline
 
@@ -129,12 +130,10 @@ def _outcome_line(outcome: dict[str, Any], metric: str) -> str:
 
 def run_cell(cell: Cell, display: Display) -> dict[str, Any]:
     """Bring one cell to its end: read it, go on with it, or run it; return its `result` or its `error`."""
-    if cell.done:
-        return {"result": json.loads((cell.folder / "result.json").read_text(encoding="utf-8"))}
     log, level = logging.getLogger("flwr"), logging.getLogger("flwr").level
     log.setLevel(logging.WARNING)
     try:
-        return {"result": _run(cell, display)}
+        return {"result": read_json(cell.folder / "result.json") if cell.done else _run(cell, display)}
     except FlwrReplayError as error:
         return {"error": " ".join(str(error).split())}
     except Exception as error:  # a fault of this program: the other cells' hours are not lost to it

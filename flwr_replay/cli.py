@@ -6,12 +6,14 @@ Nothing heavy is imported before a command needs it, so that `--help` answers at
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from click.exceptions import Abort, ClickException, NoArgsIsHelpError
 
 from flwr_replay.errors import ConfigError, FlwrReplayError
 
@@ -45,6 +47,8 @@ def run(
 
     An option is any of conf/: strategy=cwt task=mnist task.data-dir=DIR partition=ks ks=0.6 model=resnet18 rounds=5.
     """
+    if not runs_dir:
+        raise ConfigError("--runs-dir must name a folder; got '': leave it out for ./runs")
     _engine(engine)
     _say("loading …")
     from flwr_replay.progress import TerminalDisplay
@@ -125,11 +129,18 @@ def doctor() -> None:
 
 def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: what runs is put away
     try:
-        app()
-    except (FlwrReplayError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        app(standalone_mode=False)
+    except NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (FlwrReplayError, OSError, ClickException) as error:
+        text = error.format_message() if isinstance(error, ClickException) else str(error)
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
         sys.exit(2)
+    except (KeyboardInterrupt, Abort):
+        sys.exit(130)
 
 
 def _engine(engine: str) -> None:

@@ -28,7 +28,7 @@ from flwr_replay.cells import Cell, Method, run_all, short_hash
 from flwr_replay.compose import choices, load_strategy, to_yaml
 from flwr_replay.config import RunConfig, TrainingConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
-from flwr_replay.files import alone, make_folder, write_atomic
+from flwr_replay.files import alone, make_folder, read_json, read_lines, write_atomic
 from flwr_replay.simulate import check_run, resolve
 
 __all__ = ["compare_strategies"]
@@ -286,7 +286,7 @@ def _written(report: dict[str, Any], labels: Sequence[str], folder: Path) -> tup
 
 def _history(folder: Path, metric: str) -> list[tuple[float, float]]:
     """Read a run's pooled metric by round; metrics.jsonl counts exchanges, of which a round may take several."""
-    rounds = json.loads((folder / "result.json").read_text(encoding="utf-8"))["rounds"]
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rounds = read_json(folder / "result.json")["rounds"]
+    rows = read_lines(folder / "metrics.jsonl")
     found = [(row["round"], row["value"]) for row in rows if row["institution"] == "" and row["metric"] == metric]
     return [(at * rounds / found[-1][0], value) for at, value in found]

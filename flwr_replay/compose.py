@@ -22,6 +22,7 @@ from flwr_replay.errors import ConfigError, nearest
 __all__ = ["choices", "compose", "from_run_config", "load_client", "load_strategy", "overrides_of", "to_yaml"]
 
 GROUPS = ("strategy", "task", "partition", "model")
+COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
 SECTIONS: dict[str, type] = {
     "task": TaskConfig,
     "partition": PartitionConfig,
@@ -161,7 +162,12 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
         return matches[0]
     if matches:
         raise ConfigError(f"option {key!r} is in several sections; write one of {', '.join(matches)}")
-    shown = [name.replace("_", "-") for name in known]
+    shown = [name.replace("_", "-") for name in known if name not in COMMAND_LINE]
+    for strategy in choices("strategy"):
+        options = _hydra([f"strategy={strategy}"])["strategy"].keys() - {"name"}
+        if key.removeprefix("strategy.") in options:
+            ours = base["strategy"]["name"]
+            raise ConfigError(f"{key.replace('_', '-')} is an option of strategy={strategy}; got strategy={ours}")
     raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {nearest(key.replace('_', '-'), shown)}")
 
 

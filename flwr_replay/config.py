@@ -7,6 +7,7 @@ YAML under `conf/` chooses among them; its keys equal the field names here. A st
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from flwr_replay.errors import ConfigError, near_matches
@@ -48,6 +49,10 @@ class TaskConfig:
             require(getattr(self, name) >= 1, f"task.{name} must be at least 1; got {getattr(self, name)}")
         require(self.classes >= 2, f"task.classes must be at least 2; got {self.classes}")
         require(
+            len(set(self.class_names)) == len(self.class_names),
+            f"task.class-names must differ from each other; got {', '.join(self.class_names)}",
+        )
+        require(
             not self.class_names or len(self.class_names) == self.classes,
             f"task.class-names must name all {self.classes} classes; got {len(self.class_names)}",
         )
@@ -72,7 +77,7 @@ class PartitionConfig:
         one_of("partition.test", self.test, ("iid", "mirror"))
         require(0 < self.p <= 1, f"partition.p is a share in (0, 1]; got {self.p}")
         require(0 <= self.ks <= 1, f"partition.ks is a statistic in [0, 1]; got {self.ks}")
-        require(self.alpha > 0, f"partition.alpha must be positive; got {self.alpha}")
+        require(0 < self.alpha < inf, f"partition.alpha must be positive and finite; got {self.alpha}")
         require(self.size >= 0, f"partition.size must not be negative; got {self.size}")
 
 
@@ -105,9 +110,12 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         one_of("training.optimizer", self.optimizer, ("sgd", "adam"))
-        require(self.lr > 0, f"training.lr must be positive; got {self.lr}")
+        require(0 < self.lr < inf, f"training.lr must be positive and finite; got {self.lr}")
         require(0 <= self.momentum < 1, f"training.momentum lies in [0, 1); got {self.momentum}")
-        require(self.weight_decay >= 0, f"training.weight-decay must not be negative; got {self.weight_decay}")
+        require(
+            0 <= self.weight_decay < inf,
+            f"training.weight-decay must be finite and not negative; got {self.weight_decay}",
+        )
         require(self.batch_size >= 1, f"training.batch-size must be at least 1; got {self.batch_size}")
         require(self.lr_step >= 0, f"training.lr-step must not be negative; got {self.lr_step}")
 
@@ -138,4 +146,5 @@ class RunConfig:
             require(getattr(self, name) >= 1, f"{name.replace('_', '-')} must be at least 1; got {getattr(self, name)}")
         require(self.nodes >= 0, f"nodes must not be negative; got {self.nodes}")
         require(self.seed >= 0, f"seed must not be negative; got {self.seed}")
-        require(self.timeout > 0 and self.wait >= 0, "timeout must be positive and wait not negative")
+        require(self.timeout > 0, f"timeout must be positive, in seconds; got {self.timeout}")
+        require(self.wait >= 0, f"wait must not be negative, in seconds; got {self.wait}")

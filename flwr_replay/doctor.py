@@ -11,6 +11,7 @@ from pathlib import Path
 from flwr_replay.errors import RunError
 from flwr_replay.files import home, make_folder
 from flwr_replay.run import PACKAGES
+from flwr_replay.simulate import flower
 
 __all__ = ["examine"]
 
@@ -38,7 +39,7 @@ def examine() -> tuple[bool, str]:
         except RunError as error:
             findings.append((False, str(error)))
     for tool in ("flwr", "flower-superlink", "flower-supernode"):
-        found = shutil.which(tool)
+        found = shutil.which(flower(tool))
         findings.append(
             (found is not None, f"{tool}: {found or 'not on PATH; activate the environment, or use uv run'}")
         )

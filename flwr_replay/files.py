@@ -14,7 +14,7 @@ from flwr_replay.errors import RunError
 
 NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run, which name folders
 
-__all__ = ["NAME", "alone", "append_lines", "home", "make_folder", "read_lines", "write_atomic"]
+__all__ = ["NAME", "alone", "append_lines", "home", "make_folder", "read_json", "read_lines", "write_atomic"]
 
 
 def home() -> Path:
@@ -72,17 +72,40 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read JSON lines; a last line that a crash tore is dropped, from the file as well."""
+    """Read JSON lines, and mend what a crash left at the end of the file: a torn last line is dropped.
+
+    Raises
+    ------
+    RunError
+        If another line is damaged: no crash of a run does that.
+    """
     if not path.exists():
         return []
-    texts, records = path.read_text(encoding="utf-8").splitlines(), []
-    for text in texts:
+    data = path.read_bytes()
+    lines, records = data.split(b"\n"), []
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(text))
-        except ValueError:
-            write_atomic(path, "".join(json.dumps(record) + "\n" for record in records))
-            break
+            records += [dict(json.loads(line))] if line else []
+        except (ValueError, TypeError):
+            if number < len(lines):
+                raise RunError(f"every line of {path} must be JSON; line {number} is not: mend or remove it") from None
+    if data and not data.endswith(b"\n"):
+        write_atomic(path, "".join(json.dumps(record) + "\n" for record in records))
     return records
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one of the files that a run writes whole.
+
+    Raises
+    ------
+    RunError
+        If it is damaged.
+    """
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError):
+        raise RunError(f"{path} must be whole; it is damaged: remove it to have it made anew") from None
 
 
 def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:

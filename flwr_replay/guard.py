@@ -76,8 +76,10 @@ def _check_size_before(institution: Institution, message: Message, answer: type[
 
 def _failure(message: Message, error: Exception, name: str, deployed: bool) -> Message:
     told = isinstance(error, (RefusedError, TrainingError, WireError)) or not deployed
-    if not isinstance(error, FlwrReplayError) or not told:
+    if not isinstance(error, FlwrReplayError):
         logging.getLogger("flwr").error("this institution cannot answer", exc_info=error)
+    elif not told:
+        logging.getLogger("flwr").error("this institution cannot answer: %s", error)
     line = " ".join(str(error).split()) if told else f"{type(error).__name__}; the institution's own log says more"
     line = line or type(error).__name__
     return Message(Failure(failure=line, error=type(error).__name__, name=name).encode(), reply_to=message)

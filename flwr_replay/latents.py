@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flwr_replay.errors import WireError
-from flwr_replay.files import write_atomic
+from flwr_replay.errors import RunError, WireError
+from flwr_replay.files import read_json, write_atomic
 from flwr_replay.payloads.fedreplay import Latents
 
 __all__ = ["BLOCK", "LatentStore", "pack", "rows_per_chunk", "shifted", "unpack"]
@@ -98,7 +98,7 @@ class LatentStore:
         self.folder = folder
         self.progress: dict[str, dict[str, int]] = {}
         for meta in sorted(folder.glob("*/upload.json")):
-            self.progress[meta.parent.name] = json.loads(meta.read_text())
+            self.progress[meta.parent.name] = read_json(meta)
         self._maps: dict[str, dict[str, NDArray[Any]]] = {}
 
     def next_row(self, name: str) -> int | None:
@@ -178,4 +178,11 @@ class LatentStore:
             yield torch.from_numpy(x), torch.from_numpy(y)
 
     def _open(self, name: str) -> dict[str, NDArray[Any]]:
-        return {path.stem: np.load(path, mmap_mode="r") for path in sorted((self.folder / name).glob("*.npy"))}
+        try:
+            found = {path.stem: np.load(path, mmap_mode="r") for path in sorted((self.folder / name).glob("*.npy"))}
+            return {"latents": found["latents"], "labels": found["labels"], **found}
+        except (ValueError, EOFError, KeyError) as error:
+            raise RunError(
+                f"{self.folder / name} must hold the latents that {name} uploaded; it is damaged ({error}): remove the "
+                "folder, and they are asked for again"
+            ) from None

@@ -32,6 +32,11 @@ class Display:
         """The run is over."""
 
 
+def shown_rounds(progress: Progress) -> str:
+    """Say what is before a run: `10 rounds`, `1 round, resumed`."""
+    return f"{progress.rounds} round{'s' * (progress.rounds > 1)}{', resumed' * (progress.done > 0)}"
+
+
 def shown_metrics(metrics: dict[str, float]) -> str:
     """Name the leading metric and the loss: `accuracy 0.9472, loss 0.1831`."""
     leading = [name for name in metrics if name != "loss"][:1]
@@ -62,7 +67,7 @@ class LogDisplay(Display):
     def begin(self, progress: Progress) -> None:
         """Log what runs."""
         self.progress, self.start = progress, time.monotonic()
-        logging.getLogger("flwr").info("%s: %s rounds", progress.strategy, progress.rounds)
+        logging.getLogger("flwr").info("%s: %s", progress.strategy, shown_rounds(progress))
 
     def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
         """Log the round, metric, bytes and times."""
@@ -96,7 +101,7 @@ class TerminalDisplay(LogDisplay):
         self.progress, self.start = progress, time.monotonic()
         self.console = Console(stderr=True)
         total = progress.rounds * progress.per_round
-        self.console.print(f"{progress.strategy}: {progress.rounds} rounds" + (", resumed" if progress.done else ""))
+        self.console.print(f"{progress.strategy}: {shown_rounds(progress)}")
         self.bar = Bar(TextColumn("{task.description}"), BarColumn(bar_width=24), console=self.console)
         self.line = self.bar.add_task("waiting for the first round", total=total, completed=progress.done)
         self.bar.start()

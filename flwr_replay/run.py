@@ -67,7 +67,9 @@ def open_run(config: RunConfig) -> tuple[RunConfig, str]:
         if not (folder / "config.yaml").exists():
             raise RunError(f"resume must be a run directory with a config.yaml; got {folder}")
         _same_options(config, folder / "config.yaml")
-        run_id = (folder / "run-id").read_text(encoding="utf-8").strip()
+        run_id = (folder / "run-id").read_text(encoding="utf-8").strip() if (folder / "run-id").exists() else ""
+        if not NAME.fullmatch(run_id):
+            raise RunError(f"{folder / 'run-id'} must hold the run's id; got {run_id!r}: begin a new run")
         return replace(config, runs_dir=str(folder.parent), run_name=folder.name), run_id
     if config.run_name and not NAME.fullmatch(config.run_name):
         raise RunError(
@@ -162,7 +164,10 @@ class RunDirectory(Recorder):
         self._writing: Future[None] = self._writer.submit(lambda: None)
         (self.path / "checkpoints").mkdir(exist_ok=True)
         write_atomic(self.path / "environment.json", json.dumps(_environment(config), indent=2) + "\n")
-        read_lines(self.path / "ledger.jsonl")  # drops a line that a crash tore
+        for left in self.path.rglob(".*.tmp"):  # of a process that was killed while it wrote
+            left.unlink()
+        for name in ("ledger", "timings", "metrics", "failures"):
+            read_lines(self.path / f"{name}.jsonl")  # drops a line that a crash tore
         self._ledger = open(self.path / "ledger.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open while it runs
 
     # --- Recorder -----------------------------------------------------------------------------------------------------
@@ -250,7 +255,7 @@ class RunDirectory(Recorder):
                     values = json.loads(file.metadata()["values"])
                     arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
                 break
-            except SafetensorError:
+            except (SafetensorError, TypeError, ValueError, KeyError):
                 self.log(f"{path.name} is not whole; going on from the checkpoint before it")
         else:
             self._rewind(-1)

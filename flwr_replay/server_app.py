@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from flwr_replay.client_app import backbone
 from flwr_replay.compose import from_run_config, load_strategy
 from flwr_replay.config import RunConfig
 from flwr_replay.errors import FlwrReplayError
-from flwr_replay.files import alone
+from flwr_replay.files import alone, read_json
 from flwr_replay.movements.base import Settings
 from flwr_replay.progress import Display, LogDisplay
 from flwr_replay.rng import derived_seed
@@ -76,7 +75,7 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
     strategy_type.check(config.strategy, settings)
     config, run_id = open_run(config)
     stored = Path(config.runs_dir) / config.run_name / "result.json"
-    if stored.exists() and (result := json.loads(stored.read_text()))["rounds"] >= config.rounds:
+    if stored.exists() and (result := read_json(stored)).get("rounds", 0) >= config.rounds:
         return result, stored.parent  # a finished run is not run again
     build = backbone(config.model, config.task)
     fresh = array_record(to_arrays(build(derived_seed(config.seed, "model"))))
@@ -86,5 +85,8 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
         try:
             final = opened(strategy.start(grid, fresh, config.rounds).arrays)
             return recorder.finish(final, settings.task.metric, settings.task.higher_is_better), recorder.path
+        except KeyboardInterrupt:
+            print(f"interrupted; go on with: flwr-replay run --resume {recorder.path}", file=sys.stderr)
+            raise
         finally:
             recorder.close()

@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flwr_replay.compose import compose, load_strategy, overrides_of
+import yaml
+
+from flwr_replay.compose import COMMAND_LINE, compose, load_strategy, overrides_of
 from flwr_replay.config import RunConfig, TaskConfig
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.files import write_atomic
+from flwr_replay.files import read_json, write_atomic
 from flwr_replay.progress import Display
 from flwr_replay.run import default_name
 
@@ -69,22 +72,39 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
         For a wrong option, or options that would change a resumed run.
     """
     for option in options:
-        if option.partition("=")[0].replace("-", "_") in ("runs_dir", "resume"):
+        if option.partition("=")[0].replace("-", "_") in COMMAND_LINE:
             raise ConfigError(f"runs-dir and resume are given as --runs-dir and --resume; got {option!r}")
     if resume:
-        if options:
-            given = " ".join(options)
-            raise ConfigError(f"a resumed run keeps its options; got {given!r} beside --resume: leave it out")
-        file = Path(resume).expanduser() / "config.yaml"
-        if not file.exists():
-            raise RunError(f"--resume must be a run directory with a config.yaml; got {resume}")
-        overrides = [*overrides_of(file), f"resume={_quoted(Path(resume).expanduser().absolute())}"]
+        for option in options:
+            key = option.partition("=")[0].replace("-", "_")
+            if key.removeprefix("task.") not in ("rounds", "timeout", "wait", "device", "data_dir"):
+                raise ConfigError(
+                    f"a resumed run keeps its options, but for rounds, device, timeout, wait and task.data-dir; got "
+                    f"{option!r} beside --resume: leave it out"
+                )
+        overrides = [*_overrides_of_run(Path(resume).expanduser()), *options]
+        overrides.append(f"resume={_quoted(Path(resume).expanduser().absolute())}")
     else:
         overrides = [*options, f"runs_dir={_quoted(Path(runs_dir).expanduser().absolute())}"]
     config = compose(overrides)
+    if config.task.data_dir:  # found again from wherever the run is resumed
+        place = Path(config.task.data_dir).expanduser().absolute()
+        config = replace(config, task=replace(config.task, data_dir=str(place)))
+        overrides.append(f"task.data_dir={_quoted(place)}")
     nodes = config.nodes or (_sites(config.task) if config.partition.name == "natural" else INLINE_NODES)
     overrides.append(f"nodes={nodes}")
     return overrides, replace(config, nodes=nodes)
+
+
+def _overrides_of_run(folder: Path) -> list[str]:
+    file = folder / "config.yaml"
+    if not file.exists():
+        raise RunError(f"--resume must be a run directory with a config.yaml; got {folder}")
+    try:
+        return overrides_of(file)
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
+        detail = " ".join(str(error).split())
+        raise RunError(f"a run's config.yaml must be as the run wrote it; {file} is damaged: {detail}") from None
 
 
 def _sites(task: TaskConfig) -> int:
@@ -153,7 +173,7 @@ def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
                 reason = line.removeprefix("error: ").strip()
     if not (folder / "result.json").exists():
         raise RunError(reason)
-    return _with_skew(json.loads((folder / "result.json").read_text()), folder, part)
+    return _with_skew(read_json(folder / "result.json"), folder, part)
 
 
 def _with_skew(result: dict[str, Any], folder: Path, part: Partition) -> tuple[dict[str, Any], Path]:
@@ -213,12 +233,12 @@ def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
                 raise RunError(f"the SuperLink must start; it said: {(scratch / 'superlink.log').read_text()[-500:]}")
             time.sleep(0.1)
         yield SuperLink(port, scratch, environment)
-    finally:
-        server.terminate()
-        try:
-            server.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            server.kill()
+    finally:  # what it started, the simulation with its actors, is of its session and ends with it
+        for stop in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, stop)
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(timeout=5)
         log.close()
 
 

@@ -104,6 +104,7 @@ class FedReplay(OneShot):
     @classmethod
     def check(cls, config: FedReplayConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse a cut that the model lacks, chunks too small, an encoder that does not fit, an unknown institution."""
+        super().check(config, settings, names)
         strategy = cls(config, settings)
         strategy.build_primary()
         rows_per_chunk(math.prod(strategy.latent_shape()), config.latent_dtype, int(config.chunk_mb * 1e6))

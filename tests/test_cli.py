@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flwr_replay import institution
 from flwr_replay.cli import main
 from flwr_replay.files import alone
 
@@ -48,6 +49,9 @@ def flwr_replay(monkeypatch, capsys, tmp_path):
         (["cut=conv3"], ["did you mean conv"]),
         (["latent-dtype=float8"], ["float8", "float16"]),
         (["training.lr=-1"], ["training.lr must be positive", "-1"]),
+        (["lr=inf"], ["training.lr must be positive and finite", "inf"]),
+        (["strategy=fedavg", "cut=conv1"], ["cut is an option of strategy=fedreplay; got strategy=fedavg"]),
+        (["wait=-1"], ["wait must not be negative", "-1"]),
         (["partition=ks", "ks=0.99"], ["0.99"]),
         (["partition=majority", "nodes=12"], ["12"]),
         (["partition=natural"], ["site"]),
@@ -88,6 +92,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(flwr_replay, tmp_path, words, say
         ["partition=ks", "ks=0.99"],
         ["encoder-institution=institution-9"],
         ["chunk-mb=0.0001"],
+        ["batch-size=1"],
     ],
 )
 def test_what_is_refused_leaves_no_run_directory(flwr_replay, tmp_path, words):
@@ -130,9 +135,83 @@ def test_run_writes_its_directory(flwr_replay, tmp_path):
 
 def test_a_resumed_run_keeps_its_options(flwr_replay, tmp_path):
     assert flwr_replay("run", *SMALL, "run-name=first")[0] == 0
-    code, _, err = flwr_replay("run", "--resume", "runs/first", "rounds=9")
+    code, _, err = flwr_replay("run", "--resume", "runs/first", "lr=0.5")
     assert code == 2
-    assert "a resumed run keeps its options" in err
+    assert "a resumed run keeps its options, but for rounds" in err
+    code, out, _ = flwr_replay("run", "--resume", "runs/first", "rounds=2", "--json")
+    assert code == 0
+    assert json.loads(out)["rounds"] == 2
+
+
+def test_a_run_is_resumed_from_anywhere_and_after_its_data_moved(flwr_replay, tmp_path, monkeypatch):
+    x, y = np.arange(40 * 64, dtype=np.uint8).reshape(40, 8, 8), np.arange(40) % 2
+    np.savez(tmp_path / "d.npz", train_images=x, train_labels=y, test_images=x, test_labels=y)
+    task = ["task=medmnist", "task.data-dir=d.npz", "task.size=8", "partition=iid", "nodes=2"]
+    assert flwr_replay("run", "strategy=fedavg", "model=mlp", *task, "rounds=1", "run-name=first")[0] == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert flwr_replay("run", "--resume", "../runs/first", "rounds=2")[0] == 0
+    (tmp_path / "d.npz").rename(tmp_path / "elsewhere" / "d.npz")
+    for kept in (institution.loaded, institution.dealt, institution._institution):  # as in a process of its own
+        kept.cache_clear()
+    assert flwr_replay("run", "--resume", "../runs/first", "rounds=3")[0] == 2
+    assert flwr_replay("run", "--resume", "../runs/first", "rounds=3", "task.data-dir=d.npz")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("config.yaml", b"", "damaged"),
+        ("config.yaml", b"a: [", "damaged"),
+        ("config.yaml", b"\xff\xfe", "damaged"),
+        ("run-id", b"../../x", "must hold the run's id"),
+        ("run-id", b"", "must hold the run's id"),
+        ("result.json", b"", "damaged"),
+        ("ledger.jsonl", b"{}\nGARBAGE\n{}\n", "line 2"),
+        ("latents/institution-1/upload.json", b"{", "damaged"),
+        ("latents/institution-1/labels.npy", None, "damaged"),
+    ],
+)
+def test_a_damaged_run_directory_is_told_in_one_line(flwr_replay, tmp_path, file, content, says):
+    assert flwr_replay("run", *SMALL, "run-name=first")[0] == 0
+    path = tmp_path / "runs" / "first" / file
+    path.write_bytes(content) if content is not None else path.unlink()
+    code, _, err = flwr_replay("run", "--resume", "runs/first", "rounds=2")
+    assert code == 2, err
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert says in line
+
+
+def test_a_ledger_whose_last_line_lacks_its_end_loses_nothing(flwr_replay, tmp_path):
+    assert flwr_replay("run", *SMALL, "run-name=first")[0] == 0
+    ledger = tmp_path / "runs" / "first" / "ledger.jsonl"
+    before = ledger.read_text()
+    ledger.write_text(before[:-1])
+    code, out, _ = flwr_replay("run", "--resume", "runs/first", "rounds=2", "--json")
+    assert code == 0
+    assert ledger.read_text().startswith(before)
+    counted = sum(json.loads(line)["bytes"] for line in ledger.read_text().splitlines())
+    assert counted == sum(json.loads(out)["bytes"][way] for way in ("up", "down"))
+
+
+def test_a_disk_that_is_full_is_told_in_one_line(flwr_replay, monkeypatch):
+    def full(path, data):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("flwr_replay.run.write_atomic", full)
+    code, _, err = flwr_replay("run", *SMALL)
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: [Errno 28] No space left on device")
+
+
+@pytest.mark.parametrize(
+    "words", [["--foo"], ["run", "--foo"], ["foo"], ["compare"], ["compare", "cwt", "--jobs", "a"]]
+)
+def test_a_mistake_in_the_command_itself_is_one_line_too(flwr_replay, words):
+    code, out, err = flwr_replay(*words)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: ")
 
 
 def test_runs_of_one_name_share_no_state_at_the_institutions(flwr_replay):

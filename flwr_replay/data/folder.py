@@ -90,10 +90,14 @@ def _manifest_rows(path: Path, task: TaskConfig) -> list[_Row]:
     for column in wanted:
         if column not in columns:
             raise DataError(f"{path} must have a column {column!r}: {nearest(column, columns)}")
+    if repeated := [column for column in columns if columns.count(column) > 1]:
+        raise DataError(f"every column of {path} must have a name of its own; two are named {repeated[0]!r}")
     used = {*wanted, *(column for column in (task.site_column, "split") if column in columns)}
-    rows = []
+    rows, listed = [], {}  # type: list[_Row], dict[Path, str]
     for number, cells in lines:
         where = f"{path} line {number}"
+        if None in cells:
+            raise DataError(f"every row must have {len(columns)} cells, as the first line says; {where} has more")
         values = {column: (cells[column] or "").strip() for column in used}
         for column, value in values.items():
             if not value:
@@ -101,6 +105,8 @@ def _manifest_rows(path: Path, task: TaskConfig) -> list[_Row]:
         if "split" in values and values["split"] not in SPLITS:
             raise DataError(f"split must be one of {', '.join(SPLITS)}; got {values['split']!r} in {where}")
         image = path.parent / values["image"]
+        if (earlier := listed.setdefault(image, where)) != where:
+            raise DataError(f"an image must be listed once; {image} is in {earlier} and in {where}")
         rows.append(_Row(image, values["label"], where, values.get(task.site_column), values.get("split")))
     return rows
 
@@ -147,12 +153,13 @@ def _labels(rows: list[_Row], task: TaskConfig, source: str) -> NDArray[np.int64
             continue
         if not INTEGER.fullmatch(row.label):
             raise DataError(f"unknown class {row.label!r} ({row.where}): {nearest(row.label, numbers)}")
-        y[n] = int(row.label.split(".")[0])
-        if not 0 <= y[n] < task.classes:
+        number = int(row.label.split(".")[0])
+        if not 0 <= number < task.classes:
             raise DataError(
                 f"labels of task={task.name} must lie in 0..{task.classes - 1}; got {row.label} ({row.where}): "
                 "set task.classes, or correct the label"
             )
+        y[n] = number
     return y
 
 

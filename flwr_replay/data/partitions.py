@@ -21,6 +21,7 @@ from flwr_replay.data.by_ks import deal_by_ks
 from flwr_replay.data.datasets import Dataset, Examples
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_groups, mean_pairwise, tv_matrix
 from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.files import NAME
 from flwr_replay.rng import derived_rng, derived_seed
 
 __all__ = ["Partition", "institution_name", "partition"]
@@ -268,6 +269,12 @@ def site_names(dataset: Dataset) -> tuple[str, ...]:
 
 def _institutions_of(dataset: Dataset, config: PartitionConfig, nodes: int) -> tuple[str, ...]:
     names = site_names(dataset)
+    for name in names:
+        require(
+            NAME.fullmatch(name) is not None,
+            "a site's name has at most 160 letters, digits, spaces, dots, hyphens and underscores and begins with a "
+            f"letter or digit; got {name!r}: rename it in the manifest",
+        )
     require(config.size == 0, f"partition=natural takes every example of a site; got partition.size={config.size}")
     require(
         nodes == len(names),

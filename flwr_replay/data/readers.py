@@ -83,6 +83,8 @@ def _idx_pair(places: list[Path], prefix: str) -> tuple[Path, Path] | None:
         pair = [_plain_or_gz(place / f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1")]
         if pair[0] and not pair[1]:
             raise DataError(f"images need labels; got {pair[0]} without {prefix}-labels-idx1-ubyte beside it: add it")
+        if pair[1] and not pair[0]:
+            raise DataError(f"labels need images; got {pair[1]} without {prefix}-images-idx3-ubyte beside it: add it")
         if pair[0] and pair[1]:
             return pair[0], pair[1]
     return None
@@ -183,6 +185,8 @@ def read_medmnist(task: TaskConfig) -> dict[str, Raw]:
     for key in ("train_images", "train_labels", "test_images", "test_labels"):
         if key not in arrays:
             raise DataError(f"{path} must hold {key}, as MedMNIST files do; got {', '.join(arrays) or 'nothing'}")
+    if len({"val_images", "val_labels"} & arrays.keys()) == 1:
+        raise DataError(f"{path} must hold both val_images and val_labels, or neither; one is missing")
     splits = ["train", "test", *(["val"] if {"val_images", "val_labels"} <= arrays.keys() else [])]
     return {split: _medmnist_split(path, split, arrays) for split in splits}
 

@@ -24,7 +24,7 @@ from flwr_replay.errors import DivergedError, RefusedError, RunError, WireError
 from flwr_replay.movements.members import Member, Members, failure_of, wait_for_nodes
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.payloads.common import OPEN_STAGES, Evaluate, Evaluation, Failure, Present, RollCall
-from flwr_replay.training import learning_rate
+from flwr_replay.training import learning_rate, refuse_single_batches
 from flwr_replay.wire import (
     CLIENT_APP_RAISED,
     Payload,
@@ -87,7 +87,7 @@ class Movement(Strategy):
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
-        """Refuse options that do not fit the rest of the run, before it begins; the base refuses nothing.
+        """Refuse options that do not fit the rest of the run, before it begins: in the base, batches of one.
 
         Parameters
         ----------
@@ -100,9 +100,11 @@ class Movement(Strategy):
 
         Raises
         ------
-        ConfigError
+        ConfigError, TrainingError
             If they do not fit.
         """
+        if settings.model is not None:
+            refuse_single_batches(settings.model(0), settings.training.batch_size, settings.training.batch_size)
 
     # --- what a movement or a method says -----------------------------------------------------------------------------
 

@@ -148,17 +148,26 @@ def test_folders_that_are_not_there_or_empty(tmp_path: Path, make: Task) -> None
 
 def test_manifests_that_are_wrong(tmp_path: Path, make: Task) -> None:
     draw(tmp_path / "a.png")
+    draw(tmp_path / "c.png")
     manifest(tmp_path, "image,lable", ["a.png,0"])
     refused(make(), "'label'", "did you mean lable?")
     manifest(tmp_path, "image,label", ["a.png,0", "a.png"])
     refused(make(), "'label'", "line 3")
     manifest(tmp_path, "image,label,split", ["a.png,0,training"])
     refused(make(), "'training'", "line 2")
-    manifest(tmp_path, "image,label", ["a.png,0", "a.png,2"])
+    manifest(tmp_path, "image,label", ["a.png,0", "c.png,2"])
     refused(make(), "0..1", "got 2", "line 3")
+    manifest(tmp_path, "image,label", ["a.png,99999999999999999999999"])
+    refused(make(), "0..1", "line 2")
+    manifest(tmp_path, "image,label", ["a.png,0", "a.png,1"])
+    refused(make(), "listed once", "line 2 and in", "line 3")
+    manifest(tmp_path, "image,label,label", ["a.png,0,1"])
+    refused(make(), "two are named 'label'")
+    manifest(tmp_path, "image,label", ["a.png,0,1"])
+    refused(make(), "2 cells", "line 2 has more")
     manifest(tmp_path, "image,label", ["a.png,-1"])
     refused(make(), "got -1")
-    manifest(tmp_path, "image,label", ["a.png,helthy", "a.png,ill"])
+    manifest(tmp_path, "image,label", ["a.png,helthy", "c.png,ill"])
     refused(make(class_names=("healthy", "ill")), "'helthy'", "line 2", "did you mean healthy?")
     manifest(tmp_path, "image,label", ["b.png,0", "a.png,1"])
     refused(make(), "b.png", "line 2", "does not exist")
@@ -168,7 +177,8 @@ def test_manifests_that_are_wrong(tmp_path: Path, make: Task) -> None:
 
 def test_a_site_that_lacks_a_class_needs_the_class_names(tmp_path: Path, make: Task) -> None:
     draw(tmp_path / "a.png")
-    manifest(tmp_path, "image,label", ["a.png,ill", "a.png,ill"])
+    draw(tmp_path / "b.png")
+    manifest(tmp_path, "image,label", ["a.png,ill", "b.png,ill"])
     refused(make(), "1 class names", "(ill)", "set task.class-names")
     assert load(make(class_names=("healthy", "ill"))).train.y.tolist() == [1]
 
