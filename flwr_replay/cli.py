@@ -131,7 +131,7 @@ def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: what runs is put away
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
     except NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
@@ -141,6 +141,7 @@ def main() -> None:
         sys.exit(2)
     except (KeyboardInterrupt, Abort):
         sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _engine(engine: str) -> None:

@@ -21,8 +21,11 @@ import os
 import platform
 import secrets
 import shutil
+import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -41,7 +44,7 @@ from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.progress import Display, Progress
 from flwr_replay.wire import Row, StateDict
 
-__all__ = ["PACKAGES", "RunDirectory", "default_name", "new_run_id", "open_run"]
+__all__ = ["PACKAGES", "RunDirectory", "default_name", "new_run_id", "open_run", "resumable"]
 
 SAMPLE_KINDS = ("per-sample", "synthetic")
 PACKAGES = ("flwr-replay", "flwr", "ray", "torch", "torchvision", "numpy", "hydra-core")
@@ -130,6 +133,16 @@ def default_name(config: RunConfig) -> str:
 def new_run_id(config: RunConfig) -> str:
     """Make an id for a run: its default name and eight random hexadecimal digits."""
     return f"{default_name(config)}-{secrets.token_hex(4)}"
+
+
+@contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Say how to go on with a run that its user interrupts."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted; go on with: flwr-replay run --resume {folder}", file=sys.stderr)
+        raise
 
 
 @dataclass

@@ -19,7 +19,7 @@ from flwr_replay.files import alone, read_json
 from flwr_replay.movements.base import Settings
 from flwr_replay.progress import Display, LogDisplay
 from flwr_replay.rng import derived_seed
-from flwr_replay.run import RunDirectory, open_run
+from flwr_replay.run import RunDirectory, open_run, resumable
 from flwr_replay.tasks import make_task
 from flwr_replay.training import select_device, to_arrays
 from flwr_replay.wire import array_record, opened
@@ -79,14 +79,11 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
         return result, stored.parent  # a finished run is not run again
     build = backbone(config.model, config.task)
     fresh = array_record(to_arrays(build(derived_seed(config.seed, "model"))))
-    with alone(stored.parent):
+    with alone(stored.parent), resumable(stored.parent):
         recorder = RunDirectory(config, display)
         strategy = strategy_type(config.strategy, replace(settings, run=run_id), recorder)
         try:
             final = opened(strategy.start(grid, fresh, config.rounds).arrays)
             return recorder.finish(final, settings.task.metric, settings.task.higher_is_better), recorder.path
-        except KeyboardInterrupt:
-            print(f"interrupted; go on with: flwr-replay run --resume {recorder.path}", file=sys.stderr)
-            raise
         finally:
             recorder.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import yaml
 
 from flwr_replay.compose import COMMAND_LINE, compose, load_strategy, overrides_of
@@ -24,7 +24,7 @@ from flwr_replay.config import RunConfig, TaskConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files import read_json, write_atomic
 from flwr_replay.progress import Display
-from flwr_replay.run import default_name
+from flwr_replay.run import default_name, resumable
 
 if TYPE_CHECKING:
     from flwr_replay.data import Partition
@@ -165,8 +165,9 @@ def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
     if gpus := _gpus(config.device):
         resources["client-resources-num-gpus"] = round(gpus / min(config.nodes, cpus), 3)
     federation = " ".join(f"{key}={value}" for key, value in resources.items())
-    with tempfile.TemporaryDirectory(prefix="flwr-replay-") as scratch, superlink(Path(scratch)) as link:
-        reason = "see the log above"
+    reason = "see the log above"
+    scratch = tempfile.TemporaryDirectory(prefix="flwr-replay-")
+    with resumable(folder), scratch, superlink(Path(scratch.name)) as link:
         for line in flwr_run(link, overrides, "--federation-config", federation):
             print(line, end="", file=sys.stderr, flush=True)
             if line.startswith("error: "):
@@ -233,13 +234,23 @@ def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
                 raise RunError(f"the SuperLink must start; it said: {(scratch / 'superlink.log').read_text()[-500:]}")
             time.sleep(0.1)
         yield SuperLink(port, scratch, environment)
-    finally:  # what it started, the simulation with its actors, is of its session and ends with it
-        for stop in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(server.pid, stop)
-            with suppress(subprocess.TimeoutExpired):
-                server.wait(timeout=5)
+    finally:
+        _end(server)
         log.close()
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started: the simulation and its actors have sessions of their own."""
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(server.pid)
+        family = [parent, *parent.children(recursive=True)]
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        for process in psutil.wait_procs(family, timeout=10)[1]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    server.wait()
 
 
 def flwr_run(link: SuperLink, overrides: Sequence[str], *arguments: str) -> Iterator[str]:

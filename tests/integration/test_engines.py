@@ -1,10 +1,16 @@
 """The in-process engine and Flower's Ray simulation end with the same bits at equal torch threads."""
 
+import os
 import shlex
+import signal
+import subprocess
+import sys
 
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
+from flwr_replay.compose import overrides_of
 from flwr_replay.progress import Display
 from flwr_replay.simulate import resolve, run_inline, run_ray
 
@@ -22,3 +28,23 @@ def test_inline_and_ray_give_the_same_bits(job, tmp_path, monkeypatch):
     assert {name: array.tobytes() for name, array in weights[0].items()} == {
         name: array.tobytes() for name, array in weights[1].items()
     }
+
+
+def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(tmp_path):
+    job = ["strategy=cwt", "model=mlp", "model.width=8", "nodes=2", "rounds=5000", "run-name=x"]
+    job += ["--runs-dir", str(tmp_path)]
+    command = [sys.executable, "-c", "from flwr_replay.cli import main; main()", "run", "--engine", "ray", *job]
+    env = {**os.environ, "FLWR_REPLAY_HOME": str(tmp_path)}
+    run = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    for line in run.stderr:
+        if "round 2/5000" in line:
+            break
+    family = psutil.Process(run.pid).children(recursive=True)
+    assert any("raylet" in process.name() for process in family)
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    config = tmp_path / "x" / "config.yaml"
+    overrides = [*overrides_of(config), f"resume='{config.parent}'", "rounds=3"]
+    assert run_inline(overrides, Display())[0]["final"]
