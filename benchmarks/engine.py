@@ -109,7 +109,8 @@ def sequential(config: RunConfig, owned: list[tuple[Shard, Shard]]) -> Iterator[
             for k, (train, _) in enumerate(owned)
         ]
         arrays = weighted_mean([trained for trained, _ in answers], [len(train) for train, _ in owned])
-        make_task(config.task).pool([evaluate(model, test, arrays, config) for _, test in owned])
+        if server_round % config.evaluate_every == 0:
+            make_task(config.task).pool([evaluate(model, test, arrays, config) for _, test in owned])
         yield
 
 
@@ -149,9 +150,10 @@ def parallel(config: RunConfig, overrides: list[str], actors: int) -> list[float
             jobs.put(("train", k, arrays, server_round))
         trained = dict(answers.get() for _ in range(config.nodes))
         arrays = weighted_mean([trained[k][0] for k in range(config.nodes)], sizes)
-        for k in range(config.nodes):
-            jobs.put(("evaluate", k, arrays, server_round))
-        make_task(config.task).pool([answers.get()[1] for _ in range(config.nodes)])
+        if server_round % config.evaluate_every == 0:
+            for k in range(config.nodes):
+                jobs.put(("evaluate", k, arrays, server_round))
+            make_task(config.task).pool([answers.get()[1] for _ in range(config.nodes)])
         times.append(time.perf_counter() - start)
     for _ in pool:
         jobs.put(None)
@@ -175,11 +177,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--local-epochs", type=int, default=1)
+    parser.add_argument("--evaluate-every", type=int, default=1)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as runs:
         overrides = ["strategy=fedavg", "task=mnist", "partition=iid", "model=mlp", "model.width=200", "nodes=8"]
         overrides += [f"task.data_dir={Path(given.data).resolve()}", "threads=1", f"rounds={given.rounds}"]
         overrides += [f"runs_dir={runs}", f"strategy.local_epochs={given.local_epochs}"]
+        overrides += [f"evaluate_every={given.evaluate_every}"]
         config = compose(overrides)
         torch.set_num_threads(config.threads)
         plain: list[float] = []

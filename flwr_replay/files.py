@@ -14,7 +14,7 @@ from flwr_replay.errors import RunError
 
 NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run, which name folders
 
-__all__ = ["NAME", "alone", "append_lines", "home", "make_folder", "read_json", "read_lines", "write_atomic"]
+__all__ = ["NAME", "Lines", "alone", "home", "make_folder", "read_json", "read_lines", "write_atomic"]
 
 
 def home() -> Path:
@@ -108,8 +108,25 @@ def read_json(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} must be whole; it is damaged: remove it to have it made anew") from None
 
 
-def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Append records as JSON lines in one write."""
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(text)
+class Lines:
+    """A file of JSON lines, open while it grows; every write reaches the file at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open while it grows
+
+    def append(self, records: Iterable[dict[str, Any]]) -> None:
+        """Add records."""
+        self.write("".join(json.dumps(record) + "\n" for record in records))
+
+    def write(self, text: str) -> None:
+        """Add lines."""
+        self._file.write(text)
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until the lines are on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from flwr_replay.client_app import backbone
 from flwr_replay.compose import choices, load_strategy
 from flwr_replay.config import RunConfig
-from flwr_replay.institution import UNPROTECTED, loaded
+from flwr_replay.institution import loaded
+from flwr_replay.ledger import UNPROTECTED
 from flwr_replay.movements.members import Member
 from flwr_replay.payloads.common import Present, RollCall
 from flwr_replay.progress import shown_bytes

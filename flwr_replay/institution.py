@@ -6,15 +6,13 @@ names it: `--node-config 'name="a" data="/data/a" state="/var/lib/flwr-replay" p
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +24,13 @@ from flwr_replay.config import PartitionConfig, RunConfig, TaskConfig
 from flwr_replay.data import Dataset, Examples, Partition, institution_name, load, partition
 from flwr_replay.errors import ConfigError, DataError, TrainingError, nearest
 from flwr_replay.files import home, make_folder
+from flwr_replay.ledger import Ledger
 from flwr_replay.policy import Policy, read_policy
 from flwr_replay.training import select_device
 from flwr_replay.wire import Row
 
-__all__ = ["UNPROTECTED", "Institution", "Shard", "dealt", "institution_of", "loaded"]
+__all__ = ["Institution", "Shard", "dealt", "institution_of", "loaded"]
 
-UNPROTECTED = "none"
 NODE_KEYS = ("name", "data", "state", "policy")
 
 
@@ -128,27 +126,13 @@ class Institution:
     def record_release(self, rows: list[Row], *, run: str, server_round: int, stage: str) -> None:
         """Write to the institution's own ledger what is about to leave."""
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        entries = [
-            {
-                "time": now,
-                "run": run,
-                "round": server_round,
-                "stage": stage,
-                "field": row.field,
-                "kind": row.kind,
-                "bytes": row.bytes,
-                "protection": UNPROTECTED,
-            }
-            for row in rows
-        ]
-        self._ledger.write("".join(json.dumps(entry) + "\n" for entry in entries))
-        self._ledger.flush()
+        self._ledger.record({"time": now, "run": run, "round": server_round, "stage": stage}, rows)
         if self.durable:
-            os.fsync(self._ledger.fileno())
+            self._ledger.sync()
 
     @cached_property
-    def _ledger(self) -> TextIO:
-        return open(self.state / "ledger.jsonl", "a", encoding="utf-8")  # every write is one append
+    def _ledger(self) -> Ledger:
+        return Ledger(self.state / "ledger.jsonl")
 
 
 def institution_of(context: Context) -> tuple[Institution, RunConfig]:

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -37,8 +37,8 @@ from safetensors.numpy import save
 from flwr_replay.compose import to_yaml
 from flwr_replay.config import RunConfig
 from flwr_replay.errors import RunError
-from flwr_replay.files import NAME, append_lines, home, make_folder, read_lines, write_atomic
-from flwr_replay.institution import UNPROTECTED
+from flwr_replay.files import NAME, Lines, home, make_folder, read_lines, write_atomic
+from flwr_replay.ledger import Ledger
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.progress import Display, Progress
@@ -46,7 +46,6 @@ from flwr_replay.wire import Row, StateDict
 
 __all__ = ["PACKAGES", "RunDirectory", "default_name", "new_run_id", "open_run", "resumable"]
 
-SAMPLE_KINDS = ("per-sample", "synthetic")
 PACKAGES = ("flwr-replay", "flwr", "ray", "torch", "torchvision", "numpy", "hydra-core")
 
 
@@ -181,7 +180,8 @@ class RunDirectory(Recorder):
             left.unlink()
         for name in ("ledger", "timings", "metrics", "failures"):
             read_lines(self.path / f"{name}.jsonl")  # drops a line that a crash tore
-        self._ledger = open(self.path / "ledger.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open while it runs
+        self._ledger = Ledger(self.path / "ledger.jsonl")
+        self._metrics, self._timings = Lines(self.path / "metrics.jsonl"), Lines(self.path / "timings.jsonl")
 
     # --- Recorder -----------------------------------------------------------------------------------------------------
 
@@ -200,22 +200,9 @@ class RunDirectory(Recorder):
         raw_bytes: int | None = None,
     ) -> None:
         """Write a message's fields to the ledger."""
-        for row in found:
-            entry: dict[str, Any] = {
-                "round": server_round,
-                "institution": member.name,
-                "direction": direction,
-                "stage": stage,
-                "field": row.field,
-                "kind": row.kind,
-                "bytes": row.bytes,
-                "protection": UNPROTECTED,
-            }
-            if raw_bytes is not None and row.kind in SAMPLE_KINDS:
-                entry["raw-bytes"] = raw_bytes
-            self._ledger.write(json.dumps(entry) + "\n")
-            self.bytes[direction] += row.bytes
-        self._ledger.flush()
+        message = {"round": server_round, "institution": member.name, "direction": direction, "stage": stage}
+        self._ledger.record(message, found, raw_bytes)
+        self.bytes[direction] += sum(row.bytes for row in found)
 
     def saw(self, examples: int) -> None:
         """Add to the training examples used."""
@@ -224,19 +211,17 @@ class RunDirectory(Recorder):
     def evaluated(self, server_round: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
         """Write a round's metrics."""
         self.history.append((server_round, pooled, own))
-        append_lines(
-            self.path / "metrics.jsonl",
-            [
-                {"round": server_round, "institution": name, "metric": metric, "value": value}
-                for name, metrics in [("", pooled), *own.items()]
-                for metric, value in metrics.items()
-            ],
+        self._metrics.append(
+            {"round": server_round, "institution": name, "metric": metric, "value": value}
+            for name, metrics in [("", pooled), *own.items()]
+            for metric, value in metrics.items()
         )
 
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Write down who takes no part, and why."""
         super().failed(server_round, name, reason)
-        append_lines(self.path / "failures.jsonl", [self.failures[-1]])
+        with closing(Lines(self.path / "failures.jsonl")) as lines:
+            lines.append([self.failures[-1]])
 
     def end_exchange(self, snapshot: Snapshot) -> None:
         """Write a checkpoint, forget all but the last two, show progress."""
@@ -255,7 +240,7 @@ class RunDirectory(Recorder):
         named = {f"arrays/{name}": array for name, array in snapshot.arrays.items()}
         named |= {f"state/{name}": array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
         self._writing = self._writer.submit(_write_checkpoint, folder / f"{stem}.safetensors", named, values)
-        append_lines(self.path / "timings.jsonl", [{"round": snapshot.server_round, "seconds": seconds}])
+        self._timings.append([{"round": snapshot.server_round, "seconds": seconds}])
         metrics = self.history[-1][1] if self.history else {}
         self.display.exchange(snapshot.server_round, metrics, sum(self.bytes.values()), seconds)
 
@@ -334,14 +319,17 @@ class RunDirectory(Recorder):
     def close(self) -> None:
         """Close the ledger and the display, once the last checkpoint is on the disk."""
         self._writer.shutdown()
-        self._ledger.close()
+        for lines in (self._ledger, self._metrics, self._timings):
+            lines.close()
         self.display.close()
 
     def _rewind(self, server_round: int) -> None:
         """Reload metrics up to a checkpoint, and the bytes that really travelled, repeated ones included."""
         metrics = self.path / "metrics.jsonl"
         kept = [entry for entry in read_lines(metrics) if entry["round"] <= server_round]
+        self._metrics.close()
         write_atomic(metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
+        self._metrics = Lines(metrics)
         rounds: dict[int, dict[str, dict[str, float]]] = {}
         for entry in kept:
             by_institution = rounds.setdefault(entry["round"], {})

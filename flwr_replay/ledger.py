@@ -1,0 +1,44 @@
+"""The ledger: one JSON line for each field of each message, at the server and at every institution."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from flwr_replay.files import Lines
+from flwr_replay.wire import Row
+
+__all__ = ["UNPROTECTED", "Ledger"]
+
+UNPROTECTED = "none"
+SAMPLE_KINDS = ("per-sample", "synthetic")
+
+
+class Ledger(Lines):
+    """A ledger on the disk, to which lines are added only."""
+
+    def record(self, message: dict[str, Any], found: Iterable[Row], raw_bytes: int | None = None) -> None:
+        """Write down what one message holds.
+
+        Parameters
+        ----------
+        message : dict[str, Any]
+            Whose it is, and which exchange it belongs to: the beginning of every line.
+        found : Iterable[Row]
+            Its fields.
+        raw_bytes : int | None
+            The size of the raw examples that its samples stand for.
+        """
+        head = json.dumps(message)[:-1]
+        stand_for = "" if raw_bytes is None else f', "raw-bytes": {raw_bytes}'
+        self.write(
+            "".join(f"{head}, {_field(row)}{stand_for if row.kind in SAMPLE_KINDS else ''}}}\n" for row in found)
+        )
+
+
+@lru_cache(maxsize=4096)
+def _field(row: Row) -> str:
+    """Write the end of a line; the same fields travel again and again."""
+    return json.dumps({"field": row.field, "kind": row.kind, "bytes": row.bytes, "protection": UNPROTECTED})[1:-1]
