@@ -1,13 +1,16 @@
 """What Flower's rounds cost: this package's runs beside plain PyTorch loops that do the same steps.
 
     python benchmarks/engine.py inline --data ../shared/data/mnist
+    python benchmarks/engine.py flower --data ../shared/data/mnist
     python benchmarks/engine.py ray --data ../shared/data/mnist
 
 FedAvg on 8 institutions x 1,000 MNIST images, MLP(200, 200), batch 32, one local epoch and one evaluation a round. The
 plain loop trains the same model on the same tensors with the same shuffles, averages, evaluates and knows loss and
 accuracy, without messages, ledger, checkpoints or progress. Start-up is left out: a round's time runs from the end of
-the previous one. In process the two alternate round by round, and the median of the paired ratios counts: other work on
-the machine then meets both. `ray` compares with as many plain processes as there are actors, run by run.
+the previous one. In process the two alternate round by round, and the median of the paired ratios counts: other work
+on the machine then meets both. `flower` puts Flower's own FedAvg and a ClientApp without anything of ours on the same
+grid: what Flower's messages cost by themselves, with no ledger, policy or checkpoints. `ray` compares with as many plain
+processes as there are actors, run by run.
 """
 
 from __future__ import annotations
@@ -25,10 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
 
 from flwr_replay.client_app import backbone
 from flwr_replay.compose import compose
 from flwr_replay.config import RunConfig
+from flwr_replay.engine import InlineGrid
 from flwr_replay.institution import Shard, dealt, loaded
 from flwr_replay.movements.parallel import weighted_mean
 from flwr_replay.payloads.common import Evaluation
@@ -121,6 +128,42 @@ def inline(config: RunConfig, overrides: list[str]) -> tuple[list[float], list[f
     return pairing.theirs, pairing.ours
 
 
+def flower(config: RunConfig, overrides: list[str]) -> tuple[list[float], list[float]]:
+    """Return seconds per round of the plain loop and of Flower's FedAvg on the in-process grid."""
+    owned = shards(config)
+    pairing = Pairing(sequential(config, owned))
+    model, client = backbone(config.model, config.task)(derived_seed(config.seed, "model")), ClientApp()
+
+    @client.train()
+    def train(message: Message, context: Context) -> Message:
+        k = int(context.node_config["partition-id"])
+        arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        server_round = message.content["config"]["server-round"]
+        trained, loss = visit(model, owned[k][0], arrays, config, 1, f"institution-{k + 1}", server_round)
+        record = ArrayRecord({name: Array(array) for name, array in trained.items()})
+        metrics = MetricRecord({"num-examples": len(owned[k][0]), "train-loss": loss})
+        return Message(RecordDict({"arrays": record, "metrics": metrics}), reply_to=message)
+
+    @client.evaluate()
+    def evaluate_on(message: Message, context: Context) -> Message:
+        test = owned[int(context.node_config["partition-id"])][1]
+        arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        evaluation = evaluate(model, test, arrays, config)
+        metrics = MetricRecord({"num-examples": len(test), "loss": evaluation.loss, "confusion": evaluation.confusion})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    def after(server_round: int, arrays: ArrayRecord) -> None:
+        if server_round:
+            pairing.exchange(server_round, {}, 0, 0.0)
+
+    strategy = FedAvg(evaluate_metrics_aggr_fn=lambda replies, key: MetricRecord({"answers": len(replies)}))
+    pairing.begin(None)
+    grid = InlineGrid.simulated(client, {}, config.nodes)
+    strategy.start(grid, ArrayRecord(model.state_dict()), config.rounds, evaluate_fn=after)
+    pairing.close()
+    return pairing.theirs, pairing.ours
+
+
 def worker(overrides: list[str], jobs: multiprocessing.Queue[Any], answers: multiprocessing.Queue[Any]) -> None:
     """Serve visits and evaluations in a process of its own."""
     config = compose(overrides)
@@ -172,7 +215,7 @@ def ray(overrides: list[str]) -> list[float]:
 def main() -> None:
     """Measure and print medians and ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=["inline", "ray"])
+    parser.add_argument("engine", choices=["inline", "flower", "ray"])
     parser.add_argument("--data", required=True, help="folder with MNIST's idx files")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeats", type=int, default=3)
@@ -189,8 +232,8 @@ def main() -> None:
         plain: list[float] = []
         ours: list[float] = []
         for _ in range(given.repeats):
-            if given.engine == "inline":
-                theirs, own = inline(config, overrides)
+            if given.engine != "ray":
+                theirs, own = (inline if given.engine == "inline" else flower)(config, overrides)
                 plain, ours = plain + theirs, ours + own
             else:
                 plain += parallel(config, overrides, os.cpu_count() or 1)
@@ -198,7 +241,7 @@ def main() -> None:
     a, b = statistics.median(plain), statistics.median(ours)
     print(f"plain loop   median {a:.4f} s a round   min {min(plain):.4f}   max {max(plain):.4f}   n {len(plain)}")
     print(f"{given.engine:12} median {b:.4f} s a round   min {min(ours):.4f}   max {max(ours):.4f}   n {len(ours)}")
-    if given.engine == "inline":
+    if given.engine != "ray":
         ratio = statistics.median(own / theirs for own, theirs in zip(ours, plain, strict=True))
         print(f"overhead     {100 * (ratio - 1):+.1f} % (median of paired ratios)")
     else:

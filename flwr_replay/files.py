@@ -109,7 +109,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Lines:
-    """A file of JSON lines, open while it grows; every write reaches the file at once."""
+    """A file of JSON lines, open while it grows; what is added reaches the file with the next `flush`."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open while it grows
@@ -121,11 +121,12 @@ class Lines:
     def write(self, text: str) -> None:
         """Add lines."""
         self._file.write(text)
-        self._file.flush()
 
-    def sync(self) -> None:
-        """Wait until the lines are on the disk."""
-        os.fsync(self._file.fileno())
+    def flush(self, to_disk: bool = False) -> None:
+        """Hand the lines to the system, so that they outlive this process, or wait until they are on the disk."""
+        self._file.flush()
+        if to_disk:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

@@ -7,9 +7,9 @@ names it: `--node-config 'name="a" data="/data/a" state="/var/lib/flwr-replay" p
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -125,10 +125,9 @@ class Institution:
 
     def record_release(self, rows: list[Row], *, run: str, server_round: int, stage: str) -> None:
         """Write to the institution's own ledger what is about to leave."""
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        now = datetime.now(UTC).isoformat(timespec="seconds")
         self._ledger.record({"time": now, "run": run, "round": server_round, "stage": stage}, rows)
-        if self.durable:
-            self._ledger.sync()
+        self._ledger.flush(to_disk=self.durable)
 
     @cached_property
     def _ledger(self) -> Ledger:

@@ -204,6 +204,10 @@ class RunDirectory(Recorder):
         self._ledger.record(message, found, raw_bytes)
         self.bytes[direction] += sum(row.bytes for row in found)
 
+    def flush(self) -> None:
+        """Write the ledger's lines out."""
+        self._ledger.flush()
+
     def saw(self, examples: int) -> None:
         """Add to the training examples used."""
         self.counters.examples_seen += examples
@@ -236,11 +240,13 @@ class RunDirectory(Recorder):
         }
         folder = self.path / "checkpoints"
         stem = f"{snapshot.server_round:06d}"
+        self._timings.append([{"round": snapshot.server_round, "seconds": seconds}])
+        self._metrics.flush()  # before the checkpoint that a resumed run finds them with
+        self._timings.flush()
         self._writing.result()  # raises if the last checkpoint could not be written
         named = {f"arrays/{name}": array for name, array in snapshot.arrays.items()}
         named |= {f"state/{name}": array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
         self._writing = self._writer.submit(_write_checkpoint, folder / f"{stem}.safetensors", named, values)
-        self._timings.append([{"round": snapshot.server_round, "seconds": seconds}])
         metrics = self.history[-1][1] if self.history else {}
         self.display.exchange(snapshot.server_round, metrics, sum(self.bytes.values()), seconds)
 

@@ -304,6 +304,7 @@ class Movement(Strategy):
                 self.recorder.travelled(server_round, member, "up", found, "roll-call")
             if refusal:
                 self._failed(server_round, member.name, refusal)
+        self.recorder.flush()
 
     def exchange(
         self, grid: Grid, server_round: int, messages: Iterable[Message], needed: bool = True
@@ -351,6 +352,7 @@ class Movement(Strategy):
             good.append((member.name, reply))
             if message.metadata.message_type == "train":
                 self.trained.add(member.name)
+        self.recorder.flush()
         if needed and not good and self.stops_without_answers():
             raise RunError(f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}")
         return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]

@@ -52,6 +52,9 @@ class Recorder:
     ) -> None:
         """Note what one message held; `raw_bytes` is the size of the raw examples that its samples stand for."""
 
+    def flush(self) -> None:
+        """Keep what has been noted: the messages of an exchange have all been seen."""
+
     def saw(self, examples: int) -> None:
         """Note training examples used, with repetition."""
 
