@@ -9,8 +9,8 @@ plain loop trains the same model on the same tensors with the same shuffles, ave
 accuracy, without messages, ledger, checkpoints or progress. Start-up is left out: a round's time runs from the end of
 the previous one. In process the two alternate round by round, and the median of the paired ratios counts: other work
 on the machine then meets both. `flower` puts Flower's own FedAvg and a ClientApp without anything of ours on the same
-grid: what Flower's messages cost by themselves, with no ledger, policy or checkpoints. `ray` compares with as many plain
-processes as there are actors, run by run.
+grid: what Flower's messages cost by themselves, with no ledger, policy or checkpoints. `ray` compares with as many
+plain processes as there are actors, run by run.
 """
 
 from __future__ import annotations
