@@ -21,7 +21,7 @@ from torch import nn
 
 from flwr_replay.config import TrainingConfig
 from flwr_replay.errors import DivergedError, RefusedError, RunError, WireError
-from flwr_replay.movements.members import Member, Members, failure_of, wait_for_nodes
+from flwr_replay.movements.members import Member, Members, failure_of, reason_of, wait_for_nodes
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.payloads.common import OPEN_STAGES, Evaluate, Evaluation, Failure, Present, RollCall
 from flwr_replay.training import learning_rate, refuse_single_batches
@@ -283,7 +283,7 @@ class Movement(Strategy):
             node_id, reply = message.metadata.dst_node_id, replies.get(message.metadata.message_id)
             refusal = failure_of(reply) if reply is not None else None
             if reply is None or (reply.has_error() and reply.error.code != CLIENT_APP_RAISED):
-                lost = f"no answer to the roll call ({_reason(reply)}); it is asked again"
+                lost = f"no answer to the roll call ({reason_of(reply)}); it is asked again"
                 refusal = Failure(failure=lost, error="RunError")
                 self.members.ask_again(node_id)
             if refusal is None:
@@ -331,7 +331,7 @@ class Movement(Strategy):
             )
             reply = replies.get(message.metadata.message_id)
             if reply is None or reply.has_error():
-                self._failed(server_round, member.name, Failure(failure=_reason(reply), error="RunError"))
+                self._failed(server_round, member.name, Failure(failure=reason_of(reply), error="RunError"))
                 continue
             refusal = failure_of(reply)
             declared: type[Payload] | None = Failure if refusal else None
@@ -383,14 +383,6 @@ def _finite(arrays: ArrayRecord) -> ArrayRecord:
         if not np.isfinite(array).all():
             raise DivergedError(f"the weights must stay finite; {name!r} is not: lower training.lr and run anew")
     return arrays
-
-
-def _reason(reply: Message | None) -> str:
-    """Say why there is no answer; of a traceback that is the last line."""
-    if reply is None:
-        return "no answer in time"
-    lines = (reply.error.reason or "no reason given").strip().splitlines()
-    return f"error {reply.error.code}: {lines[-1]}"
 
 
 def _scalars(reply: Message) -> dict[str, float]:

@@ -13,7 +13,7 @@ from flwr_replay.errors import RunError, WireError
 from flwr_replay.files import NAME
 from flwr_replay.payloads.common import Failure, Present
 
-__all__ = ["Member", "Members", "failure_of", "wait_for_nodes"]
+__all__ = ["Member", "Members", "failure_of", "reason_of", "wait_for_nodes"]
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,14 @@ def failure_of(message: Message) -> Failure | None:
     if message.has_error() or "failure" not in message.content.get("config", {}):
         return None
     return Failure.decode(message.content)
+
+
+def reason_of(reply: Message | None) -> str:
+    """Say why there is no answer; of a traceback that is the last line."""
+    if reply is None:
+        return "no answer in time"
+    lines = (reply.error.reason or "no reason given").strip().splitlines()
+    return f"error {reply.error.code}: {lines[-1]}"
 
 
 def wait_for_nodes(grid: Grid, minimum: int, seconds: float) -> None:
