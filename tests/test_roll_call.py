@@ -24,8 +24,8 @@ class Losing(InlineGrid):
 
     node, code, times = 3, CRASHED, 1
 
-    def send_and_receive(self, messages, *, timeout=None):
-        replies = list(super().send_and_receive(messages, timeout=timeout))
+    def pull_messages(self, message_ids):
+        replies = list(super().pull_messages(message_ids))
         return [reply for reply in replies if not (reply.has_error() and reply.error.code == 99)]
 
     def _answer(self, message):
@@ -44,7 +44,7 @@ def run(tmp_path, *options, grid_type=InlineGrid, served=app, nodes=3, **told):
 
 @pytest.mark.parametrize("code", [CRASHED, LOST])
 def test_a_lost_answer_is_reported_and_the_node_asked_again(tmp_path, code):
-    result, folder = run(tmp_path, *FEDREPLAY, grid_type=Losing, code=code)
+    result, folder = run(tmp_path, *FEDREPLAY, "timeout=1", grid_type=Losing, code=code)
     [failure] = result["failures"]
     assert failure["institution"] == "3"
     assert "asked again" in failure["reason"]

@@ -21,7 +21,7 @@ from torch import nn
 
 from flwr_replay.config import TrainingConfig
 from flwr_replay.errors import DivergedError, RefusedError, RunError, WireError
-from flwr_replay.movements.members import Member, Members, failure_of, reason_of, wait_for_nodes
+from flwr_replay.movements.members import Member, Members, ask, failure_of, reason_of, wait_for_nodes
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.payloads.common import OPEN_STAGES, Evaluate, Evaluation, Failure, Present, RollCall
 from flwr_replay.training import learning_rate, refuse_single_batches
@@ -278,7 +278,7 @@ class Movement(Strategy):
         if not newcomers:
             return
         asked = [self.message(Member(str(node_id), node_id), request) for node_id in newcomers]
-        replies = self._send(grid, asked)
+        replies = ask(grid, asked, self.timeout)
         for message in asked:
             node_id, reply = message.metadata.dst_node_id, replies.get(message.metadata.message_id)
             refusal = failure_of(reply) if reply is not None else None
@@ -319,7 +319,7 @@ class Movement(Strategy):
             If an institution's loss is not finite.
         """
         asked = list(messages)
-        replies = self._send(grid, asked)
+        replies = ask(grid, asked, self.timeout)
         good: list[tuple[str, Message]] = []
         for message in asked:
             member = self.members.by_node(message.metadata.dst_node_id)
@@ -366,10 +366,6 @@ class Movement(Strategy):
         good = [reply for reply in replies if not reply.has_error() and failure_of(reply) is None]
         pairs = [(self.members.by_node(reply.metadata.src_node_id), reply) for reply in good]
         return sorted(((m, reply) for m, reply in pairs if m is not None), key=lambda pair: pair[0].name)
-
-    def _send(self, grid: Grid, asked: list[Message]) -> dict[str, Message]:
-        replies = grid.send_and_receive(asked, timeout=self.timeout) if asked else []
-        return {reply.metadata.reply_to_message_id: reply for reply in replies}
 
     def _failed(self, server_round: int, name: str, failure: Failure) -> None:
         self.recorder.failed(server_round, name, failure.failure)

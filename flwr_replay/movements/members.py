@@ -13,7 +13,7 @@ from flwr_replay.errors import RunError, WireError
 from flwr_replay.files import NAME
 from flwr_replay.payloads.common import Failure, Present
 
-__all__ = ["Member", "Members", "failure_of", "reason_of", "wait_for_nodes"]
+__all__ = ["Member", "Members", "ask", "failure_of", "reason_of", "wait_for_nodes"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,25 @@ def reason_of(reply: Message | None) -> str:
         return "no answer in time"
     lines = (reply.error.reason or "no reason given").strip().splitlines()
     return f"error {reply.error.code}: {lines[-1]}"
+
+
+def ask(grid: Grid, messages: list[Message], seconds: float) -> dict[str, Message]:
+    """Send messages and wait for their replies; return these by the id of the message that they answer.
+
+    Flower's own `send_and_receive` looks for replies of a deployment every three seconds only.
+    """
+    waiting = set(grid.push_messages(messages)) if messages else set()
+    found: dict[str, Message] = {}
+    deadline, pause = time.monotonic() + seconds, 0.02
+    while waiting:
+        found |= {reply.metadata.reply_to_message_id: reply for reply in grid.pull_messages(waiting)}
+        waiting -= found.keys()
+        if time.monotonic() >= deadline:
+            break
+        if waiting:
+            time.sleep(pause)
+            pause = min(0.5, 1.5 * pause)
+    return found
 
 
 def wait_for_nodes(grid: Grid, minimum: int, seconds: float) -> None:
