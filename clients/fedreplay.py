@@ -92,7 +92,9 @@ class FedReplayClient(InstitutionClient):
         views = self.view_offsets(request.views)
         total = len(train) * request.views
         row_values = self.encode_rows(encoder, views, torch.zeros(1, dtype=torch.int64))[0].numel()
-        stop = min(total, request.first + rows_per_chunk(row_values, request.latent_dtype, request.chunk_bytes))
+        label_bytes = train.y[0].numel() * train.y.element_size()
+        fit = rows_per_chunk(row_values, label_bytes, request.latent_dtype, request.chunk_bytes)
+        stop = min(total, request.first + fit)
         parts = []
         for begin in range(request.first - request.first % BLOCK, stop, BLOCK):
             block = self.encode_rows(encoder, views, torch.arange(begin, min(begin + BLOCK, total)))

@@ -18,7 +18,7 @@ from torch import nn
 from flwr_replay.config import TrainingConfig
 from flwr_replay.errors import ConfigError, TrainingError, WireError
 from flwr_replay.institution import Institution, Shard
-from flwr_replay.payloads.common import Evaluate, Evaluation, Present, RollCall, Visit
+from flwr_replay.payloads.common import Evaluate, Evaluation, LabelScale, Present, RollCall, Visit
 from flwr_replay.state import StateStore, load_optimizer_arrays, optimizer_arrays
 from flwr_replay.training import generator, load_arrays, make_optimizer, refuse_single_batches
 from flwr_replay.wire import REQUESTS, NamedArrays, Payload, StateDict, Weights
@@ -89,7 +89,10 @@ class InstitutionClient(NumPyClient):
                 f"{type(self).__name__} has no stage {stage!r}: server and institution run other versions"
             )
         arrays = parameters.state_dict() if isinstance(parameters, NamedArrays) else {}
-        answer = method(request.of(arrays, config))
+        asked = request.of(arrays, config)
+        if isinstance(asked, LabelScale) and asked.label_mean is not None and asked.label_scale is not None:
+            self.task = self.task.scaled(asked.label_mean, asked.label_scale)
+        answer = method(asked)
         if type(answer) is not request.answer:
             raise WireError(
                 f"stage {stage!r} declares the answer {request.answer.__name__}; got {type(answer).__name__}"
@@ -100,13 +103,14 @@ class InstitutionClient(NumPyClient):
 
     def roll_call(self, request: RollCall) -> Present:
         """Say who is here."""
-        train = self.institution.data.train
-        return Present(name=self.institution.name, num_examples=len(train), raw_bytes=train.nbytes)
+        train = self.institution.train
+        told = self.task.label_sums(train.y)
+        return Present(name=self.institution.name, num_examples=len(train), raw_bytes=train.raw_bytes, **told)
 
     def evaluate_model(self, request: Evaluate) -> Evaluation:
-        """Test the weights that came on the institution's test shard."""
-        model = self._loaded(request.arrays)
-        evaluation: Evaluation = self.task.evaluate(model, self.institution.test.x, self.institution.test.y)
+        """Test the weights that came on the institution's test shard, or on its training examples."""
+        shard = self.institution.train if request.split == "train" else self.institution.test
+        evaluation: Evaluation = self.task.evaluate(self._loaded(request.arrays), shard.x, shard.y)
         return evaluation
 
     # --- helpers of the methods' loops ------------------------------------------------------------------------------

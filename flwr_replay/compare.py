@@ -30,6 +30,7 @@ from flwr_replay.config import RunConfig, TrainingConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
 from flwr_replay.files import alone, make_folder, read_json, read_lines, write_atomic
 from flwr_replay.simulate import check_run, resolve
+from flwr_replay.tasks import ERRORS, make_task
 
 __all__ = ["compare_strategies"]
 
@@ -89,10 +90,10 @@ def compare_strategies(
     if jobs < 1:
         raise ConfigError(f"--jobs must be at least 1; got {jobs}")
     folder, config, cells = _plan(methods, shared, seeds, runs_dir)
-    leading, higher_is_better, known = _metrics(config)
-    metric = metric or leading
-    if metric not in known:
-        raise ConfigError(f"--metric must be one of the task's; got {metric!r}: {nearest(metric, known)}")
+    task = make_task(config.task)
+    metric = metric or task.metric
+    if metric not in task.metrics:
+        raise ConfigError(f"--metric must be one of the task's; got {metric!r}: {nearest(metric, task.metrics)}")
     make_folder(folder, "--runs-dir")
     with alone(folder):
         outcomes = dict(run_all(cells, jobs, metric))
@@ -100,7 +101,7 @@ def compare_strategies(
         "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config)}: {config.model.name}, "
         f"{config.rounds} round{'s' * (config.rounds > 1)}",
         "metric": metric,
-        "higher-is-better": higher_is_better if metric == leading else metric != "loss",
+        "higher-is-better": metric not in ERRORS,
         "against": against,
         "seeds": list(seeds),
         "options": shared,
@@ -241,21 +242,6 @@ def _refuse_other(folder: Path, config: RunConfig) -> None:
         if differing := [k for k in pairs[0].keys() & pairs[1].keys() if pairs[0][k] != pairs[1][k]]:
             option = ".".join(filter(None, (key, differing[0])))
             raise RunError(f"{folder} was begun with another {option}: move it, or choose another --runs-dir")
-
-
-def _metrics(config: RunConfig) -> tuple[str, bool, list[str]]:
-    """Return the leading metric, whether higher is better, and all metrics' names: those of one example evaluated."""
-    import numpy as np
-    import torch
-
-    from flwr_replay.client_app import backbone
-    from flwr_replay.institution import Shard, loaded
-    from flwr_replay.tasks import make_task
-
-    task = make_task(config.task)
-    one = Shard.of(loaded(config.task).test.take(np.zeros(1, np.int64)), torch.device("cpu"))
-    evaluation = task.evaluate(backbone(config.model, config.task)(0), one.x, one.y)
-    return task.metric, task.higher_is_better, list(task.pool([evaluation]))
 
 
 def _dealt(config: RunConfig) -> str:

@@ -21,7 +21,8 @@ from flwr_replay.errors import ConfigError, nearest
 
 __all__ = ["choices", "compose", "from_run_config", "load_client", "load_strategy", "overrides_of", "to_yaml"]
 
-GROUPS = ("strategy", "task", "partition", "model")
+GROUPS = ("strategy", "task", "partition", "model", "preset")
+SUFFIX = "default"  # the preset of every task that has no file of its own
 COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
 SECTIONS: dict[str, type] = {
     "task": TaskConfig,
@@ -38,7 +39,21 @@ def conf_dir() -> Path:
 
 def choices(group: str) -> list[str]:
     """List what a config group offers: `choices("strategy")`."""
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    return sorted({path.stem for path in (conf_dir() / group).iterdir() if path.is_dir() or path.suffix == ".yaml"})
+
+
+def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the choices of groups as Hydra overrides; a preset has a file for a task, or one for all others.
+
+    A model that the user chose wins over the preset's.
+    """
+    chosen = {key: value for key, value in pairs if key in GROUPS}
+    for group, choice in chosen.items():
+        if choice not in choices(group):
+            raise ConfigError(f"unknown {group} {choice!r}: {nearest(choice, choices(group))}")
+    preset, task = chosen.pop("preset", "quick"), chosen.get("task", "digits")
+    file = task if (conf_dir() / "preset" / preset / f"{task}.yaml").exists() else SUFFIX
+    return [f"preset={preset}/{file}", *(f"{group}={choice}" for group, choice in chosen.items())]
 
 
 @cache
@@ -84,13 +99,10 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 @lru_cache(maxsize=32)
 def _compose(overrides: tuple[str, ...]) -> RunConfig:
     pairs = [_pair(override) for override in overrides]
-    chosen = {key: value for key, value in pairs if key in GROUPS}
-    for group, choice in chosen.items():
-        if choice not in choices(group):
-            raise ConfigError(f"unknown {group} {choice!r}: {nearest(choice, choices(group))}")
-    base = _hydra([f"{group}={choice}" for group, choice in chosen.items()])
+    chosen = _chosen(pairs)
+    base = _hydra(chosen)
     resolved = [f"{_full_key(key, base)}={value}" for key, value in pairs if key not in GROUPS]
-    values = _hydra([*(f"{group}={choice}" for group, choice in chosen.items()), *resolved])
+    values = _hydra([*chosen, *resolved])
     sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in SECTIONS.items()}
     strategy = values.pop("strategy")
     _, strategy_config = load_strategy(strategy.pop("name"))
@@ -121,7 +133,7 @@ def overrides_of(path: Path) -> list[str]:
         return json.dumps(value)
 
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    base = _hydra([f"{group}={values[group]['name']}" for group in GROUPS])
+    base = _hydra(_chosen([(group, values[group]["name"]) for group in GROUPS if group in values]))
     found: list[str] = []
     for key, value in values.items():
         if isinstance(value, dict):

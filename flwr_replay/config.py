@@ -32,22 +32,25 @@ class TaskConfig:
     """A data set and what is learned from it."""
 
     name: str
-    kind: str = "classification"
+    kind: str = "classification"  # classification | regression | segmentation
     format: str  # which reader in flwr_replay.data.datasets
     data_dir: str = ""  # a folder, or one .npz file; empty: the data set's package brings it
     download: bool = False  # may the data be fetched from the network?
-    channels: int
-    size: int  # height and width of an image, pixels
-    classes: int
+    channels: int  # of an image; a table's features
+    size: int  # height and width of an image, pixels; a table's rows have 1
+    classes: int = 1  # classification: C >= 2; otherwise 1
+    unit: str = ""  # regression: of the label
     class_names: tuple[str, ...] = ()  # folder: the class folders in the order of the labels; empty: sorted
     site_column: str = "site"  # folder: the manifest's column that names the institution
 
     def __post_init__(self) -> None:
-        one_of("task.kind", self.kind, ("classification",))
-        one_of("task.format", self.format, ("digits", "idx", "cifar10", "medmnist", "folder"))
+        one_of("task.kind", self.kind, ("classification", "regression", "segmentation"))
         for name in ("channels", "size"):
             require(getattr(self, name) >= 1, f"task.{name} must be at least 1; got {getattr(self, name)}")
-        require(self.classes >= 2, f"task.classes must be at least 2; got {self.classes}")
+        if self.kind == "classification":
+            require(self.classes >= 2, f"task.classes must be at least 2; got {self.classes}")
+        else:
+            require(self.classes == 1, f"task.classes is 1 where task.kind={self.kind}; got {self.classes}")
         require(
             len(set(self.class_names)) == len(self.class_names),
             f"task.class-names must differ from each other; got {', '.join(self.class_names)}",
@@ -70,6 +73,7 @@ class PartitionConfig:
     alpha: float = 0.5  # dirichlet: concentration
     size: int = 0  # examples per institution; 0: as many as there are
     test: str = "iid"  # iid: each test shard is a sample of all; mirror: it has its institution's label mix
+    contrast: float = 0.0  # images of institution 1..K have their contrast scaled by 1 - contrast .. 1 + contrast
 
     def __post_init__(self) -> None:
         one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet"))
@@ -79,6 +83,7 @@ class PartitionConfig:
         require(0 <= self.ks <= 1, f"partition.ks is a statistic in [0, 1]; got {self.ks}")
         require(0 < self.alpha < inf, f"partition.alpha must be positive and finite; got {self.alpha}")
         require(self.size >= 0, f"partition.size must not be negative; got {self.size}")
+        require(0 <= self.contrast < 1, f"partition.contrast lies in [0, 1); got {self.contrast}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +91,13 @@ class ModelConfig:
     """A backbone; every one is an ordered list of named stages."""
 
     name: str
-    width: int = 64  # channels after the first stage (mlp: units per hidden layer)
+    width: int = 64  # channels after the first stage (mlp: units per hidden layer; unet: 32 in the paper)
     stem: str = "small"  # resnet: published = 7x7/2 + pool, small = 3x3/1 + pool
     norm: str = "batch"  # batch | group
+    weights: str = ""  # a file of pretrained weights to begin with, read by the server; empty: fresh weights
 
     def __post_init__(self) -> None:
-        one_of("model.name", self.name, ("mlp", "lenet5", "cnn", "resnet18", "resnet34"))
+        one_of("model.name", self.name, ("mlp", "lenet5", "cnn", "resnet18", "resnet34", "unet"))
         one_of("model.stem", self.stem, ("published", "small"))
         one_of("model.norm", self.norm, ("batch", "group"))
         require(self.width >= 1, f"model.width must be at least 1; got {self.width}")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 
+import torch
+
 from flwr_replay.client_app import backbone
 from flwr_replay.compose import choices, load_strategy
 from flwr_replay.config import RunConfig
 from flwr_replay.institution import loaded
 from flwr_replay.ledger import UNPROTECTED
+from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.members import Member
 from flwr_replay.payloads.common import Present, RollCall
 from flwr_replay.progress import shown_bytes
@@ -44,17 +47,21 @@ def forecast(config: RunConfig) -> list[Line]:
     part = check_run(config)
     settings = replace(settings_of(config), run=new_run_id(config))
     strategy = load_strategy(config.strategy.name)[0](config.strategy, settings)
+    present: dict[str, Present] = {}
     for k, name in enumerate(part.names):
         own = part.examples(loaded(config.task), k).train
-        strategy.members.add(Member(name, k, len(own), own.nbytes))
+        told = settings.task.label_sums(torch.from_numpy(own.y))
+        strategy.members.add(Member(name, k, len(own), own.nbytes, **told))
+        present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, **told)
+    strategy.scale_labels(strategy.members.label_scale())
     lines: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
     roll_call = RollCall(strategy=config.strategy.name, run=settings.run, stages=list(strategy.stages))
     arrays = to_arrays(backbone(config.model, config.task)(0))
-    exchanges = [(m, roll_call, Present(name=m.name, num_examples=0, raw_bytes=0), 1) for m in strategy.members]
+    exchanges: list[Exchange] = [(m, roll_call, present[m.name], 1) for m in strategy.members]
     exchanges += strategy.forecast(arrays, config.rounds)
     exchanges += strategy.forecast_evaluation(arrays, config.rounds)
     for member, request, answer, times in exchanges:
-        for direction, payload in (("down", request), ("up", answer)):
+        for direction, payload in (("down", strategy.addressed(member, request)), ("up", answer)):
             for row in rows(payload.encode(), type(payload)):
                 key = (member.name, direction, request.stage_name, row.field, row.kind)
                 messages, size = lines.get(key, (0, 0))

@@ -206,4 +206,7 @@ def dealt(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int) -> Part
 
 def _union(config: RunConfig, nodes: int) -> Dataset:
     part, dataset = dealt(config.task, config.partition, nodes, config.seed), loaded(config.task)
-    return replace(dataset, train=dataset.train.take(np.concatenate(part.train)))
+    owned = [part.examples(dataset, k).train for k in range(nodes)]
+    return replace(
+        dataset, train=Examples(np.concatenate([own.x for own in owned]), np.concatenate([own.y for own in owned]))
+    )

@@ -50,15 +50,26 @@ def unpack(codes: NDArray[Any], scales: NDArray[np.float32] | None) -> NDArray[n
     return values if scales is None else values * scales.reshape(-1, *[1] * (values.ndim - 1))
 
 
-def rows_per_chunk(row_values: int, dtype: str, chunk_bytes: int) -> int:
+def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: int) -> int:
     """Return how many examples fit a chunk, labels and scales included; whole blocks of them, where one fits.
+
+    Parameters
+    ----------
+    row_values : int
+        Values of one example's latents.
+    label_bytes : int
+        Bytes of one label.
+    dtype : str
+        Of the latents as they travel.
+    chunk_bytes : int
+        Bytes that the chunk may have.
 
     Raises
     ------
     WireError
         If not even one fits.
     """
-    row_bytes = row_values * np.dtype(dtype).itemsize + 8 + 4
+    row_bytes = row_values * np.dtype(dtype).itemsize + label_bytes + 4
     rows = (chunk_bytes - ENVELOPE) // row_bytes
     if rows < 1:
         raise WireError(
@@ -156,7 +167,7 @@ class LatentStore:
         return sum(self.progress[name]["total"] for name in self.complete)
 
     def batches(self, batch_size: int, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield max(1, ⌊n/b⌋) batches of the shuffled union: latents (B, ...) float32 and labels (B,)."""
+        """Yield max(1, ⌊n/b⌋) batches of the shuffled union: latents (B, ...) float32 and labels (B, ...)."""
         names = self.complete
         maps = {name: self._open(name) for name in names}
         ends = np.cumsum([self.progress[name]["total"] for name in names])
@@ -173,7 +184,7 @@ class LatentStore:
                 values = unpack(own["latents"][rows], own["scales"][rows] if "scales" in own else None)
                 if x is None:
                     x = np.empty((size, *values.shape[1:]), np.float32)
-                    y = np.empty(size, own["labels"].dtype)
+                    y = np.empty((size, *own["labels"].shape[1:]), own["labels"].dtype)
                 x[at], y[at] = values, own["labels"][rows]
             yield torch.from_numpy(x), torch.from_numpy(y)
 

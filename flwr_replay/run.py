@@ -237,6 +237,7 @@ class RunDirectory(Recorder):
             "state": snapshot.state_values,
             "trained": snapshot.trained,
             "examples": snapshot.examples,
+            "label-scale": snapshot.label_scale,
         }
         folder = self.path / "checkpoints"
         stem = f"{snapshot.server_round:06d}"
@@ -267,7 +268,8 @@ class RunDirectory(Recorder):
         self.counters = Counters(values["examples-seen"], values["seconds"])
         self._rewind(values["server-round"])
         parts = _under("arrays/", arrays), _under("state/", arrays)
-        return Snapshot(values["server-round"], *parts, values["state"], values["trained"], values["examples"])
+        scale = tuple(values["label-scale"]) if values["label-scale"] else None
+        return Snapshot(values["server-round"], *parts, values["state"], values["trained"], values["examples"], scale)
 
     def folder(self, name: str, fresh: bool = False) -> Path:
         """Return a folder inside the run directory."""

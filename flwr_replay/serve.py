@@ -19,7 +19,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.payloads.common import OPEN_STAGES
-from flwr_replay.wire import NamedArrays, arrays_in, config_in, request_of
+from flwr_replay.wire import NamedArrays, arrays_in, config_in, metrics_in, request_of
 
 __all__ = ["serve", "serving"]
 
@@ -100,7 +100,7 @@ def _received(client: NumPyClient, message: Message) -> tuple[NamedArrays, dict[
     arrays = arrays_in(message.content)
     if not isinstance(client, InstitutionClient):  # a user's own code may write into what it receives
         arrays = NamedArrays({name: array.copy() for name, array in arrays.state_dict().items()})
-    return arrays, config_in(message.content)
+    return arrays, {**metrics_in(message.content), **config_in(message.content)}
 
 
 def _metrics(num_examples: int, metrics: dict[str, Any]) -> MetricRecord:

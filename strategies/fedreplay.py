@@ -68,7 +68,7 @@ class FedReplayConfig:
     encoder_file: str = ""  # encoder=file: a .safetensors file with the weights before the cut
     encoder_epochs: int = 50  # at most
     patience: int = 3  # epochs without a better validation loss before the encoder's training stops
-    cut: str = "conv1"  # the last stage of the encoder
+    cut: str = ""  # the last stage of the encoder; empty: the model's first stage, the paper's conv1 and enc1
     latent_dtype: str = "float32"  # float32 | float16 | int8 (with one scale per example)
     chunk_mb: float = 64.0  # no message holds more latents than this, 10^6 bytes
     upload_views: int = 1  # 1: the image as it is; n: n - 1 randomly shifted views besides
@@ -107,7 +107,11 @@ class FedReplay(OneShot):
         super().check(config, settings, names)
         strategy = cls(config, settings)
         strategy.build_primary()
-        rows_per_chunk(math.prod(strategy.latent_shape()), config.latent_dtype, int(config.chunk_mb * 1e6))
+        strategy.fitting_rows()
+        if config.upload_views > 1 and settings.task.blank_labels(1, strategy.settings.input_shape).ndim > 1:
+            raise ConfigError(
+                f"strategy.upload-views shifts images, not masks: leave it at 1 here; got {config.upload_views}"
+            )
         if config.encoder == "file":
             read_encoder(Path(config.encoder_file), strategy.encoder_shapes)
         if names:
@@ -155,7 +159,7 @@ class FedReplay(OneShot):
             server_round=server_round,
             arrays=arrays,
             run=self.settings.run,
-            cut=self.config.cut,
+            cut=self.cut,
             lr=self.settings.training.lr,
             max_epochs=self.config.encoder_epochs,
             patience=self.config.patience,
@@ -176,7 +180,7 @@ class FedReplay(OneShot):
             server_round=server_round,
             arrays=encoder,
             run=self.settings.run,
-            cut=self.config.cut,
+            cut=self.cut,
             latent_dtype=self.config.latent_dtype,
             first=first,
             chunk_bytes=int(self.config.chunk_mb * 1e6),
@@ -186,9 +190,8 @@ class FedReplay(OneShot):
     def keep(self, member: Member, reply: Message) -> None:
         """Store a chunk: e ← e ∪ e_k."""  # Alg. 2, line 7
         chunk = Latents.decode(reply.content)
-        classes = self.settings.task.classes
-        if len(chunk.labels) and not 0 <= chunk.labels.min() <= chunk.labels.max() < classes:
-            raise WireError(f"{member.name}'s labels must lie in 0..{classes - 1}; got others: check its data")
+        if not self.settings.task.accepts(chunk.labels):
+            raise WireError(f"{member.name}'s labels must be the task's, {self.settings.task}: check its data")
         if not all(np.isfinite(array).all() for array in (chunk.latents, chunk.scales) if array is not None):
             raise WireError(f"{member.name}'s latents must be finite; got others: check its data and the encoder")
         self.store.add(member.name, chunk)
@@ -204,14 +207,14 @@ class FedReplay(OneShot):
             )
             exchanges.append((self.encoder_candidates()[0], self.encode_request(0, arrays), zeros, 1))
         config, shape = self.config, self.latent_shape()
-        fit = rows_per_chunk(math.prod(shape), config.latent_dtype, int(config.chunk_mb * 1e6))
+        fit = self.fitting_rows()
         for member in self.members:
             total = member.num_examples * config.upload_views
             for first in range(0, total, fit):
                 n = min(fit, total - first)
                 chunk = Latents(
                     latents=np.broadcast_to(np.zeros((), config.latent_dtype), (n, *shape)),
-                    labels=np.zeros(n, np.int64),
+                    labels=self.settings.task.blank_labels(n, self.settings.input_shape),
                     scales=np.zeros(n, np.float32) if config.latent_dtype == "int8" else None,
                     num_examples=0,
                     first=0,
@@ -229,6 +232,12 @@ class FedReplay(OneShot):
         with torch.inference_mode():
             return tuple(encoder.eval()(torch.zeros(1, *self.settings.input_shape)).shape[1:])
 
+    def fitting_rows(self) -> int:
+        """Return how many examples' latents and labels fit one message."""
+        label = self.settings.task.blank_labels(1, self.settings.input_shape)
+        chunk_bytes = int(self.config.chunk_mb * 1e6)
+        return rows_per_chunk(math.prod(self.latent_shape()), label.nbytes, self.config.latent_dtype, chunk_bytes)
+
     # --- stage 3 ------------------------------------------------------------------------------------------------------
 
     def build_primary(self) -> None:
@@ -239,6 +248,7 @@ class FedReplay(OneShot):
             )
         backbone = self.settings.model(derived_seed(self.settings.seed, "primary"))
         encoder, self.primary = split(backbone, self.config.cut)
+        self.cut = encoder.stages[-1]
         self.encoder_shapes = {name: tuple(tensor.shape) for name, tensor in encoder.state_dict().items()}
         self.primary.to(self.settings.device).train()
         self.optimizer = make_optimizer(self.primary, self.settings.training, self.settings.training.lr)

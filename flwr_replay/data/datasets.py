@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config import TaskConfig
+from flwr_replay.config import TaskConfig, one_of
 from flwr_replay.data.folder import read_folder
 from flwr_replay.data.readers import Raw, read_cifar10, read_digits, read_idx, read_medmnist
+from flwr_replay.data.sections import read_isbi2012
+from flwr_replay.data.tables import read_diabetes, read_heart_disease
 from flwr_replay.errors import DataError
 
 __all__ = ["Dataset", "Examples", "load"]
@@ -24,18 +27,22 @@ READERS: dict[str, Callable[[TaskConfig], dict[str, Raw]]] = {
     "cifar10": read_cifar10,
     "medmnist": read_medmnist,
     "folder": read_folder,
+    "diabetes": read_diabetes,
+    "heart_disease": read_heart_disease,
+    "isbi2012": read_isbi2012,
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Images with their labels.
+    """Images, or rows of a table, with their labels.
 
     Parameters
     ----------
     x : ndarray of uint8 or float32, shape (N, C, H, W)
-        Images: bytes 0..255, which models see as 0..1, or numbers as a user's own model wants them.
-    y : ndarray of int64 (classes) or float32 (continuous labels), shape (N,)
+        Images: bytes 0..255, which models see as 0..1, or numbers as they are. A table's rows have the shape
+        (features, 1, 1).
+    y : ndarray, shape (N,), int64 (classes) or float32 (continuous labels); or (N, H, W), uint8 (masks of 0 and 1)
         Labels.
     sites : ndarray of str, shape (N,), or None
         The institution each example comes from, where the data name it.
@@ -47,7 +54,7 @@ class Examples:
     """
 
     x: NDArray[np.uint8] | NDArray[np.float32]
-    y: NDArray[np.int64] | NDArray[np.float32]
+    y: NDArray[np.int64] | NDArray[np.float32] | NDArray[np.uint8]
     sites: NDArray[np.str_] | None = None
 
     def __post_init__(self) -> None:
@@ -55,9 +62,11 @@ class Examples:
             raise DataError(
                 f"images must be uint8 or float32 of shape (N, C, H, W); got {self.x.dtype} of shape {self.x.shape}"
             )
-        if self.y.ndim != 1 or self.y.dtype not in (np.int64, np.float32):
+        masks = self.y.ndim == 3 and self.y.dtype == np.uint8
+        if not masks and (self.y.ndim != 1 or self.y.dtype not in (np.int64, np.float32)):
             raise DataError(
-                f"labels must be int64 or float32 of shape (N,); got {self.y.dtype} of shape {self.y.shape}"
+                "labels must be int64 or float32 of shape (N,), or masks, uint8 of shape (N, H, W); got "
+                f"{self.y.dtype} of shape {self.y.shape}"
             )
         sites = len(self.y) if self.sites is None else len(self.sites)
         if not len(self.x) == len(self.y) == sites:
@@ -67,6 +76,12 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    @property
+    def labels(self) -> NDArray[np.int64] | NDArray[np.float32]:
+        """One label per example, shape (N,), by which institutions may differ; of a mask, the share that is 1."""
+        labels: NDArray[Any] = self.y if self.y.ndim == 1 else self.y.mean(axis=(1, 2), dtype=np.float32)
+        return labels
 
     @property
     def nbytes(self) -> int:
@@ -111,6 +126,7 @@ def load(task: TaskConfig) -> Dataset:
     ConfigError
         A format that needs an option, or a package, that is not there.
     """
+    one_of("task.format", task.format, tuple(READERS))
     raws = READERS[task.format](task)
     splits = {split: _checked(raw, task) for split, raw in raws.items()}
     if "all" in splits:
@@ -137,20 +153,27 @@ def _checked(raw: Raw, task: TaskConfig) -> Examples:
             f"every image needs one label; got {len(raw.x)} images in {raw.images} and {len(raw.y)} labels in "
             f"{raw.labels}: are both files of the same set?"
         )
-    expected = (task.channels, task.size, task.size)
+    expected, found = (task.channels, task.size, task.size), np.asarray(raw.y)
     if len(raw.y) and raw.x.shape[1:] != expected:
         raise DataError(
             f"images of task={task.name} must be task.channels x task.size x task.size = {_by(expected)}; got "
             f"{_by(raw.x.shape[1:])} in {raw.images}: set task.channels and task.size, or convert the images"
         )
-    wrong = np.flatnonzero((raw.y < 0) | (raw.y >= task.classes))
-    if len(wrong):
+    if task.kind == "regression":
+        wrong, rule, y = ~np.isfinite(found), "be finite numbers", found.astype(np.float32)
+    elif task.kind == "segmentation":
+        wrong, rule, y = (found > 1).any(axis=(1, 2)), "be masks of 0 and 1", found.astype(np.uint8)
+    else:
+        wrong, rule = (found < 0) | (found >= task.classes), f"lie in 0..{task.classes - 1} (task.classes)"
+        y = found.astype(np.int64)
+    if wrong.any():
+        first = int(np.flatnonzero(wrong)[0])
+        value = found[first] if found.ndim == 1 else f"up to {found[first].max()}"
         raise DataError(
-            f"labels of task={task.name} must lie in 0..{task.classes - 1}; got {raw.y[wrong[0]]} (example {wrong[0]} "
-            f"of {raw.labels}): set task.classes, or correct the label"
+            f"labels of task={task.name} must {rule}; got {value} (example {first} of {raw.labels}): correct the label"
         )
     # Writable, since torch shares memory with what it is given.
-    return Examples(np.require(raw.x, requirements=["C", "W"]), raw.y.astype(np.int64), raw.sites)
+    return Examples(np.require(raw.x, requirements=["C", "W"]), y, raw.sites)
 
 
 def _by(shape: tuple[int, ...]) -> str:

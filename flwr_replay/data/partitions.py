@@ -10,7 +10,7 @@ import importlib
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class Partition:
     ks: float
     tv: float
     dropped: int
+    contrast: float = 0.0  # see PartitionConfig
 
     @property
     def skew(self) -> dict[str, float]:
@@ -62,8 +63,29 @@ class Partition:
 
     def examples(self, dataset: Dataset, k: int) -> Dataset:
         """Return the data of the k-th institution, named after it."""
-        val = None if self.val is None or dataset.val is None else dataset.val.take(self.val[k])
-        return Dataset(self.names[k], dataset.train.take(self.train[k]), dataset.test.take(self.test[k]), val)
+        val = None if self.val is None or dataset.val is None else self._taken(dataset.val, self.val[k], k)
+        train, test = self._taken(dataset.train, self.train[k], k), self._taken(dataset.test, self.test[k], k)
+        return Dataset(self.names[k], train, test, val)
+
+    def _taken(self, examples: Examples, indices: Indices, k: int) -> Examples:
+        """Take the k-th institution's examples, as its devices would show them."""
+        own = examples.take(indices)
+        if not self.contrast:
+            return own
+        place = 2 * k / (len(self.names) - 1) - 1 if len(self.names) > 1 else 0.0
+        return replace(own, x=scaled_contrast(own.x, 1 + self.contrast * place))
+
+
+def scaled_contrast(x: NDArray[Any], factor: float) -> NDArray[np.uint8]:
+    """Scale the distance of every pixel from mid-grey, 127.5; what leaves 0..255 is cut off there.
+
+    Raises
+    ------
+    ConfigError
+        If x does not hold bytes.
+    """
+    require(x.dtype == np.uint8, f"partition.contrast needs images of bytes; got {x.dtype}: leave it at 0")
+    return np.clip(np.rint((x - 127.5) * factor + 127.5), 0, 255).astype(np.uint8)
 
 
 def institution_name(k: int, nodes: int) -> str:
@@ -116,9 +138,9 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     else:
         names = tuple(institution_name(k, nodes) for k in range(nodes))
         if config.name == "ks":
-            train, dropped = deal_by_ks(dataset.train.y, config, nodes, seed)
+            train, dropped = deal_by_ks(dataset.train.labels, config, nodes, seed)
         else:
-            train = DEALERS[config.name](dataset.train.y, config, nodes, seed)
+            train = DEALERS[config.name](dataset.train.labels, config, nodes, seed)
         test = _shards(dataset.test, "test", dataset.train, train, config, seed)
         val_shards = _shards(val, "val", dataset.train, train, config, seed) if val else None
     shards = {"train": train, "test": test, "val": val_shards or []}
@@ -129,7 +151,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
                     f"every institution must hold {split} examples; {name} of {nodes} got none with "
                     f"partition={config.name}: take fewer nodes or more data"
                 )
-    labels = [dataset.train.y[part] for part in train]
+    labels = [dataset.train.labels[part] for part in train]
     return Partition(
         names=names,
         train=tuple(np.sort(part) for part in train),
@@ -138,6 +160,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         ks=mean_pairwise(ks_matrix(labels)),
         tv=mean_pairwise(tv_matrix(labels)),
         dropped=dropped,
+        contrast=config.contrast,
     )
 
 
@@ -298,8 +321,8 @@ def _shards(
     rng = derived_rng(seed, "partition", split)
     if config.test == "iid":
         return np.array_split(rng.permutation(len(held)), len(parts))
-    groups = label_groups(held.y, train.y)
-    groups_train = label_groups(train.y, train.y)
+    groups = label_groups(held.labels, train.labels)
+    groups_train = label_groups(train.labels, train.labels)
     shards: list[list[Indices]] = [[] for _ in parts]
     for group in np.unique(groups):
         members = rng.permutation(np.flatnonzero(groups == group))

@@ -29,7 +29,16 @@ from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files import home, make_folder
 from flwr_replay.rng import derived_rng
 
-__all__ = ["Raw", "read_cifar10", "read_digits", "read_idx", "read_medmnist"]
+__all__ = [
+    "SPLIT_SEED",
+    "Raw",
+    "data_root",
+    "grey_pixels",
+    "read_cifar10",
+    "read_digits",
+    "read_idx",
+    "read_medmnist",
+]
 
 TORCHVISION_FOLDER = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 IDX_UBYTE = 8  # the idx header's code for unsigned bytes
@@ -38,9 +47,12 @@ SPLIT_SEED = 0  # a fixed split: the run's seed must not move examples between t
 
 @dataclass(frozen=True, eq=False)
 class Raw:
-    """One split as read: x (N, C, H, W) uint8, y (N,) integers, and where both come from, for error lines."""
+    """One split as read, and where both come from, for error lines.
 
-    x: NDArray[np.uint8]
+    x is (N, C, H, W), bytes or float32; y is (N,), or (N, H, W) where labels are masks.
+    """
+
+    x: NDArray[np.uint8] | NDArray[np.float32]
     y: NDArray[Any]
     images: str
     labels: str
@@ -61,7 +73,7 @@ def read_digits(task: TaskConfig) -> dict[str, Raw]:
 
 def read_idx(task: TaskConfig) -> dict[str, Raw]:
     """Read the idx files of MNIST and its kin, plain or .gz; where only the t10k split lies, divide it four to one."""
-    root, inner = _root(task), TORCHVISION_FOLDER.get(task.name, "")
+    root, inner = data_root(task), TORCHVISION_FOLDER.get(task.name, "")
     places = [root, root / inner / "raw"] if inner else [root]
     found = {split: _idx_pair(places, prefix) for split, prefix in (("train", "train"), ("test", "t10k"))}
     if not found["test"] and task.download:
@@ -124,7 +136,7 @@ def _read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
 
 def read_cifar10(task: TaskConfig) -> dict[str, Raw]:
     """Read CIFAR-10's Python batches from `cifar-10-batches-py` in, or as, the data folder."""
-    root = _root(task)
+    root = data_root(task)
     places = [root / "cifar-10-batches-py", root]
     folder = next((place for place in places if (place / "test_batch").is_file()), None)
     if folder is None and task.download:
@@ -168,7 +180,7 @@ def _read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 def read_medmnist(task: TaskConfig) -> dict[str, Raw]:
     """Read a MedMNIST file `<name>.npz`: `task.data-dir` is the file, or the folder where `<task.name>.npz` lies."""
-    path = _root(task)
+    path = data_root(task)
     path = path if path.suffix == ".npz" else path / f"{task.name}.npz"
     if not path.is_file() and task.download:
         _fetch_medmnist(path)
@@ -227,8 +239,28 @@ def _fetch_medmnist(path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- shared
 
 
-def _root(task: TaskConfig) -> Path:
+def data_root(task: TaskConfig) -> Path:
+    """Return where a task's files are looked for."""
     return Path(task.data_dir).expanduser().absolute() if task.data_dir else home() / "data"
+
+
+def grey_pixels(path: Path) -> NDArray[np.uint8]:
+    """Read an image as grey levels, shape (H, W).
+
+    Raises
+    ------
+    DataError
+        If it is missing, truncated or no image.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return np.asarray(image.convert("L"))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist: add it") from None
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{path} must be an image; it cannot be read: {_line(error)}") from None
 
 
 def _missing(task: TaskConfig, what: str, places: list[Path]) -> DataError:

@@ -48,9 +48,9 @@ def show(dataset: Dataset, part: Partition, out: Path) -> str:
     RunError
         If `out` cannot be written.
     """
-    labels = [dataset.train.y[indices] for indices in part.train]
+    labels = [dataset.train.labels[indices] for indices in part.train]
     values, counts_KC = label_histogram(labels)
-    names = [f">= {value:.3g}" if is_continuous(dataset.train.y) else str(value) for value in values]
+    names = [f">= {value:.3g}" if is_continuous(dataset.train.labels) else str(value) for value in values]
     ks_KK, tv_KK = ks_matrix(labels), tv_matrix(labels)
     path = make_folder(out, "the folder for pictures") / PICTURE
     write_atomic(path, _picture(dataset, part, names, counts_KC, {"KS": ks_KK, "total variation": tv_KK}))

@@ -14,8 +14,8 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, conv1x1
 
 from flwr_replay.config import ModelConfig, TaskConfig
+from flwr_replay.models.layers import norm_layer, stage
 from flwr_replay.models.staged import StagedModel
-from flwr_replay.models.zoo import norm_layer, stage
 
 __all__ = ["Block", "resnet"]
 

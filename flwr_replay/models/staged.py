@@ -44,7 +44,7 @@ def split(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel]:
     model : StagedModel, or any torch.nn.Sequential
         The whole model; it stays as it is. A module that is no sequence has no place to cut.
     cut : str
-        The encoder's last stage: any stage but the model's last one, the head.
+        The encoder's last stage: any stage but the model's last one, the head. Empty: the first stage.
 
     Returns
     -------
@@ -62,8 +62,9 @@ def split(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel]:
         f"only a torch.nn.Sequential of named stages can be cut; got {type(model).__name__}: build the model as one",
     )
     cuts = tuple(model._modules)[:-1]
-    one_of("cut", cut, cuts)
-    first = cuts.index(cut) + 1
+    if cut:
+        one_of("cut", cut, cuts)
+    first = cuts.index(cut) + 1 if cut else 1
     stages = list(model.named_children())
     return StagedModel(OrderedDict(stages[:first])), StagedModel(OrderedDict(stages[first:]))
 

@@ -8,6 +8,7 @@ model        stages                                     source
 `cnn`        conv1, conv2, head                         ProxyFL's CNN2 (its width: 128) with a norm layer
 `resnet18`   conv1, layer1 .. layer4, head              He et al. 2016; `flwr_replay.models.resnet`
 `resnet34`   conv1, layer1 .. layer4, head              the same
+`unet`       enc1, rest, head                           Ronneberger et al. 2015; `flwr_replay.models.unet`
 ===========  =========================================  =====================================================
 
 ProxyFL: arXiv 2111.11343. He et al.: arXiv 1512.03385. LeCun et al.: doi 10.1109/5.726791.
@@ -27,9 +28,11 @@ import torch
 from torch import nn
 
 from flwr_replay.config import ModelConfig, TaskConfig, require
+from flwr_replay.models.layers import norm_layer, stage
 from flwr_replay.models.staged import StagedModel
+from flwr_replay.models.unet import unet
 
-__all__ = ["build", "norm_layer", "stage"]
+__all__ = ["build"]
 
 
 def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
@@ -41,7 +44,7 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
         Which model, and its options.
     task : TaskConfig
         Gives the input, float (B, C, H, W) in [0, 1] with C = ``task.channels`` and H = W = ``task.size``, and the
-        output, logits (B, ``task.classes``).
+        output, logits (B, ``task.classes``); of a U-Net (B, 1, H, W).
     seed : int
         The weights depend on it alone: not on PyTorch's global generator, which is left as it was, nor on the
         default device. 0 to 2**64 - 1, of which PyTorch's CPU generator reads the lower 32 bits.
@@ -57,6 +60,11 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
         The images are too small for the model.
     """
     smallest = _smallest(model)
+    require(
+        (model.name == "unet") == (task.kind == "segmentation"),
+        f"model=unet is for tasks of kind segmentation, and they need it; got model={model.name} and "
+        f"task.kind={task.kind}",
+    )
     stem = f" with the {model.stem} stem" if model.name.startswith("resnet") else ""
     require(
         task.size >= smallest,
@@ -72,34 +80,16 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
             return _lenet5(task)
         if model.name == "cnn":
             return _cnn(model, task)
+        if model.name == "unet":
+            return unet(model, task)
         from flwr_replay.models.resnet import resnet  # torchvision takes seconds to import
 
         return resnet(model, task)
 
 
-def stage(**layers: nn.Module) -> nn.Sequential:
-    """Return named layers in sequence."""
-    return nn.Sequential(OrderedDict(layers))
-
-
-def norm_layer(kind: str, channels: int) -> nn.Module:
-    """Return a norm layer for `channels` feature maps; `kind` is ``batch`` or ``group``.
-
-    Group norm has the largest number of groups that divides `channels`, is at most 32 (Wu and He 2018,
-    arXiv 1803.08494) and leaves
-    four channels to a group. With one channel, a map of one pixel (ResNet's last stages on small images) would be
-    normalised to zero; with two, to plus or minus one, whose gradient vanishes: resnet18 of width 16 then stays at
-    chance on 8x8 digits.
-    """
-    if kind == "batch":
-        return nn.BatchNorm2d(channels)
-    most = max(1, min(32, channels // 4))
-    return nn.GroupNorm(next(groups for groups in range(most, 0, -1) if channels % groups == 0), channels)
-
-
 def _smallest(model: ModelConfig) -> int:
     """Return the smallest image, pixels, of which the poolings (ResNet: the stem) leave at least one pixel."""
-    if model.name == "mlp":
+    if model.name in ("mlp", "unet"):
         return 1
     return 2 if model.name.startswith("resnet") and model.stem == "small" else 4
 

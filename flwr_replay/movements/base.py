@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,9 +22,10 @@ from torch import nn
 
 from flwr_replay.config import TrainingConfig
 from flwr_replay.errors import DivergedError, RefusedError, RunError, WireError
+from flwr_replay.movements.evaluation import pool_answers
 from flwr_replay.movements.members import Member, Members, ask, failure_of, reason_of, wait_for_nodes
 from flwr_replay.movements.recorder import Recorder, Snapshot
-from flwr_replay.payloads.common import OPEN_STAGES, Evaluate, Evaluation, Failure, Present, RollCall
+from flwr_replay.payloads.common import OPEN_STAGES, Evaluate, Failure, LabelScale, Present, RollCall
 from flwr_replay.training import learning_rate, refuse_single_batches
 from flwr_replay.wire import (
     CLIENT_APP_RAISED,
@@ -84,6 +86,7 @@ class Movement(Strategy):
         self.recorder = recorder or Recorder()
         self.members = Members()
         self.trained: set[str] = set()  # who has answered a training request, and may have state to go on with
+        self.label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of all labels
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -187,8 +190,9 @@ class Movement(Strategy):
         self.call_roll(grid, 0)
         if not len(self.members):
             raise RefusedError(f"no institution takes part; {self.recorder.failures_line()}")
-        done = 0
-        if snapshot := self.recorder.restore():
+        done, snapshot = 0, self.recorder.restore()
+        self.scale_labels(snapshot.label_scale if snapshot else self.members.label_scale())
+        if snapshot:
             done, arrays = snapshot.server_round, array_record(snapshot.arrays)
             self.trained = set(snapshot.trained)
             self.members.check_same_data(snapshot.examples)
@@ -231,19 +235,13 @@ class Movement(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the metrics over the test shards: by summed counts, or weighted means for a user's own ClientApp."""
-        answers = dict(self.answers(replies))
-        if not answers:
+        refuse = partial(self.recorder.failed, server_round)
+        found = pool_answers(self.answers(replies), self.settings.task, refuse)
+        if found is None:
             return None
-        own = {member.name: _scalars(reply) for member, reply in answers.items() if not member.ours}
-        evaluations = {m.name: Evaluation.decode(reply.content) for m, reply in answers.items() if m.ours}
-        if self.settings.task is not None and evaluations:
-            own |= {name: self.settings.task.pool([evaluation]) for name, evaluation in evaluations.items()}
-            pooled = self.settings.task.pool(list(evaluations.values()))
-        else:
-            own |= {member.name: _scalars(reply) for member, reply in answers.items() if member.ours}
-            pooled = _weighted_means(list(own.values()))
+        pooled, own = found
         self.recorder.evaluated(server_round, pooled, own)
-        return MetricRecord(pooled)
+        return MetricRecord(dict(pooled))
 
     def summary(self) -> None:
         """Log what runs."""
@@ -251,16 +249,31 @@ class Movement(Strategy):
 
     def checkpoint(self, server_round: int, arrays: StateDict) -> None:
         """Hand all that a resumed run needs to the recorder."""
-        examples = {member.name: member.num_examples for member in self.members}
-        self.recorder.end_exchange(Snapshot(server_round, arrays, *self.state(), sorted(self.trained), examples))
+        examples, trained = {member.name: member.num_examples for member in self.members}, sorted(self.trained)
+        self.recorder.end_exchange(
+            Snapshot(server_round, arrays, *self.state(), trained, examples, label_scale=self.label_scale)
+        )
+
+    def scale_labels(self, scale: tuple[float, float] | None) -> None:
+        """Have labels standardised by this mean and standard deviation from now on, here and at the institutions."""
+        self.label_scale = scale
+        if scale is not None:
+            self.settings = replace(self.settings, task=self.settings.task.scaled(*scale))
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def message(self, member: Member, request: Request, extra: ConfigRecord | None = None) -> Message:
-        """Encode a request to one institution; every message has records of its own."""
+    def addressed(self, member: Member, request: Request) -> Request:
+        """Add to a request what depends on the institution, or on all institutions' labels."""
         if "continues" in request.declared():
             request = replace(request, continues=member.name in self.trained)  # type: ignore[call-arg]
-        content = request.encode()
+        if isinstance(request, LabelScale) and self.label_scale is not None:
+            mean, scale = self.label_scale
+            request = replace(request, label_mean=mean, label_scale=scale)  # type: ignore[call-arg]
+        return request
+
+    def message(self, member: Member, request: Request, extra: ConfigRecord | None = None) -> Message:
+        """Encode a request to one institution; every message has records of its own."""
+        content = self.addressed(member, request).encode()
         if extra:
             content.config_records["config"].update(extra)
         group = str(request.server_round)
@@ -379,18 +392,3 @@ def _finite(arrays: ArrayRecord) -> ArrayRecord:
         if not np.isfinite(array).all():
             raise DivergedError(f"the weights must stay finite; {name!r} is not: lower training.lr and run anew")
     return arrays
-
-
-def _scalars(reply: Message) -> dict[str, float]:
-    records = reply.content.metric_records.values()
-    return {name: float(v) for record in records for name, v in record.items() if not isinstance(v, list)}
-
-
-def _weighted_means(own: list[dict[str, float]]) -> dict[str, float]:
-    """Average what all report, weighted by `num-examples` where all give it."""
-    shared = set.intersection(*(set(metrics) for metrics in own)) - {"num-examples"}
-    weights = [metrics.get("num-examples", 1.0) for metrics in own]
-    total = sum(weights)
-    return {
-        name: sum(w * metrics[name] for w, metrics in zip(weights, own, strict=True)) / total for name in sorted(shared)
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ class Member:
     node_id: int
     num_examples: int = 0
     raw_bytes: int = 0
+    label_sum: float | None = None  # regression: over its training examples
+    label_squares: float | None = None
     ours: bool = True  # False: a ClientApp that answers no roll call; its name is its node id
 
 
@@ -103,7 +106,18 @@ class Members:
         if answer is None:
             self._by_name[str(node_id)] = Member(str(node_id), node_id, ours=False)
             return
-        self.add(Member(answer.name, node_id, answer.num_examples, answer.raw_bytes))
+        told = (answer.num_examples, answer.raw_bytes, answer.label_sum, answer.label_squares)
+        self.add(Member(answer.name, node_id, *told))
+
+    def label_scale(self) -> tuple[float, float] | None:
+        """Return mean and standard deviation of all labels, from the sums that institutions told; None without sums."""
+        told = [m for m in self if m.label_sum is not None and m.label_squares is not None and m.num_examples]
+        n = sum(member.num_examples for member in told)
+        if not n:
+            return None
+        mean = sum(member.label_sum or 0.0 for member in told) / n
+        variance = sum(member.label_squares or 0.0 for member in told) / n - mean**2
+        return mean, math.sqrt(variance) if variance > 0 else 1.0
 
     def add(self, member: Member) -> None:
         """Enter an institution that is present."""
@@ -152,7 +166,7 @@ def ask(grid: Grid, messages: list[Message], seconds: float) -> dict[str, Messag
             break
         if waiting:
             time.sleep(pause)
-            pause = min(0.5, 1.5 * pause)
+            pause = min(0.2, 1.5 * pause)
     return found
 
 

@@ -25,6 +25,7 @@ class Snapshot:
     state_values: dict[str, Any]  # plain values that JSON holds
     trained: list[str]  # names of those that have trained
     examples: dict[str, int]  # how many training examples each institution has
+    label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of the labels
 
 
 class Recorder:

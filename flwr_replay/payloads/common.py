@@ -12,7 +12,7 @@ from flwr.app import RecordDict
 from flwr_replay.errors import WireError
 from flwr_replay.wire import Payload, Request, Weights, instruction, model, notice, statistic
 
-__all__ = ["OPEN_STAGES", "Evaluate", "Evaluation", "Failure", "Present", "RollCall", "Visit", "Visited"]
+__all__ = ["OPEN_STAGES", "Evaluate", "Evaluation", "Failure", "LabelScale", "Present", "RollCall", "Visit", "Visited"]
 
 OPEN_STAGES = ("roll-call", "train", "evaluate")  # what a ClientApp of anyone's may answer in its own words
 
@@ -33,6 +33,8 @@ class Present(Payload):
     name: str = notice()
     num_examples: int = statistic("examples")
     raw_bytes: int = statistic("bytes")  # of the training examples as the institution holds them
+    label_sum: float | None = statistic("label's unit; of the training labels, regression only", default=None)
+    label_squares: float | None = statistic("label's unit squared; sum over the training labels", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +47,21 @@ class RollCall(Request, stage="roll-call", answer=Present, message_type="query")
 
 
 @dataclass(frozen=True, kw_only=True)
+class LabelScale(Payload):
+    """What a request brings along where labels are standardised: the same for all, from what all have reported."""
+
+    label_mean: float | None = statistic("label's unit", default=None)
+    label_scale: float | None = statistic("label's unit; standard deviation", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Visited(Payload):
     """What comes back from a visit: the weights, and how the training went."""
 
     arrays: Weights = model()
     num_examples: int = statistic("examples")
     examples_seen: int = statistic("examples")  # with repetition
-    train_loss: float = statistic("nats, mean over the visit")
+    train_loss: float = statistic("as the task has it, mean over the visit")
 
     @classmethod
     def empty(cls, arrays: Weights) -> Visited:
@@ -75,7 +85,7 @@ class Visited(Payload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Visit(Request, stage="train", answer=Visited):
+class Visit(LabelScale, Request, stage="train", answer=Visited):
     """Train these weights on your data."""
 
     arrays: Weights = model()
@@ -92,13 +102,19 @@ class Evaluation(Payload):
     """An institution's sums over its test shard, from which the server pools every metric."""
 
     num_examples: int = statistic("examples")
-    loss: float = statistic("nats, mean over the shard")
-    confusion: list[int] = statistic("examples; C x C, row = label, column = prediction, row by row")
+    loss: float = statistic("as the task has it, mean over the shard")
+    confusion: Sequence[int] = statistic(
+        "examples, or pixels of masks; C x C, row = label, column = prediction, row by row", default=()
+    )
+    scores: Sequence[int] = statistic("examples; two classes only: label by bin of the score, row by row", default=())
+    absolute_error: float | None = statistic("label's unit; regression only: sum over the shard", default=None)
+    squared_error: float | None = statistic("label's unit squared; regression only: sum", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(Request, stage="evaluate", answer=Evaluation, message_type="evaluate"):
-    """Test these weights on your test shard; with no weights, test the model you keep."""
+class Evaluate(LabelScale, Request, stage="evaluate", answer=Evaluation, message_type="evaluate"):
+    """Test these weights on your test shard."""
 
     arrays: Weights = model()
     run: str = instruction()
+    split: str = instruction("test or train", default="test")

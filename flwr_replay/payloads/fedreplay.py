@@ -11,6 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from flwr_replay.payloads.common import LabelScale
 from flwr_replay.wire import Payload, Request, Weights, instruction, model, per_sample, statistic
 
 __all__ = ["Encode", "Encoder", "Extract", "Latents"]
@@ -23,13 +24,13 @@ class Encoder(Payload):
     arrays: Weights = model(part=True)
     num_examples: int = statistic("examples")
     examples_seen: int = statistic("examples")
-    train_loss: float = statistic("nats, mean over the best epoch")
-    validation_loss: float = statistic("nats, of the best epoch")
+    train_loss: float = statistic("as the task has it, mean over the best epoch")
+    validation_loss: float = statistic("as the task has it, of the best epoch")
     epochs: int = statistic("epochs until training stopped")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(Request, stage="encode", answer=Encoder):
+class Encode(LabelScale, Request, stage="encode", answer=Encoder):
     """Stage 1: train this whole backbone until it stops improving, return the part before the cut."""
 
     arrays: Weights = model()
@@ -45,7 +46,7 @@ class Latents(Payload):
     """One chunk of an institution's latent variables and labels."""
 
     latents: NDArray[Any] = per_sample("N ...", "float32", "float16", "int8")
-    labels: NDArray[Any] = per_sample("N", "int64", "float32")
+    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8")
     scales: NDArray[Any] | None = per_sample("N", "float32", default=None)  # int8 only: value = scale * code
     num_examples: int = statistic("examples, the institution's, before views")
     first: int = statistic("row of the upload at which this chunk begins")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flwr_replay.payloads.common import Evaluation
+from flwr_replay.payloads.common import Evaluation, LabelScale
 from flwr_replay.wire import Payload, Request, instruction, statistic
 
 __all__ = ["EvaluateOwn", "TrainOwn", "Trained"]
@@ -16,11 +16,11 @@ class Trained(Payload):
 
     num_examples: int = statistic("examples")
     examples_seen: int = statistic("examples")
-    train_loss: float = statistic("nats, mean over the visit")
+    train_loss: float = statistic("as the task has it, mean over the visit")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOwn(Request, stage="train-own", answer=Trained):
+class TrainOwn(LabelScale, Request, stage="train-own", answer=Trained):
     """Train the model that you keep."""
 
     run: str = instruction()
@@ -31,7 +31,7 @@ class TrainOwn(Request, stage="train-own", answer=Trained):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOwn(Request, stage="evaluate-own", answer=Evaluation, message_type="evaluate"):
+class EvaluateOwn(LabelScale, Request, stage="evaluate-own", answer=Evaluation, message_type="evaluate"):
     """Test the model that you keep on your test shard."""
 
     run: str = instruction()

@@ -111,7 +111,9 @@ def summarise(
     summary = {}
     for label, by_seed in done.items():
         results = list(by_seed.values())
-        worsts = [worst(float(own[metric]) for own in r["final"]["institutions"].values()) for r in results]
+        worsts = [
+            worst(float(own[metric]) for own in r["final"]["institutions"].values() if metric in own) for r in results
+        ]
         numbers = list(values[label].values())
         summary[label] = {
             "values": values[label],

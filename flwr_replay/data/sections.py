@@ -1,0 +1,74 @@
+"""Reader of ISBI 2012: one volume of 30 electron microscopy sections with their masks (Arganda-Carreras et al. 2015).
+
+    <data-dir>/image_00.png … image_29.png      grey, 512 x 512 pixels
+    <data-dir>/label_00.png … label_29.png      0 = membrane, 255 = inside a cell
+
+Neighbouring sections look alike, so a random division would test on what was trained on: the last sections are for
+testing, and a gap of sections before them is used for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_replay.config import TaskConfig
+from flwr_replay.data.readers import Raw, data_root, grey_pixels
+from flwr_replay.errors import ConfigError, DataError
+
+__all__ = ["read_isbi2012"]
+
+TEST_SHARE = 0.2  # of the sections, the last ones
+GAP = 2  # sections between the last one for training and the first one for testing
+
+
+def read_isbi2012(task: TaskConfig) -> dict[str, Raw]:
+    """Cut the sections into patches of `task.size` pixels that do not overlap.
+
+    Raises
+    ------
+    ConfigError
+        Without `task.data_dir`, or if patches of this size do not fill a section.
+    DataError
+        For a section without its mask, an image that cannot be read or has another size, a mask of other values.
+    """
+    if not task.data_dir:
+        raise ConfigError(f"task={task.name} reads PNG sections: set task.data-dir to the folder of image_00.png …")
+    root = data_root(task)
+    images = sorted(root.glob("image_*.png"))
+    if len(images) < GAP + 2:
+        raise DataError(
+            f"task={task.name} needs at least {GAP + 2} sections image_NN.png; got {len(images)} in {root}: set "
+            "task.data-dir"
+        )
+    tested = math.ceil(TEST_SHARE * len(images))
+    found = {"train": images[: -tested - GAP], "test": images[-tested:]}
+    return {split: _patches(sections, task.size) for split, sections in found.items()}
+
+
+def _patches(sections: list[Path], size: int) -> Raw:
+    x, y = [], []
+    for path in sections:
+        label = path.with_name(path.name.replace("image", "label"))
+        image, mask = grey_pixels(path), grey_pixels(label)
+        if image.shape != mask.shape:
+            raise DataError(
+                f"a section and its mask must have one size; {path} is {image.shape}, its mask {mask.shape}"
+            )
+        if not np.isin(mask, (0, 255)).all():
+            raise DataError(f"a mask holds 0 (membrane) and 255 (cell) only; {label} holds {np.unique(mask)[:4]} …")
+        if any(side % size for side in image.shape):
+            raise ConfigError(f"task.size must divide a section's {image.shape} pixels; got {size}: choose 128 or 256")
+        x.append(_cut(image, size))
+        y.append(_cut(mask // 255, size))
+    where = str(sections[0].parent)
+    return Raw(np.concatenate(x)[:, None], np.concatenate(y), where, where)
+
+
+def _cut(pixels: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    height, width = pixels.shape
+    tiles = pixels.reshape(height // size, size, width // size, size)
+    return tiles.transpose(0, 2, 1, 3).reshape(-1, size, size)

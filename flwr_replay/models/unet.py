@@ -1,0 +1,93 @@
+"""U-Net as named stages (Ronneberger et al. 2015, arXiv 1505.04597), with norm layers as Qu et al. 2022, section 4.3.
+
+The encoder half after the cut `enc1` needs one tensor only: the block's output, which is also its skip connection.
+What the next level sees is pooled from it where the rest of the network runs, so nothing travels twice.
+
+`B` batch, `C` channels, `H` height, `W` width.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+from flwr_replay.config import ModelConfig, TaskConfig, require
+from flwr_replay.models.layers import norm_layer, stage
+from flwr_replay.models.staged import StagedModel
+
+__all__ = ["unet"]
+
+LEVELS = 4  # encoding blocks, each followed by a pooling that halves the image; below them the bottleneck
+
+
+def unet(model: ModelConfig, task: TaskConfig) -> StagedModel:
+    """Build a U-Net from PyTorch's global generator, as `flwr_replay.models.build` does for a seed.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        `width` is the number of channels of the first level, which every further level doubles: 32 gives the paper's
+        512 in the bottleneck.
+    task : TaskConfig
+        Channels, and a size that four poolings halve without remainder.
+
+    Returns
+    -------
+    StagedModel
+        Stages enc1 (the first encoding block), rest (all other blocks), head (1x1 convolution to one logit per pixel).
+
+    Raises
+    ------
+    ConfigError
+        If the size is no multiple of 16.
+    """
+    multiple = 2**LEVELS
+    require(
+        task.size % multiple == 0,
+        f"model unet halves images {LEVELS} times; got task.size {task.size}: choose a multiple of {multiple}",
+    )
+    return StagedModel(
+        OrderedDict(
+            enc1=_block(task.channels, model.width, model.norm),
+            rest=Rest(model.width, model.norm),
+            head=stage(conv=nn.Conv2d(model.width, 1, 1)),
+        )
+    )
+
+
+def _block(inputs: int, outputs: int, norm: str) -> nn.Sequential:
+    """Return two 3x3 convolutions, each with norm and ReLU."""
+    return stage(
+        conv1=nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+        norm1=norm_layer(norm, outputs),
+        relu1=nn.ReLU(),
+        conv2=nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+        norm2=norm_layer(norm, outputs),
+        relu2=nn.ReLU(),
+    )
+
+
+class Rest(nn.Module):
+    """All blocks but the first: (B, width, H, W) to (B, width, H, W)."""
+
+    def __init__(self, width: int, norm: str) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(LEVELS + 1)]  # the last is the bottleneck's
+        pairs = list(itertools.pairwise(widths))
+        self.pool = nn.MaxPool2d(2)
+        self.down = nn.ModuleList(_block(inputs, outputs, norm) for inputs, outputs in pairs)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(outputs, inputs, 2, stride=2) for inputs, outputs in pairs)
+        self.join = nn.ModuleList(_block(2 * inputs, inputs, norm) for inputs, _ in pairs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Go down to the bottleneck, and up again past every skip connection."""
+        skips = []
+        for block in self.down:
+            skips.append(x)
+            x = block(self.pool(x))
+        for level in reversed(range(LEVELS)):
+            x = self.join[level](torch.cat([skips[level], self.up[level](x)], dim=1))
+        return x

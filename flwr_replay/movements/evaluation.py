@@ -1,0 +1,68 @@
+"""What the answers of an evaluation say together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flwr.app import Message
+
+from flwr_replay.errors import WireError
+from flwr_replay.movements.members import Member
+from flwr_replay.payloads.common import Evaluation
+
+__all__ = ["pool_answers"]
+
+Metrics = dict[str, float]
+
+
+def pool_answers(
+    answers: Iterable[tuple[Member, Message]], task: Any, refuse: Callable[[str, str], None]
+) -> tuple[Metrics, dict[str, Metrics]] | None:
+    """Pool over the test shards: by summed counts, or by weighted means where nobody runs this package's ClientApp.
+
+    Parameters
+    ----------
+    answers : iterable of pairs
+        Institutions with their replies.
+    task : Any
+        See `flwr_replay.tasks`; None takes the metrics as they come.
+    refuse : Callable[[str, str], None]
+        Told the name of an institution whose answer cannot be, and why.
+
+    Returns
+    -------
+    pooled : dict of str to float
+        Of all institutions.
+    own : dict of str to dict
+        Of each; both are missing if nothing usable came.
+    """
+    own, evaluations = {}, []
+    for member, reply in answers:
+        if member.ours and task is not None:
+            try:
+                evaluation = Evaluation.decode(reply.content)
+                own[member.name] = task.pool([evaluation])
+                evaluations.append(evaluation)
+            except WireError as error:
+                refuse(member.name, str(error))
+        else:
+            own[member.name] = _scalars(reply)
+    if not own:
+        return None
+    return (task.pool(evaluations) if evaluations else _weighted_means(list(own.values()))), own
+
+
+def _scalars(reply: Message) -> Metrics:
+    records = reply.content.metric_records.values()
+    return {name: float(v) for record in records for name, v in record.items() if not isinstance(v, list)}
+
+
+def _weighted_means(own: list[Metrics]) -> Metrics:
+    """Average what all report, weighted by `num-examples` where all give it."""
+    shared = set.intersection(*(set(metrics) for metrics in own)) - {"num-examples"}
+    weights = [metrics.get("num-examples", 1.0) for metrics in own]
+    total = sum(weights)
+    return {
+        name: sum(w * metrics[name] for w, metrics in zip(weights, own, strict=True)) / total for name in sorted(shared)
+    }
