@@ -300,6 +300,7 @@ class RunDirectory(Recorder):
             "rounds": server_round // self.per_round,
             "seed": config.seed,
             "metric": metric,
+            "unit": config.task.unit,
             "higher-is-better": higher_is_better,
             "final": {"global": pooled, "institutions": own},
             "best": {"round": best[0] // self.per_round, metric: best[1].get(metric)},
@@ -320,7 +321,7 @@ class RunDirectory(Recorder):
         for entry in read_lines(self.path / "ledger.jsonl"):
             by_kind = sums[entry["direction"]]
             by_kind[entry["kind"]] = by_kind.get(entry["kind"], 0) + entry["bytes"]
-            if entry["field"] == "latents":
+            if "raw-bytes" in entry:
                 by_kind["raw-bytes-they-stand-for"] = by_kind.get("raw-bytes-they-stand-for", 0) + entry["raw-bytes"]
         return sums
 
