@@ -46,6 +46,7 @@ def settings_of(config: RunConfig) -> Settings:
         nodes=config.nodes,
         seed=config.seed,
         evaluate_every=config.evaluate_every,
+        forgetting=config.forgetting,
         timeout=config.timeout,
         wait=config.wait,
         task=make_task(config.task),
