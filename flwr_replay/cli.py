@@ -1,4 +1,4 @@
-"""The command line: flwr-replay run | compare | strategies | data show | doctor.
+"""The command line: flwr-replay run | compare | study | strategies | data show | doctor.
 
 Nothing heavy is imported before a command needs it, so that `--help` answers at once.
 """
@@ -85,6 +85,24 @@ def compare(
     table, report = compare_strategies(strategies.split(","), options or [], against, jobs, Path(runs_dir), metric)
     print(json.dumps(report, indent=2) if as_json else table)
     if any("error" in cell for cell in report["cells"]):
+        sys.exit(1)
+
+
+@app.command()
+def study(
+    name: Annotated[str, typer.Argument()],
+    data: Annotated[str, typer.Option("--data", help="The folder that the studies' data lie under.")] = "",
+    only: Annotated[str, typer.Option("--only", help="Parts of the study, comma-separated; default: all.")] = "",
+    jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Run a paper's table as several comparisons; finished runs are not repeated. Exit code 1: some runs failed."""
+    _say("loading …")
+    from flwr_replay.study import run_study
+
+    text, whole = run_study(name, data, jobs, Path(runs_dir), [part for part in only.split(",") if part])
+    print(text)
+    if not whole:
         sys.exit(1)
 
 
