@@ -252,7 +252,7 @@ def test_strategies_lists_what_travels(flwr_replay):
     code, out, _ = flwr_replay("strategies", "--json")
     assert code == 0
     described = json.loads(out)
-    assert set(described) == {"central", "cwt", "fedavg", "fedreplay", "local"}
+    assert set(described) == {"central", "cwt", "fedavg", "fedreplay", "local", "splitnn"}
     assert all(idea and travels for idea, travels in described.values())
 
 

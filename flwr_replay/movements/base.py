@@ -59,7 +59,7 @@ class Movement(Strategy):
     name: ClassVar[str]
     config_type: ClassVar[type[Any]]
     min_nodes: ClassVar[int] = 1
-    stages: ClassVar[tuple[str, ...]] = ("train", "evaluate")  # what every institution is asked for
+    stages: tuple[str, ...] = ("train", "evaluate")  # what every institution is asked for
 
     def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
         self.config = self.config_type() if config is None else config
