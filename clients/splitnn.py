@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import TrainingError
@@ -31,7 +31,6 @@ from flwr_replay.payloads.splitnn import (
     Leave,
     NextBatch,
     NextBatchUnlabelled,
-    Visiting,
 )
 from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
 from flwr_replay.training import (
@@ -47,6 +46,8 @@ from flwr_replay.training import (
 from flwr_replay.wire import StateDict
 
 __all__ = ["SplitNNClient"]
+
+Asked = Enter | NextBatch | HeadLoss | Leave
 
 
 class SplitNNClient(InstitutionClient):
@@ -87,14 +88,14 @@ class SplitNNClient(InstitutionClient):
     def head_loss(self, request: HeadLoss) -> HeadGradients:
         """θ_H ← θ_H − η ∇L(H(s), y), batch by batch; return ∂L/∂s, where s are the outputs of the server's part."""
         part, optimizer = self.take_up(request)
-        losses, gradients = [], []
-        for s_B, (_, y_B) in zip(self.arrived(request.outputs), self.group(request, request.group), strict=True):
-            s_B.requires_grad_()
+        s, losses = [s_B.requires_grad_() for s_B in self.arrived(request.outputs)], []
+        for s_B, (_, y_B) in zip(s, self.group(request, request.group), strict=True):
             losses.append(step(part, optimizer, self.task.loss(part[-1](s_B), y_B)))
-            gradients.append(s_B.grad)
         self.put_down(request, part, optimizer)
         return HeadGradients(
-            gradients=_joined(gradients), losses=torch.stack(losses).tolist(), num_examples=len(self.training_data())
+            gradients=_joined([s_B.grad for s_B in s if s_B.grad is not None]),
+            losses=torch.stack(losses).tolist(),
+            num_examples=len(self.training_data()),
         )
 
     # --- batches ------------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ class SplitNNClient(InstitutionClient):
         activations = [encoder(x_B) for x_B, _ in self.group(request, request.group - 1)]
         late_steps(encoder, optimizer, activations, self.arrived(request.gradients))
 
-    def upload(self, request: Visiting, part: StagedModel) -> LabelledActivations:
+    def upload(self, request: Asked, part: StagedModel) -> LabelledActivations:
         """Compute the activations of a group; the norm statistics that this moves on are thrown away."""
         encoder, group = self.encoder(request, part), self.group(request, request.group)
         with torch.no_grad():
@@ -116,7 +117,7 @@ class SplitNNClient(InstitutionClient):
             num_examples=len(self.training_data()),
         )
 
-    def group(self, request: Visiting, group: int) -> list[tuple[Tensor, Tensor]]:
+    def group(self, request: Asked, group: int) -> list[tuple[Tensor, Tensor]]:
         """Return a group of the visit's batches, which the seed and the round decide."""
         data, m = self.training_data(), request.micro_batches
         shuffle = self.shuffle(request.server_round)
@@ -124,22 +125,22 @@ class SplitNNClient(InstitutionClient):
 
     def arrived(self, array: NDArray[Any]) -> tuple[Tensor, ...]:
         """Return what the server sent for a group, batch by batch."""
-        return torch.tensor(array, device=self.institution.device).split(self.batch_size)
+        return torch.split(torch.tensor(array, device=self.institution.device), self.batch_size)
 
     # --- the institution's part ---------------------------------------------------------------------------------------
 
-    def part(self, request: Visiting) -> StagedModel:
+    def part(self, request: Asked) -> StagedModel:
         """Return the stages that train here; they share this process's one backbone."""
         model = self.scratch_model()
         refuse_single_batches(model, len(self.training_data()), self.batch_size)
         parts = (split_before_head if request.with_head else split)(model, request.cut)
         return StagedModel(OrderedDict(chain.from_iterable(part.named_children() for part in parts[::2])))
 
-    def encoder(self, request: Visiting, part: StagedModel) -> StagedModel:
+    def encoder(self, request: Asked, part: StagedModel) -> nn.Sequential:
         """Return the stages before the cut."""
         return part[: part.stages.index(request.cut) + 1]
 
-    def put_down(self, request: Visiting, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
+    def put_down(self, request: Asked, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
         """Keep the part and its optimizer for the next message of this visit, whichever process receives it."""
         named = {"weights": to_arrays(part), "optimizer": optimizer_arrays(optimizer)}
         kept = {f"{what}/{name}": array for what, arrays in named.items() for name, array in arrays.items()}
@@ -148,7 +149,7 @@ class SplitNNClient(InstitutionClient):
             key, request.run, request.message, kept, to_disk=False
         )  # without power the visit is over anyway
 
-    def take_up(self, request: Visiting) -> tuple[StagedModel, torch.optim.Optimizer]:
+    def take_up(self, request: Asked) -> tuple[StagedModel, torch.optim.Optimizer]:
         """Return the part and its optimizer as the message before has left them.
 
         Raises

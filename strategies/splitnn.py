@@ -17,7 +17,7 @@ evaluation the whole model.
 
 The process at k ends between messages. So k keeps θ_E, norm statistics and optimizer in its state directory as they
 stand before a batch, and computes E(x) anew when the gradient comes; the first E(x) leaves no trace. With
-optimizer-state=reset the result is CWT's, bit for bit.
+optimizer-state=reset the result is CWT's, bit for bit (on CPUs with equal torch threads).
 
 share-labels=false, the U-shaped variant: k holds the head, too, and labels never leave. A batch takes two exchanges: a
 up and S(a) down; the gradient there up (`HeadGradients`), which tells about labels, and g down. The result is the
@@ -152,16 +152,16 @@ class SplitNN(Serial):
         answer = yield self.visit(server_round, arrays)
         sizes = group_sizes(answer.num_examples, b, self.config.micro_batches)
         for group, n in enumerate(sizes):
-            a = [a_B.requires_grad_() for a_B in self.received(answer.activations, n, self.shapes[0]).split(b)]
+            a = [a_B.requires_grad_() for a_B in self.received(answer.activations, n, self.shapes[0])]
             if self.config.share_labels:
-                for a_B, y_B in zip(a, self.labels(answer, n).split(b), strict=True):
+                for a_B, y_B in zip(a, self.labels(answer, n), strict=True):
                     # θ_S ← θ_S − η ∇L(S(a), y)
                     losses.append(step(server, optimizer, self.settings.task.loss(server(a_B), y_B)))
             else:
                 s = [server(a_B) for a_B in a]
                 answer = yield self.head_loss(server_round, group, _joined(s))
                 losses += torch.tensor(answer.losses)
-                late_steps(server, optimizer, s, self.received(answer.gradients, n, self.shapes[1]).split(b))
+                late_steps(server, optimizer, s, self.received(answer.gradients, n, self.shapes[1]))
             g = _joined([a_B.grad for a_B in a if a_B.grad is not None])  # ∂L/∂a
             answer = yield self.next_batch(server_round, group + 1, g, last=group + 1 == len(sizes))
         whole, loss = self.whole(answer, server, arrays), mean_loss(losses)
@@ -254,8 +254,8 @@ class SplitNN(Serial):
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    def received(self, array: NDArray[Any], n: int, shape: tuple[int, ...]) -> Tensor:
-        """Return an array that an institution sent, on the server's device.
+    def received(self, array: NDArray[Any], n: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Return an array that an institution sent, batch by batch, on the server's device.
 
         Raises
         ------
@@ -266,10 +266,10 @@ class SplitNN(Serial):
             raise WireError(
                 f"activations and gradients of {n} examples must have shape {(n, *shape)}; got {array.shape}"
             )
-        return torch.tensor(array, device=self.settings.device)
+        return self.batches(array)
 
-    def labels(self, upload: LabelledActivations, n: int) -> Tensor:
-        """Return the labels of an upload.
+    def labels(self, upload: LabelledActivations, n: int) -> tuple[Tensor, ...]:
+        """Return the labels of an upload, batch by batch.
 
         Raises
         ------
@@ -281,7 +281,11 @@ class SplitNN(Serial):
             raise WireError(
                 f"{n} activations must come with as many labels in 0..{classes - 1}; got others: check the data"
             )
-        return torch.tensor(y, device=self.settings.device)
+        return self.batches(y)
+
+    def batches(self, array: NDArray[Any]) -> tuple[Tensor, ...]:
+        """Take an array apart, onto the server's device."""
+        return torch.split(torch.tensor(array, device=self.settings.device), self.settings.training.batch_size)
 
     def whole(self, answer: Half, server: StagedModel, before: StateDict) -> StateDict:
         """Put the institution's part and the server's together.
