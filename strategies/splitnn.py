@@ -83,7 +83,7 @@ class SplitNNConfig:
     """Options of SplitNN; Qu et al. cut after conv1."""
 
     name: ClassVar[str] = "splitnn"
-    cut: str = "conv1"  # the last stage of the institution's part
+    cut: str = ""  # the last stage of the institution's part; empty: the model's first stage, the paper's conv1
     share_labels: bool = True  # false: the head stays at the institution, and labels never leave
     micro_batches: int = 1  # batches that a message holds
     optimizer_state: str = "reset"  # reset: every visit begins with fresh momentum | keep: each party goes on
@@ -216,7 +216,7 @@ class SplitNN(Serial):
         return {
             "server_round": server_round,
             "run": self.settings.run,
-            "cut": self.config.cut,
+            "cut": self.parts[0].stages[-1],
             "with_head": not self.config.share_labels,
             "lr": self.lr(server_round),
             "optimizer_state": self.config.optimizer_state,
@@ -250,7 +250,8 @@ class SplitNN(Serial):
         activations = np.zeros((n, *self.shapes[0]), np.float32)
         if not self.config.share_labels:
             return Activations(activations=activations, num_examples=0)
-        return LabelledActivations(activations=activations, labels=np.zeros(n, np.int64), num_examples=0)
+        labels = self.settings.task.blank_labels(n, self.settings.input_shape)
+        return LabelledActivations(activations=activations, labels=labels, num_examples=0)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -276,12 +277,9 @@ class SplitNN(Serial):
         WireError
             If they are not n labels of the task.
         """
-        y, classes = upload.labels, self.settings.task.classes
-        if len(y) != n or not 0 <= y.min() <= y.max() < classes:
-            raise WireError(
-                f"{n} activations must come with as many labels in 0..{classes - 1}; got others: check the data"
-            )
-        return self.batches(y)
+        if len(upload.labels) != n or not self.settings.task.accepts(upload.labels):
+            raise WireError(f"{n} activations must come with as many labels of {self.settings.task}; got others")
+        return self.batches(upload.labels)
 
     def batches(self, array: NDArray[Any]) -> tuple[Tensor, ...]:
         """Take an array apart, onto the server's device."""

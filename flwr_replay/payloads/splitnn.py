@@ -12,6 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from flwr_replay.payloads.common import LabelScale
 from flwr_replay.wire import Payload, Request, Weights, instruction, model, per_sample, statistic
 
 __all__ = [
@@ -49,7 +50,7 @@ class HeadGradients(Payload):
     """Gradients of the batches' losses at the head's input; they tell about labels."""
 
     gradients: NDArray[Any] = per_sample("N ...", "float32")
-    losses: list[float] = statistic("nats, a mean for each batch")
+    losses: list[float] = statistic("as the task has it, a mean for each batch")
     num_examples: int = statistic("examples, the institution's")
 
 
@@ -101,7 +102,7 @@ class NextBatchUnlabelled(NextBatch, stage="next-batch-unlabelled", answer=Activ
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadLoss(Visiting, Request, stage="head-loss", answer=HeadGradients):
+class HeadLoss(Visiting, LabelScale, Request, stage="head-loss", answer=HeadGradients):
     """Step the head on this group, whose outputs of the server's part are here."""
 
     outputs: NDArray[Any] = per_sample("N ...", "float32")

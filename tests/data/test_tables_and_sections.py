@@ -140,7 +140,7 @@ def test_patches_are_the_sections_cut_and_labels_go_with_them(sections):
     assert dataset.train.x.shape == (24, 1, 32, 32)
     assert dataset.train.y.shape == (24, 32, 32)
     assert [int(x.max()) for x in dataset.train.x[:4]] == [200, 0, 0, 0]  # the corner is in the first patch only
-    whole = np.asarray(Image.open(sections / "label_03.png")) // 255
+    whole = 1 - np.asarray(Image.open(sections / "label_03.png")) // 255
     assert (dataset.train.y[12] == whole[:32, :32]).all()
     assert (dataset.train.y[13] == whole[:32, 32:]).all()
     np.testing.assert_allclose(dataset.train.labels, dataset.train.y.reshape(24, -1).mean(1), rtol=1e-6)
