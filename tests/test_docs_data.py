@@ -9,7 +9,7 @@ import pytest
 from flwr_replay.compose import choices, compose
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"(flwr-replay run [^`\n]+)", PAGE)
+COMMANDS = re.findall(r"^flwr-replay run .*", PAGE, re.M)
 
 
 def test_every_task_has_a_command():
