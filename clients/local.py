@@ -39,5 +39,5 @@ class LocalClient(InstitutionClient):
             raise TrainingError(
                 f"institution {self.institution.name!r} has no model yet: its training has failed so far"
             )
-        model = self.scratch_model(kept)
-        return self.task.evaluate(model, self.institution.test.x, self.institution.test.y)
+        shard = self.institution.shard(request.split)
+        return self.task.evaluate(self.scratch_model(kept), shard.x, shard.y)

@@ -1,4 +1,4 @@
-"""The command line: flwr-replay run | compare | strategies | data show | doctor.
+"""The command line: flwr-replay run | compare | study | strategies | data show | doctor.
 
 Nothing heavy is imported before a command needs it, so that `--help` answers at once.
 """
@@ -89,6 +89,24 @@ def compare(
 
 
 @app.command()
+def study(
+    name: Annotated[str, typer.Argument()],
+    data: Annotated[str, typer.Option("--data", help="The folder that the studies' data lie under.")] = "",
+    only: Annotated[str, typer.Option("--only", help="Parts of the study, comma-separated; default: all.")] = "",
+    jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Run a paper's table as several comparisons; finished runs are not repeated. Exit code 1: some runs failed."""
+    _say("loading …")
+    from flwr_replay.study import run_study
+
+    text, whole = run_study(name, data, jobs, Path(runs_dir), [part for part in only.split(",") if part])
+    print(text)
+    if not whole:
+        sys.exit(1)
+
+
+@app.command()
 def strategies(as_json: AsJson = False) -> None:
     """List the methods: what each does, and what travels."""
     from flwr_replay.forecast import describe_strategies
@@ -156,21 +174,19 @@ def _say(text: str) -> None:
 def _summary(result: dict[str, Any], folder: Path) -> str:
     from flwr_replay.progress import shown_bytes
 
-    leading = result["metric"]
+    leading, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
     lines = [
-        f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f} "
+        f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f}{unit} "
         f"(best {result['best'][leading]:.4f} in round {result['best']['round']})",
         *(f"  {name}: {metrics[leading]:.4f}" for name, metrics in result["final"]["institutions"].items()),
         f"training labels: mean pairwise KS {result['skew']['ks']:.3f}, TV {result['skew']['tv']:.3f}; "
         f"{result['skew']['dropped']:,} examples left out",
         f"sent: up {shown_bytes(result['bytes']['up'])}, down {shown_bytes(result['bytes']['down'])}",
     ]
-    for kind, count in result["bytes-by-kind"]["up"].items():
-        if kind == "per-sample":
-            raw = result["bytes-by-kind"]["up"]["raw-bytes-they-stand-for"]
-            lines.append(
-                f"of single patients: {shown_bytes(count)} of latents and labels, in place of {shown_bytes(raw)} of "
-                "raw data; they are not differentially private"
-            )
+    up = result["bytes-by-kind"]["up"]
+    if count := up.get("per-sample"):
+        raw = up.get("raw-bytes-they-stand-for")
+        place = f" in place of {shown_bytes(raw)} of raw data" if raw else ""
+        lines.append(f"of single patients: {shown_bytes(count)} went up{place}; they are not differentially private")
     lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])

@@ -109,7 +109,7 @@ class InstitutionClient(NumPyClient):
 
     def evaluate_model(self, request: Evaluate) -> Evaluation:
         """Test the weights that came on the institution's test shard, or on its training examples."""
-        shard = self.institution.train if request.split == "train" else self.institution.test
+        shard = self.institution.shard(request.split)
         evaluation: Evaluation = self.task.evaluate(self._loaded(request.arrays), shard.x, shard.y)
         return evaluation
 

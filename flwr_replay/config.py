@@ -146,6 +146,7 @@ class RunConfig:
     rounds: int  # passes over the institutions' data
     seed: int
     evaluate_every: int  # rounds; the last round is always evaluated
+    forgetting: bool  # after every exchange, test the model on each institution's own training examples too
     threads: int  # torch threads of every process; equal numbers give equal bits
     device: str  # auto | cpu | cuda | cuda:N
     runs_dir: str  # empty: $FLWR_REPLAY_HOME/runs, else ~/.flwr-replay/runs

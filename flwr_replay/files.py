@@ -61,13 +61,17 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write a file whole or not at all: temporary file, flushed to disk, then renamed."""
+def write_atomic(path: Path, data: bytes | str, to_disk: bool = True) -> None:
+    """Write a file whole or not at all: temporary file, flushed to disk, then renamed.
+
+    Without `to_disk` that holds as long as the machine does not lose power; nothing then waits for the disk.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
-        file.flush()
-        os.fsync(file.fileno())
+        if to_disk:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(temporary, path)
 
 

@@ -113,6 +113,10 @@ class Institution:
         """Validation examples, where the data set has a split for them."""
         return Shard.of(self.data.val, self.device) if self.data.val is not None and len(self.data.val) else None
 
+    def shard(self, split: str) -> Shard:
+        """Return the training or the test examples."""
+        return self.train if split == "train" else self.test
+
     @cached_property
     def pooled(self) -> Shard:
         """The union of all institutions' training examples; a simulation only can pool them."""

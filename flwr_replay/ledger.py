@@ -29,13 +29,15 @@ class Ledger(Lines):
         found : Iterable[Row]
             Its fields.
         raw_bytes : int | None
-            The size of the raw examples that its samples stand for.
+            The size of the raw examples that its samples stand for, written beside the first field of samples.
         """
-        head = json.dumps(message)[:-1]
-        stand_for = "" if raw_bytes is None else f', "raw-bytes": {raw_bytes}'
-        self.write(
-            "".join(f"{head}, {_field(row)}{stand_for if row.kind in SAMPLE_KINDS else ''}}}\n" for row in found)
-        )
+        head, lines = json.dumps(message)[:-1], []
+        for row in found:
+            beside = raw_bytes is not None and row.kind in SAMPLE_KINDS
+            stand_for = f', "raw-bytes": {raw_bytes}' if beside else ""
+            lines.append(f"{head}, {_field(row)}{stand_for}}}\n")
+            raw_bytes = None if beside else raw_bytes
+        self.write("".join(lines))
 
 
 @lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@
 - `metrics.jsonl`: a line per round, institution ("" = pooled) and metric
 - `timings.jsonl`: a line per exchange, seconds since the run began
 - `ledger.jsonl`: a line per message and field that travelled, repeated ones included
+- `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`
 - `failures.jsonl`: who refused, failed or did not answer, and why
 - `checkpoints/`: the last two exchanges
 - `models/`: the global weights at the end, where the server has any
@@ -38,10 +39,12 @@ from flwr_replay.compose import to_yaml
 from flwr_replay.config import RunConfig
 from flwr_replay.errors import RunError
 from flwr_replay.files import NAME, Lines, home, make_folder, read_lines, write_atomic
+from flwr_replay.forgetting import Forgetting
 from flwr_replay.ledger import Ledger
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.progress import Display, Progress
+from flwr_replay.tasks import make_task
 from flwr_replay.wire import Row, StateDict
 
 __all__ = ["PACKAGES", "RunDirectory", "default_name", "new_run_id", "open_run", "resumable"]
@@ -171,6 +174,8 @@ class RunDirectory(Recorder):
         self.counters = Counters()
         self.started = time.monotonic()
         self.bytes = {"up": 0, "down": 0}
+        self.forgetting = Forgetting(self.path / "forgetting.jsonl")
+        self.leading = make_task(config.task).metric
         self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
         self._writer = ThreadPoolExecutor(max_workers=1)  # the next round need not wait for the disk
         self._writing: Future[None] = self._writer.submit(lambda: None)
@@ -220,6 +225,10 @@ class RunDirectory(Recorder):
             for name, metrics in [("", pooled), *own.items()]
             for metric, value in metrics.items()
         )
+
+    def looked_back(self, server_round: int, taught: list[str], own: dict[str, dict[str, float]]) -> None:
+        """Write a row of the forgetting matrix."""
+        self.forgetting.add(server_round, taught, {name: metrics[self.leading] for name, metrics in own.items()})
 
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Write down who takes no part, and why."""
@@ -300,9 +309,11 @@ class RunDirectory(Recorder):
             "rounds": server_round // self.per_round,
             "seed": config.seed,
             "metric": metric,
+            "unit": config.task.unit,
             "higher-is-better": higher_is_better,
             "final": {"global": pooled, "institutions": own},
             "best": {"round": best[0] // self.per_round, metric: best[1].get(metric)},
+            "forgetting": self.forgetting.summary(self.leading, higher_is_better),
             "examples-seen": self.counters.examples_seen,
             "bytes": {**self.bytes, "per-round": round(sum(self.bytes.values()) / (server_round // self.per_round))},
             "bytes-by-kind": self.bytes_by_kind(),
@@ -320,7 +331,7 @@ class RunDirectory(Recorder):
         for entry in read_lines(self.path / "ledger.jsonl"):
             by_kind = sums[entry["direction"]]
             by_kind[entry["kind"]] = by_kind.get(entry["kind"], 0) + entry["bytes"]
-            if entry["field"] == "latents":
+            if "raw-bytes" in entry:
                 by_kind["raw-bytes-they-stand-for"] = by_kind.get("raw-bytes-they-stand-for", 0) + entry["raw-bytes"]
         return sums
 
@@ -344,6 +355,7 @@ class RunDirectory(Recorder):
             by_institution.setdefault(entry["institution"], {})[entry["metric"]] = entry["value"]
         self.history = [(at, own.pop(""), own) for at, own in rounds.items()]
         self.bytes = {"up": 0, "down": 0}
+        self.forgetting.rewind(server_round)
         for entry in read_lines(self.path / "ledger.jsonl"):
             self.bytes[entry["direction"]] += entry["bytes"]
         self.failures = read_lines(self.path / "failures.jsonl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from torch import nn
 
 from flwr_replay.client_app import backbone
 from flwr_replay.compose import from_run_config, load_strategy
-from flwr_replay.config import RunConfig
+from flwr_replay.config import RunConfig, require
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.files import alone, read_json
+from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.movements.base import Settings
 from flwr_replay.progress import Display, LogDisplay
 from flwr_replay.rng import derived_seed
@@ -39,6 +42,16 @@ def main(grid: Grid, context: Context) -> None:
     print(f"{result['metric']} {result['final']['global'][result['metric']]:.4f}  {folder}")
 
 
+def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
+    """Return the builder of the backbone as the server begins with it: fresh, or with the user's weights."""
+    fresh, file = backbone(config.model, config.task), config.model.weights
+    require(
+        not file or config.strategy.name != "local",
+        "model.weights is read by the server, and strategy=local begins at the institutions: leave one of them out",
+    )
+    return (lambda seed: load_pretrained(fresh(seed), file)) if file else fresh
+
+
 def settings_of(config: RunConfig) -> Settings:
     """Return what a run's strategy needs beside its own options."""
     return Settings(
@@ -46,10 +59,11 @@ def settings_of(config: RunConfig) -> Settings:
         nodes=config.nodes,
         seed=config.seed,
         evaluate_every=config.evaluate_every,
+        forgetting=config.forgetting,
         timeout=config.timeout,
         wait=config.wait,
         task=make_task(config.task),
-        model=backbone(config.model, config.task),
+        model=beginning(config),
         input_shape=(config.task.channels, config.task.size, config.task.size),
         device=select_device(config.device),
     )
@@ -77,13 +91,12 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
     stored = Path(config.runs_dir) / config.run_name / "result.json"
     if stored.exists() and (result := read_json(stored)).get("rounds", 0) >= config.rounds:
         return result, stored.parent  # a finished run is not run again
-    build = backbone(config.model, config.task)
-    fresh = array_record(to_arrays(build(derived_seed(config.seed, "model"))))
+    first = array_record(to_arrays(beginning(config)(derived_seed(config.seed, "model"))))
     with alone(stored.parent), resumable(stored.parent):
         recorder = RunDirectory(config, display)
         strategy = strategy_type(config.strategy, replace(settings, run=run_id), recorder)
         try:
-            final = opened(strategy.start(grid, fresh, config.rounds).arrays)
+            final = opened(strategy.start(grid, first, config.rounds).arrays)
             return recorder.finish(final, settings.task.metric, settings.task.higher_is_better), recorder.path
         finally:
             recorder.close()

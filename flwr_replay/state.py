@@ -37,11 +37,14 @@ class StateStore:
             raise WireError(f"a run's id has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
         return self.folder / run
 
-    def save(self, key: str, run: str, server_round: int, arrays: StateDict) -> None:
-        """Keep arrays as they stand after exchange `server_round`; forget all but the last three."""
+    def save(self, key: str, run: str, server_round: int, arrays: StateDict, to_disk: bool = True) -> None:
+        """Keep arrays as they stand after exchange `server_round`; forget all but the last three.
+
+        Without `to_disk` they outlive this process, but perhaps not a power failure.
+        """
         folder = self._of_run(run)
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / f"{key}-{server_round:06d}.safetensors", save(arrays))
+        write_atomic(folder / f"{key}-{server_round:06d}.safetensors", save(arrays), to_disk)
         for old in sorted(folder.glob(f"{key}-*.safetensors"))[:-3]:
             old.unlink()
 
@@ -50,6 +53,11 @@ class StateStore:
         files = sorted(self._of_run(run).glob(f"{key}-*.safetensors"))
         earlier = [file for file in files if int(file.stem.rsplit("-", 1)[1]) < before]
         return load_file(earlier[-1]) if earlier else None
+
+    def forget(self, key: str, run: str) -> None:
+        """Remove all that was kept under keys that begin so."""
+        for old in self._of_run(run).glob(f"{key}-*.safetensors"):
+            old.unlink()
 
 
 def optimizer_arrays(optimizer: torch.optim.Optimizer) -> StateDict:
@@ -67,5 +75,5 @@ def load_optimizer_arrays(optimizer: torch.optim.Optimizer, arrays: StateDict) -
     slots: dict[int, dict[str, torch.Tensor]] = {}
     for name, array in arrays.items():
         index, slot = name.split(".", 1)
-        slots.setdefault(int(index), {})[slot] = torch.as_tensor(array)
+        slots.setdefault(int(index), {})[slot] = torch.tensor(array)  # a copy: the optimizer goes on writing into it
     optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ __all__ = [
     "batches",
     "encoded",
     "generator",
+    "iterations",
+    "late_steps",
     "learning_rate",
     "load_arrays",
     "make_optimizer",
@@ -91,7 +93,18 @@ def as_input(x: Tensor) -> Tensor:
     return x.float().div_(255) if x.dtype == torch.uint8 else x.float()
 
 
-def batches(x: Tensor, y: Tensor, batch_size: int, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+def iterations(examples: int, batch_size: int) -> int:
+    """Return Qu et al.'s iterations per visit, max(1, ⌊n/b⌋).
+
+    >>> [iterations(n, 16) for n in (5, 33, 70)]
+    [1, 2, 4]
+    """
+    return max(1, examples // batch_size)
+
+
+def batches(
+    x: Tensor, y: Tensor, batch_size: int, shuffle: torch.Generator, only: slice = slice(None)
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield max(1, ⌊n/b⌋) full batches of one fresh shuffle: Qu et al.'s iterations per visit.
 
     Parameters
@@ -104,10 +117,12 @@ def batches(x: Tensor, y: Tensor, batch_size: int, shuffle: torch.Generator) -> 
         b; with fewer than b examples the one batch holds all n.
     shuffle : torch.Generator
         A CPU generator of this visit's own.
+    only : slice
+        Which of these batches to yield.
     """
     order = torch.randperm(len(y), generator=shuffle).to(y.device)
     size = min(batch_size, len(y))
-    for i in range(max(1, len(y) // batch_size)):
+    for i in range(iterations(len(y), batch_size))[only]:
         rows = order[i * size : (i + 1) * size]
         yield as_input(x[rows]), y[rows]
 
@@ -127,6 +142,32 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Te
     optimizer.step()
     optimizer.zero_grad()  # here, not before the forward pass: the gradients' memory is free again for it
     return loss.detach()
+
+
+def late_steps(
+    part: nn.Module, optimizer: torch.optim.Optimizer, outputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> None:
+    """Take one optimizer step for each gradient at a part's outputs, all of which were computed before the first step.
+
+    Parameters
+    ----------
+    part : nn.Module
+        Whose parameters step; the gradients at its inputs go on to `.grad` of those that require one.
+    optimizer : torch.optim.Optimizer
+        Over these parameters, and perhaps others, which stay.
+    outputs, gradients : Sequence[Tensor]
+        Of the same shapes, one by one: an output and the gradient of its loss there.
+    """
+    found = []
+    for output, gradient in zip(outputs, gradients, strict=True):
+        torch.autograd.backward(output, gradient)
+        found.append([parameter.grad for parameter in part.parameters()])
+        part.zero_grad()
+    for taken in found:
+        for parameter, gradient_of in zip(part.parameters(), taken, strict=True):
+            parameter.grad = gradient_of
+        optimizer.step()
+    optimizer.zero_grad()
 
 
 def mean_loss(losses: list[Tensor]) -> float:

@@ -28,6 +28,9 @@ def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
         ("fedreplay", "strategy.latent_dtype=int8"),
         ("fedreplay", "strategy.chunk_mb=0.05"),
         ("fedreplay", "strategy.upload_views=3"),
+        ("splitnn", "strategy.optimizer_state=keep"),
+        ("splitnn", "strategy.share_labels=false"),
+        ("splitnn", "strategy.micro_batches=4"),
     ],
 )
 def test_options_keep_the_contract(name, override, monkeypatch, tmp_path):

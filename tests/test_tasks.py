@@ -5,10 +5,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score, log_loss
+from sklearn.metrics import (
+    accuracy_score,
+    balanced_accuracy_score,
+    f1_score,
+    log_loss,
+    mean_absolute_error,
+    roc_auc_score,
+    root_mean_squared_error,
+)
 from torch import nn
 
-from flwr_replay.tasks import Classification
+from flwr_replay.errors import WireError
+from flwr_replay.payloads.common import Evaluation
+from flwr_replay.tasks import Classification, Regression, Segmentation
 
 
 @st.composite
@@ -39,6 +49,8 @@ def test_pooled_metrics_are_sklearns_on_the_shards_laid_together(drawn):
     pooled = Classification(classes).pool(evaluations(classes, parts))
     logits, y = (np.concatenate(column) for column in zip(*parts, strict=True))
     guesses, probabilities = logits.argmax(1), torch.from_numpy(logits).double().softmax(1).numpy()
+    if "auc" in pooled:  # from 256 bins of the scores, in which ties count half
+        assert pooled.pop("auc") == pytest.approx(roc_auc_score(y, probabilities[:, 1]), abs=0.02)
     assert pooled == pytest.approx(
         {
             "accuracy": accuracy_score(y, guesses),
@@ -74,3 +86,62 @@ def test_confusion_has_labels_in_rows_and_predictions_in_columns():
     x, y = torch.tensor([[0.0, 1, 0], [0, 1, 0], [1, 0, 0]]), torch.tensor([2, 1, 2])
     [found] = evaluations(3, [(x.numpy(), y.numpy())])
     assert np.reshape(found.confusion, (3, 3)).tolist() == [[0, 0, 0], [0, 1, 0], [1, 1, 0]]
+
+
+def test_the_auc_is_of_class_1_and_missing_where_one_class_is():
+    logits = torch.tensor([[0.0, -3], [0, 1], [0, 0], [0, 3]])
+    good, alone = evaluations(2, [(logits.numpy(), np.array([0, 1, 0, 1])), (logits.numpy(), np.array([1, 1, 1, 1]))])
+    task = Classification(2)
+    assert task.pool([good])["auc"] == 1
+    assert "auc" not in task.pool([alone])
+    assert task.pool([good, alone])["auc"] == pytest.approx(roc_auc_score([0, 1, 0, 1, 1, 1, 1, 1], [-3, 1, 0, 3] * 2))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4))
+def test_errors_of_a_regression_are_in_the_labels_unit(seed, sizes):
+    rng = np.random.default_rng(seed)
+    parts = [(rng.normal(size=(n, 1)).astype(np.float32), rng.normal(100, 40, n).astype(np.float32)) for n in sizes]
+    x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
+    task = Regression().scaled(float(y.mean()), float(y.std()) or 1.0)
+    found = [task.evaluate(nn.Identity(), torch.from_numpy(x), torch.from_numpy(y), 7) for x, y in parts]
+    guesses = x[:, 0].astype(float) * task.scale + task.mean
+    pooled = task.pool(found)
+    assert pooled["mae"] == pytest.approx(mean_absolute_error(y, guesses), rel=1e-5)
+    assert pooled["rmse"] == pytest.approx(root_mean_squared_error(y, guesses), rel=1e-5)
+    assert pooled["loss"] == pytest.approx(float(task.loss(torch.from_numpy(x), torch.from_numpy(y))), rel=1e-4)
+
+
+def test_dice_is_of_all_pixels_together():
+    rng = np.random.default_rng(0)
+    logits, masks = rng.normal(size=(5, 1, 8, 8)).astype(np.float32), rng.integers(0, 2, (5, 8, 8), dtype=np.uint8)
+    task, shards = Segmentation(), [slice(0, 1), slice(1, 5)]
+    found = [task.evaluate(nn.Identity(), torch.from_numpy(logits[s]), torch.from_numpy(masks[s]), 2) for s in shards]
+    guesses = logits[:, 0] > 0
+    assert task.pool(found)["dice"] == pytest.approx(f1_score(masks.ravel(), guesses.ravel()))
+    assert task.pool(found)["pixel-accuracy"] == pytest.approx(accuracy_score(masks.ravel(), guesses.ravel()))
+    right = torch.from_numpy(np.where(masks == 1, 50.0, -50.0)).float()[:, None]
+    assert float(task.loss(right, torch.from_numpy(masks))) == pytest.approx(0, abs=1e-6)
+    assert float(task.loss(-right, torch.from_numpy(masks))) > 2
+
+
+@pytest.mark.parametrize("task", [Classification(3), Classification(2), Regression(), Segmentation()])
+def test_an_answer_about_no_example_is_refused(task):
+    with pytest.raises(WireError, match="at least one example"):
+        task.pool([task.empty()])
+    with pytest.raises(WireError):
+        task.pool([Evaluation(num_examples=5, loss=0.1)])
+
+
+def test_labels_that_an_institution_uploads_are_the_tasks():
+    masks = np.zeros((2, 4, 4), np.uint8)
+    for task, good in (
+        (Classification(3), np.array([0, 2])),
+        (Regression(), np.ones(2, "f4")),
+        (Segmentation(), masks),
+    ):
+        others = [np.array([0, 3]), np.array([-1, 0]), np.array([np.nan, 1], "f4"), masks + 2]
+        assert task.accepts(good)
+        assert not any(task.accepts(labels) for labels in others)
+        blank = task.blank_labels(2, (1, 4, 4))
+        assert (blank.shape, blank.dtype) == (good.shape, good.dtype)

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from flwr_replay.config import one_of, require
 
-__all__ = ["StagedModel", "freeze", "has_batch_norm", "split"]
+__all__ = ["StagedModel", "freeze", "has_batch_norm", "split", "split_before_head"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -67,6 +67,27 @@ def split(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel]:
     first = cuts.index(cut) + 1 if cut else 1
     stages = list(model.named_children())
     return StagedModel(OrderedDict(stages[:first])), StagedModel(OrderedDict(stages[first:]))
+
+
+def split_before_head(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel, StagedModel]:
+    """Cut a model after one of its stages and once more before its head, as U-shaped split learning does.
+
+    Returns
+    -------
+    encoder, middle, head : StagedModel
+        As from `split`; the head is the model's last stage.
+
+    Raises
+    ------
+    ConfigError
+        As `split` does; or nothing is left between the two cuts.
+    """
+    encoder, rest = split(model, cut)
+    require(
+        len(rest) > 1, f"a cut before the head too must leave a stage between; got cut={cut!r}: cut at an earlier stage"
+    )
+    middle, head = split(rest, rest.stages[-2])
+    return encoder, middle, head
 
 
 def freeze(module: Module) -> Module:

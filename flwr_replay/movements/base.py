@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from torch import nn
 
-from flwr_replay.config import TrainingConfig
 from flwr_replay.errors import DivergedError, RefusedError, RunError, WireError
 from flwr_replay.movements.evaluation import pool_answers
 from flwr_replay.movements.members import Member, Members, ask, failure_of, reason_of, wait_for_nodes
 from flwr_replay.movements.recorder import Recorder, Snapshot
+from flwr_replay.movements.settings import Settings
 from flwr_replay.payloads.common import OPEN_STAGES, Evaluate, Failure, LabelScale, Present, RollCall
 from flwr_replay.training import learning_rate, refuse_single_batches
 from flwr_replay.wire import (
@@ -45,23 +43,6 @@ __all__ = ["Exchange", "Movement", "Settings"]
 Exchange = tuple[Member, Request, Payload, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What every strategy needs beside its own options."""
-
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    nodes: int = 1  # institutions to wait for
-    seed: int = 0
-    evaluate_every: int = 1  # rounds
-    timeout: float = 3600  # seconds to wait for an institution's answer
-    wait: float = 120  # seconds to wait for `nodes` institutions
-    run: str = "run"  # what the institutions know the run by; their state is kept under it
-    task: Any = None  # loss and pooled metrics; None: means weighted by number of examples
-    model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for strategies that train it
-    input_shape: tuple[int, ...] | None = None  # of one example
-    device: str | torch.device = "cpu"  # of training at the server
-
-
 class Movement(Strategy):
     """Base of the four movements.
 
@@ -78,7 +59,7 @@ class Movement(Strategy):
     name: ClassVar[str]
     config_type: ClassVar[type[Any]]
     min_nodes: ClassVar[int] = 1
-    stages: ClassVar[tuple[str, ...]] = ("train", "evaluate")  # what every institution is asked for
+    stages: tuple[str, ...] = ("train", "evaluate")  # what every institution is asked for
 
     def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
         self.config = self.config_type() if config is None else config
@@ -122,6 +103,10 @@ class Movement(Strategy):
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Take back what `state` gave."""
 
+    def taught(self, server_round: int) -> list[str]:
+        """Return the names of those whose data an exchange trains on: in the base, all."""
+        return [member.name for member in self.members]
+
     def evaluation(self, server_round: int, arrays: Weights) -> Request:
         """Return what each institution is asked to evaluate."""
         return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
@@ -141,6 +126,7 @@ class Movement(Strategy):
         """Return what evaluation will send."""
         every = self.settings.evaluate_every
         times = num_rounds // every + (1 if num_rounds % every else 0)
+        times += num_rounds * self.exchanges_per_round() if self.settings.forgetting else 0
         answer = self.settings.task.empty()
         return [(member, self.evaluation(0, arrays), answer, times) for member in self.members]
 
@@ -204,6 +190,8 @@ class Movement(Strategy):
             trained, metrics = self.exchange_round(grid, server_round, arrays, train_config)
             if trained is not None:
                 arrays = _finite(trained)
+            if self.settings.forgetting:
+                self.look_back(grid, server_round, arrays, evaluate_config)
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
             completed, rest = divmod(server_round, per_round)
@@ -232,6 +220,14 @@ class Movement(Strategy):
         """Ask every institution to evaluate on its test shard."""
         request = self.evaluation(server_round, arrays)
         return [self.message(member, request, config) for member in self.members]
+
+    def look_back(self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
+        """Have every institution test the model on its own training examples: a row of the forgetting matrix."""
+        request = replace(self.evaluation(server_round, arrays), split="train")  # type: ignore[call-arg]
+        asked = [self.message(member, request, config) for member in self.members]
+        answers = self.answers(self.exchange(grid, server_round, asked, needed=False))
+        if found := pool_answers(answers, self.settings.task, partial(self.recorder.failed, server_round)):
+            self.recorder.looked_back(server_round, self.taught(server_round), found[1])
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the metrics over the test shards: by summed counts, or weighted means for a user's own ClientApp."""

@@ -44,6 +44,10 @@ class OneShot(Movement):
         """One epoch at the server; uploads precede the first, or come with a late institution."""
         return 1
 
+    def taught(self, server_round: int) -> list[str]:
+        """Nobody is visited: the server trains on what all have uploaded."""
+        return []
+
     def stops_without_answers(self) -> bool:
         """Go on with the uploads that are there; `learn` stops the run if there are none."""
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -11,13 +12,17 @@ from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.payloads.common import Visited
-from flwr_replay.wire import Request, StateDict, Weights, array_record
+from flwr_replay.wire import Request, StateDict, Weights, array_record, opened
 
 __all__ = ["Parallel", "weighted_mean"]
 
 
 class Parallel(Movement):
     """Base of the methods in which all institutions train at once."""
+
+    answer: ClassVar[type[Visited]] = Visited
+    sent: StateDict  # the global weights of this exchange, which all have received
+    server_round: int
 
     @abstractmethod
     def task_for_all(self, server_round: int, arrays: Weights) -> Request:
@@ -33,13 +38,14 @@ class Parallel(Movement):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Everyone in every round."""
-        request, answer = self.task_for_all(0, arrays), Visited.empty(arrays)
+        request, answer = self.task_for_all(0, arrays), self.answer.empty(arrays)
         return [(member, request, answer, num_rounds) for member in self.members]
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the same to all."""
+        self.sent, self.server_round = opened(arrays), server_round
         request = self.task_for_all(server_round, arrays)
         return [self.message(member, request, config) for member in self.members]
 
@@ -48,7 +54,7 @@ class Parallel(Movement):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Combine the answers that came."""
         answers = [
-            Visited.decode(reply.content) if member.ours else Visited.from_foreign(reply.content)
+            (self.answer.decode if member.ours else self.answer.from_foreign)(reply.content)
             for member, reply in self.answers(replies)
         ]
         if not answers:

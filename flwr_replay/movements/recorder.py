@@ -63,6 +63,9 @@ class Recorder:
         """Note the metrics of a round, pooled and of each institution."""
         self.log(f"round {server_round}: " + ", ".join(f"{name} {value:.4f}" for name, value in pooled.items()))
 
+    def looked_back(self, server_round: int, taught: list[str], own: dict[str, dict[str, float]]) -> None:
+        """Note the metrics on each institution's own training examples after an exchange that trained on some."""
+
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Note that an institution refused, failed or did not answer."""
         self.failures.append({"round": server_round, "institution": name, "reason": reason})

@@ -92,6 +92,7 @@ class Visit(LabelScale, Request, stage="train", answer=Visited):
     run: str = instruction()
     lr: float = instruction("per step")
     local_epochs: int = instruction("passes", default=1)
+    proximal_mu: float | None = instruction("weight of the proximal term, FedProx only", default=None)
     optimizer_state: str = instruction("keep or reset", default="reset")
     continues: bool = instruction("the institution has trained in this run before", default=False)
     pooled: bool = instruction("simulation only: train on the union of all institutions", default=False)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from flwr_replay.progress import shown_bytes
 
-__all__ = ["interval", "paired_difference", "summarise", "table"]
+__all__ = ["interval", "markdown", "notes", "overview", "paired_difference", "summarise", "table"]
 
 CONFIDENCE = 0.95
 WORDS = {
@@ -141,32 +141,76 @@ def table(report: Mapping[str, Any]) -> str:
     from rich.console import Console
     from rich.table import Table
 
+    columns, rows = _cells(report)
     grid = Table(title=report["title"])
-    grid.add_column("method")
-    columns = (report["metric"], f"less {report['against']}, 95 %", "worst institution", "up", "down", "examples", "s")
-    for column in columns:
+    grid.add_column(columns[0])
+    for column in columns[1:]:
         grid.add_column(column, justify="right")
-    for label, row in report["strategies"].items():
-        failed = sum(cell["label"] == label and "error" in cell for cell in report["cells"])
-        name = f"{label} ({failed} of {len(report['seeds'])} failed)" if failed else label
-        if row["mean"] is None:
-            grid.add_row(name, *["–"] * len(columns))
-            continue
-        grid.add_row(
-            name,
-            f"{row['mean']:.4f}" + (f" ± {row['sd']:.4f}" if row["sd"] is not None else ""),
-            _shown_difference(row["difference"]) if label != report["against"] else "",
-            f"{row['worst-institution']:.4f}",
-            shown_bytes(row["bytes-up"]),
-            shown_bytes(row["bytes-down"]),
-            f"{row['examples-seen']:,.0f}",
-            f"{row['seconds']:.1f}",
-        )
+    for row in rows:
+        grid.add_row(*row)
     # As wide as the table needs: cut numbers would be wrong numbers.
     console = Console(file=io.StringIO(), width=10_000, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(grid, width=console.measure(grid).maximum)
     return "\n".join([*(line.rstrip() for line in capture.get().splitlines()), *notes(report)])
+
+
+def markdown(report: Mapping[str, Any]) -> list[str]:
+    """Write a comparison as the lines of a Markdown table."""
+    columns, rows = _cells(report)
+    return _markdown(columns, rows)
+
+
+def overview(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Write several comparisons of the same methods side by side: mean and standard deviation of the metric.
+
+    Parameters
+    ----------
+    reports : Mapping
+        Column heading to a report of `flwr_replay.compare.compare_strategies`.
+    """
+    labels = list(dict.fromkeys(label for report in reports.values() for label in report["strategies"]))
+    rows = []
+    for label in labels:
+        shown = [report["strategies"].get(label) for report in reports.values()]
+        rows.append([label, *(_mean_sd(row) if row and row["mean"] is not None else "–" for row in shown)])
+    headings = [f"{name} ({report['metric']})" for name, report in reports.items()]
+    return _markdown(["method", *headings], rows)
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _cells(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and the rows of a table, as text."""
+    columns = ["method", report["metric"], f"less {report['against']}, 95 %", "worst institution", "up", "down"]
+    columns += ["examples", "s"]
+    rows = []
+    for label, row in report["strategies"].items():
+        failed = sum(cell["label"] == label and "error" in cell for cell in report["cells"])
+        name = f"{label} ({failed} of {len(report['seeds'])} failed)" if failed else label
+        if row["mean"] is None:
+            rows.append([name, *["–"] * (len(columns) - 1)])
+            continue
+        rows.append(
+            [
+                name,
+                _mean_sd(row),
+                _shown_difference(row["difference"]) if label != report["against"] else "",
+                f"{row['worst-institution']:.4f}",
+                shown_bytes(row["bytes-up"]),
+                shown_bytes(row["bytes-down"]),
+                f"{row['examples-seen']:,.0f}",
+                f"{row['seconds']:.1f}",
+            ]
+        )
+    return columns, rows
+
+
+def _mean_sd(row: Mapping[str, Any]) -> str:
+    return f"{row['mean']:.4f}" + (f" ± {row['sd']:.4f}" if row["sd"] is not None else "")
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:

@@ -78,7 +78,12 @@ def test_a_part_can_be_cut_again() -> None:
     assert (middle.stages, tail.stages) == (("layer1", "layer2", "layer3"), ("layer4", "head"))
 
 
-@pytest.mark.parametrize("cut", ["layr2", "head", ""])
+def test_without_a_name_the_cut_is_after_the_first_stage() -> None:
+    encoder, _ = split(build(MODELS["resnet18"], TASK, 0), "")
+    assert encoder.stages == ("conv1",)
+
+
+@pytest.mark.parametrize("cut", ["layr2", "head"])
 def test_unknown_cut(cut: str) -> None:
     with pytest.raises(ConfigError) as error:
         split(build(MODELS["resnet18"], TASK, 0), cut)

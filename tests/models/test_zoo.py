@@ -235,13 +235,13 @@ def test_hooks_of_per_example_gradients(config: ModelConfig) -> None:
 
 
 def test_yaml_files_are_the_models() -> None:
-    assert {path.stem for path in CONF.glob("*.yaml")} == set(NAMES)
+    assert {path.stem for path in CONF.glob("*.yaml")} == {*NAMES, "unet"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_yaml_keys_are_fields(name: str) -> None:
     keys = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     matter = {"mlp": {"width"}, "lenet5": set(), "cnn": {"width", "norm"}}
-    assert keys.keys() == {"name"} | matter.get(name, {"width", "stem", "norm"})
+    assert keys.keys() == {"name", "weights"} | matter.get(name, {"width", "stem", "norm"})
     assert keys.keys() <= {field.name for field in fields(ModelConfig)}
     assert ModelConfig(**keys).name == name

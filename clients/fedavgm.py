@@ -1,0 +1,11 @@
+"""FedAvgM: the institution's half, which is FedAvg's; the server's half is `strategies/fedavgm.py`."""
+
+from __future__ import annotations
+
+from flwr_replay.clients.fedavg import FedAvgClient
+
+__all__ = ["FedAvgMClient"]
+
+
+class FedAvgMClient(FedAvgClient):
+    """Trains the global model on the institution's data."""

@@ -1,0 +1,54 @@
+"""FedAvg+Share: the institution's half; the server's half is `strategies/fedavgshare.py`.
+
+Source: Zhao et al. 2018, section 4; Qu et al. 2022, section 4.1. Training is FedAvg's, on more examples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from flwr_replay.clients.fedavg import FedAvgClient
+from flwr_replay.institution import Shard
+from flwr_replay.payloads.common import Visit, Visited
+from flwr_replay.payloads.fedavgshare import Give, Given, Receive, Received, number_shared
+
+__all__ = ["FedAvgShareClient"]
+
+
+class FedAvgShareClient(FedAvgClient):
+    """Gives some of its examples away, and trains on its own and on what others gave."""
+
+    given_by_others: Shard | None = None
+
+    def give(self, request: Give) -> Given:
+        """S_k ← a random share of D_k; the same whenever it is asked for in a run."""
+        data = self.institution.train
+        chosen = torch.randperm(len(data), generator=self.shuffle("share"))[
+            : number_shared(len(data), request.share)
+        ].to(data.y.device)
+        images, labels = data.x[chosen].cpu().numpy(), data.y[chosen].cpu().numpy()
+        return Given(images=images, labels=labels, num_examples=len(data), raw_bytes=images.nbytes + labels.nbytes)
+
+    def receive(self, request: Receive) -> Received:
+        """Keep what others gave in the state directory."""
+        arrays = {"images": request.images, "labels": request.labels}
+        self.state.save("shared", request.run, request.server_round, arrays)
+        return Received(num_examples=len(request.labels))
+
+    def train(self, visit: Visit) -> Visited:
+        """Train as in FedAvg, on D_k and all S_j that have arrived."""
+        kept = self.state.load("shared", visit.run, visit.server_round + 1)  # it may have arrived in this exchange
+        if kept is not None:
+            device = self.institution.device
+            x, y = (torch.from_numpy(kept[key]).to(device) for key in ("images", "labels"))
+            self.given_by_others = Shard(x, y, 0)
+        return super().train(visit)
+
+    def training_data(self, pooled: bool = False) -> Shard:
+        """Return the institution's own examples and those that others gave."""
+        own, others = super().training_data(pooled), self.given_by_others
+        if others is None:
+            return own
+        return replace(own, x=torch.cat([own.x, others.x]), y=torch.cat([own.y, others.y]))

@@ -1,0 +1,38 @@
+"""Federated SGD: the institution's half; the server's half is `strategies/fedsgd.py`.
+
+Source: McMahan et al. 2017, section 2: g_k = ∇L_k(θ), the average gradient over all local examples.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flwr_replay.client import InstitutionClient
+from flwr_replay.payloads.fedsgd import Differentiate, Gradient
+from flwr_replay.training import as_input, mean_loss, refuse_single_batches
+from flwr_replay.wire import array_record
+
+__all__ = ["FedSGDClient"]
+
+BLOCK = 256  # examples of one pass; bounds memory. Batch norm normalises over a block.
+
+
+class FedSGDClient(InstitutionClient):
+    """Computes one gradient over all of the institution's data."""
+
+    def differentiate(self, request: Differentiate) -> Gradient:
+        """Add up the gradients of blocks, each weighed by its share of the examples."""
+        data, losses = self.training_data(), []
+        model = self.scratch_model(request.arrays)
+        refuse_single_batches(model, len(data), BLOCK)
+        blocks = math.ceil(len(data) / BLOCK)
+        for x_B, y_B in zip(torch.chunk(data.x, blocks), torch.chunk(data.y, blocks), strict=True):
+            loss = self.task.loss(model(as_input(x_B)), y_B) * (len(y_B) / len(data))
+            loss.backward()
+            losses.append(loss.detach() * blocks)  # so that their mean is the loss over all examples
+        tensors = {**model.state_dict(), **{name: p.grad for name, p in model.named_parameters()}}
+        arrays = array_record({name: tensor.cpu().numpy() for name, tensor in tensors.items()})
+        n = len(data)
+        return Gradient(arrays=arrays, num_examples=n, examples_seen=n, train_loss=mean_loss(losses))

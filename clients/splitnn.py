@@ -1,0 +1,182 @@
+"""SplitNN, peer-to-peer mode: the institution's half; the server's half is `strategies/splitnn.py`.
+
+Source: Vepakomma et al. 2018; Qu et al. 2022, section 4.1. A visit is max(1, ⌊|D_k|/b⌋) SGD iterations, those of CWT.
+
+What is kept between two messages is the institution's part as it stands before the batches whose activations are on
+their way: weights, norm statistics, optimizer. When their gradients arrive, the activations are computed once more,
+and only then do norm statistics and weights move on. So a message that is repeated gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import chain
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from flwr_replay.client import InstitutionClient
+from flwr_replay.errors import TrainingError
+from flwr_replay.models import StagedModel, split, split_before_head
+from flwr_replay.payloads.splitnn import (
+    Activations,
+    Enter,
+    EnterUnlabelled,
+    Half,
+    HeadGradients,
+    HeadLoss,
+    LabelledActivations,
+    Leave,
+    NextBatch,
+    NextBatchUnlabelled,
+)
+from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
+from flwr_replay.training import (
+    batches,
+    encoded,
+    late_steps,
+    load_arrays,
+    make_optimizer,
+    refuse_single_batches,
+    step,
+    to_arrays,
+)
+from flwr_replay.wire import StateDict
+
+__all__ = ["SplitNNClient"]
+
+Asked = Enter | NextBatch | HeadLoss | Leave
+
+
+class SplitNNClient(InstitutionClient):
+    """Trains the part before the cut, and with share-labels=false the head."""
+
+    # --- stages -------------------------------------------------------------------------------------------------------
+
+    def enter(self, visit: Enter) -> LabelledActivations:
+        """θ_E ← the server's; a ← E(x) of the first group."""
+        part = self.part(visit)
+        load_arrays(part, visit.arrays)
+        self.state.forget("part", visit.run)  # other visits' parts, and what a visit that broke off has left
+        self.put_down(visit, part, self.resume_optimizer(part, visit))
+        return self.upload(visit, part)
+
+    def next_batch(self, request: NextBatch) -> LabelledActivations:
+        """θ_E ← θ_E − η g · ∂E(x)/∂θ_E; a ← E(x) of the next group."""
+        part, optimizer = self.take_up(request)
+        self.learn(request, part, optimizer)
+        self.put_down(request, part, optimizer)
+        return self.upload(request, part)
+
+    def leave(self, request: Leave) -> Half:
+        """Learn from the last group; give θ_E back."""
+        part, optimizer = self.take_up(request)
+        self.learn(request, part, optimizer)
+        self.suspend(request, optimizer)
+        return Half(arrays=encoded(part), num_examples=len(self.training_data()))
+
+    def enter_unlabelled(self, visit: EnterUnlabelled) -> Activations:
+        """As `enter`; the labels stay."""
+        return _unlabelled(self.enter(visit))
+
+    def next_batch_unlabelled(self, request: NextBatchUnlabelled) -> Activations:
+        """As `next_batch`; the labels stay."""
+        return _unlabelled(self.next_batch(request))
+
+    def head_loss(self, request: HeadLoss) -> HeadGradients:
+        """θ_H ← θ_H − η ∇L(H(s), y), batch by batch; return ∂L/∂s, where s are the outputs of the server's part."""
+        part, optimizer = self.take_up(request)
+        s, losses = [s_B.requires_grad_() for s_B in self.arrived(request.outputs)], []
+        for s_B, (_, y_B) in zip(s, self.group(request, request.group), strict=True):
+            losses.append(step(part, optimizer, self.task.loss(part[-1](s_B), y_B)))
+        self.put_down(request, part, optimizer)
+        return HeadGradients(
+            gradients=_joined([s_B.grad for s_B in s if s_B.grad is not None]),
+            losses=torch.stack(losses).tolist(),
+            num_examples=len(self.training_data()),
+        )
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def learn(self, request: NextBatch | Leave, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Step on the gradients of the group before, whose activations are computed anew."""
+        encoder = self.encoder(request, part)
+        activations = [encoder(x_B) for x_B, _ in self.group(request, request.group - 1)]
+        late_steps(encoder, optimizer, activations, self.arrived(request.gradients))
+
+    def upload(self, request: Asked, part: StagedModel) -> LabelledActivations:
+        """Compute the activations of a group; the norm statistics that this moves on are thrown away."""
+        encoder, group = self.encoder(request, part), self.group(request, request.group)
+        with torch.no_grad():
+            activations = [encoder(x_B) for x_B, _ in group]
+        return LabelledActivations(
+            activations=_joined(activations),
+            labels=_joined([y_B for _, y_B in group]),
+            num_examples=len(self.training_data()),
+        )
+
+    def group(self, request: Asked, group: int) -> list[tuple[Tensor, Tensor]]:
+        """Return a group of the visit's batches, which the seed and the round decide."""
+        data, m = self.training_data(), request.micro_batches
+        shuffle = self.shuffle(request.server_round)
+        return list(batches(data.x, data.y, self.batch_size, shuffle, only=slice(group * m, (group + 1) * m)))
+
+    def arrived(self, array: NDArray[Any]) -> tuple[Tensor, ...]:
+        """Return what the server sent for a group, batch by batch."""
+        return torch.split(torch.tensor(array, device=self.institution.device), self.batch_size)
+
+    # --- the institution's part ---------------------------------------------------------------------------------------
+
+    def part(self, request: Asked) -> StagedModel:
+        """Return the stages that train here; they share this process's one backbone."""
+        model = self.scratch_model()
+        refuse_single_batches(model, len(self.training_data()), self.batch_size)
+        parts = (split_before_head if request.with_head else split)(model, request.cut)
+        return StagedModel(OrderedDict(chain.from_iterable(part.named_children() for part in parts[::2])))
+
+    def encoder(self, request: Asked, part: StagedModel) -> nn.Sequential:
+        """Return the stages before the cut."""
+        return part[: part.stages.index(request.cut) + 1]
+
+    def put_down(self, request: Asked, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the part and its optimizer for the next message of this visit, whichever process receives it."""
+        named = {"weights": to_arrays(part), "optimizer": optimizer_arrays(optimizer)}
+        kept = {f"{what}/{name}": array for what, arrays in named.items() for name, array in arrays.items()}
+        key = f"part-{request.server_round:06d}"
+        self.state.save(
+            key, request.run, request.message, kept, to_disk=False
+        )  # without power the visit is over anyway
+
+    def take_up(self, request: Asked) -> tuple[StagedModel, torch.optim.Optimizer]:
+        """Return the part and its optimizer as the message before has left them.
+
+        Raises
+        ------
+        TrainingError
+            If they are gone.
+        """
+        kept = self.state.load(f"part-{request.server_round:06d}", request.run, request.message)
+        if kept is None:
+            raise TrainingError(
+                "an institution goes on with the part of the model that it kept after the message before; that of run "
+                f"{request.run!r} is gone: leave the state directory alone while a run is on"
+            )
+        part = self.part(request)
+        arrays: dict[str, StateDict] = {what: {} for what in ("weights", "optimizer")}
+        for name, array in kept.items():
+            what, key = name.split("/", 1)
+            arrays[what][key] = array
+        load_arrays(part, arrays["weights"])
+        optimizer = make_optimizer(part, self.training, request.lr)
+        load_optimizer_arrays(optimizer, arrays["optimizer"])
+        return part, optimizer
+
+
+def _joined(tensors: list[Tensor]) -> NDArray[Any]:
+    return torch.cat(tensors).cpu().numpy()
+
+
+def _unlabelled(upload: LabelledActivations) -> Activations:
+    return Activations(activations=upload.activations, num_examples=upload.num_examples)

@@ -1,0 +1,110 @@
+"""The forgetting matrix: how good the current model is on every institution's own training examples.
+
+Source: Qu et al. 2022, Table 1, for CWT. A row is an exchange (a visit or a round), a column an institution.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.files import Lines, read_lines, write_atomic
+
+__all__ = ["Forgetting", "drops"]
+
+
+class Forgetting:
+    """The matrix of a run, on the disk as it grows: `forgetting.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, server_round: int, taught: Sequence[str], own: dict[str, float]) -> None:
+        """Add a row: whose data the exchange trained on, and the leading metric on each institution's own data."""
+        lines = Lines(self.path)
+        lines.append([{"round": server_round, "taught": list(taught), "own": own}])
+        lines.close()
+
+    def rewind(self, server_round: int) -> None:
+        """Forget the rows that came after a checkpoint."""
+        if self.path.exists():
+            kept = [row for row in read_lines(self.path) if row["round"] <= server_round]
+            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def summary(self, metric: str, higher_is_better: bool) -> dict[str, Any] | None:
+        """Return what `result.json` holds, and draw the heat map beside the file; None if nothing was recorded."""
+        rows = read_lines(self.path)
+        if not rows:
+            return None
+        names = sorted({name for row in rows for name in row["own"]})
+        lost = [value for _, _, value in drops(rows, higher_is_better)]
+        found = {
+            "metric": metric,
+            "institutions": names,
+            "exchanges": [{"round": row["round"], "taught": row["taught"]} for row in rows],
+            "matrix": [[row["own"].get(name) for name in names] for row in rows],
+            "mean-drop": sum(lost) / len(lost) if lost else 0.0,
+            "largest-drop": max(lost, default=0.0),
+        }
+        write_atomic(self.path.with_suffix(".png"), _heat_map(found))
+        return found
+
+
+def drops(rows: Sequence[dict[str, Any]], higher_is_better: bool = True) -> list[tuple[int, str, float]]:
+    """List what the model lost on the institutions that each exchange left behind.
+
+    Left behind is whom the exchange did not train on, or everybody where it trained on all at once or on nobody. What
+    is lost is the best value since the institution was first trained on, less the value now (Chaudhry et al. 2018,
+    arXiv:1801.10112, eq. 3); nothing is lost on an institution that the model has not met yet.
+
+    >>> own = [{"a": 0.9, "b": 0.1}, {"a": 0.3, "b": 0.8}]
+    >>> rows = [{"round": 1, "taught": ["a"], "own": own[0]}, {"round": 2, "taught": ["b"], "own": own[1]}]
+    >>> [(at, name, round(lost, 2)) for at, name, lost in drops(rows)]
+    [(2, 'a', 0.6)]
+    """
+    sign = 1 if higher_is_better else -1
+    best: dict[str, float] = {}
+    found = []
+    for row in rows:
+        all_alike = not row["taught"] or set(row["taught"]) >= set(row["own"])
+        for name, value in row["own"].items():
+            if name in best and (all_alike or name not in row["taught"]):
+                found.append((row["round"], name, sign * (best[name] - value)))
+            if all_alike or name in row["taught"] or name in best:
+                best[name] = sign * max(sign * best.get(name, value), sign * value)
+    return found
+
+
+def _heat_map(found: dict[str, Any]) -> bytes:
+    """Draw exchanges downwards and institutions across."""
+    from matplotlib.figure import Figure
+
+    matrix = [[float("nan") if value is None else value for value in row] for row in found["matrix"]]
+    height, width = len(matrix), len(found["institutions"])
+    figure = Figure(figsize=(1.5 + 0.9 * width, 1.5 + min(0.35 * height, 30)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(matrix, aspect="auto", cmap="viridis")
+    axes.set_xticks(range(width), [name.removeprefix("institution-") for name in found["institutions"]])
+    labels = [
+        f"{entry['round']}: {entry['taught'][0].removeprefix('institution-')}"
+        if len(entry["taught"]) == 1
+        else str(entry["round"])
+        for entry in found["exchanges"]
+    ]
+    axes.set_yticks(range(height), labels, fontsize="small")
+    axes.set(
+        xlabel="own data of institution",
+        ylabel="after exchange: trained on",
+        title=f"{found['metric']}, mean drop {found['mean-drop']:.3f}",
+    )
+    if height * width <= 400:
+        for i, row in enumerate(matrix):
+            for j, value in enumerate(row):
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white", fontsize="x-small")
+    figure.colorbar(image, ax=axes, shrink=0.8)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    return picture.getvalue()

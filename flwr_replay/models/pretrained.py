@@ -1,0 +1,69 @@
+"""Weights to begin with, from a user's file; nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from flwr_replay.errors import ConfigError
+
+__all__ = ["load_pretrained"]
+
+# torchvision's names of a ResNet's layers, and ours.
+TORCHVISION = (
+    (re.compile(r"^conv1\.weight$"), "conv1.conv.weight"),
+    (re.compile(r"^bn1\."), "conv1.norm."),
+    (re.compile(r"^fc\."), "head.fc."),
+)
+
+
+def load_pretrained(model: nn.Module, file: str) -> nn.Module:
+    """Copy a file's weights into a model, in place; the head stays fresh where it has another shape.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A backbone with named stages, of which the last is `head`.
+    file : str
+        A .safetensors file, or a .pt or .pth file of a state dict, with the model's names or torchvision's.
+
+    Returns
+    -------
+    nn.Module
+        The same model.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read, or lacks a weight outside the head, or has it in another shape.
+    """
+    found, own = _read(Path(file).expanduser().absolute()), model.state_dict()
+    for name, tensor in own.items():
+        fits = name in found and found[name].shape == tensor.shape
+        if fits:
+            tensor.copy_(found[name])
+        elif name.startswith("head."):
+            logging.getLogger("flwr").info("%s: %s stays fresh", file, name)
+        elif not name.endswith("num_batches_tracked"):  # older files lack it
+            has = f"has {tuple(found[name].shape)}" if name in found else "lacks it"
+            raise ConfigError(f"model.weights must hold {name!r} with shape {tuple(tensor.shape)}; {file} {has}")
+    return model
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        weights = {str(name): torch.as_tensor(value) for name, value in loaded.items()}
+    except Exception as error:  # a broken file can raise anything
+        line = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"model.weights must be a .safetensors or .pth file of weights; got {path}: {line}") from None
+    for pattern, ours in TORCHVISION:
+        weights = {pattern.sub(ours, name): tensor for name, tensor in weights.items()}
+    return weights

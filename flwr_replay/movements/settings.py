@@ -1,0 +1,32 @@
+"""What every strategy needs beside its own options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from flwr_replay.config import TrainingConfig
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every strategy needs beside its own options."""
+
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    nodes: int = 1  # institutions to wait for
+    seed: int = 0
+    evaluate_every: int = 1  # rounds
+    forgetting: bool = False  # after every exchange, evaluate on each institution's own training examples too
+    timeout: float = 3600  # seconds to wait for an institution's answer
+    wait: float = 120  # seconds to wait for `nodes` institutions
+    run: str = "run"  # what the institutions know the run by; their state is kept under it
+    task: Any = None  # loss and pooled metrics; None: means weighted by number of examples
+    model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for strategies that train it
+    input_shape: tuple[int, ...] | None = None  # of one example
+    device: str | torch.device = "cpu"  # of training at the server

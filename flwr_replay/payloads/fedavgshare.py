@@ -1,0 +1,51 @@
+"""What travels in FedAvg+Share besides FedAvg's weights: raw examples of some patients, to everybody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from flwr_replay.wire import Payload, Request, instruction, per_sample, statistic
+
+__all__ = ["Give", "Given", "Receive", "Received", "number_shared"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given(Payload):
+    """Some of an institution's raw training examples."""
+
+    images: NDArray[Any] = per_sample("N C H W", "uint8", "float32")
+    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8")
+    num_examples: int = statistic("examples, all that the institution has")
+    raw_bytes: int = statistic("bytes of these examples as the institution holds them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Give(Request, stage="give", answer=Given):
+    """Share this part of your training examples with all institutions."""
+
+    run: str = instruction()
+    share: float = instruction("of the examples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received(Payload):
+    """Others' examples have arrived and are kept."""
+
+    num_examples: int = statistic("examples of others that the institution now holds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receive(Request, stage="receive", answer=Received):
+    """Keep these examples of other institutions, and train on them too; they replace those that you have received."""
+
+    run: str = instruction()
+    images: NDArray[Any] = per_sample("N C H W", "uint8", "float32")
+    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8")
+
+
+def number_shared(examples: int, share: float) -> int:
+    """Return how many examples a share is: at least one."""
+    return max(1, round(share * examples))

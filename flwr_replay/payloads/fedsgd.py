@@ -1,0 +1,26 @@
+"""What travels in FedSGD: the weights down, one gradient up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flwr_replay.payloads.common import LabelScale, Visited
+from flwr_replay.wire import Request, Weights, instruction, model
+
+__all__ = ["Differentiate", "Gradient"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient(Visited):
+    """The gradient of the mean loss over all training examples, under its parameters' names.
+
+    Under the names of buffers, the running statistics of batch norm, stand their new values.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differentiate(LabelScale, Request, stage="differentiate", answer=Gradient):
+    """Compute the gradient of the loss at these weights over all your training examples."""
+
+    arrays: Weights = model()
+    run: str = instruction()

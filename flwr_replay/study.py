@@ -1,0 +1,116 @@
+"""A paper's table or figure as one command: `flwr-replay study partitions --data ../shared/data`.
+
+A study is a list of comparisons, found by name in `flwr_replay.simulations`; it goes on where it stopped, cell by cell,
+and leaves `study.md` with all tables in its folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.compare import compare_strategies
+from flwr_replay.errors import ConfigError, DataError, nearest
+from flwr_replay.files import make_folder, write_atomic
+from flwr_replay.report.comparison import markdown, notes, overview
+
+__all__ = ["Part", "run_study", "studies"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One comparison of a study."""
+
+    name: str
+    about: str  # a sentence for the report
+    methods: Sequence[str]  # as `flwr-replay compare` takes them
+    options: Sequence[str]
+    against: str = "fedreplay"
+    metric: str = ""  # empty: the task's leading one
+    data: str = ""  # a folder or file under --data
+    group: str = ""  # parts of one group have an overview together
+
+
+def studies() -> list[str]:
+    """List the studies that there are."""
+    package = importlib.import_module("flwr_replay.simulations")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+
+
+def run_study(name: str, data: str, jobs: int, runs_dir: Path, only: Sequence[str] = ()) -> tuple[str, bool]:
+    """Run a study's comparisons, or some of them; finished cells are not repeated.
+
+    Parameters
+    ----------
+    name : str
+        One of `studies()`.
+    data : str
+        The folder that the parts' data lie under.
+    jobs : int
+        Runs at the same time.
+    runs_dir : Path
+        Where the comparisons' folders and `study-<name>.md` go.
+    only : sequence of str
+        Names of parts; empty: all.
+
+    Returns
+    -------
+    text : str
+        The report, Markdown, as it was written.
+    whole : bool
+        Whether every run ended well.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown study or part.
+    DataError
+        If a part's data are missing; nothing has run then.
+    """
+    if name not in studies():
+        raise ConfigError(f"unknown study {name!r}: {nearest(name, studies())}")
+    module = importlib.import_module(f"flwr_replay.simulations.{name}")
+    parts: list[Part] = module.PARTS
+    known = [part.name for part in parts]
+    for wanted in only:
+        if wanted not in known:
+            raise ConfigError(f"unknown part {wanted!r} of study {name}: {nearest(wanted, known)}")
+    chosen = [part for part in parts if not only or part.name in only]
+    places = {part.name: _data_option(part, data) for part in chosen}
+    folder = make_folder(runs_dir.expanduser().absolute(), "--runs-dir")
+    reports: dict[str, dict[str, Any]] = {}
+    for part in chosen:
+        options = [*part.options, *places[part.name]]
+        _, reports[part.name] = compare_strategies(
+            list(part.methods), options, part.against, jobs, runs_dir, part.metric
+        )
+    text = _report(name, module.__doc__ or "", chosen, reports)
+    write_atomic(folder / f"study-{name}.md", text)
+    failed = [cell for report in reports.values() for cell in report["cells"] if "error" in cell]
+    return text, not failed
+
+
+def _data_option(part: Part, data: str) -> list[str]:
+    if not part.data:
+        return []
+    place = Path(data).expanduser().absolute() / part.data if data else None
+    if place is None or not place.exists():
+        raise DataError(f"part {part.name} needs {part.data} under --data; got {data!r}: give the folder that holds it")
+    return [f"task.data-dir={place}"]
+
+
+def _report(name: str, document: str, parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> str:
+    """Write all tables as Markdown: an overview of each group, then part by part."""
+    lines = [f"# Study: {name}", "", document.strip(), ""]
+    for group in dict.fromkeys(part.group for part in parts if part.group):
+        members = {part.name: reports[part.name] for part in parts if part.group == group}
+        lines += [f"## {group}", "", *overview(members), ""]
+    for part in parts:
+        report = reports[part.name]
+        lines += [f"### {part.name}", "", f"{part.about} {report['title']}.", "", *markdown(report), ""]
+        lines += [*(f"- {note}" for note in notes(report)), ""]
+    return "\n".join(lines)

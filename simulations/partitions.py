@@ -1,0 +1,113 @@
+"""What Qu et al. compare, on small public data: every method, from IID to severe skew, on three kinds of task.
+
+Sources: Qu et al. 2022, section 4.2, Figs. 2-5 (Retina and BoneAge: three partitions, four institutions), section 4.3,
+Fig. 6 (BraTS: a U-Net), Table 3, first row (accuracy by cut), Table 1 (the forgetting matrix).
+
+One set of hyperparameters for all methods of a part; FedProx's mu is the one that part `fedprox-mu` chose on the mild
+split. FedSGD takes one step a round, so it has 50 rounds and ten times the learning rate.
+"""
+
+from __future__ import annotations
+
+from flwr_replay.study import Part
+
+__all__ = ["PARTS"]
+
+METHODS = ["central", "local", "cwt", "splitnn", "fedavg", "fedprox:mu=0.01", "fedavgm"]
+METHODS += ["fedsgd:rounds=50:lr=0.1", "fedavgshare", "fedreplay"]
+MNIST = ["task=mnist", "model=lenet5", "rounds=10", "seeds=3"]
+DIABETES = ["task=diabetes", "nodes=4", "rounds=20", "seeds=10"]
+HEART = ["task=heart_disease", "rounds=20", "seeds=10"]
+RESNET = ["task=mnist", "model=resnet18", "stem=small", "width=16", "partition=ks", "ks=0.93", "rounds=5", "seeds=3"]
+
+
+def mnist(name: str, about: str, *partition: str) -> Part:
+    """Return a part on MNIST."""
+    return Part(
+        name=f"mnist-{name}",
+        about=about,
+        methods=METHODS,
+        options=[*MNIST, *partition],
+        data="mnist",
+        group="MNIST, LeNet5, four institutions",
+    )
+
+
+def diabetes(name: str, *partition: str) -> Part:
+    """Return a part on the diabetes data."""
+    return Part(
+        name=f"diabetes-{name}",
+        about="A number is learned: the progression of the disease.",
+        methods=METHODS,
+        options=[*DIABETES, *partition],
+        group="Diabetes, MLP, four institutions",
+    )
+
+
+def heart(name: str, *partition: str) -> Part:
+    """Return a part on the heart disease data."""
+    return Part(
+        name=f"heart-{name}",
+        about="Four hospitals, 920 patients.",
+        methods=METHODS,
+        options=[*HEART, *partition],
+        data="heart-disease",
+        group="Heart disease, MLP, four hospitals",
+    )
+
+
+PARTS = [
+    Part(
+        name="fedprox-mu",
+        about="FedProx's mu, chosen on the mild split as Qu et al. chose theirs.",
+        methods=["fedprox:mu=0.001", "fedprox:mu=0.01", "fedprox:mu=0.1", "fedprox:mu=1", "fedavg"],
+        options=[*MNIST, "partition=ks", "ks=0.4"],
+        against="fedavg",
+        data="mnist",
+    ),
+    mnist("iid", "Alike.", "partition=iid"),
+    mnist("mild", "Mild skew.", "partition=ks", "ks=0.4"),
+    mnist("severe", "As skewed as four equal institutions can be.", "partition=ks", "ks=0.93"),
+    diabetes("iid", "partition=iid"),
+    diabetes("mild", "partition=ks", "ks=0.6"),
+    diabetes("severe", "partition=ks", "ks=0.95"),
+    heart("iid", "partition=iid", "nodes=4"),
+    heart("natural", "partition=natural", "nodes=4"),
+    Part(
+        name="pneumonia",
+        about="Chest X-rays, two classes, examples of the larger one left out.",
+        methods=METHODS,
+        options=["task=medmnist", "partition=ks", "ks=0.6", "drop=true", "rounds=10", "seeds=3"],
+        metric="balanced-accuracy",
+        data="pneumoniamnist.npz",
+    ),
+    Part(
+        name="isbi2012",
+        about="Segmentation: institutions differ in the share of cells and in contrast.",
+        methods=["central", "cwt", "fedavg", "fedavgshare", "fedreplay"],
+        options=[
+            "task=isbi2012",
+            "partition=ks",
+            "ks=0.8",
+            "contrast=0.6",
+            "rounds=6",
+            "seeds=3",
+            "fedreplay.encoder-epochs=6",
+        ],
+        data="isbi2012",
+    ),
+    Part(
+        name="cut",
+        about="Table 3's accuracy by cut.",
+        methods=["fedavg", "fedreplay:cut=layer2", "fedreplay:cut=layer3", "fedreplay"],
+        options=RESNET,
+        data="mnist",
+    ),
+    Part(
+        name="forgetting",
+        about="Table 1: the runs' `forgetting.png` are the matrices.",
+        methods=["cwt", "fedavg", "fedreplay"],
+        options=[*MNIST, "partition=ks", "ks=0.93", "rounds=5", "seeds=1", "forgetting=true"],
+        data="mnist",
+    ),
+]

@@ -1,0 +1,75 @@
+"""FedAvgM: the server's half; the institution's half is `clients/fedavgm.py`.
+
+Source: Hsu et al. 2019 (arXiv:1909.06335), section 4.3; Qu et al. 2022, section 4.1.
+Idea: FedAvg whose server follows a momentum of its updates.
+Travels: as in FedAvg: the weights, to every institution (`Visit`) and back (`Visited`, with counts and a loss).
+
+    v ← 0
+    for each round:
+        for each institution k in parallel: θ_k ← train θ at k
+        v ← β v + Σ_k (n_k / n) (θ - θ_k)
+        θ ← θ - v
+
+Deviations: the running statistics of batch norm are averaged as in FedAvg, without momentum, which could make a
+variance negative. β = 0 is FedAvg, bit for bit. Flower's own FedAvgM is not the base: it gives the momentum to such
+statistics too, and has FedAvg's traps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flwr_replay.config import require
+from flwr_replay.payloads.common import Visited
+from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
+from flwr_replay.wire import StateDict
+
+__all__ = ["FedAvgM", "FedAvgMConfig"]
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # how PyTorch's norm layers name theirs
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgMConfig(FedAvgConfig):
+    """Options of FedAvgM."""
+
+    name: ClassVar[str] = "fedavgm"
+    server_momentum: float = 0.9  # β
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.server_momentum < 1, f"strategy.server-momentum lies in [0, 1); got {self.server_momentum}")
+
+
+class FedAvgM(FedAvg):
+    """FedAvg with momentum at the server."""
+
+    name = "fedavgm"
+    config_type = FedAvgMConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.velocity: StateDict = {}
+
+    def combine(self, answers: Sequence[Visited]) -> StateDict:
+        """Average, and go on in the direction of before: θ ← mean - β v is θ - (β v + θ - mean)."""
+        mean, beta = super().combine(answers), self.config.server_momentum
+        for name, array in mean.items():
+            if name.rsplit(".", 1)[-1] in STATISTICS or not np.issubdtype(array.dtype, np.floating):
+                continue
+            before = self.velocity.get(name, np.zeros_like(array))
+            self.velocity[name] = beta * before + (self.sent[name] - array)
+            mean[name] = array - beta * before
+        return mean
+
+    def state(self) -> tuple[StateDict, dict[str, Any]]:
+        """Keep v."""
+        return self.velocity, {}
+
+    def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
+        """Take v back."""
+        self.velocity = dict(arrays)

@@ -1,0 +1,126 @@
+"""FedAvg+Share: the server's half; the institution's half is `clients/fedavgshare.py`.
+
+Source: Zhao et al. 2018 (arXiv:1806.00582), section 4; Qu et al. 2022, section 4.1: 5 % of each institution's examples.
+Idea: before FedAvg begins, every institution gives a small part of its raw examples to all others.
+Travels: raw examples and labels, to the server (`Given`) and to all institutions (`Receive`); then as in FedAvg.
+
+    for each institution k: S_k ← a random share of D_k
+    for each institution k: D_k ← D_k ∪ S_j of all j ≠ k
+    FedAvg on the enlarged D_k, with n_k their sizes
+
+Deviations: Zhao et al. share a set that the server has; Qu et al., and we, take it from the institutions. Who arrives
+late gives and receives then, and all others receive its share.
+
+Privacy: the shared patients are not protected at all: everybody sees their images and labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from safetensors.numpy import load_file, save
+
+from flwr_replay.config import require
+from flwr_replay.files import write_atomic
+from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.members import Member
+from flwr_replay.payloads.fedavgshare import Give, Given, Receive, Received, number_shared
+from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
+from flwr_replay.wire import StateDict
+
+__all__ = ["FedAvgShare", "FedAvgShareConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgShareConfig(FedAvgConfig):
+    """Options of FedAvg+Share."""
+
+    name: ClassVar[str] = "fedavgshare"
+    share: float = 0.05  # of each institution's examples; paper: 0.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.share <= 1, f"strategy.share is a share in (0, 1]; got {self.share}")
+
+
+class FedAvgShare(FedAvg):
+    """FedAvg after everybody has shared some examples with everybody."""
+
+    name = "fedavgshare"
+    config_type = FedAvgShareConfig
+    stages = ("give", "receive", "train", "evaluate")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.received: dict[str, list[str]] = {}  # whose examples an institution holds beside its own
+
+    def exchange_round(
+        self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Share whatever has not been shared yet, then run FedAvg's round."""
+        giving = [member for member in self.members if member.name not in self.givers()]
+        asked = [self.message(member, self.give(server_round), config) for member in giving]
+        for member, reply in self.answers(self.exchange(grid, server_round, asked, needed=not self.givers())):
+            self.store(member, Given.decode(reply.content))
+        lacking = [member for member in self.members if self.received.get(member.name) != self.others(member)]
+        requests = [(member, self.receive(server_round, member)) for member in lacking if self.others(member)]
+        asked = [self.message(member, request, config) for member, request in requests]
+        for member, _ in self.answers(self.exchange(grid, server_round, asked, needed=False)):
+            self.received[member.name] = self.others(member)
+        return super().exchange_round(grid, server_round, arrays, config)
+
+    def give(self, server_round: int) -> Give:
+        """Ask for a share of the examples."""
+        return Give(server_round=server_round, run=self.settings.run, share=self.config.share)
+
+    def store(self, member: Member, given: Given) -> None:
+        """Keep S_k on the server's disk."""
+        arrays = {"images": given.images, "labels": given.labels}
+        write_atomic(self.recorder.folder("shared") / f"{member.name}.safetensors", save(arrays))
+
+    def givers(self) -> list[str]:
+        """Return the names of those whose examples are there."""
+        return sorted(path.stem for path in self.recorder.folder("shared").glob("*.safetensors"))
+
+    def others(self, member: Member) -> list[str]:
+        """Return the givers but this one."""
+        return [name for name in self.givers() if name != member.name]
+
+    def receive(self, server_round: int, member: Member) -> Receive:
+        """Send the union of the others' shares."""
+        folder = self.recorder.folder("shared")
+        parts = [load_file(folder / f"{name}.safetensors") for name in self.others(member)]
+        images, labels = (np.concatenate([part[key] for part in parts]) for key in ("images", "labels"))
+        return Receive(server_round=server_round, run=self.settings.run, images=images, labels=labels)
+
+    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """Every institution gives once and receives once; then FedAvg."""
+        shape, exchanges = self.settings.input_shape or (), []
+        sizes = {member.name: number_shared(member.num_examples, self.config.share) for member in self.members}
+        for member in self.members:
+            label = self.settings.task.blank_labels(1, shape)
+            value_bytes = (member.raw_bytes // member.num_examples - label.nbytes) // int(np.prod(shape))
+            dtype = np.uint8 if value_bytes == 1 else np.float32
+
+            def blank(n: int, dtype: Any = dtype) -> dict[str, Any]:
+                images = np.broadcast_to(np.zeros((), dtype), (n, *shape))
+                return {"images": images, "labels": self.settings.task.blank_labels(n, shape)}
+
+            given = Given(**blank(sizes[member.name]), num_examples=0, raw_bytes=0)
+            exchanges.append((member, self.give(0), given, 1))
+            if rest := sum(sizes.values()) - sizes[member.name]:
+                receive = Receive(run=self.settings.run, **blank(rest))
+                exchanges.append((member, receive, Received(num_examples=0), 1))
+        return exchanges + super().forecast(arrays, num_rounds)
+
+    def state(self) -> tuple[StateDict, dict[str, Any]]:
+        """Keep who holds whose examples; these are on the disk already."""
+        return {}, {"received": self.received}
+
+    def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
+        """Take it back."""
+        self.received = values["received"]

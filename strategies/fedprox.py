@@ -1,0 +1,49 @@
+"""FedProx: the server's half; the institution's half is `clients/fedprox.py`.
+
+Source: Li et al. 2020 (arXiv:1812.06127), Algorithm 2 with all institutions; Qu et al. 2022, section 4.1.
+Idea: FedAvg whose local training is held near the global weights by a proximal term.
+Travels: as in FedAvg: the weights, to every institution (`Visit`, with mu) and back (`Visited`, counts and a loss).
+
+    for each round:
+        for each institution k in parallel: θ_k ← E passes at k over L(θ_k) + μ/2 ‖θ_k - θ‖²
+        θ ← Σ_k (n_k / n) θ_k
+
+Deviations: as FedAvg's. μ = 0 is FedAvg, bit for bit. A ClientApp of one's own finds μ as `proximal-mu` in the config
+record, where Flower's FedProx puts it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import ClassVar
+
+from flwr_replay.config import require
+from flwr_replay.payloads.common import Visit
+from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
+from flwr_replay.wire import Weights
+
+__all__ = ["FedProx", "FedProxConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProxConfig(FedAvgConfig):
+    """Options of FedProx."""
+
+    name: ClassVar[str] = "fedprox"
+    mu: float = 0.001  # weight of the proximal term; paper: 0.001
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.mu < inf, f"strategy.mu must be finite and not negative; got {self.mu}")
+
+
+class FedProx(FedAvg):
+    """FedAvg with a proximal term at the institutions."""
+
+    name = "fedprox"
+    config_type = FedProxConfig
+
+    def task_for_all(self, server_round: int, arrays: Weights) -> Visit:
+        """Send θ and μ to every institution."""
+        return replace(super().task_for_all(server_round, arrays), proximal_mu=self.config.mu)

@@ -1,0 +1,86 @@
+"""Federated SGD: the server's half; the institution's half is `clients/fedsgd.py`.
+
+Source: McMahan et al. 2017 (arXiv:1602.05629), section 2, FederatedSGD with C = 1; Qu et al. 2022, section 2.
+Idea: one gradient of each institution's whole data per round; the server takes the step.
+Travels: the weights, to every institution (`Differentiate`), one gradient back (`Gradient`, with counts and a loss).
+
+    for each round:
+        for each institution k in parallel: g_k ← ∇L_k(θ), over all n_k examples
+        θ ← θ - η Σ_k (n_k / n) g_k
+
+Deviations: the step is the configured optimizer's, whose momentum the server keeps (training.momentum=0 is McMahan's).
+One step a round: it needs many more rounds than FedAvg. The running statistics of batch norm are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from flwr_replay.errors import ConfigError
+from flwr_replay.movements.parallel import Parallel, weighted_mean
+from flwr_replay.payloads.common import Visited
+from flwr_replay.payloads.fedsgd import Differentiate, Gradient
+from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
+from flwr_replay.training import load_arrays, make_optimizer, to_arrays
+from flwr_replay.wire import StateDict, Weights, opened
+
+__all__ = ["FedSGD", "FedSGDConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedSGDConfig:
+    """FedSGD has no options of its own."""
+
+    name: ClassVar[str] = "fedsgd"
+
+
+class FedSGD(Parallel):
+    """All compute one gradient; the server takes one step."""
+
+    name = "fedsgd"
+    config_type = FedSGDConfig
+    stages = ("differentiate", "evaluate")
+    answer = Gradient
+
+    kept: StateDict | None = None  # the optimizer's state in the checkpoint that the run goes on from
+
+    def task_for_all(self, server_round: int, arrays: Weights) -> Differentiate:
+        """Send θ to every institution."""
+        return Differentiate(server_round=server_round, arrays=arrays, run=self.settings.run)
+
+    def combine(self, answers: Sequence[Visited]) -> StateDict:
+        """Take one step: θ ← θ - η Σ_k (n_k / n) g_k; the optimizer adds momentum, if it is configured to."""
+        mean = weighted_mean([opened(answer.arrays) for answer in answers], [answer.num_examples for answer in answers])
+        model, optimizer = self.stepper()
+        gradients = {name: mean[name] for name, _ in model.named_parameters()}
+        load_arrays(model, {**self.sent, **{name: mean[name] for name in mean.keys() - gradients.keys()}})
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.from_numpy(gradients[name])
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr(self.server_round)
+        optimizer.step()
+        return to_arrays(model)
+
+    def stepper(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return the backbone that holds the weights while the server's optimizer steps, made when it is first used."""
+        if not hasattr(self, "model"):
+            if self.settings.model is None:
+                raise ConfigError("FedSGD steps at the server and needs the backbone: give Settings(model=...)")
+            self.model = self.settings.model(0)
+            self.optimizer = make_optimizer(self.model, self.settings.training, self.settings.training.lr)
+            if self.kept:
+                load_optimizer_arrays(self.optimizer, self.kept)
+        return self.model, self.optimizer
+
+    def state(self) -> tuple[StateDict, dict[str, Any]]:
+        """Keep the optimizer's state."""
+        return optimizer_arrays(self.stepper()[1]), {}
+
+    def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
+        """Take the optimizer's state back."""
+        self.kept = arrays

@@ -1,0 +1,324 @@
+"""SplitNN, peer-to-peer mode: the server's half; the institution's half is `clients/splitnn.py`.
+
+Source: Vepakomma et al. 2018 (arXiv:1812.00564); Qu et al. 2022, section 4.1, for the visits and the cut after conv1.
+Idea: one model visits the institutions in turn, cut in two; the part before the cut trains at the institution, the rest
+at the server, and in every batch activations and gradients cross the cut.
+Travels: the part before the cut, to the visited institution (`Enter`) and back (`Half`); in every batch the activations
+and labels of its examples up (`LabelledActivations`) and the gradients at the cut down (`NextBatch`, `Leave`); for
+evaluation the whole model.
+
+    for each round: for each institution k:
+        θ_E → k                                                       # Enter
+        for each batch x, y at k:
+            k:       a ← E(x)                                         # up: a, y
+            server:  θ_S ← θ_S − η ∇L(S(a), y)                        # down: g = ∂L/∂a, and the request for the next a
+            k:       θ_E ← θ_E − η g · ∂E(x)/∂θ_E
+        θ_E ← k                                                       # Leave, Half
+
+The process at k ends between messages. So k keeps θ_E, norm statistics and optimizer in its state directory as they
+stand before a batch, and computes E(x) anew when the gradient comes; the first E(x) leaves no trace. With
+optimizer-state=reset the result is CWT's, bit for bit (on CPUs with equal torch threads).
+
+share-labels=false, the U-shaped variant: k holds the head, too, and labels never leave. A batch takes two exchanges: a
+up and S(a) down; the gradient there up (`HeadGradients`), which tells about labels, and g down. The result is the
+same.
+
+micro-batches=m > 1 is another algorithm, with fewer messages: m batches pass through a part before the first of their
+gradients comes back to it. The part with the loss (the server's, or the head) still steps on each before the next;
+every part before it has computed m outputs with the weights of the message's beginning, and then takes m steps, one
+for each gradient, none of which knows of the steps before it. The last group of a visit may be smaller.
+
+What is protected: nothing. In every round the server sees the activations of an institution's examples, all but those
+that fill no batch; after conv1 they are close to the images. It sees their labels too, or with share-labels=false the
+gradients and a head that were computed from them. Nothing is differentially private.
+
+Deviations: θ_E goes from k to k + 1 by way of the server, which Flower's messages require; an evaluation sends the
+whole model, so that institutions see the server's part; with optimizer-state=keep the server goes on with one
+optimizer of its own from visit to visit, where CWT's institutions keep one each for the whole model. A visit that
+breaks off leaves both parts and the server's optimizer as they were before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flwr_replay.config import one_of, require
+from flwr_replay.errors import ConfigError, WireError
+from flwr_replay.models import StagedModel, split, split_before_head
+from flwr_replay.movements.base import Exchange, Settings
+from flwr_replay.movements.serial import Serial
+from flwr_replay.payloads.splitnn import (
+    Activations,
+    Enter,
+    EnterUnlabelled,
+    Half,
+    HeadGradients,
+    HeadLoss,
+    LabelledActivations,
+    Leave,
+    NextBatch,
+    NextBatchUnlabelled,
+)
+from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
+from flwr_replay.training import iterations, late_steps, load_arrays, make_optimizer, mean_loss, step, to_arrays
+from flwr_replay.wire import Payload, Request, StateDict, Weights, array_record, opened
+
+__all__ = ["SplitNN", "SplitNNConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitNNConfig:
+    """Options of SplitNN; Qu et al. cut after conv1."""
+
+    name: ClassVar[str] = "splitnn"
+    cut: str = ""  # the last stage of the institution's part; empty: the model's first stage, the paper's conv1
+    share_labels: bool = True  # false: the head stays at the institution, and labels never leave
+    micro_batches: int = 1  # batches that a message holds
+    optimizer_state: str = "reset"  # reset: every visit begins with fresh momentum | keep: each party goes on
+
+    def __post_init__(self) -> None:
+        require(self.micro_batches >= 1, f"strategy.micro-batches must be at least 1; got {self.micro_batches}")
+        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+
+
+class SplitNN(Serial):
+    """One model, cut in two, visits the institutions in turn."""
+
+    name = "splitnn"
+    config_type = SplitNNConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        labelled, unlabelled = ("enter", "next-batch"), ("enter-unlabelled", "next-batch-unlabelled", "head-loss")
+        self.stages = (*(labelled if self.config.share_labels else unlabelled), "leave", "evaluate")
+        self.kept: StateDict = {}  # the server's optimizer at the end of its last visit
+
+    @classmethod
+    def check(cls, config: SplitNNConfig, settings: Settings, names: Sequence[str] = ()) -> None:
+        """Refuse a cut that the model lacks, or one that leaves the server nothing."""
+        super().check(config, settings, names)
+        _ = cls(config, settings).parts
+
+    @cached_property
+    def parts(self) -> tuple[StagedModel, ...]:
+        """The parts of the model: the institution's, the server's and, with share-labels=false, the head."""
+        if self.settings.model is None or self.settings.input_shape is None:
+            raise ConfigError(
+                "SplitNN trains at the server and needs the model: give Settings(model=..., task=..., input_shape=...)"
+            )
+        model = self.settings.model(0).to(self.settings.device).train()
+        return (split if self.config.share_labels else split_before_head)(model, self.config.cut)
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of one example's activations at the cut, and where the server's part ends."""
+        assert self.settings.input_shape is not None
+        shapes, x = [], torch.zeros(1, *self.settings.input_shape, device=self.settings.device)
+        with torch.inference_mode():
+            for part in self.parts[:2]:
+                x = part.eval()(x)
+                part.train()
+                shapes.append(tuple(x.shape[1:]))
+        return shapes
+
+    # --- one visit ----------------------------------------------------------------------------------------------------
+
+    def training(self, server_round: int, arrays: StateDict) -> Generator[Request, Any, tuple[StateDict, float]]:
+        """Train both parts at one institution; every `yield` sends a request and takes its answer.
+
+        Returns
+        -------
+        arrays : StateDict
+            The whole model after the visit.
+        loss : float
+            Nats, mean over the visit's batches.
+        """
+        b, server, losses = self.settings.training.batch_size, self.parts[1], []
+        load_arrays(server, {name: arrays[name] for name in server.state_dict()})
+        optimizer = make_optimizer(server, self.settings.training, self.lr(server_round))
+        load_optimizer_arrays(optimizer, self.kept)
+        answer = yield self.visit(server_round, arrays)
+        sizes = group_sizes(answer.num_examples, b, self.config.micro_batches)
+        for group, n in enumerate(sizes):
+            a = [a_B.requires_grad_() for a_B in self.received(answer.activations, n, self.shapes[0])]
+            if self.config.share_labels:
+                for a_B, y_B in zip(a, self.labels(answer, n), strict=True):
+                    # θ_S ← θ_S − η ∇L(S(a), y)
+                    losses.append(step(server, optimizer, self.settings.task.loss(server(a_B), y_B)))
+            else:
+                s = [server(a_B) for a_B in a]
+                answer = yield self.head_loss(server_round, group, _joined(s))
+                losses += torch.tensor(answer.losses)
+                late_steps(server, optimizer, s, self.received(answer.gradients, n, self.shapes[1]))
+            g = _joined([a_B.grad for a_B in a if a_B.grad is not None])  # ∂L/∂a
+            answer = yield self.next_batch(server_round, group + 1, g, last=group + 1 == len(sizes))
+        whole, loss = self.whole(answer, server, arrays), mean_loss(losses)
+        self.recorder.saw(sum(sizes))
+        self.kept = optimizer_arrays(optimizer) if self.config.optimizer_state == "keep" else {}
+        return whole, loss
+
+    def exchange_round(
+        self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Make one visit, message by message; one that breaks off goes to the next with the same weights."""
+        member, trained = self.visited(server_round), set(self.trained)
+        training = self.training(server_round, opened(arrays))
+        request = next(training)
+        while True:
+            messages = [self.message(member, request, config)] if member else []
+            answers = list(self.answers(self.exchange(grid, server_round, messages)))
+            if not answers:
+                self.missed += 1
+                self.trained = trained  # who broke off has saved nothing to go on with
+                return None, None
+            try:
+                request = training.send(request.answer.decode(answers[0][1].content))
+            except StopIteration as ended:
+                self.missed = 0
+                whole, loss = ended.value
+                return array_record(whole), MetricRecord({"train-loss": loss})
+            except WireError as error:
+                self.recorder.failed(server_round, answers[0][0].name, str(error))
+                member = None  # nobody is asked for more
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def visit(self, server_round: int, arrays: Weights) -> Enter:
+        """Give the institution its part of the model; ask for the first activations."""
+        request, servers = Enter if self.config.share_labels else EnterUnlabelled, self.parts[1].state_dict()
+        part = {name: array for name, array in opened(arrays).items() if name not in servers}
+        return request(**self.where(server_round, 0), arrays=part)
+
+    def next_batch(self, server_round: int, group: int, gradients: NDArray[Any], last: bool) -> NextBatch | Leave:
+        """Send the gradients of a group; ask for the activations of the next, or for the institution's part."""
+        labelled = NextBatch if self.config.share_labels else NextBatchUnlabelled
+        return (Leave if last else labelled)(**self.where(server_round, group), gradients=gradients)
+
+    def head_loss(self, server_round: int, group: int, outputs: NDArray[Any]) -> HeadLoss:
+        """Send what the server's part makes of a group; ask for the gradients there."""
+        where = self.where(server_round, group)
+        return HeadLoss(**{**where, "message": where["message"] + 1}, outputs=outputs)
+
+    def where(self, server_round: int, group: int) -> dict[str, Any]:
+        """Return what every message of a visit says."""
+        return {
+            "server_round": server_round,
+            "run": self.settings.run,
+            "cut": self.parts[0].stages[-1],
+            "with_head": not self.config.share_labels,
+            "lr": self.lr(server_round),
+            "optimizer_state": self.config.optimizer_state,
+            "micro_batches": self.config.micro_batches,
+            "message": group if self.config.share_labels else 2 * group,
+            "group": group,
+        }
+
+    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """One visit to each institution of the itinerary in every round, group by group."""
+        self.exchanges_per_round()
+        b, exchanges = self.settings.training.batch_size, []
+        part = opened(self.visit(0, arrays).arrays)
+        for member in (member for member in self.members if member.name in self.itinerary):
+            sizes = group_sizes(member.num_examples, b, self.config.micro_batches)
+            visit: list[tuple[Request, Payload, int]] = [(self.visit(0, arrays), self.empty(sizes[0]), 1)]
+            for (n, following), times in Counter(zip(sizes, [*sizes[1:], 0], strict=True)).items():
+                gradients = [np.zeros((n, *shape), np.float32) for shape in self.shapes]
+                if not self.config.share_labels:
+                    answer = HeadGradients(gradients=gradients[1], losses=[0.0] * math.ceil(n / b), num_examples=0)
+                    visit.append((self.head_loss(0, 0, gradients[1]), answer, times))
+                request = self.next_batch(0, 0, gradients[0], last=not following)
+                visit.append(
+                    (request, self.empty(following) if following else Half(arrays=part, num_examples=0), times)
+                )
+            exchanges += [(member, request, answer, times * num_rounds) for request, answer, times in visit]
+        return exchanges
+
+    def empty(self, n: int) -> Activations:
+        """Return what an upload of n examples weighs before there is one."""
+        activations = np.zeros((n, *self.shapes[0]), np.float32)
+        if not self.config.share_labels:
+            return Activations(activations=activations, num_examples=0)
+        labels = self.settings.task.blank_labels(n, self.settings.input_shape)
+        return LabelledActivations(activations=activations, labels=labels, num_examples=0)
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def received(self, array: NDArray[Any], n: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Return an array that an institution sent, batch by batch, on the server's device.
+
+        Raises
+        ------
+        WireError
+            If it is not what n examples of this shape have.
+        """
+        if array.shape != (n, *shape):
+            raise WireError(
+                f"activations and gradients of {n} examples must have shape {(n, *shape)}; got {array.shape}"
+            )
+        return self.batches(array)
+
+    def labels(self, upload: LabelledActivations, n: int) -> tuple[Tensor, ...]:
+        """Return the labels of an upload, batch by batch.
+
+        Raises
+        ------
+        WireError
+            If they are not n labels of the task.
+        """
+        if len(upload.labels) != n or not self.settings.task.accepts(upload.labels):
+            raise WireError(f"{n} activations must come with as many labels of {self.settings.task}; got others")
+        return self.batches(upload.labels)
+
+    def batches(self, array: NDArray[Any]) -> tuple[Tensor, ...]:
+        """Take an array apart, onto the server's device."""
+        return torch.split(torch.tensor(array, device=self.settings.device), self.settings.training.batch_size)
+
+    def whole(self, answer: Half, server: StagedModel, before: StateDict) -> StateDict:
+        """Put the institution's part and the server's together.
+
+        Raises
+        ------
+        WireError
+            If the institution's part is not the one that it was given.
+        """
+        both = {**opened(answer.arrays), **to_arrays(server)}
+        if {name: array.shape for name, array in both.items()} != {name: a.shape for name, a in before.items()}:
+            raise WireError("the institution's part must come back with the names and shapes that it had; got others")
+        return {name: both[name] for name in before}
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[StateDict, dict[str, Any]]:
+        """Keep the server's optimizer beside the itinerary."""
+        return self.kept, super().state()[1]
+
+    def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
+        """Take both back."""
+        super().restore(arrays, values)
+        self.kept = arrays
+
+
+def group_sizes(examples: int, batch_size: int, micro_batches: int) -> list[int]:
+    """Return how many examples each group of a visit has.
+
+    >>> group_sizes(70, 16, 1), group_sizes(70, 16, 3), group_sizes(5, 16, 3)
+    ([16, 16, 16, 16], [48, 16], [5])
+    """
+    batches, size = iterations(examples, batch_size), min(batch_size, examples)
+    return [min(micro_batches, batches - first) * size for first in range(0, batches, micro_batches)]
+
+
+def _joined(tensors: Sequence[Tensor]) -> NDArray[Any]:
+    return torch.cat(list(tensors)).detach().cpu().numpy()

@@ -1,0 +1,70 @@
+"""What the tests of the averaging strategies share: three unequal hospitals, one of them tiny, and plain rounds."""
+
+import shlex
+
+import numpy as np
+import torch
+from hospitals import fresh, node_configs
+from torch.nn.functional import cross_entropy
+
+from flwr_replay.client_app import app, backbone
+from flwr_replay.compose import compose, load_strategy
+from flwr_replay.engine import InlineGrid
+from flwr_replay.movements.base import Settings
+from flwr_replay.rng import derived_seed
+from flwr_replay.tasks import make_task
+from flwr_replay.wire import opened
+
+B = 16
+SIZES = {"a": 70, "b": 33, "c": 5}
+TASK = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4"]
+JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=3"]
+
+
+def run(folder, strategy, *options, names="cab"):
+    """Run a strategy through real messages; return the final weights and the strategy."""
+    torch.set_num_threads(1)
+    overrides = [f"strategy={strategy}", *JOB, *options]
+    config, nodes = compose(overrides), node_configs(folder, folder / strategy, names)
+    grid = InlineGrid(app, {"overrides": shlex.join(overrides)}, nodes)
+    method = load_strategy(strategy)[0](
+        config.strategy,
+        Settings(
+            training=config.training,
+            nodes=len(names),
+            evaluate_every=9,
+            task=make_task(config.task),
+            model=backbone(config.model, config.task),
+        ),
+    )
+    return opened(method.start(grid, fresh(config), config.rounds).arrays), method
+
+
+def local_sgd(model, x, y, name, server_round, momentum=0.9, penalty=None):
+    """Train one pass with plain PyTorch."""
+    steps = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(derived_seed(0, name, server_round)))
+    for i in range(max(1, len(y) // B)):
+        rows = order[i * B : (i + 1) * B]
+        steps.zero_grad()
+        loss = cross_entropy(model(x[rows]), y[rows])
+        (loss + penalty(model) if penalty else loss).backward()
+        steps.step()
+
+
+def mean(states, sizes):
+    """Average state dicts, weighed n_k / n."""
+    total = {
+        name: sum(n / sum(sizes) * s[name].double() for n, s in zip(sizes, states, strict=True)) for name in states[0]
+    }
+    return {name: value.round() if name.endswith("tracked") else value for name, value in total.items()}
+
+
+def agree(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_allclose(one[name], np.asarray(other[name]), rtol=0, atol=2e-6, err_msg=name)
+
+
+def same(one, other):
+    return all(one[name].tobytes() == other[name].tobytes() for name in one | other)

@@ -1,0 +1,69 @@
+"""Weights of a user's file, in our names and in torchvision's."""
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from safetensors.torch import save_file
+
+from flwr_replay.compose import compose
+from flwr_replay.errors import ConfigError
+from flwr_replay.models import build
+from flwr_replay.models.pretrained import load_pretrained
+from flwr_replay.progress import Display
+from flwr_replay.rng import derived_seed
+from flwr_replay.server_app import settings_of
+from flwr_replay.simulate import run_inline
+
+JOB = ["task=digits", "model=cnn", "model.width=4", "nodes=2", "rounds=1"]
+
+
+def cnn(*options, seed=9):
+    config = compose([*JOB, *options])
+    return build(config.model, config.task, seed)
+
+
+def test_a_run_begins_with_the_files_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    save_file(cnn().state_dict(), tmp_path / "w.safetensors")
+    model = settings_of(compose([*JOB, f"model.weights={tmp_path / 'w.safetensors'}"])).model(derived_seed(0, "model"))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), cnn().state_dict().values(), strict=True))
+    options = ["strategy=fedavg", *JOB, f"runs_dir={tmp_path}", "lr=0.0001"]
+    plain, pretrained = (
+        run_inline([*options, *more], Display())[1] for more in ([], [f"model.weights={tmp_path / 'w.safetensors'}"])
+    )
+    from safetensors.numpy import load_file
+
+    ends = [load_file(folder / "models" / "global.safetensors")["conv1.conv.weight"] for folder in (plain, pretrained)]
+    begun = cnn().state_dict()["conv1.conv.weight"].numpy()
+    assert np.abs(ends[1] - begun).max() < 0.01 < np.abs(ends[0] - begun).max()
+
+
+def test_torchvisions_file_fits_but_for_the_head(tmp_path):
+    theirs = torchvision.models.resnet18(num_classes=1000)
+    torch.save(theirs.state_dict(), tmp_path / "resnet18.pth")
+    config = compose(["task=folder", "task.size=64", "model=resnet18"])
+    ours = load_pretrained(build(config.model, config.task, 0), str(tmp_path / "resnet18.pth")).eval()
+    fresh = build(config.model, config.task, 0)
+    assert torch.equal(ours.state_dict()["head.fc.weight"], fresh.state_dict()["head.fc.weight"])
+    theirs.fc = torch.nn.Identity()
+    x = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        features = theirs.eval()(x)
+        expected = ours[-1].fc(features)
+        torch.testing.assert_close(ours(x), expected)
+
+
+def test_a_file_that_does_not_fit_is_refused_before_the_run(tmp_path):
+    save_file(cnn("model.width=8").state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(ConfigError, match=r"must hold 'conv1.conv.weight' with shape \(4, 1, 3, 3\); .* has \(8"):
+        run_inline(["strategy=fedavg", *JOB, f"model.weights={tmp_path / 'w.safetensors'}"], Display())
+    (tmp_path / "x.pth").write_bytes(b"no weights")
+    for file in ("x.pth", "missing.pth"):
+        with pytest.raises(ConfigError, match="file of weights"):
+            load_pretrained(cnn(), str(tmp_path / file))
+
+
+def test_local_begins_at_the_institutions():
+    with pytest.raises(ConfigError, match="strategy=local begins at the institutions"):
+        settings_of(compose([*JOB, "strategy=local", "model.weights=w.pth"])).model(0)

@@ -1,0 +1,71 @@
+"""FedAvg+Share: who gives what to whom, and FedAvg on the enlarged data."""
+
+import json
+
+import pytest
+import torch
+from averaging import JOB, SIZES, TASK, agree, local_sgd, mean, run
+from hospitals import write_shards
+from safetensors.numpy import load_file
+
+from flwr_replay.client_app import backbone
+from flwr_replay.compose import compose
+from flwr_replay.errors import ConfigError
+from flwr_replay.progress import Display
+from flwr_replay.rng import derived_seed
+from flwr_replay.simulate import run_inline
+from flwr_replay.training import generator
+
+
+@pytest.fixture
+def shards(tmp_path):
+    return write_shards(tmp_path, SIZES)
+
+
+def test_it_is_fedavg_on_ones_own_and_what_others_gave(tmp_path, shards):
+    given = {}
+    for name, (x, y) in shards.items():
+        chosen = torch.randperm(len(y), generator=generator(0, name, "share"))[: max(1, round(0.2 * len(y)))]
+        given[name] = x[chosen], y[chosen]
+    enlarged = {
+        name: tuple(torch.cat([own, *(given[o][i] for o in sorted(given) if o != name)]) for i, own in enumerate(parts))
+        for name, parts in shards.items()
+    }
+    config = compose(JOB)
+    build = backbone(config.model, config.task)
+    state = build(derived_seed(0, "model")).state_dict()
+    for server_round in (1, 2, 3):
+        trained = []
+        for name, (x, y) in enlarged.items():
+            model = build(0)
+            model.load_state_dict(state)
+            local_sgd(model, x, y, name, server_round)
+            trained.append(model.state_dict())
+        state = mean(trained, [len(y) for _, y in enlarged.values()])
+    agree(run(tmp_path, "fedavgshare", "share=0.2")[0], {name: value.numpy() for name, value in state.items()})
+
+
+def test_everybody_gives_once_and_holds_what_all_others_gave(tmp_path, shards):
+    _, strategy = run(tmp_path, "fedavgshare")
+    folder = strategy.recorder.folder("shared")
+    sizes = {name: len(load_file(folder / f"{name}.safetensors")["labels"]) for name in SIZES}
+    assert sizes == {"a": 4, "b": 2, "c": 1}  # 5 %, at least one
+    assert strategy.received == {"a": ["b", "c"], "b": ["a", "c"], "c": ["a", "b"]}
+
+
+def test_the_ledger_calls_raw_examples_what_they_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    options = ["strategy=fedavgshare", "task=digits", "model=cnn", "model.width=4", "nodes=3", "rounds=1"]
+    result, folder = run_inline([*options, f"runs_dir={tmp_path}"], Display())
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    raw = [line for line in lines if line["field"] == "images"]
+    assert {(line["kind"], line["direction"]) for line in raw} == {("per-sample", "up"), ("per-sample", "down")}
+    up = result["bytes-by-kind"]["up"]
+    assert up["raw-bytes-they-stand-for"] == 3 * round(0.05 * 1438 / 3) * (64 + 8)
+    assert up["per-sample"] > up["raw-bytes-they-stand-for"]
+
+
+@pytest.mark.parametrize("share", ["0", "1.5"])
+def test_a_share_is_a_share(share):
+    with pytest.raises(ConfigError, match="share is a share"):
+        compose(["strategy=fedavgshare", *TASK, f"share={share}"])

@@ -1,0 +1,62 @@
+"""FedProx against a plain loop; without its term it is FedAvg."""
+
+import pytest
+from averaging import JOB, SIZES, agree, local_sgd, mean, run, same
+from hospitals import write_shards
+
+from flwr_replay.client_app import backbone
+from flwr_replay.compose import compose
+from flwr_replay.errors import ConfigError
+from flwr_replay.rng import derived_seed
+
+
+def twin(shards, mu):
+    config = compose(JOB)
+    build = backbone(config.model, config.task)
+    state = build(derived_seed(0, "model")).state_dict()
+    for server_round in (1, 2, 3):
+        trained = []
+        for name, (x, y) in shards.items():
+            model, anchor = build(0), build(0)
+            model.load_state_dict(state)
+            anchor.load_state_dict(state)
+            fixed = [p.detach() for p in anchor.parameters()]
+
+            def penalty(model, fixed=fixed):
+                return mu / 2 * sum(((p - q) ** 2).sum() for p, q in zip(model.parameters(), fixed, strict=True))
+
+            local_sgd(model, x, y, name, server_round, penalty=penalty)
+            trained.append(model.state_dict())
+        state = mean(trained, [len(y) for _, y in shards.values()])
+    return {name: value.numpy() for name, value in state.items()}
+
+
+@pytest.fixture
+def shards(tmp_path):
+    return write_shards(tmp_path, SIZES)
+
+
+def test_it_is_the_papers_local_objective(tmp_path, shards):
+    found = run(tmp_path, "fedprox", "mu=5")[0]
+    agree(found, twin(shards, 5.0))
+    assert not same(found, run(tmp_path, "fedavg")[0])
+
+
+def test_without_the_term_it_is_fedavg_bit_for_bit(tmp_path, shards):
+    assert same(run(tmp_path, "fedprox", "mu=0")[0], run(tmp_path, "fedavg")[0])
+
+
+def test_a_strong_term_holds_the_weights_near_where_they_began(tmp_path, shards):
+    def moved(mu):
+        config = compose(JOB)
+        start = backbone(config.model, config.task)(derived_seed(0, "model")).state_dict()
+        found = run(tmp_path, "fedprox", f"mu={mu}", "rounds=1", "momentum=0")[0]
+        return sum(float(((found[n] - v.numpy()) ** 2).sum()) for n, v in start.items() if "running" not in n)
+
+    assert moved(10) < moved(0.1)
+
+
+@pytest.mark.parametrize("mu", ["-1", "inf", "nan"])
+def test_mu_is_finite_and_not_negative(mu):
+    with pytest.raises(ConfigError, match="mu must be finite"):
+        compose(["strategy=fedprox", f"mu={mu}"])

@@ -1,0 +1,85 @@
+"""FedSGD is gradient descent on the pooled data."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from averaging import JOB, SIZES, run
+from hospitals import write_shards
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flwr_replay.client import InstitutionClient
+from flwr_replay.client_app import backbone
+from flwr_replay.clients import fedsgd
+from flwr_replay.compose import compose
+from flwr_replay.config import TrainingConfig
+from flwr_replay.engine import InlineGrid
+from flwr_replay.institution import Institution
+from flwr_replay.movements.base import Settings
+from flwr_replay.rng import derived_seed
+from flwr_replay.serve import serve
+from flwr_replay.strategies.fedsgd import FedSGD
+from flwr_replay.tasks import Classification
+from flwr_replay.training import to_arrays
+from flwr_replay.wire import array_record, opened
+
+RATE = 0.3
+
+
+class Double(nn.Module):
+    """Two layers in float64."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def forward(self, x):
+        return self.net(x.flatten(1).double())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_it_is_full_batch_gradient_descent_on_the_union_in_float64(tmp_path, monkeypatch, momentum):
+    monkeypatch.setattr(fedsgd, "BLOCK", 10)  # several blocks each, and one block that is not full
+    torch.set_num_threads(1)
+    rng, sizes = np.random.default_rng(0), [37, 11, 1]
+    x, y = rng.normal(size=(49, 6, 1, 1)).astype(np.float32), rng.integers(0, 3, 49)
+    ends = np.cumsum([0, *sizes])
+    owned = [
+        Institution.from_arrays("abc"[k], (x[i:j], y[i:j]), (x[:3], y[:3]))
+        for k, (i, j) in enumerate(itertools.pairwise(ends))
+    ]
+    training = TrainingConfig(lr=RATE, momentum=momentum)
+
+    def client(context) -> InstitutionClient:
+        institution = owned[int(context.node_config["partition-id"])]
+        institution.state_root = tmp_path
+        return fedsgd.FedSGDClient(institution, Double, Classification(3), training)
+
+    grid = InlineGrid.simulated(serve(client), {}, 3)
+    strategy = FedSGD(settings=Settings(training=training, task=Classification(3), model=Double, nodes=3))
+    found = opened(strategy.start(grid, array_record(to_arrays(Double(7))), 5).arrays)
+
+    model, x_all, y_all = Double(7), torch.from_numpy(x), torch.from_numpy(y)
+    steps = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
+    for _ in range(5):
+        steps.zero_grad()
+        cross_entropy(model(x_all), y_all).backward()
+        steps.step()
+    for name, value in model.state_dict().items():
+        assert found[name].dtype == np.float64
+        np.testing.assert_allclose(found[name], value.numpy(), rtol=0, atol=1e-10, err_msg=name)
+
+
+def test_one_institution_is_a_step_of_sgd_and_every_round_uses_each_example_once(tmp_path):
+    shards = write_shards(tmp_path, SIZES)
+    found, _ = run(tmp_path, "fedsgd", "rounds=1", "lr=0.5", "model=mlp", "model.width=8", names="a")
+    config = compose([*JOB, "model=mlp", "model.width=8"])
+    model = backbone(config.model, config.task)(derived_seed(0, "model"))
+    x, y = shards["a"]
+    cross_entropy(model(x), y).backward()
+    for name, parameter in model.named_parameters():
+        expected = (parameter - 0.5 * parameter.grad).detach().numpy()
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-6)

@@ -1,0 +1,50 @@
+"""An institution with one example, or without a class, does no harm in any method, in any kind of task."""
+
+import shlex
+
+import numpy as np
+import pytest
+from hospitals import fresh, node_configs
+
+from flwr_replay.client_app import app, backbone
+from flwr_replay.compose import choices, compose, load_strategy
+from flwr_replay.engine import InlineGrid
+from flwr_replay.movements.base import Settings
+from flwr_replay.movements.recorder import Recorder
+from flwr_replay.tasks import make_task
+from flwr_replay.wire import opened
+
+JOB = ["task=medmnist", "task.size=8", "classes=2", "model=mlp", "model.width=8", "batch_size=8", "rounds=2"]
+
+
+class Kept(Recorder):
+    """Keeps the pooled metrics of the last evaluation."""
+
+    def evaluated(self, server_round, pooled, own):
+        self.pooled, self.own = pooled, own
+
+
+@pytest.mark.parametrize("strategy", [name for name in choices("strategy") if name != "central"])
+def test_one_example_or_one_class_does_no_harm(tmp_path, strategy):
+    rng = np.random.default_rng(0)
+    labels = {"a": rng.integers(0, 2, 40), "b": np.array([1]), "c": np.zeros(20, int)}
+    for name, y in labels.items():
+        x = (rng.integers(0, 60, (len(y), 8, 8)) + 150 * y[:, None, None]).astype(np.uint8)
+        parts = {"train_images": x, "train_labels": y, "test_images": x[:5], "test_labels": y[:5]}
+        np.savez(tmp_path / f"{name}.npz", **parts)
+    overrides = [f"strategy={strategy}", *JOB, "lr=0.05"]
+    config, recorder = compose(overrides), Kept()
+    settings = Settings(
+        training=config.training,
+        nodes=3,
+        task=make_task(config.task),
+        model=backbone(config.model, config.task),
+        input_shape=(1, 8, 8),
+    )
+    grid = InlineGrid(app, {"overrides": shlex.join(overrides)}, node_configs(tmp_path, tmp_path / "state"))
+    final = load_strategy(strategy)[0](config.strategy, settings, recorder).start(grid, fresh(config), 2)
+    assert recorder.failures == []
+    assert set(recorder.own) == {"a", "b", "c"}
+    assert all(np.isfinite(array).all() for array in opened(final.arrays).values())
+    assert {"accuracy", "auc"} <= recorder.pooled.keys()
+    assert "auc" not in recorder.own["b"]
