@@ -42,11 +42,18 @@ class TaskConfig:
     unit: str = ""  # regression: of the label
     class_names: tuple[str, ...] = ()  # folder: the class folders in the order of the labels; empty: sorted
     site_column: str = "site"  # folder: the manifest's column that names the institution
+    train_size: int = 0  # flwr_replay.data.clinical: subjects to train on; 0: all that are left
+    val_size: int = 0  # flwr_replay.data.clinical: subjects to validate on
+    test_size: int = 0  # flwr_replay.data.clinical: subjects to test on; 0: the set's own test part, else one in five
+    balanced: bool = False  # retina: equally many of every class in every split
 
     def __post_init__(self) -> None:
         one_of("task.kind", self.kind, ("classification", "regression", "segmentation"))
         for name in ("channels", "size"):
             require(getattr(self, name) >= 1, f"task.{name} must be at least 1; got {getattr(self, name)}")
+        for name in ("train_size", "val_size", "test_size"):
+            option = f"task.{name.replace('_', '-')}"
+            require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
         if self.kind == "classification":
             require(self.classes >= 2, f"task.classes must be at least 2; got {self.classes}")
         else:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config import TaskConfig, one_of
+from flwr_replay.data.clinical import read_boneage, read_brats, read_isic, read_retina, read_tuberculosis
 from flwr_replay.data.folder import read_folder
 from flwr_replay.data.readers import Raw, read_cifar10, read_digits, read_idx, read_medmnist
 from flwr_replay.data.sections import read_isbi2012
@@ -30,6 +31,11 @@ READERS: dict[str, Callable[[TaskConfig], dict[str, Raw]]] = {
     "diabetes": read_diabetes,
     "heart_disease": read_heart_disease,
     "isbi2012": read_isbi2012,
+    "retina": read_retina,
+    "boneage": read_boneage,
+    "brats": read_brats,
+    "isic": read_isic,
+    "tuberculosis": read_tuberculosis,
 }
 
 

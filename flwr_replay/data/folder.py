@@ -9,7 +9,6 @@ of that site's rows only: an institution that holds its own rows gets the bits t
 
 from __future__ import annotations
 
-import csv
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config import TaskConfig
-from flwr_replay.data.readers import Raw
+from flwr_replay.data.readers import Raw, csv_rows, picture
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.rng import derived_rng
 
@@ -27,7 +26,6 @@ __all__ = ["read_folder"]
 SPLITS = ("train", "test", "val")
 SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
 MODES = {1: "L", 3: "RGB"}
-EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 INTEGER = re.compile(r"[+-]?\d+(\.0+)?")  # spreadsheets write 1 as 1.0
 
 
@@ -79,26 +77,13 @@ def read_folder(task: TaskConfig) -> dict[str, Raw]:
 
 
 def _manifest_rows(path: Path, task: TaskConfig) -> list[_Row]:
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, skipinitialspace=True)
-            lines = [(reader.line_num, row) for row in reader]
-            columns = list(reader.fieldnames or [])
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} must be a CSV file in UTF-8; it cannot be read ({error})") from None
     wanted = ["image", "label", *([task.site_column] if task.site_column != "site" else [])]
-    for column in wanted:
-        if column not in columns:
-            raise DataError(f"{path} must have a column {column!r}: {nearest(column, columns)}")
-    if repeated := [column for column in columns if columns.count(column) > 1]:
-        raise DataError(f"every column of {path} must have a name of its own; two are named {repeated[0]!r}")
+    lines = csv_rows(path, wanted)
+    columns = list(lines[0][1]) if lines else []
     used = {*wanted, *(column for column in (task.site_column, "split") if column in columns)}
     rows, listed = [], {}  # type: list[_Row], dict[Path, str]
-    for number, cells in lines:
-        where = f"{path} line {number}"
-        if None in cells:
-            raise DataError(f"every row must have {len(columns)} cells, as the first line says; {where} has more")
-        values = {column: (cells[column] or "").strip() for column in used}
+    for where, cells in lines:
+        values = {column: cells[column] for column in used}
         for column, value in values.items():
             if not value:
                 raise DataError(f"every row must have a value for {column!r}; {where} has none")
@@ -178,24 +163,14 @@ def _splits(rows: list[_Row], sites: NDArray[np.str_] | None) -> NDArray[np.str_
 
 def _read_image(row: _Row, task: TaskConfig) -> NDArray[np.uint8]:
     """Read one image as (C, H, W); nothing is resized, since that would change the data silently."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(row.image) as image:
-            if image.mode not in EIGHT_BIT:
-                raise DataError(f"images must have 8 bits per channel; {row.image} has mode {image.mode}: convert it")
-            if image.size != (task.size, task.size):
-                raise DataError(
-                    f"images of task={task.name} must be task.channels x task.size x task.size = {task.channels} x "
-                    f"{task.size} x {task.size}; {row.image} is {image.height} x {image.width} pixels: resize it, or "
-                    "set task.size"
-                )
-            pixels = np.asarray(image.convert(MODES[task.channels]))
-    except FileNotFoundError:
-        raise DataError(f"image {row.image} ({row.where}) does not exist") from None
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        detail = " ".join(str(error).split())
-        raise DataError(f"{row.image} ({row.where}) must be an image; it cannot be read: {detail}") from None
+    image = picture(row.image, MODES[task.channels], row.where)
+    if image.size != (task.size, task.size):
+        raise DataError(
+            f"images of task={task.name} must be task.channels x task.size x task.size = {task.channels} x "
+            f"{task.size} x {task.size}; {row.image} is {image.height} x {image.width} pixels: resize it, or set "
+            "task.size"
+        )
+    pixels = np.asarray(image)
     return pixels[None] if task.channels == 1 else pixels.transpose(2, 0, 1)
 
 

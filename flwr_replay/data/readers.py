@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import csv
 import gzip
 import importlib
 import math
@@ -16,10 +17,10 @@ import re
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +30,16 @@ from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files import home, make_folder
 from flwr_replay.rng import derived_rng
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 __all__ = [
     "SPLIT_SEED",
     "Raw",
+    "csv_rows",
     "data_root",
-    "grey_pixels",
+    "line_of",
+    "picture",
     "read_cifar10",
     "read_digits",
     "read_idx",
@@ -41,6 +47,7 @@ __all__ = [
 ]
 
 TORCHVISION_FOLDER = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
+EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 IDX_UBYTE = 8  # the idx header's code for unsigned bytes
 SPLIT_SEED = 0  # a fixed split: the run's seed must not move examples between train and test
 
@@ -172,7 +179,7 @@ def _read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     except FileNotFoundError:
         raise DataError(f"CIFAR-10 is five training batches and a test batch; {path} is missing: fetch it") from None
     except Exception as error:  # a broken pickle can raise anything
-        raise DataError(f"{path} must be one of CIFAR-10's batches; it cannot be read ({_line(error)})") from None
+        raise DataError(f"{path} must be one of CIFAR-10's batches; it cannot be read ({line_of(error)})") from None
 
 
 # ------------------------------------------------------------------------------------------------------- MedMNIST
@@ -193,7 +200,7 @@ def read_medmnist(task: TaskConfig) -> dict[str, Raw]:
         with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{broken} ({_line(error)}): fetch it anew") from None
+        raise DataError(f"{broken} ({line_of(error)}): fetch it anew") from None
     for key in ("train_images", "train_labels", "test_images", "test_labels"):
         if key not in arrays:
             raise DataError(f"{path} must hold {key}, as MedMNIST files do; got {', '.join(arrays) or 'nothing'}")
@@ -244,23 +251,69 @@ def data_root(task: TaskConfig) -> Path:
     return Path(task.data_dir).expanduser().absolute() if task.data_dir else home() / "data"
 
 
-def grey_pixels(path: Path) -> NDArray[np.uint8]:
-    """Read an image as grey levels, shape (H, W).
+def picture(path: Path, mode: str, where: str = "") -> Image.Image:
+    """Read an image with 8 bits per channel.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    mode : str
+        Pillow's name of the wanted form: L (grey) or RGB.
+    where : str
+        The place that lists the file, for error lines.
 
     Raises
     ------
     DataError
-        If it is missing, truncated or no image.
+        If it is missing, truncated, no image or has more bits; the line names it.
     """
     from PIL import Image
 
+    named = f"{path} ({where})" if where else f"{path}"
     try:
         with Image.open(path) as image:
-            return np.asarray(image.convert("L"))
+            if image.mode not in EIGHT_BIT:
+                raise DataError(f"images must have 8 bits per channel; {named} has mode {image.mode}: convert it")
+            return image.convert(mode)
+    except FileNotFoundError:
+        raise DataError(f"image {named} does not exist: add it") from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{named} must be an image; it cannot be read: {line_of(error)}") from None
+
+
+def csv_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    """Read a CSV file whose first line names the columns.
+
+    Returns
+    -------
+    list of (str, dict)
+        For every row its place, for error lines, and its cells by column: no spaces around them, and empty where the
+        row ends early.
+
+    Raises
+    ------
+    DataError
+        If the file is missing or not readable, lacks one of `columns`, names one twice, or a row has too many cells.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, skipinitialspace=True)
+            rows = [(f"{path} line {reader.line_num}", row) for row in reader]
+            header = list(reader.fieldnames or [])
     except FileNotFoundError:
         raise DataError(f"{path} does not exist: add it") from None
-    except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{path} must be an image; it cannot be read: {_line(error)}") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} must be a CSV file in UTF-8; it cannot be read ({error})") from None
+    for column in columns:
+        if column not in header:
+            raise DataError(f"{path} must have a column {column!r}: {nearest(column, header)}")
+    if repeated := [column for column in header if header.count(column) > 1]:
+        raise DataError(f"every column of {path} must have a name of its own; two are named {repeated[0]!r}")
+    for where, row in rows:
+        if None in row:
+            raise DataError(f"every row must have {len(header)} cells, as the first line says; {where} has more")
+    return [(where, {column: (row[column] or "").strip() for column in header}) for where, row in rows]
 
 
 def _missing(task: TaskConfig, what: str, places: list[Path]) -> DataError:
@@ -278,11 +331,14 @@ def _fetch(root: Path, what: str, download: Callable[[Path], object]) -> None:
         try:
             download(Path(scratch))
         except (OSError, RuntimeError) as error:
-            raise DataError(f"{what} could not be downloaded ({_line(error)}): fetch it by hand into {root}") from None
+            raise DataError(
+                f"{what} could not be downloaded ({line_of(error)}): fetch it by hand into {root}"
+            ) from None
         for entry in Path(scratch).iterdir():
             with contextlib.suppress(OSError):  # another process was faster: its copy is as good
                 entry.rename(root / entry.name)
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
+    """Put an error's message on one line."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config import TaskConfig
-from flwr_replay.data.readers import Raw, data_root, grey_pixels
+from flwr_replay.data.readers import Raw, data_root, picture
 from flwr_replay.errors import ConfigError, DataError
 
 __all__ = ["read_isbi2012"]
@@ -55,7 +55,7 @@ def _patches(sections: list[Path], size: int) -> Raw:
     x, y = [], []
     for path in sections:
         label = path.with_name(path.name.replace("image", "label"))
-        image, mask = grey_pixels(path), grey_pixels(label)
+        image, mask = np.asarray(picture(path, "L")), np.asarray(picture(label, "L"))
         if image.shape != mask.shape:
             raise DataError(
                 f"a section and its mask must have one size; {path} is {image.shape}, its mask {mask.shape}"

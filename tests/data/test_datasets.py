@@ -22,6 +22,7 @@ from flwr_replay.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 Task = Callable[..., TaskConfig]
+CLINICAL = ("retina", "boneage", "brats", "isic", "tuberculosis")
 
 
 def images(n: int, *shape: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -296,8 +297,10 @@ def test_shared_pneumonia(shared: Path, task: Task) -> None:
 def test_choices_are_named_as_their_files_and_hold_known_options() -> None:
     for path in (ROOT / "conf" / "task").glob("*.yaml"):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        assert set(values) == set(TaskConfig.__dataclass_fields__), path
-        assert TaskConfig(**{**values, "class_names": tuple(values["class_names"])}).name == path.stem
+        assert set(values) <= set(TaskConfig.__dataclass_fields__), path
+        assert ({"train_size", "val_size", "test_size"} <= set(values)) == (values["format"] in CLINICAL), path
+        assert ("balanced" in values) == (path.stem == "retina"), path
+        assert TaskConfig(**{**values, "class_names": tuple(values.get("class_names", ()))}).name == path.stem
     for path in (ROOT / "conf" / "partition").glob("*.yaml"):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert {"name", "size", "test"} <= set(values) <= set(PartitionConfig.__dataclass_fields__), path

@@ -1,0 +1,84 @@
+"""Reader of the RSNA bone age radiographs (Halabi et al. 2019), as Qu et al. 2022, section 4.1: male hands.
+
+    <data-dir>/boneage-training-dataset.csv              id,boneage,male: months; True or False
+    <data-dir>/boneage-training-dataset/1377.png …
+    <data-dir>/Bone age ground truth.csv                 Case ID,Sex,Ground truth bone age (months): M or F
+    <data-dir>/boneage-test-dataset/4360.png …
+
+The ground truth of the test images comes as a spreadsheet, `Bone age ground truth.xlsx`: save it as CSV. Kaggle's copy
+wraps each folder in another of the same name, which is found too. Hands of girls are left out, and their images need
+not be there; RSNA's validation images are not used.
+
+`task.test_size=0` tests on the set's own test images, any other number on so many training images. An institution's own
+part are the same files with its own rows and images.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_replay.config import TaskConfig, require
+from flwr_replay.data.clinical.subjects import Case, divide, keyed_rows, pictures, root_of
+from flwr_replay.data.readers import Raw, picture
+from flwr_replay.errors import DataError
+
+__all__ = ["read_boneage"]
+
+TRAINING, TEST = "boneage-training-dataset", "boneage-test-dataset"
+TRUTH = "Bone age ground truth.csv"
+MALE = {"true": True, "false": False, "m": True, "f": False}
+MONTHS = 300  # nobody who is examined for bone age is older
+
+
+def read_boneage(task: TaskConfig) -> dict[str, Raw]:
+    """Read male hands as the module's docstring lays it out, grey, resized to a square; the label is in months.
+
+    Raises
+    ------
+    ConfigError
+        Without `task.data_dir`, or with `task.channels` other than 1.
+    DataError
+        For a missing or unreadable file, a sex or an age that is none, or fewer images than `task` asks for.
+    """
+    require(task.channels == 1, f"task={task.name} has grey images, task.channels=1; got {task.channels}")
+    root = root_of(task, f"{TRAINING}.csv and {TRAINING}/")
+    table, truth = root / f"{TRAINING}.csv", root / TRUTH
+    cases = _cases(table, "id", "male", "boneage", root / TRAINING)
+    if not task.test_size and not truth.is_file():
+        raise DataError(
+            f"task={task.name} tests on the set's own test images; {truth} does not exist: save RSNA's spreadsheet as "
+            "CSV, or set task.test-size to the number of training images to test on"
+        )
+    own_test = [] if task.test_size else _cases(truth, "Case ID", "Sex", "Ground truth bone age (months)", root / TEST)
+    # No strata: a class is needed to divide in proportion, and an age is none.
+    splits = divide([case.subject for case in cases], [""] * len(cases), task, table, test_share=0)
+    read = partial(_read, size=task.size)
+    raws = {split: pictures([cases[n] for n in rows], read, task, table) for split, rows in splits.items()}
+    return raws if task.test_size else raws | {"test": pictures(own_test, read, task, truth)}
+
+
+def _cases(table: Path, name: str, sex: str, age: str, folder: Path) -> list[Case]:
+    folder = folder / folder.name if (folder / folder.name).is_dir() else folder
+    cases = []
+    for key, row in keyed_rows(table, name, [sex, age]).items():
+        male = MALE.get(row[sex].lower())
+        if male is None:
+            raise DataError(f"{sex!r} must be True or False, M or F; got {row[sex]!r} for {key} in {table}: correct it")
+        try:
+            months = float(row[age])
+        except ValueError:
+            months = math.nan
+        if not 0 <= months <= MONTHS:
+            raise DataError(f"{age!r} must be in months, 0 to {MONTHS}; got {row[age]!r} for {key} in {table}")
+        if male:
+            cases.append(Case(folder / f"{key}.png", months, key))
+    return cases
+
+
+def _read(path: Path, size: int) -> NDArray[np.uint8]:
+    return np.asarray(picture(path, "L").resize((size, size)))[None]

@@ -1,0 +1,143 @@
+"""Reader of BraTS 2017 (Menze et al. 2014): the whole tumour on T2-FLAIR, as Qu et al. 2022, section 4.3.
+
+    <data-dir>/HGG/Brats17_CBICA_AAB_1/Brats17_CBICA_AAB_1_flair.nii.gz
+    <data-dir>/HGG/Brats17_CBICA_AAB_1/Brats17_CBICA_AAB_1_seg.nii.gz       0 none, 1, 2 and 4 parts of the tumour
+    <data-dir>/institutions.csv                                             optional: subject,institution
+
+The institution stands in a subject's name: 2013, CBICA, TCIA. BraTS 2018 has the same subjects under finer names
+(Brats18_TCIA01_231_1 …: nine institutions with high-grade gliomas) and may take the place of 2017's folder. The paper's
+ten were told to its authors in person; `institutions.csv` is for who knows better than the names. Other sequences and
+the low-grade gliomas (LGG) are left out.
+
+A volume's axial slices are taken in consecutive threes that do not overlap: an example has the three slices as
+channels, and the middle one's mask as label. Threes whose middle slice shows no brain are left out, those without
+tumour are kept. The paper does not say how its intensities were scaled: here 0 stays 0, and the 99.5th percentile of a
+volume's brain is 255.
+
+An institution's own part is a folder HGG with its own subjects.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_replay.config import TaskConfig, require
+from flwr_replay.data.clinical.subjects import divide, each, keyed_rows, root_of
+from flwr_replay.data.readers import Raw, line_of
+from flwr_replay.errors import ConfigError, DataError
+
+__all__ = ["read_brats"]
+
+SUBJECT = re.compile(r"Brats1[78]_([A-Za-z0-9]+)_\w+")
+SLICES = 3  # consecutive, as the channels of one example
+RESIZED, CROPPED = 256, 224  # pixels: a slice is resized to the one, its middle of the other is kept
+TUMOUR = (1, 2, 4)
+BRIGHTEST = 99.5  # percentile of the voxels that are not 0
+
+
+def read_brats(task: TaskConfig) -> dict[str, Raw]:
+    """Read subjects as the module's docstring lays it out; sizes count subjects, and no subject is in two splits.
+
+    `task.size` pixels are kept of a slice that is resized to 256/224 of it.
+
+    Raises
+    ------
+    ConfigError
+        Without `task.data_dir` or the package nibabel, or with `task.channels` other than 3.
+    DataError
+        For a subject of an unknown name or without its files, a file that is truncated or no NIfTI volume, a volume and
+        a segmentation of different shapes, or a segmentation of other values.
+    """
+    require(task.channels == SLICES, f"task={task.name} has {SLICES} slices as channels; got {task.channels}")
+    try:
+        nibabel = importlib.import_module("nibabel")
+    except ModuleNotFoundError:
+        raise ConfigError(f"task={task.name} needs the package nibabel: pip install 'flwr-replay[brats]'") from None
+    root = root_of(task, "HGG/")
+    folders = sorted(path for path in (root / "HGG").glob("*") if path.is_dir())
+    if not folders:
+        raise DataError(f"task={task.name} needs subjects; got none in {root / 'HGG'}: set task.data-dir")
+    sites = _sites([folder.name for folder in folders], root)
+    splits = divide([folder.name for folder in folders], sites, task, root / "HGG")
+    read = partial(_examples, size=task.size, nibabel=nibabel)
+    raws = {}
+    for split, rows in splits.items():
+        found = each(read, [folders[n] for n in rows])
+        x = np.concatenate([x for x, _ in found] or [np.empty((0, SLICES, task.size, task.size), np.uint8)])
+        y = np.concatenate([y for _, y in found] or [np.empty((0, task.size, task.size), np.uint8)])
+        taken = np.repeat(np.asarray(sites, np.str_)[rows], [len(x) for x, _ in found])
+        raws[split] = Raw(x, y, str(root / "HGG"), str(root / "HGG"), taken)
+    return raws
+
+
+def _sites(subjects: list[str], root: Path) -> list[str]:
+    """Name every subject's institution."""
+    table = root / "institutions.csv"
+    named = keyed_rows(table, "subject", ["institution"]) if table.is_file() else {}
+    sites = []
+    for subject in subjects:
+        parts = SUBJECT.fullmatch(subject)
+        if parts is None:
+            raise DataError(f"a subject is named Brats17_<institution>_<number>; got {root / 'HGG' / subject}")
+        site = named.get(subject, {}).get("institution", "") if named else parts[1]
+        if not site:
+            raise DataError(f"{table} must name every subject's institution; {subject} has none: add it")
+        sites.append(site)
+    return sites
+
+
+def _examples(folder: Path, size: int, nibabel: Any) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Read a subject: x (n, 3, size, size), y (n, size, size)."""
+    paths = [folder / f"{folder.name}_{kind}.nii.gz" for kind in ("flair", "seg")]
+    flair, labels = (_volume(path, nibabel) for path in paths)
+    if flair.shape != labels.shape:
+        raise DataError(
+            f"a volume and its segmentation must have one shape; {paths[1]} {labels.shape}, not {flair.shape}"
+        )
+    if not np.isin(labels, (0, *TUMOUR)).all():
+        wrong = np.setdiff1d(labels, (0, *TUMOUR))[0]
+        raise DataError(f"a segmentation holds 0, 1, 2 and 4 only; {paths[1]} holds {wrong}")
+    if not (flair > 0).any():
+        raise DataError(f"{paths[0]} must show a brain; all its voxels are 0")
+    brightest = np.percentile(flair[flair > 0], BRIGHTEST)
+    grey = np.clip(np.rint(flair * (255 / brightest)), 0, 255).astype(np.uint8)
+    whole = np.isin(labels, TUMOUR).astype(np.uint8)
+    x, y = [], []
+    for first in range(0, grey.shape[2] - SLICES + 1, SLICES):
+        middle = first + SLICES // 2
+        if grey[:, :, middle].any():
+            x.append([_slice(grey[:, :, first + n], size, "BILINEAR") for n in range(SLICES)])
+            y.append(_slice(whole[:, :, middle], size, "NEAREST"))
+    return np.asarray(x, np.uint8).reshape(-1, SLICES, size, size), np.asarray(y, np.uint8).reshape(-1, size, size)
+
+
+def _volume(path: Path, nibabel: Any) -> NDArray[Any]:
+    """Read a volume, shape (left-right, front-back, axial)."""
+    broken = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError)
+    try:
+        volume: NDArray[Any] = np.asanyarray(nibabel.load(path).dataobj)
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist: add it, or take the subject's folder away") from None
+    except (*broken, OSError, EOFError, ValueError, zlib.error) as error:
+        raise DataError(f"{path} must be a NIfTI volume; it cannot be read: {line_of(error)}: fetch it anew") from None
+    if volume.ndim != 3:
+        raise DataError(f"{path} must be a volume of three dimensions; got {volume.shape}")
+    return volume
+
+
+def _slice(pixels: NDArray[np.uint8], size: int, filter_name: str) -> NDArray[np.uint8]:
+    """Resize an axial slice and keep its middle, rows from front to back."""
+    from PIL import Image
+
+    resized = round(size * RESIZED / CROPPED)
+    margin = (resized - size) // 2
+    image = Image.fromarray(pixels.T.copy()).resize((resized, resized), Image.Resampling[filter_name])
+    return np.asarray(image)[margin : margin + size, margin : margin + size]

@@ -1,0 +1,124 @@
+"""Reader of Kaggle's diabetic retinopathy photographs (2015, EyePACS), as Qu et al. 2022, section 4.1.
+
+    <data-dir>/trainLabels.csv                   image,level
+    <data-dir>/train/10_left.jpeg …
+    <data-dir>/retinopathy_solution.csv          image,level,Usage: the test part's grades, published afterwards
+    <data-dir>/test/1_left.jpeg …
+
+Either part may be missing; both together are one pool. The grade (level) is 0 none, 1 mild, 2 moderate, 3 severe or 4
+proliferative. Labels: 0 healthy (grade 0), 1 diseased (grades 2 to 4). Grade 1 is left out, as are right eyes: there is
+one image for each patient. The paper calls healthy "positive"; here the AUC is that of diseased.
+
+An institution's own part is a `trainLabels.csv` with its own rows and a folder `train/` with its own images.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_replay.config import TaskConfig, require
+from flwr_replay.data.clinical.subjects import Case, keyed_rows, root_of, splits_of
+from flwr_replay.data.readers import Raw, picture
+from flwr_replay.errors import DataError
+
+__all__ = ["graham", "read_retina"]
+
+PARTS = {"trainLabels.csv": "train", "retinopathy_solution.csv": "test"}
+IMAGE = re.compile(r"(.+)_(left|right)")
+LEFT_OUT = "1"
+LABELS = {"0": 0, LEFT_OUT: None, "2": 1, "3": 1, "4": 1}
+
+# Graham 2015, competition report: the constants of his preprocessing.
+RADIUS = 300  # pixels of the rescaled eye
+SIGMA = RADIUS / 30  # of the Gaussian that gives the local average colour, pixels
+GAIN, GREY = 4, 128  # what the difference to the local average is multiplied by, and the grey it is added to
+KEPT = 0.9  # of the radius; the rim outside is grey
+DARK = 10  # a column of the middle row shows the eye if brighter than a tenth of that row's mean
+SMALLEST = 8  # an eye is at least an eighth as wide as the image's shorter side
+
+
+def read_retina(task: TaskConfig) -> dict[str, Raw]:
+    """Read left eyes as the module's docstring lays it out, preprocessed as Graham 2015.
+
+    Raises
+    ------
+    ConfigError
+        Without `task.data_dir`, or with `task.channels` other than 3.
+    DataError
+        For a missing or unreadable file, an unknown image name or grade, an image without an eye, or fewer images
+        than `task` asks for; the line names it.
+    """
+    require(task.channels == 3, f"task={task.name} has colour images, task.channels=3; got {task.channels}")
+    root = root_of(task, "trainLabels.csv and train/")
+    cases = [
+        case for table, folder in PARTS.items() if (root / table).is_file() for case in _cases(root / table, folder)
+    ]
+    if not cases:
+        raise DataError(f"task={task.name} needs trainLabels.csv with left eyes; got none in {root}: set task.data-dir")
+    return splits_of(cases, partial(_read, size=task.size), task, root)
+
+
+def _cases(table: Path, folder: str) -> list[Case]:
+    cases = []
+    for name, row in keyed_rows(table, "image", ["level"]).items():
+        parts = IMAGE.fullmatch(name)
+        if parts is None:
+            raise DataError(f"an image of {table} is named <patient>_left or <patient>_right; got {name!r}: correct it")
+        if row["level"] not in LABELS:
+            raise DataError(f"level must be 0 to 4; got {row['level']!r} for {name} in {table}: correct it")
+        label = LABELS[row["level"]]
+        if parts[2] == "left" and label is not None:
+            cases.append(Case(table.with_name(folder) / f"{name}.jpeg", label, f"{folder}/{parts[1]}"))
+    return cases
+
+
+def _read(path: Path, size: int) -> NDArray[np.uint8]:
+    pixels = np.asarray(picture(path, "RGB"))
+    prepared = graham(pixels, size)
+    if prepared is None:
+        raise DataError(f"{path} must show an eye; its middle row is dark: leave its row out of the table")
+    return prepared
+
+
+def graham(pixels_HWC: NDArray[np.uint8], size: int) -> NDArray[np.uint8] | None:
+    """Preprocess a photograph of an eye as Graham 2015, cropped to the kept disc.
+
+    The eye is rescaled to a radius of 300 pixels; 4 (image - local average) + 128 takes the place of the image, and 128
+    that of all farther than 270 pixels from the centre; the square around that disc is resized.
+
+    Parameters
+    ----------
+    pixels_HWC : uint8 array, shape (H, W, 3)
+        The photograph, eye in the middle on a dark ground.
+    size : int
+        Height and width of the result, pixels.
+
+    Returns
+    -------
+    uint8 array, shape (3, size, size), or None if the middle row shows no eye.
+    """
+    from PIL import Image
+    from scipy.ndimage import gaussian_filter
+
+    height, width = pixels_HWC.shape[:2]
+    middle_W = pixels_HWC[height // 2].sum(axis=1, dtype=np.int64)
+    radius = np.count_nonzero(middle_W > middle_W.mean() / DARK) / 2
+    if radius * 2 * SMALLEST < min(height, width):
+        return None
+    scaled = tuple(round(side * RADIUS / radius) for side in (width, height))
+    eye = np.asarray(Image.fromarray(pixels_HWC).resize(scaled, Image.Resampling.BILINEAR), np.float32)
+    average = gaussian_filter(eye, (SIGMA, SIGMA, 0), mode="nearest", truncate=3)
+    eye = np.clip(np.rint(GAIN * (eye - average) + GREY), 0, 255)
+    half = round(KEPT * RADIUS)
+    rows, columns = np.ogrid[: eye.shape[0], : eye.shape[1]]
+    centre_row, centre_column = (eye.shape[0] - 1) / 2, (eye.shape[1] - 1) / 2
+    eye[(rows - centre_row) ** 2 + (columns - centre_column) ** 2 > half**2] = GREY
+    padded = np.pad(eye.astype(np.uint8), ((half, half), (half, half), (0, 0)), constant_values=GREY)
+    top, left = (padded.shape[0] - 2 * half) // 2, (padded.shape[1] - 2 * half) // 2
+    square = Image.fromarray(padded[top : top + 2 * half, left : left + 2 * half])
+    return np.asarray(square.resize((size, size), Image.Resampling.BILINEAR)).transpose(2, 0, 1)

@@ -1,0 +1,156 @@
+"""What the clinical readers share: a table of cases, a division by subject, and decoding of what was chosen only.
+
+Letters: N examples, C channels, H and W height and width in pixels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_replay.config import TaskConfig
+from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, data_root
+from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.rng import derived_seed
+
+__all__ = ["TEST_SHARE", "Case", "divide", "each", "keyed_rows", "pictures", "root_of", "splits_of"]
+
+TEST_SHARE = 0.2  # of the subjects of every stratum, where `task.test_size` is 0
+
+Indices = NDArray[np.int64]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One image, before it is read: its file, its label, whose it is and, where the data say so, where it was taken."""
+
+    image: Path
+    label: float
+    subject: str
+    site: str = ""
+
+
+def root_of(task: TaskConfig, holds: str) -> Path:
+    """Return the data folder; `holds` says what must lie in it, for error lines."""
+    if not task.data_dir:
+        raise ConfigError(f"task={task.name} reads a folder of yours: set task.data-dir to the one that holds {holds}")
+    root = data_root(task)
+    if not root.is_dir():
+        raise DataError(f"task.data-dir must be the folder that holds {holds}; got {root}: there is none")
+    return root
+
+
+def keyed_rows(path: Path, key: str, columns: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Read a CSV file as rows by the value of one column, which must differ from row to row.
+
+    Raises
+    ------
+    DataError
+        As `csv_rows`, and for a row without a key or with that of another row.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for where, row in csv_rows(path, [key, *columns]):
+        if not row[key]:
+            raise DataError(f"every row must have a value for {key!r}; {where} has none")
+        if row[key] in found:
+            raise DataError(f"every {key!r} must be listed once; {where} has {row[key]!r} again")
+        found[row[key]] = row
+    return found
+
+
+def divide(
+    subjects: Sequence[str], strata: Sequence[object], task: TaskConfig, source: Path, test_share: float = TEST_SHARE
+) -> dict[str, Indices]:
+    """Divide examples into train, val and test, so that no subject is in two of them.
+
+    Within a stratum, subjects are ranked by a hash of their name: neither the run's seed nor the order of the files
+    matters, nor which other subjects there are. The first are for testing, the next for validation, then come those
+    to train on, in the same proportion in every stratum.
+
+    Parameters
+    ----------
+    subjects : sequence of N str
+        Whose each example is.
+    strata : sequence of N hashable
+        Institution or class; a subject's is that of its first example.
+    task : TaskConfig
+        Its sizes, in subjects; with `balanced` every split holds equally many subjects of every stratum, to within one.
+    source : Path
+        Where the examples are listed, for the error line.
+    test_share : float
+        Share of every stratum to test on where `task.test_size` is 0. Whether a subject is tested on then depends on
+        the subjects of its own stratum only.
+
+    Returns
+    -------
+    dict of str to int64 array
+        Ascending indices of the examples of each split.
+
+    Raises
+    ------
+    DataError
+        If there are fewer subjects than the sizes ask for, or none is left to train on.
+    """
+    strata_of: dict[str, object] = {}
+    for subject, stratum in zip(subjects, strata, strict=True):
+        strata_of.setdefault(subject, stratum)
+    groups: dict[object, list[str]] = {}
+    for subject, stratum in strata_of.items():
+        groups.setdefault(stratum, []).append(subject)
+    fewest = min(map(len, groups.values()), default=0)
+    places: dict[str, float] = {}
+    hashes = {subject: derived_seed(SPLIT_SEED, task.format, subject) for subject in strata_of}
+    for group in groups.values():
+        used = fewest if task.balanced else len(group)
+        for rank, subject in enumerate(sorted(group, key=hashes.__getitem__)[:used]):
+            places[subject] = (rank + 0.5) / used
+    order = sorted(places, key=lambda subject: (places[subject], hashes[subject]))
+    test = task.test_size or sum(place < test_share for place in places.values())
+    held = test + task.val_size
+    train = task.train_size or max(len(order) - held, 1)
+    if held + train > len(order):
+        kind = f" in {len(groups)} classes of equal size" if task.balanced else ""
+        raise DataError(
+            f"task={task.name} is to train on {train}, validate on {task.val_size} and test on {test} subjects; got "
+            f"{len(order)}{kind} in {source}: lower task.train-size, task.val-size or task.test-size, or add data"
+        )
+    chosen = {"test": order[:test], "val": order[test:held], "train": order[held : held + train]}
+    splits = {subject: split for split, names in chosen.items() for subject in names}
+    of_row = np.asarray([splits.get(subject, "") for subject in subjects])
+    return {split: np.flatnonzero(of_row == split) for split in ("train", "val", "test")}
+
+
+def each(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Read items in as many threads as there are cores; the results are in their order, as is the first error."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(read, items))
+
+
+def pictures(cases: Sequence[Case], read: Callable[[Path], NDArray[np.uint8]], task: TaskConfig, source: Path) -> Raw:
+    """Decode cases into one split; `read` returns one image, (C, H, W) with H = W = `task.size`."""
+    x = np.empty((len(cases), task.channels, task.size, task.size), np.uint8)
+
+    def fill(n: int) -> None:
+        x[n] = read(cases[n].image)
+
+    each(fill, range(len(cases)))
+    y: NDArray[Any] = np.asarray([case.label for case in cases], np.float32 if task.kind == "regression" else np.int64)
+    sites = np.asarray([case.site for case in cases], np.str_)
+    return Raw(x, y, str(source), str(source), sites if sites.all() and len(cases) else None)
+
+
+def splits_of(
+    cases: Sequence[Case], read: Callable[[Path], NDArray[np.uint8]], task: TaskConfig, source: Path
+) -> dict[str, Raw]:
+    """Divide cases with classes as labels, every class of every site in the same proportion, and decode the chosen."""
+    splits = divide([case.subject for case in cases], [(case.site, case.label) for case in cases], task, source)
+    return {split: pictures([cases[n] for n in rows], read, task, source) for split, rows in splits.items()}
