@@ -184,7 +184,7 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
         f"sent: up {shown_bytes(result['bytes']['up'])}, down {shown_bytes(result['bytes']['down'])}",
     ]
     up = result["bytes-by-kind"]["up"]
-    if count := up.get("per-sample"):
+    if count := up.get("per-sample", 0) + up.get("per-sample-raw", 0):
         raw = up.get("raw-bytes-they-stand-for")
         place = f" in place of {shown_bytes(raw)} of raw data" if raw else ""
         lines.append(f"of single patients: {shown_bytes(count)} went up{place}; they are not differentially private")

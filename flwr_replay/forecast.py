@@ -104,20 +104,29 @@ def forecast_page(config: RunConfig) -> str:
         own = [line for line in lines if line.institution == name]
         up, down = (sum(line.bytes for line in own if line.direction == way) for way in ("up", "down"))
         text.append(f"  {name}: up {shown_bytes(up)}, down {shown_bytes(down)}")
-    samples = sum(size for (_, _, _, kind), (_, size) in merged.items() if kind == "per-sample")
+    samples, shared = (
+        sum(size for (direction, _, _, kind), (_, size) in merged.items() if (direction, kind) == ("up", wanted))
+        for wanted in ("per-sample", "per-sample-raw")
+    )
     text += [
         "",
-        f"The raw training data of all institutions have {shown_bytes(raw)}; they never leave.",
+        f"The raw training data of all institutions have {shown_bytes(raw)}; "
+        + (
+            f"{shown_bytes(shared)} of raw examples leave, to every other institution."
+            if shared
+            else "they never leave."
+        ),
     ]
     if samples:
         text.append(
-            f"{shown_bytes(samples)} are functions of single patients (kind per-sample). Who holds them and the "
-            "encoder may try to reconstruct the images."
+            f"{shown_bytes(samples)} that go up are functions of single patients (kind per-sample). Who holds them and "
+            "the part of the model that made them may try to reconstruct the images."
         )
     text += [
         "Nothing here is differentially private; no epsilon can be stated. TLS protects messages on the network, not "
         "from the server.",
-        "Kinds: model = weights; per-sample = one row per patient; statistic = numbers computed from the data; "
+        "Kinds: model = weights; per-sample = one row per patient; per-sample-raw = patients' "
+        "examples as they are; statistic = numbers computed from the data; "
         "instruction = what the server asks; notice = the institution's name.",
     ]
     return "\n".join(text)

@@ -13,7 +13,7 @@ from flwr_replay.wire import Row
 __all__ = ["UNPROTECTED", "Ledger"]
 
 UNPROTECTED = "none"
-SAMPLE_KINDS = ("per-sample", "synthetic")
+SAMPLE_KINDS = ("per-sample", "per-sample-raw", "synthetic")
 
 
 class Ledger(Lines):

@@ -3,7 +3,8 @@
 The policy is a YAML file in the institution's hands:
 
     strategies: [fedreplay, cwt]              # which methods it takes part in
-    kinds: [model, statistic, per-sample]     # which kinds of field may leave (notices always may)
+    kinds: [model, statistic, per-sample]     # which kinds of field may leave (notices always may); raw examples, which
+                                              # FedAvg+Share sends, are a kind of their own, per-sample-raw
     max-upload-mb: 64                         # the largest message that may leave, 10^6 bytes
     max-epsilon: 8                            # what leaves must be differentially private with at most this epsilon
 

@@ -49,7 +49,7 @@ __all__ = [
     "statistic",
 ]
 
-Kind = Literal["model", "per-sample", "synthetic", "statistic", "instruction", "notice"]
+Kind = Literal["model", "per-sample", "per-sample-raw", "synthetic", "statistic", "instruction", "notice"]
 StateDict = dict[str, NDArray[Any]]
 Weights = StateDict | ArrayRecord  # a record that the server only hands on stays unopened
 CLIENT_APP_RAISED = 2  # Flower's code for a handler that raised, or that is not there
@@ -57,6 +57,7 @@ NUMPY_FORMAT = "numpy.ndarray"  # Flower's name for arrays in NumPy's file forma
 RECORD_OF: dict[Kind, str] = {
     "model": "arrays",
     "per-sample": "arrays",
+    "per-sample-raw": "arrays",
     "synthetic": "arrays",
     "statistic": "metrics",
     "instruction": "config",
@@ -86,9 +87,9 @@ def model(part: bool = False) -> Any:
     return _declare(Field("model", "state dict", part=part), dataclasses.MISSING)
 
 
-def per_sample(shape: str, *dtypes: str, default: Any = dataclasses.MISSING) -> Any:
-    """Declare an array with one row per patient's example: a function of single patients."""
-    return _declare(Field("per-sample", shape, dtypes), default)
+def per_sample(shape: str, *dtypes: str, raw: bool = False, default: Any = dataclasses.MISSING) -> Any:
+    """Declare an array with one row per patient's example: a function of single patients; `raw`: the example itself."""
+    return _declare(Field("per-sample-raw" if raw else "per-sample", shape, dtypes), default)
 
 
 def statistic(unit: str, default: Any = dataclasses.MISSING) -> Any:

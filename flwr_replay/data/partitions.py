@@ -77,14 +77,7 @@ class Partition:
 
 
 def scaled_contrast(x: NDArray[Any], factor: float) -> NDArray[np.uint8]:
-    """Scale the distance of every pixel from mid-grey, 127.5; what leaves 0..255 is cut off there.
-
-    Raises
-    ------
-    ConfigError
-        If x does not hold bytes.
-    """
-    require(x.dtype == np.uint8, f"partition.contrast needs images of bytes; got {x.dtype}: leave it at 0")
+    """Scale the distance of every pixel, a byte, from mid-grey, 127.5; what leaves 0..255 is cut off there."""
     return np.clip(np.rint((x - 127.5) * factor + 127.5), 0, 255).astype(np.uint8)
 
 
@@ -129,6 +122,10 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         If an institution would hold no training or no test examples.
     """
     require(nodes >= 1, f"nodes must be at least 1; got {nodes}")
+    x = dataset.train.x
+    require(
+        not config.contrast or x.dtype == np.uint8, f"partition.contrast needs images of bytes; got {x.dtype}: use 0"
+    )
     val = dataset.val if dataset.val is not None and len(dataset.val) else None
     dropped, val_shards = 0, None
     if config.name == "natural":

@@ -10,7 +10,10 @@ from safetensors.numpy import load_file
 
 from flwr_replay.client_app import backbone
 from flwr_replay.compose import compose
-from flwr_replay.errors import ConfigError
+from flwr_replay.errors import ConfigError, RefusedError
+from flwr_replay.forecast import forecast_page
+from flwr_replay.payloads.fedavgshare import Given
+from flwr_replay.policy import Policy
 from flwr_replay.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.simulate import run_inline
@@ -59,13 +62,27 @@ def test_the_ledger_calls_raw_examples_what_they_are(tmp_path, monkeypatch):
     result, folder = run_inline([*options, f"runs_dir={tmp_path}"], Display())
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     raw = [line for line in lines if line["field"] == "images"]
-    assert {(line["kind"], line["direction"]) for line in raw} == {("per-sample", "up"), ("per-sample", "down")}
+    assert {(line["kind"], line["direction"]) for line in raw} == {("per-sample-raw", "up"), ("per-sample-raw", "down")}
     up = result["bytes-by-kind"]["up"]
     assert up["raw-bytes-they-stand-for"] == 3 * round(0.05 * 1438 / 3) * (64 + 8)
-    assert up["per-sample"] > up["raw-bytes-they-stand-for"]
+    assert up["per-sample-raw"] > up["raw-bytes-they-stand-for"]
 
 
 @pytest.mark.parametrize("share", ["0", "1.5"])
 def test_a_share_is_a_share(share):
     with pytest.raises(ConfigError, match="share is a share"):
         compose(["strategy=fedavgshare", *TASK, f"share={share}"])
+
+
+def test_a_policy_that_allows_latents_does_not_allow_raw_examples(tmp_path):
+    with pytest.raises(RefusedError, match="Given.images is per-sample-raw"):
+        Policy(kinds=("model", "statistic", "per-sample")).check_release(Given)
+
+
+def test_the_forecast_says_that_raw_examples_leave():
+    page = {
+        name: forecast_page(compose([f"strategy={name}", "task=digits", "model=cnn", "nodes=3", "rounds=1"]))
+        for name in ("fedavg", "fedavgshare")
+    }
+    assert "they never leave" in page["fedavg"]
+    assert "of raw examples leave, to every other institution" in page["fedavgshare"]
