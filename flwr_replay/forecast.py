@@ -111,11 +111,7 @@ def forecast_page(config: RunConfig) -> str:
     text += [
         "",
         f"The raw training data of all institutions have {shown_bytes(raw)}; "
-        + (
-            f"{shown_bytes(shared)} of raw examples leave, to every other institution."
-            if shared
-            else "they never leave."
-        ),
+        + (f"{shown_bytes(shared)} of them leave, to every other institution." if shared else "they never leave."),
     ]
     if samples:
         text.append(

@@ -122,9 +122,9 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         If an institution would hold no training or no test examples.
     """
     require(nodes >= 1, f"nodes must be at least 1; got {nodes}")
-    x = dataset.train.x
     require(
-        not config.contrast or x.dtype == np.uint8, f"partition.contrast needs images of bytes; got {x.dtype}: use 0"
+        not config.contrast or dataset.train.x.dtype == np.uint8,
+        f"partition.contrast needs images of bytes; got {dataset.train.x.dtype}: leave it at 0",
     )
     val = dataset.val if dataset.val is not None and len(dataset.val) else None
     dropped, val_shards = 0, None

@@ -75,7 +75,7 @@ def test_a_share_is_a_share(share):
 
 
 def test_a_policy_that_allows_latents_does_not_allow_raw_examples(tmp_path):
-    with pytest.raises(RefusedError, match="Given.images is per-sample-raw"):
+    with pytest.raises(RefusedError, match="images is per-sample-raw"):
         Policy(kinds=("model", "statistic", "per-sample")).check_release(Given)
 
 
@@ -85,4 +85,4 @@ def test_the_forecast_says_that_raw_examples_leave():
         for name in ("fedavg", "fedavgshare")
     }
     assert "they never leave" in page["fedavg"]
-    assert "of raw examples leave, to every other institution" in page["fedavgshare"]
+    assert "of them leave, to every other institution" in page["fedavgshare"]
