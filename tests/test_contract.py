@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from flwr_replay.check import check_strategy
 from flwr_replay.compose import choices
@@ -24,6 +26,9 @@ def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
         ("cwt", "strategy.optimizer_state=keep"),
         ("fedavg", "strategy.optimizer_state=keep"),
         ("fedavg", "training.optimizer=adam"),
+        ("fedavgm", "strategy.optimizer_state=keep"),
+        ("fedsgd", "training.optimizer=adam"),
+        ("cwt", "forgetting=true"),
         ("fedreplay", "strategy.encoder=random"),
         ("fedreplay", "strategy.latent_dtype=int8"),
         ("fedreplay", "strategy.chunk_mb=0.05"),
@@ -36,6 +41,23 @@ def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
 def test_options_keep_the_contract(name, override, monkeypatch, tmp_path):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     check_strategy(name, [override])
+
+
+@pytest.mark.parametrize("name", choices("strategy"))
+def test_a_regression_keeps_the_contract(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    check_strategy(name, ["task=diabetes", "model=mlp"])
+
+
+@pytest.mark.parametrize("name", ["fedreplay", "splitnn", "fedavgshare"])
+def test_a_segmentation_keeps_the_contract(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    rng = np.random.default_rng(0)
+    for number in range(8):
+        for what, pixels in (("image", rng.integers(0, 256, (32, 32))), ("label", 255 * rng.integers(0, 2, (32, 32)))):
+            Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / f"{what}_{number:02d}.png")
+    options = ["task=isbi2012", f"task.data-dir={tmp_path}", "task.size=16", "model=unet", "model.width=2"]
+    check_strategy(name, options)
 
 
 def test_one_name_in_five_places():

@@ -111,6 +111,10 @@ class Movement(Strategy):
         """Return what each institution is asked to evaluate."""
         return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
 
+    def looking_back(self, server_round: int, arrays: Weights) -> Request:
+        """Return the same for the institution's own training examples."""
+        return replace(self.evaluation(server_round, arrays), split="train")  # type: ignore[call-arg]
+
     @abstractmethod
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return what training will send if every institution stays: member, request, answer, how often."""
@@ -124,11 +128,11 @@ class Movement(Strategy):
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return what evaluation will send."""
-        every = self.settings.evaluate_every
-        times = num_rounds // every + (1 if num_rounds % every else 0)
-        times += num_rounds * self.exchanges_per_round() if self.settings.forgetting else 0
-        answer = self.settings.task.empty()
-        return [(member, self.evaluation(0, arrays), answer, times) for member in self.members]
+        every, answer = self.settings.evaluate_every, self.settings.task.empty()
+        kinds = [(self.evaluation(0, arrays), num_rounds // every + (1 if num_rounds % every else 0))]
+        if self.settings.forgetting:
+            kinds.append((self.looking_back(0, arrays), num_rounds * self.exchanges_per_round()))
+        return [(member, request, answer, times) for request, times in kinds for member in self.members]
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +227,7 @@ class Movement(Strategy):
 
     def look_back(self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
         """Have every institution test the model on its own training examples: a row of the forgetting matrix."""
-        request = replace(self.evaluation(server_round, arrays), split="train")  # type: ignore[call-arg]
+        request = self.looking_back(server_round, arrays)
         asked = [self.message(member, request, config) for member in self.members]
         answers = self.answers(self.exchange(grid, server_round, asked, needed=False))
         if found := pool_answers(answers, self.settings.task, partial(self.recorder.failed, server_round)):
