@@ -17,6 +17,7 @@ from flwr_replay.compare import compare_strategies
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files import make_folder, write_atomic
 from flwr_replay.report.comparison import markdown, notes, overview
+from flwr_replay.report.plots import lines
 
 __all__ = ["Part", "run_study", "studies"]
 
@@ -89,6 +90,8 @@ def run_study(name: str, data: str, jobs: int, runs_dir: Path, only: Sequence[st
             list(part.methods), options, part.against, jobs, runs_dir, part.metric
         )
     text = _report(name, module.__doc__ or "", chosen, reports)
+    for group, members in _groups(chosen, reports).items():
+        write_atomic(folder / _picture(name, group), lines(members, group))
     write_atomic(folder / f"study-{name}.md", text)
     failed = [cell for report in reports.values() for cell in report["cells"] if "error" in cell]
     return text, not failed
@@ -105,12 +108,36 @@ def _data_option(part: Part, data: str) -> list[str]:
 
 def _report(name: str, document: str, parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> str:
     """Write all tables as Markdown: an overview of each group, then part by part."""
-    lines = [f"# Study: {name}", "", document.strip(), ""]
-    for group in dict.fromkeys(part.group for part in parts if part.group):
-        members = {part.name: reports[part.name] for part in parts if part.group == group}
-        lines += [f"## {group}", "", *overview(members), ""]
+    command = f"flwr-replay study {name} --data DIR --jobs 2"
+    text = [f"# Study: {name}", "", document.strip(), "", f"Written by `{command}`.", ""]
+    for group, members in _groups(parts, reports).items():
+        text += [f"## {group}", "", *overview(members), "", f"![{group}]({_picture(name, group)})", ""]
     for part in parts:
         report = reports[part.name]
-        lines += [f"### {part.name}", "", f"{part.about} {report['title']}.", "", *markdown(report), ""]
-        lines += [*(f"- {note}" for note in notes(report)), ""]
-    return "\n".join(lines)
+        text += [f"### {part.name}", "", f"{part.about} {report['title']}.", "", *markdown(report), ""]
+        text += [*(f"- {note}" for note in notes(report)), *_forgotten(report), ""]
+    return "\n".join(text)
+
+
+def _groups(parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the reports that belong together, by group and part."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for part in parts:
+        if part.group:
+            found.setdefault(part.group, {})[part.name] = reports[part.name]
+    return found
+
+
+def _picture(name: str, group: str) -> str:
+    return f"study-{name}-{group.split(',')[0].lower().replace(' ', '-')}.png"
+
+
+def _forgotten(report: dict[str, Any]) -> list[str]:
+    """Write what runs with `forgetting=true` lost on institutions that an exchange left behind."""
+    found = [(cell, cell["result"].get("forgetting")) for cell in report["cells"] if "result" in cell]
+    return [
+        f"- {cell['label']} seed {cell['seed']}: mean drop {matrix['mean-drop']:+.3f}, largest "
+        f"{matrix['largest-drop']:+.3f} (`forgetting.png` in its folder is the matrix)"
+        for cell, matrix in found
+        if matrix
+    ]

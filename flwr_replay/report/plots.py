@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["curves", "points"]
+__all__ = ["curves", "lines", "points"]
 
 # Okabe and Ito's palette without yellow: told apart by the colour-blind, and in grey by their markers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -101,6 +101,46 @@ def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]]
     axes.set_title(report["title"], fontsize="medium")
     if shown:
         figure.legend(loc="outside right center", frameon=False)
+    return _png(figure)
+
+
+def lines(reports: Mapping[str, Mapping[str, Any]], title: str) -> bytes:
+    """Draw several comparisons of the same methods side by side: a line per method, with standard deviations.
+
+    Parameters
+    ----------
+    reports : Mapping
+        Name on the axis to a report of `flwr_replay.compare.compare_strategies`.
+    title : str
+        Of the picture.
+
+    Returns
+    -------
+    bytes
+        A PNG.
+    """
+    from matplotlib.figure import Figure
+
+    names, found = list(reports), list(reports.values())
+    labels = list(dict.fromkeys(label for report in found for label in report["strategies"]))
+    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    shown: list[float] = []
+    for place, label in enumerate(labels):
+        colour, marker = _look(place)
+        rows = [(at, report["strategies"].get(label)) for at, report in enumerate(found)]
+        held = [(at, row["mean"], row["sd"] or 0.0) for at, row in rows if row and row["mean"] is not None]
+        if held:
+            xs, means, sds = zip(*held, strict=True)
+            shown += means
+            style = "-" if place < len(COLOURS) else "--"
+            moved = [at + 0.02 * (place - len(labels) / 2) for at in xs]  # so that bars do not hide each other
+            axes.errorbar(moved, means, sds, color=colour, marker=marker, linestyle=style, label=label, capsize=2)
+    axes.set_xticks(range(len(names)), names)
+    _scale(axes, shown)
+    axes.set(ylabel=f"{found[0]['metric']}; mean and standard deviation over seeds")
+    axes.set_title(title, fontsize="medium")
+    figure.legend(loc="outside right center", frameon=False, fontsize="small")
     return _png(figure)
 
 
