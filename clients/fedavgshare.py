@@ -10,9 +10,10 @@ from dataclasses import replace
 import torch
 
 from flwr_replay.clients.fedavg import FedAvgClient
+from flwr_replay.errors import TrainingError
 from flwr_replay.institution import Shard
-from flwr_replay.payloads.common import Visit, Visited
-from flwr_replay.payloads.fedavgshare import Give, Given, Receive, Received, number_shared
+from flwr_replay.payloads.common import Visited
+from flwr_replay.payloads.fedavgshare import EnlargedVisit, Give, Given, Receive, Received, number_shared
 
 __all__ = ["FedAvgShareClient"]
 
@@ -37,14 +38,19 @@ class FedAvgShareClient(FedAvgClient):
         self.state.save("shared", request.run, request.server_round, arrays)
         return Received(num_examples=len(request.labels))
 
-    def train(self, visit: Visit) -> Visited:
+    def train_enlarged(self, visit: EnlargedVisit) -> Visited:
         """Train as in FedAvg, on D_k and all S_j that have arrived."""
         kept = self.state.load("shared", visit.run, visit.server_round + 1)  # it may have arrived in this exchange
+        if visit.held != (0 if kept is None else len(kept["labels"])):
+            raise TrainingError(
+                f"an institution trains on the {visit.held} examples of others that it has received; they are gone: "
+                "restore the state directory, or begin a new run"
+            )
         if kept is not None:
             device = self.institution.device
             x, y = (torch.from_numpy(kept[key]).to(device) for key in ("images", "labels"))
             self.given_by_others = Shard(x, y, 0)
-        return super().train(visit)
+        return self.train(visit)
 
     def training_data(self, pooled: bool = False) -> Shard:
         """Return the institution's own examples and those that others gave."""

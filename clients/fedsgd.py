@@ -11,12 +11,12 @@ import torch
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
-from flwr_replay.training import as_input, mean_loss, refuse_single_batches
+from flwr_replay.training import as_input, at_once, mean_loss, refuse_single_batches
 from flwr_replay.wire import array_record
 
 __all__ = ["FedSGDClient"]
 
-BLOCK = 256  # examples of one pass; bounds memory. Batch norm normalises over a block.
+BLOCK = 256  # examples of one pass at most; bounds memory. Batch norm normalises over a block.
 
 
 class FedSGDClient(InstitutionClient):
@@ -27,7 +27,7 @@ class FedSGDClient(InstitutionClient):
         data, losses = self.training_data(), []
         model = self.scratch_model(request.arrays)
         refuse_single_batches(model, len(data), BLOCK)
-        blocks = math.ceil(len(data) / BLOCK)
+        blocks = math.ceil(len(data) / at_once(data.x, BLOCK))
         for x_B, y_B in zip(torch.chunk(data.x, blocks), torch.chunk(data.y, blocks), strict=True):
             loss = self.task.loss(model(as_input(x_B)), y_B) * (len(y_B) / len(data))
             loss.backward()

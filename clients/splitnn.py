@@ -13,12 +13,13 @@ from collections import OrderedDict
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flwr_replay.client import InstitutionClient
-from flwr_replay.errors import TrainingError
+from flwr_replay.errors import DivergedError, TrainingError
 from flwr_replay.models import StagedModel, split, split_before_head
 from flwr_replay.payloads.splitnn import (
     Activations,
@@ -39,6 +40,7 @@ from flwr_replay.training import (
     late_steps,
     load_arrays,
     make_optimizer,
+    mean_loss,
     refuse_single_batches,
     step,
     to_arrays,
@@ -91,6 +93,7 @@ class SplitNNClient(InstitutionClient):
         s, losses = [s_B.requires_grad_() for s_B in self.arrived(request.outputs)], []
         for s_B, (_, y_B) in zip(s, self.group(request, request.group), strict=True):
             losses.append(step(part, optimizer, self.task.loss(part[-1](s_B), y_B)))
+        mean_loss(losses)  # stops a run that diverges here
         self.put_down(request, part, optimizer)
         return HeadGradients(
             gradients=_joined([s_B.grad for s_B in s if s_B.grad is not None]),
@@ -110,9 +113,11 @@ class SplitNNClient(InstitutionClient):
         """Compute the activations of a group; the norm statistics that this moves on are thrown away."""
         encoder, group = self.encoder(request, part), self.group(request, request.group)
         with torch.no_grad():
-            activations = [encoder(x_B) for x_B, _ in group]
+            activations = _joined([encoder(x_B) for x_B, _ in group])
+        if not np.isfinite(activations).all():
+            raise DivergedError("activations must stay finite: lower training.lr and run anew")
         return LabelledActivations(
-            activations=_joined(activations),
+            activations=activations,
             labels=_joined([y_B for _, y_B in group]),
             num_examples=len(self.training_data()),
         )

@@ -22,7 +22,7 @@ from flwr_replay.errors import ConfigError, nearest
 __all__ = ["choices", "compose", "from_run_config", "load_client", "load_strategy", "overrides_of", "to_yaml"]
 
 GROUPS = ("strategy", "task", "partition", "model", "preset")
-SUFFIX = "default"  # the preset of every task that has no file of its own
+DEFAULT = "default"  # the file of a preset for every task that has none of its own
 COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
 SECTIONS: dict[str, type] = {
     "task": TaskConfig,
@@ -52,8 +52,11 @@ def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
         if choice not in choices(group):
             raise ConfigError(f"unknown {group} {choice!r}: {nearest(choice, choices(group))}")
     preset, task = chosen.pop("preset", "quick"), chosen.get("task", "digits")
-    file = task if (conf_dir() / "preset" / preset / f"{task}.yaml").exists() else SUFFIX
-    return [f"preset={preset}/{file}", *(f"{group}={choice}" for group, choice in chosen.items())]
+    known = [path.stem for path in (conf_dir() / "preset" / preset).glob("*.yaml")]
+    if not {task, DEFAULT} & set(known):
+        raise ConfigError(f"preset={preset} has values for task={', '.join(sorted(known))}; got task={task}")
+    groups = [f"{group}={choice}" for group, choice in chosen.items()]
+    return [f"preset={preset}/{task if task in known else DEFAULT}", *groups]
 
 
 @cache
@@ -73,7 +76,7 @@ def load_client(name: str) -> type[Any]:
 
 
 def from_run_config(run_config: Mapping[str, Any]) -> RunConfig:
-    """Compose from Flower's run config; empty texts and zeros mean: not set.
+    """Compose from Flower's run config; empty texts and whole-number zeros mean: not set; `false` and 0.0 are values.
 
     A plain key is an override of its own; the key `overrides` is split as a shell would and wins.
     """
@@ -81,7 +84,8 @@ def from_run_config(run_config: Mapping[str, Any]) -> RunConfig:
         further = shlex.split(str(run_config.get("overrides", "")))
     except ValueError as error:
         raise ConfigError(f"overrides must be words as in a shell; got {run_config['overrides']!r}: {error}") from None
-    plain = [f"{key}={value}" for key, value in run_config.items() if key != "overrides" and value not in ("", 0)]
+    unset = [key for key, value in run_config.items() if value == "" or (type(value) is int and value == 0)]
+    plain = [f"{key}={value}" for key, value in run_config.items() if key not in ("overrides", *unset)]
     return compose([*plain, *further])
 
 
@@ -175,11 +179,11 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
     if matches:
         raise ConfigError(f"option {key!r} is in several sections; write one of {', '.join(matches)}")
     shown = [name.replace("_", "-") for name in known if name not in COMMAND_LINE]
-    for strategy in choices("strategy"):
-        options = _hydra([f"strategy={strategy}"])["strategy"].keys() - {"name"}
-        if key.removeprefix("strategy.") in options:
-            ours = base["strategy"]["name"]
-            raise ConfigError(f"{key.replace('_', '-')} is an option of strategy={strategy}; got strategy={ours}")
+    plain = key.removeprefix("strategy.")
+    having = [s for s in choices("strategy") if plain in _hydra([f"strategy={s}"])["strategy"].keys() - {"name"}]
+    if having:
+        ours = base["strategy"]["name"]
+        raise ConfigError(f"{key.replace('_', '-')} is an option of strategy={', '.join(having)}; got strategy={ours}")
     raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {nearest(key.replace('_', '-'), shown)}")
 
 

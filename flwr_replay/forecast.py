@@ -104,15 +104,13 @@ def forecast_page(config: RunConfig) -> str:
         own = [line for line in lines if line.institution == name]
         up, down = (sum(line.bytes for line in own if line.direction == way) for way in ("up", "down"))
         text.append(f"  {name}: up {shown_bytes(up)}, down {shown_bytes(down)}")
-    samples, shared = (
-        sum(size for (direction, _, _, kind), (_, size) in merged.items() if (direction, kind) == ("up", wanted))
-        for wanted in ("per-sample", "per-sample-raw")
-    )
-    text += [
-        "",
-        f"The raw training data of all institutions have {shown_bytes(raw)}; "
-        + (f"{shown_bytes(shared)} of them leave, to every other institution." if shared else "they never leave."),
-    ]
+    leaves = {(field, kind): size for (direction, _, field, kind), (_, size) in merged.items() if direction == "up"}
+    samples = sum(size for (_, kind), size in leaves.items() if kind == "per-sample")
+    shared = sum(size for (_, kind), size in leaves.items() if kind == "per-sample-raw")
+    leaving = ["all labels, as they are"] if ("labels", "per-sample") in leaves else []
+    leaving += [f"{shown_bytes(shared)} of examples, to every other institution"] if shared else []
+    stay = "; of these leave: " + ", ".join(leaving) if leaving else "; they never leave"
+    text += ["", f"The raw training data of all institutions have {shown_bytes(raw)}{stay}."]
     if samples:
         text.append(
             f"{shown_bytes(samples)} that go up are functions of single patients (kind per-sample). Who holds them and "

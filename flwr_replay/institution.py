@@ -45,7 +45,8 @@ class Shard:
     @classmethod
     def of(cls, examples: Examples, device: torch.device) -> Shard:
         """Move examples to a device."""
-        x, y = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in (examples.x, examples.y))
+        # Laid out anew, since PyTorch takes one channel with odd strides for "channels last" and computes other bits.
+        x, y = (torch.from_numpy(array.ravel()).view(array.shape).to(device) for array in (examples.x, examples.y))
         return cls(x, y, examples.nbytes)
 
     def __len__(self) -> int:

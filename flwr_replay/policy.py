@@ -78,7 +78,7 @@ class Policy:
         if self.max_upload_mb is not None and size > self.max_upload_mb * 1e6:
             raise RefusedError(
                 f"policy lets at most {self.max_upload_mb:g} MB leave in one message; {what} has {size / 1e6:.3g} MB: "
-                "lower strategy.chunk-mb or the model's size, or ask the institution to change its policy file"
+                "choose a smaller model (FedReplay: strategy.chunk-mb), or ask the institution to change its policy"
             )
 
 

@@ -7,6 +7,7 @@
 - `environment.json`: versions, device, cores
 - `metrics.jsonl`: a line per round, institution ("" = pooled) and metric
 - `timings.jsonl`: a line per exchange, seconds since the run began
+- `shared/`, `latents/`: what institutions uploaded, as long as the directory lives
 - `ledger.jsonl`: a line per message and field that travelled, repeated ones included
 - `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`
 - `failures.jsonl`: who refused, failed or did not answer, and why
@@ -228,7 +229,8 @@ class RunDirectory(Recorder):
 
     def looked_back(self, server_round: int, taught: list[str], own: dict[str, dict[str, float]]) -> None:
         """Write a row of the forgetting matrix."""
-        self.forgetting.add(server_round, taught, {name: metrics[self.leading] for name, metrics in own.items()})
+        leading = {name: metrics[self.leading] for name, metrics in own.items() if self.leading in metrics}
+        self.forgetting.add(server_round, taught, leading)  # a ClientApp of somebody's own may lack it
 
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Write down who takes no part, and why."""

@@ -19,13 +19,13 @@ from torch.nn import functional
 from flwr_replay.config import TaskConfig
 from flwr_replay.errors import WireError
 from flwr_replay.payloads.common import Evaluation
-from flwr_replay.training import as_input
+from flwr_replay.training import as_input, at_once
 
 __all__ = ["BINS", "ERRORS", "Classification", "Regression", "Segmentation", "Task", "make_task"]
 
 BINS = 256  # of a histogram of scores, from which the AUC is computed
 ERRORS = ("loss", "mae", "rmse")  # metrics of which less is better
-WIDEST = 16.0  # logits; scores beyond fall into the outermost bins
+HALFWAY = 8.0  # logits; the score at which half the bins of its side are used up
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Task:
         """Return the mean loss of a batch."""
         raise NotImplementedError
 
-    def evaluate(self, model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 512) -> Evaluation:
+    def evaluate(self, model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 0) -> Evaluation:
         """Sum up a model's answers over a test shard, in evaluation mode.
 
         Parameters
@@ -58,9 +58,10 @@ class Task:
         x, y : Tensor
             The shard: examples (n, ...) and labels (n,) or masks (n, H, W).
         batch_size : int
-            Examples per forward pass; it bounds memory and changes no result.
+            Examples per forward pass; it bounds memory and changes no result but for rounding. 0: as many as fit.
         """
         model.eval()
+        batch_size = batch_size or at_once(x, 512)
         summed: dict[str, Tensor] = {}
         with torch.inference_mode():
             for x_B, y_B in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True):
@@ -138,7 +139,8 @@ class Classification(Task):
         }
         if C == 2:
             margins_B = outputs[:, 1] - outputs[:, 0]
-            bins_B = ((margins_B / WIDEST + 1) * (BINS / 2)).nan_to_num(0).clamp(0, BINS - 1).long()
+            squashed_B = margins_B / (HALFWAY + margins_B.abs())  # keeps the order, however confident the model
+            bins_B = ((squashed_B + 1) * (BINS / 2)).nan_to_num(0).clamp(0, BINS - 1).long()
             sums["scores"] = torch.bincount(y * BINS + bins_B, minlength=2 * BINS)
         return sums
 
@@ -231,8 +233,13 @@ class Regression(Task):
         {'mae': 2.5, 'rmse': 2.646, 'loss': 0.0}
         """
         n = sum(evaluation.num_examples for evaluation in evaluations)
-        if any(evaluation.absolute_error is None or evaluation.squared_error is None for evaluation in evaluations):
-            raise WireError("an evaluation of a regression must hold absolute-error and squared-error")
+        for one in evaluations:
+            if (
+                one.absolute_error is None
+                or one.squared_error is None
+                or min(one.absolute_error, one.squared_error) < 0
+            ):
+                raise WireError("an evaluation of a regression must hold absolute-error and squared-error, not below 0")
         absolute = sum(evaluation.absolute_error or 0.0 for evaluation in evaluations)
         squared = sum(evaluation.squared_error or 0.0 for evaluation in evaluations)
         return {"mae": absolute / n, "rmse": (squared / n) ** 0.5}
@@ -266,14 +273,15 @@ class Segmentation(Task):
         return ("dice", "pixel-accuracy", "loss")
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return binary cross-entropy plus 1 - soft Dice of the batch, for logits (B, 1, H, W) and masks (B, H, W).
+        """Return binary cross-entropy plus 1 - soft Dice, a mean over images, for logits (B, 1, H, W), masks (B, H, W).
 
-        The soft Dice coefficient is 2 Σ p y / (Σ p + Σ y) over all pixels of the batch, one added to both.
+        The soft Dice coefficient of an image is 2 Σ p y / (Σ p + Σ y) over its pixels, one added to both.
         """
         logits_BHW, masks_BHW = outputs[:, 0], y.to(outputs.dtype)
         p_BHW = logits_BHW.sigmoid()
-        dice = (2 * (p_BHW * masks_BHW).sum() + 1) / (p_BHW.sum() + masks_BHW.sum() + 1)
-        return functional.binary_cross_entropy_with_logits(logits_BHW, masks_BHW) + 1 - dice
+        overlap_B, sizes_B = (p_BHW * masks_BHW).sum((1, 2)), (p_BHW + masks_BHW).sum((1, 2))
+        dice_B = (2 * overlap_B + 1) / (sizes_B + 1)
+        return functional.binary_cross_entropy_with_logits(logits_BHW, masks_BHW) + (1 - dice_B).mean()
 
     def sums(self, outputs: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Count pixels."""
@@ -287,6 +295,9 @@ class Segmentation(Task):
 
     def pooled(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
         """Compute Dice, 2 TP / (2 TP + FP + FN), from summed pixels; 1 where neither mask nor prediction has any.
+
+        Qu et al. 2022, section 4.3, report the mean of the institutions' coefficients instead; `final.institutions` of
+        a run's result has each.
 
         >>> a = Evaluation(num_examples=1, loss=0.0, confusion=[5, 1, 2, 8])
         >>> b = Evaluation(num_examples=1, loss=0.0, confusion=[16, 0, 0, 0])

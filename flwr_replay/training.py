@@ -17,6 +17,7 @@ from flwr_replay.wire import StateDict, Weights, array_record, opened
 
 __all__ = [
     "as_input",
+    "at_once",
     "batches",
     "encoded",
     "generator",
@@ -91,6 +92,11 @@ def make_optimizer(module: nn.Module, training: TrainingConfig, lr: float) -> to
 def as_input(x: Tensor) -> Tensor:
     """Turn stored bytes 0..255 into float32 in [0, 1]; other numbers into float32 as they are."""
     return x.float().div_(255) if x.dtype == torch.uint8 else x.float()
+
+
+def at_once(x: Tensor, most: int) -> int:
+    """Return how many examples may pass a model together: at most `most`, and four million values of input."""
+    return max(1, min(most, 4_000_000 // max(1, x[:1].numel())))
 
 
 def iterations(examples: int, batch_size: int) -> int:

@@ -16,13 +16,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast, get_type_hints
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from flwr_replay.errors import WireError
+from flwr_replay.scalars import ScalarType
 
 __all__ = [
     "CLIENT_APP_RAISED",
@@ -230,7 +231,29 @@ class Payload:
             If a record or key arrived that this payload does not declare, or a declared one is missing.
         """
         list(rows(content, cls))
+        cls.check_scalars(content)
         return cls.of(arrays_in(content).state_dict(), {**config_in(content), **metrics_in(content)})
+
+    @classmethod
+    def check_scalars(cls, content: RecordDict) -> None:
+        """Refuse metrics, instructions and notices of another type than declared, and numbers that cannot be.
+
+        Raises a `WireError` if one is of another type, a statistic is not finite, or a count is negative.
+        """
+        scalars = {**config_in(content), **metrics_in(content)}
+        for name, (field, kind) in cls.scalar_types().items():
+            value = scalars.get(_key(name))
+            values = value if isinstance(value, list) and kind.listed else [value]
+            if value is not None and not all(kind.fits(item, field.kind == "statistic") for item in values):
+                raise WireError(f"{cls.__name__}.{name} must be {kind}; got {str(value)[:40]}")
+
+    @classmethod
+    @cache
+    def scalar_types(cls) -> dict[str, tuple[Field, ScalarType]]:
+        """Return declaration and type of every field that is no array."""
+        hints = get_type_hints(cls)
+        fields = {name: field for name, field in cls.declared().items() if RECORD_OF[field.kind] != "arrays"}
+        return {name: (field, ScalarType.of(hints[name])) for name, field in fields.items()}
 
     @classmethod
     def of(cls, arrays: StateDict, scalars: Mapping[str, Any]) -> Self:
@@ -361,7 +384,10 @@ def _decoded(array: Array) -> NDArray[Any]:
     dtype, size = np.dtype(array.dtype), math.prod(array.shape)
     start = len(array.data) - size * dtype.itemsize
     if array.stype != NUMPY_FORMAT or array.data[:start] != _header(dtype.str, tuple(array.shape)):
-        return array.numpy()
+        decoded = array.numpy()
+        if decoded.shape != tuple(array.shape) or decoded.dtype != dtype:
+            raise WireError(f"an array must be what it says, {array.dtype} {tuple(array.shape)}; got {decoded.shape}")
+        return decoded
     return np.frombuffer(array.data, dtype, size, start).reshape(array.shape)
 
 

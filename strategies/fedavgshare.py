@@ -11,12 +11,14 @@ Travels: raw examples and labels, to the server (`Given`) and to all institution
 Deviations: Zhao et al. share a set that the server has; Qu et al., and we, take it from the institutions. Who arrives
 late gives and receives then, and all others receive its share.
 
-Privacy: the shared patients are not protected at all: everybody sees their images and labels.
+Privacy: what is shared is not protected at all: everybody sees the images and labels. It stays after the run, in the
+run directory (`shared/`) and in every institution's state directory. The share is of examples: where a patient has
+several, it may touch most patients.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,12 +27,13 @@ from flwr.serverapp import Grid
 from safetensors.numpy import load_file, save
 
 from flwr_replay.config import require
+from flwr_replay.errors import WireError
 from flwr_replay.files import write_atomic
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.members import Member
-from flwr_replay.payloads.fedavgshare import Give, Given, Receive, Received, number_shared
+from flwr_replay.payloads.fedavgshare import EnlargedVisit, Give, Given, Receive, Received, number_shared
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
-from flwr_replay.wire import StateDict
+from flwr_replay.wire import Request, StateDict, Weights
 
 __all__ = ["FedAvgShare", "FedAvgShareConfig"]
 
@@ -52,11 +55,12 @@ class FedAvgShare(FedAvg):
 
     name = "fedavgshare"
     config_type = FedAvgShareConfig
-    stages = ("give", "receive", "train", "evaluate")
+    stages = ("give", "receive", "train-enlarged", "evaluate")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.received: dict[str, list[str]] = {}  # whose examples an institution holds beside its own
+        self.held: dict[str, int] = {}  # how many these are
 
     def exchange_round(
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
@@ -65,20 +69,50 @@ class FedAvgShare(FedAvg):
         giving = [member for member in self.members if member.name not in self.givers()]
         asked = [self.message(member, self.give(server_round), config) for member in giving]
         for member, reply in self.answers(self.exchange(grid, server_round, asked, needed=not self.givers())):
-            self.store(member, Given.decode(reply.content))
+            try:
+                self.store(member, Given.decode(reply.content))
+            except WireError as error:  # one bad share must not spoil the others' training
+                self.recorder.failed(server_round, member.name, str(error))
         lacking = [member for member in self.members if self.received.get(member.name) != self.others(member)]
         requests = [(member, self.receive(server_round, member)) for member in lacking if self.others(member)]
         asked = [self.message(member, request, config) for member, request in requests]
-        for member, _ in self.answers(self.exchange(grid, server_round, asked, needed=False)):
+        for member, reply in self.answers(self.exchange(grid, server_round, asked, needed=False)):
             self.received[member.name] = self.others(member)
+            self.held[member.name] = Received.decode(reply.content).num_examples
         return super().exchange_round(grid, server_round, arrays, config)
+
+    def task_for_all(self, server_round: int, arrays: Weights) -> EnlargedVisit:
+        """Send θ to every institution."""
+        visit = super().task_for_all(server_round, arrays)
+        return EnlargedVisit(**{field.name: getattr(visit, field.name) for field in fields(visit)})
+
+    def addressed(self, member: Member, request: Request) -> Request:
+        """Tell an institution how many examples of others it holds, so that none is lost unnoticed."""
+        request = super().addressed(member, request)
+        if isinstance(request, EnlargedVisit):
+            request = replace(request, held=self.held.get(member.name, 0))
+        return request
 
     def give(self, server_round: int) -> Give:
         """Ask for a share of the examples."""
         return Give(server_round=server_round, run=self.settings.run, share=self.config.share)
 
     def store(self, member: Member, given: Given) -> None:
-        """Keep S_k on the server's disk."""
+        """Keep S_k on the server's disk.
+
+        Raises
+        ------
+        WireError
+            If it is not a share of examples of this task.
+        """
+        n, shape = number_shared(member.num_examples, self.config.share), self.settings.input_shape
+        if not self.settings.task.accepts(given.labels) or len(given.labels) != n:
+            raise WireError(f"a share must have {n} labels of {self.settings.task}; {member.name} sent others")
+        if given.images.shape != (n, *(shape or given.images.shape[1:])) or not np.isfinite(given.images).all():
+            raise WireError(f"a share must have {n} finite images of {shape}; {member.name} sent {given.images.shape}")
+        for path in self.recorder.folder("shared").glob("*.safetensors"):
+            if (dtype := load_file(path)["images"].dtype) != given.images.dtype:
+                raise WireError(f"all images must have one dtype; {member.name} sent {given.images.dtype}, not {dtype}")
         arrays = {"images": given.images, "labels": given.labels}
         write_atomic(self.recorder.folder("shared") / f"{member.name}.safetensors", save(arrays))
 
@@ -119,8 +153,8 @@ class FedAvgShare(FedAvg):
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Keep who holds whose examples; these are on the disk already."""
-        return {}, {"received": self.received}
+        return {}, {"received": self.received, "held": self.held}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Take it back."""
-        self.received = values["received"]
+        self.received, self.held = values["received"], values["held"]

@@ -38,6 +38,7 @@ from flwr_replay.config import one_of, require
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.latents import LatentStore, rows_per_chunk
 from flwr_replay.models import split
+from flwr_replay.movements.answers import not_finite
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.one_shot import OneShot
@@ -139,6 +140,9 @@ class FedReplay(OneShot):
         for member in self.encoder_candidates():
             for reply in self.exchange(grid, server_round, [self.message(member, request, config)]):
                 answer = Encoder.decode(reply.content)
+                if opened(answer.arrays).keys() != self.encoder_shapes.keys() or not_finite([(member.name, reply)]):
+                    self.recorder.failed(server_round, member.name, "sent an encoder that is not whole, or not finite")
+                    continue
                 self.recorder.saw(answer.examples_seen)
                 self.recorder.log(
                     f"encoder from {member.name}: {answer.epochs} epochs, validation loss {answer.validation_loss:.4f}"

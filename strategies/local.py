@@ -6,7 +6,8 @@ Travels: nothing of the model; an instruction to train or evaluate (`TrainOwn`, 
 
     for each round: every institution k trains its own θ_k for max(1, ⌊n_k/b⌋) iterations
 
-Deviations: none. The pooled metric is over the institutions' own models, each on its own test shard: with the default
+Deviations: none, but that the labels of a regression are standardised alike at all institutions, by sums that they tell
+at the roll call. The pooled metric is over the institutions' own models, each on its own test shard: with the default
 `partition.test=iid` a shard is a sample of all patients, with `mirror` it has the institution's own label mix.
 """
 

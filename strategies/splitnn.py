@@ -150,6 +150,9 @@ class SplitNN(Serial):
         optimizer = make_optimizer(server, self.settings.training, self.lr(server_round))
         load_optimizer_arrays(optimizer, self.kept)
         answer = yield self.visit(server_round, arrays)
+        member = self.visited(server_round)
+        if member is None or answer.num_examples != member.num_examples:
+            raise WireError(f"an institution keeps its number of examples; got {answer.num_examples} at a visit")
         sizes = group_sizes(answer.num_examples, b, self.config.micro_batches)
         for group, n in enumerate(sizes):
             a = [a_B.requires_grad_() for a_B in self.received(answer.activations, n, self.shapes[0])]
@@ -160,6 +163,8 @@ class SplitNN(Serial):
             else:
                 s = [server(a_B) for a_B in a]
                 answer = yield self.head_loss(server_round, group, _joined(s))
+                if len(answer.losses) != len(a):
+                    raise WireError(f"{len(a)} batches have as many losses; got {len(answer.losses)}")
                 losses += torch.tensor(answer.losses)
                 late_steps(server, optimizer, s, self.received(answer.gradients, n, self.shapes[1]))
             g = _joined([a_B.grad for a_B in a if a_B.grad is not None])  # ∂L/∂a
@@ -263,9 +268,10 @@ class SplitNN(Serial):
         WireError
             If it is not what n examples of this shape have.
         """
-        if array.shape != (n, *shape):
+        if array.shape != (n, *shape) or not np.isfinite(array).all():
             raise WireError(
-                f"activations and gradients of {n} examples must have shape {(n, *shape)}; got {array.shape}"
+                f"activations and gradients of {n} examples must be finite and have shape {(n, *shape)}; got "
+                f"{array.shape}{'' if np.isfinite(array).all() else ', not finite'}"
             )
         return self.batches(array)
 
@@ -294,8 +300,9 @@ class SplitNN(Serial):
             If the institution's part is not the one that it was given.
         """
         both = {**opened(answer.arrays), **to_arrays(server)}
-        if {name: array.shape for name, array in both.items()} != {name: a.shape for name, a in before.items()}:
-            raise WireError("the institution's part must come back with the names and shapes that it had; got others")
+        forms = ({name: (a.shape, a.dtype) for name, a in arrays.items()} for arrays in (both, before))
+        if next(forms) != next(forms) or not all(np.isfinite(array).all() for array in both.values()):
+            raise WireError("the institution's part must come back finite and in the form that it had; it did not")
         return {name: both[name] for name in before}
 
     # --- checkpoints --------------------------------------------------------------------------------------------------

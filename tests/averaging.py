@@ -21,7 +21,7 @@ TASK = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4
 JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=3"]
 
 
-def run(folder, strategy, *options, names="cab"):
+def run(folder, strategy, *options, names="cab", input_shape=None):
     """Run a strategy through real messages; return the final weights and the strategy."""
     torch.set_num_threads(1)
     overrides = [f"strategy={strategy}", *JOB, *options]
@@ -35,6 +35,7 @@ def run(folder, strategy, *options, names="cab"):
             evaluate_every=9,
             task=make_task(config.task),
             model=backbone(config.model, config.task),
+            input_shape=input_shape,
         ),
     )
     return opened(method.start(grid, fresh(config), config.rounds).arrays), method

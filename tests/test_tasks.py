@@ -49,8 +49,9 @@ def test_pooled_metrics_are_sklearns_on_the_shards_laid_together(drawn):
     pooled = Classification(classes).pool(evaluations(classes, parts))
     logits, y = (np.concatenate(column) for column in zip(*parts, strict=True))
     guesses, probabilities = logits.argmax(1), torch.from_numpy(logits).double().softmax(1).numpy()
-    if "auc" in pooled:  # the server sees bins of an eighth of a logit; what falls into one counts half
-        bins = np.floor((logits[:, 1] - logits[:, 0]) * 8)
+    if "auc" in pooled:  # the server sees 256 bins; what falls into one counts half
+        margins = logits[:, 1] - logits[:, 0]
+        bins = np.floor((margins / (8 + np.abs(margins)) + 1) * 128)
         assert pooled.pop("auc") == pytest.approx(roc_auc_score(y, bins))
     assert pooled == pytest.approx(
         {
@@ -101,9 +102,10 @@ def test_the_auc_is_of_class_1_and_missing_where_one_class_is():
 def test_bins_of_scores_cost_the_auc_little():
     rng = np.random.default_rng(0)
     y, logits = rng.integers(0, 2, 3000), np.zeros((3000, 2), np.float32)
-    logits[:, 1] = rng.normal(1.5 * y, 2)
-    [found] = evaluations(2, [(logits, y)])
-    assert Classification(2).pool([found])["auc"] == pytest.approx(roc_auc_score(y, logits[:, 1]), abs=1e-3)
+    for scale in (0.3, 1, 10, 40):  # however confident the model
+        logits[:, 1] = scale * rng.normal(1.5 * y, 2)
+        [found] = evaluations(2, [(logits, y)])
+        assert Classification(2).pool([found])["auc"] == pytest.approx(roc_auc_score(y, logits[:, 1]), abs=3e-3)
 
 
 @settings(max_examples=30, deadline=None)
@@ -132,6 +134,10 @@ def test_dice_is_of_all_pixels_together():
     right = torch.from_numpy(np.where(masks == 1, 50.0, -50.0)).float()[:, None]
     assert float(task.loss(right, torch.from_numpy(masks))) == pytest.approx(0, abs=1e-6)
     assert float(task.loss(-right, torch.from_numpy(masks))) > 2
+    losses = [
+        task.evaluate(nn.Identity(), torch.from_numpy(logits), torch.from_numpy(masks), b).loss for b in (1, 2, 5)
+    ]
+    assert losses == pytest.approx([losses[0]] * 3)
 
 
 @pytest.mark.parametrize("task", [Classification(3), Classification(2), Regression(), Segmentation()])

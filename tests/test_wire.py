@@ -61,7 +61,7 @@ class Careless(Payload):
 any_array = st.sampled_from(DTYPES).flatmap(
     lambda dtype: arrays(dtype, array_shapes(min_dims=0, min_side=0, max_side=4))
 )
-whole, real = st.integers(-(2**62), 2**62), st.floats(allow_nan=False)
+whole, real = st.integers(0, 2**62), st.floats(allow_nan=False, allow_infinity=False)
 word = st.text(min_size=1, max_size=8)
 
 
@@ -251,3 +251,27 @@ def test_later_changes_of_the_senders_arrays_do_not_travel():
     received = arrays_in(content)[0]
     assert received.tolist() == [0, 0, 0]
     assert not received.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num-examples", -1),
+        ("num-examples", 2.5),
+        ("num-examples", [1, 2]),
+        ("loss", float("nan")),
+        ("loss", float("inf")),
+        ("counts", [1, -1]),
+        ("counts", [1.0]),
+        ("losses", [0.5, float("nan")]),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(field, value):
+    whole = Trip(
+        weights={}, num_examples=3, loss=0.5, counts=[1], losses=[0.5], go_on=True, names=["a"], flags=[True], text="b"
+    )
+    content = whole.encode()
+    assert Trip.decode(content) == whole
+    content["metrics"][field] = value
+    with pytest.raises(WireError, match=f"Trip.{field.replace('-', '_')} must be"):
+        Trip.decode(content)

@@ -159,6 +159,9 @@ def _checked(raw: Raw, task: TaskConfig) -> Examples:
             f"every image needs one label; got {len(raw.x)} images in {raw.images} and {len(raw.y)} labels in "
             f"{raw.labels}: are both files of the same set?"
         )
+    if raw.x.dtype == np.float32 and not np.isfinite(raw.x).all():
+        first = int(np.flatnonzero(~np.isfinite(raw.x).reshape(len(raw.x), -1).all(1))[0])
+        raise DataError(f"features of task={task.name} must be finite; example {first} of {raw.images} has others")
     expected, found = (task.channels, task.size, task.size), np.asarray(raw.y)
     if len(raw.y) and raw.x.shape[1:] != expected:
         raise DataError(

@@ -46,6 +46,10 @@ def read_isbi2012(task: TaskConfig) -> dict[str, Raw]:
             f"task={task.name} needs at least {GAP + 2} sections image_NN.png; got {len(images)} in {root}: set "
             "task.data-dir"
         )
+    for label in sorted(root.glob("label_*.png")):
+        image = label.with_name(label.name.replace("label", "image"))
+        if image not in images:
+            raise DataError(f"a mask needs its section; got {label} without {image.name}: add it")
     tested = math.ceil(TEST_SHARE * len(images))
     found = {"train": images[: -tested - GAP], "test": images[-tested:]}
     return {split: _patches(sections, task.size) for split, sections in found.items()}

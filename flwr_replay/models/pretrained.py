@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,11 +16,17 @@ from flwr_replay.errors import ConfigError
 
 __all__ = ["load_pretrained"]
 
-# torchvision's names of a ResNet's layers, and ours.
-TORCHVISION = (
-    (re.compile(r"^conv1\.weight$"), "conv1.conv.weight"),
-    (re.compile(r"^bn1\."), "conv1.norm."),
-    (re.compile(r"^fc\."), "head.fc."),
+# Others' names of layers, and ours: torchvision's ResNet, and Buda et al.'s U-Net for brain MRI.
+NAMES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
+    (r"^conv1\.weight$", lambda m: "conv1.conv.weight"),
+    (r"^bn1\.", lambda m: "conv1.norm."),
+    (r"^fc\.", lambda m: "head.fc."),
+    (r"^encoder1\.enc1", lambda m: "enc1."),
+    (r"^encoder(\d)\.enc\d", lambda m: f"rest.down.{int(m[1]) - 2}."),
+    (r"^bottleneck\.bottleneck", lambda m: "rest.down.3."),
+    (r"^upconv(\d)\.", lambda m: f"rest.up.{int(m[1]) - 1}."),
+    (r"^decoder(\d)\.dec\d", lambda m: f"rest.join.{int(m[1]) - 1}."),
+    (r"^conv\.", lambda m: "head.conv."),
 )
 
 
@@ -31,7 +38,8 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
     model : nn.Module
         A backbone with named stages, of which the last is `head`.
     file : str
-        A .safetensors file, or a .pt or .pth file of a state dict, with the model's names or torchvision's.
+        A .safetensors file, or a .pt or .pth file of a state dict, with the model's names, torchvision's
+        (ResNet) or those of Buda et al. 2019 (U-Net).
 
     Returns
     -------
@@ -64,6 +72,9 @@ def _read(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # a broken file can raise anything
         line = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"model.weights must be a .safetensors or .pth file of weights; got {path}: {line}") from None
-    for pattern, ours in TORCHVISION:
-        weights = {pattern.sub(ours, name): tensor for name, tensor in weights.items()}
+    for pattern, ours in NAMES:
+        weights = {re.sub(pattern, ours, name): tensor for name, tensor in weights.items()}
+    for name, tensor in weights.items():
+        if not torch.isfinite(tensor).all():
+            raise ConfigError(f"model.weights must hold finite numbers; {name!r} in {path} does not")
     return weights

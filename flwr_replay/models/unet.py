@@ -89,5 +89,5 @@ class Rest(nn.Module):
             skips.append(x)
             x = block(self.pool(x))
         for level in reversed(range(LEVELS)):
-            x = self.join[level](torch.cat([skips[level], self.up[level](x)], dim=1))
+            x = self.join[level](torch.cat([self.up[level](x), skips[level]], dim=1))
         return x

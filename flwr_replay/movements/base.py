@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_replay.errors import DivergedError, RefusedError, RunError, WireError
+from flwr_replay.movements.answers import check_answer, not_finite
 from flwr_replay.movements.evaluation import pool_answers
 from flwr_replay.movements.members import Member, Members, ask, failure_of, reason_of, wait_for_nodes
 from flwr_replay.movements.recorder import Recorder, Snapshot
@@ -67,6 +68,7 @@ class Movement(Strategy):
         self.recorder = recorder or Recorder()
         self.members = Members()
         self.trained: set[str] = set()  # who has answered a training request, and may have state to go on with
+        self.good: list[tuple[str, Message]] = []  # the good answers of the last exchange, by name
         self.label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of all labels
 
     @classmethod
@@ -103,9 +105,9 @@ class Movement(Strategy):
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Take back what `state` gave."""
 
-    def taught(self, server_round: int) -> list[str]:
-        """Return the names of those whose data an exchange trains on: in the base, all."""
-        return [member.name for member in self.members]
+    def taught(self, answered: list[str]) -> list[str]:
+        """Return whose data an exchange has trained on, from the names of those who answered: in the base, these."""
+        return answered
 
     def evaluation(self, server_round: int, arrays: Weights) -> Request:
         """Return what each institution is asked to evaluate."""
@@ -193,8 +195,8 @@ class Movement(Strategy):
             self.call_roll(grid, server_round)
             trained, metrics = self.exchange_round(grid, server_round, arrays, train_config)
             if trained is not None:
-                arrays = _finite(trained)
-            if self.settings.forgetting:
+                arrays = self.finite(trained)
+            if self.settings.forgetting and trained is not None:  # a visit that came to nothing changes nothing
                 self.look_back(grid, server_round, arrays, evaluate_config)
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
@@ -227,11 +229,12 @@ class Movement(Strategy):
 
     def look_back(self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
         """Have every institution test the model on its own training examples: a row of the forgetting matrix."""
+        taught = self.taught([name for name, _ in self.good])
         request = self.looking_back(server_round, arrays)
         asked = [self.message(member, request, config) for member in self.members]
         answers = self.answers(self.exchange(grid, server_round, asked, needed=False))
         if found := pool_answers(answers, self.settings.task, partial(self.recorder.failed, server_round)):
-            self.recorder.looked_back(server_round, self.taught(server_round), found[1])
+            self.recorder.looked_back(server_round, taught, found[1])
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the metrics over the test shards: by summed counts, or weighted means for a user's own ClientApp."""
@@ -302,7 +305,7 @@ class Movement(Strategy):
             if refusal is None:
                 try:
                     self.members.admit(node_id, reply)
-                except RunError as error:
+                except (RunError, WireError) as error:
                     if server_round == 0:
                         raise
                     refusal = Failure(failure=str(error), error="RunError")  # a late one must not end the others' run
@@ -351,7 +354,7 @@ class Movement(Strategy):
             if request and not refusal and (member.ours or stage not in OPEN_STAGES):
                 declared = request.answer
             try:
-                found = list(rows(reply.content, declared))
+                found = check_answer(reply.content, declared, request, message.content)
             except WireError as error:
                 self._failed(
                     server_round, member.name, Failure(failure=f"sent what it may not: {error}", error="WireError")
@@ -363,12 +366,21 @@ class Movement(Strategy):
                 self._failed(server_round, member.name, refusal)
                 continue
             good.append((member.name, reply))
-            if message.metadata.message_type == "train":
+            if request is not None and "continues" in request.declared():
                 self.trained.add(member.name)
         self.recorder.flush()
+        self.good = good
         if needed and not good and self.stops_without_answers():
             raise RunError(f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}")
         return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
+
+    def finite(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Refuse weights that are not finite, so that no checkpoint ever holds them."""
+        for name, array in opened(arrays).items():
+            if not np.isfinite(array).all():
+                whose = ", ".join(not_finite(self.good)) or "the server"
+                raise DivergedError(f"the weights must stay finite; {name!r} is not, from {whose}: lower training.lr")
+        return arrays
 
     def stops_without_answers(self) -> bool:
         """Say whether an exchange that nobody answers ends the run."""
@@ -384,11 +396,3 @@ class Movement(Strategy):
         self.recorder.failed(server_round, name, failure.failure)
         if failure.error == DivergedError.__name__:
             raise DivergedError(f"{name}: {failure.failure}")
-
-
-def _finite(arrays: ArrayRecord) -> ArrayRecord:
-    """Refuse weights that are not finite, so that no checkpoint ever holds them."""
-    for name, array in opened(arrays).items():
-        if not np.isfinite(array).all():
-            raise DivergedError(f"the weights must stay finite; {name!r} is not: lower training.lr and run anew")
-    return arrays

@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.files import NAME
 from flwr_replay.payloads.common import Failure, Present
+from flwr_replay.wire import rows
 
 __all__ = ["Member", "Members", "ask", "failure_of", "reason_of", "wait_for_nodes"]
 
@@ -98,14 +99,23 @@ class Members:
         ------
         RunError
             If two nodes that are both present give the same name.
+        WireError
+            If the answer holds what cannot be.
         """
         try:
-            answer = Present.decode(reply.content) if reply is not None and not reply.has_error() else None
+            list(rows(reply.content if reply is not None and not reply.has_error() else RecordDict(), Present))
+            ours = reply is not None and not reply.has_error()
         except WireError:  # a user's own answer to queries
-            answer = None
-        if answer is None:
+            ours = False
+        if not ours or reply is None:
             self._by_name[str(node_id)] = Member(str(node_id), node_id, ours=False)
             return
+        answer = Present.decode(reply.content)
+        n, total, squares = answer.num_examples, answer.label_sum or 0.0, answer.label_squares or 0.0
+        if n * squares < total**2 * (1 - 1e-9):
+            raise WireError(
+                f"{answer.name} tells sums of {n} labels that no labels have: {total:g}, squares {squares:g}"
+            )
         told = (answer.num_examples, answer.raw_bytes, answer.label_sum, answer.label_squares)
         self.add(Member(answer.name, node_id, *told))
 

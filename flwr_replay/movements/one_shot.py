@@ -44,7 +44,7 @@ class OneShot(Movement):
         """One epoch at the server; uploads precede the first, or come with a late institution."""
         return 1
 
-    def taught(self, server_round: int) -> list[str]:
+    def taught(self, answered: list[str]) -> list[str]:
         """Nobody is visited: the server trains on what all have uploaded."""
         return []
 

@@ -42,11 +42,6 @@ class Serial(Movement):
         cycle, turn = divmod(server_round - 1, self.exchanges_per_round())
         return self.members.get(self.order(cycle, self.itinerary)[turn])
 
-    def taught(self, server_round: int) -> list[str]:
-        """Return the visited institution's name."""
-        member = self.visited(server_round)
-        return [member.name] if member else []
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:

@@ -7,9 +7,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from flwr_replay.payloads.common import Visit, Visited
 from flwr_replay.wire import Payload, Request, instruction, per_sample, statistic
 
-__all__ = ["Give", "Given", "Receive", "Received", "number_shared"]
+__all__ = ["EnlargedVisit", "Give", "Given", "Receive", "Received", "number_shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,13 @@ class Give(Request, stage="give", answer=Given):
 
     run: str = instruction()
     share: float = instruction("of the examples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnlargedVisit(Visit, stage="train-enlarged", answer=Visited):
+    """Train these weights on your data and on what others gave."""
+
+    held: int = instruction("examples of others that you have received", default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,3 +67,29 @@ def test_a_file_that_does_not_fit_is_refused_before_the_run(tmp_path):
 def test_local_begins_at_the_institutions():
     with pytest.raises(ConfigError, match="strategy=local begins at the institutions"):
         settings_of(compose([*JOB, "strategy=local", "model.weights=w.pth"])).model(0)
+
+
+def test_buda_et_al_s_names_of_a_u_net_are_ours(tmp_path):
+    config = compose(["task=isbi2012", "task.size=16", "model.width=2"])
+    ours = build(config.model, config.task, 3)
+
+    def theirs(name):
+        stage, *rest = name.split(".")
+        if stage == "enc1":
+            return f"encoder1.enc1{'.'.join(rest)}"
+        if stage == "head":
+            return f"conv.{rest[1]}"
+        kind, level, *layer = rest
+        if kind == "up":
+            return f"upconv{int(level) + 1}.{layer[0]}"
+        if kind == "join":
+            return f"decoder{int(level) + 1}.dec{int(level) + 1}{'.'.join(layer)}"
+        block = "bottleneck.bottleneck" if level == "3" else f"encoder{int(level) + 2}.enc{int(level) + 2}"
+        return block + ".".join(layer)
+
+    renamed = {theirs(name): tensor for name, tensor in ours.state_dict().items()}
+    known = {"encoder4.enc4conv2.weight", "bottleneck.bottlenecknorm1.running_mean", "decoder1.dec1conv1.weight"}
+    assert known <= set(renamed)
+    torch.save(renamed, tmp_path / "unet.pt")
+    found = load_pretrained(build(config.model, config.task, 0), str(tmp_path / "unet.pt")).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in ours.state_dict().items())

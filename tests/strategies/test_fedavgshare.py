@@ -1,14 +1,18 @@
 """FedAvg+Share: who gives what to whom, and FedAvg on the enlarged data."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from averaging import JOB, SIZES, TASK, agree, local_sgd, mean, run
 from hospitals import write_shards
 from safetensors.numpy import load_file
 
+from flwr_replay.check import check_strategy
 from flwr_replay.client_app import backbone
+from flwr_replay.clients.fedavgshare import FedAvgShareClient
 from flwr_replay.compose import compose
 from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.forecast import forecast_page
@@ -68,6 +72,51 @@ def test_the_ledger_calls_raw_examples_what_they_are(tmp_path, monkeypatch):
     assert up["per-sample-raw"] > up["raw-bytes-they-stand-for"]
 
 
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda g: replace(g, labels=g.labels + 9), "a share must have 2 labels"),
+        (lambda g: replace(g, labels=g.labels[:1]), "a share must have 2 labels"),
+        (lambda g: replace(g, images=g.images[:, :, :4]), "2 finite images of"),
+        (lambda g: replace(g, images=g.images.astype(np.float32)), "all images must have one dtype"),
+        (lambda g: replace(g, images=np.full(g.images.shape, np.nan, np.float32)), "2 finite images of"),
+        (lambda g: replace(g, images=np.repeat(g.images, 9, 0), labels=np.repeat(g.labels, 9)), "a share must have 2"),
+    ],
+)
+def test_a_bad_share_is_told_and_spoils_nobody_elses_training(tmp_path, shards, monkeypatch, spoil, told):
+    honest = FedAvgShareClient.give
+
+    def give(self, request):
+        given = honest(self, request)
+        return spoil(given) if self.institution.name == "b" else given
+
+    monkeypatch.setattr(FedAvgShareClient, "give", give)
+    _, strategy = run(tmp_path, "fedavgshare", "rounds=1", input_shape=(1, 8, 8))
+    assert {failure["institution"] for failure in strategy.recorder.failures} == {"b"}
+    assert told in strategy.recorder.failures[0]["reason"]
+    assert strategy.received == {"a": ["c"], "b": ["a", "c"], "c": ["a"]}
+
+
+def test_what_others_gave_is_not_lost_unnoticed(tmp_path, shards, monkeypatch):
+    honest = FedAvgShareClient.train_enlarged
+
+    def losing(self, visit):
+        if (self.institution.name, visit.server_round) == ("a", 2):
+            self.state.forget("shared", visit.run)
+        return honest(self, visit)
+
+    monkeypatch.setattr(FedAvgShareClient, "train_enlarged", losing)
+    _, strategy = run(tmp_path, "fedavgshare")
+    told = {(failure["institution"], failure["round"]): failure["reason"] for failure in strategy.recorder.failures}
+    assert told.keys() == {("a", 2), ("a", 3)}
+    assert "3 examples of others that it has received; they are gone" in told["a", 2]
+
+
+def test_it_keeps_the_contract_with_momentum_that_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    check_strategy("fedavgshare", ["strategy.optimizer_state=keep"])
+
+
 @pytest.mark.parametrize("share", ["0", "1.5"])
 def test_a_share_is_a_share(share):
     with pytest.raises(ConfigError, match="share is a share"):
@@ -82,7 +131,8 @@ def test_a_policy_that_allows_latents_does_not_allow_raw_examples(tmp_path):
 def test_the_forecast_says_that_raw_examples_leave():
     page = {
         name: forecast_page(compose([f"strategy={name}", "task=digits", "model=cnn", "nodes=3", "rounds=1"]))
-        for name in ("fedavg", "fedavgshare")
+        for name in ("fedavg", "fedavgshare", "fedreplay")
     }
     assert "they never leave" in page["fedavg"]
-    assert "of them leave, to every other institution" in page["fedavgshare"]
+    assert "of examples, to every other institution" in page["fedavgshare"]
+    assert "of these leave: all labels, as they are" in page["fedreplay"]
