@@ -51,7 +51,7 @@ def flwr_replay(monkeypatch, capsys, tmp_path):
         (["latent-dtype=float8"], ["float8", "float16"]),
         (["training.lr=-1"], ["training.lr must be positive", "-1"]),
         (["lr=inf"], ["training.lr must be positive and finite", "inf"]),
-        (["strategy=fedavg", "cut=conv1"], ["cut is an option of strategy=fedreplay; got strategy=fedavg"]),
+        (["strategy=fedavg", "cut=conv1"], ["cut is an option of strategy=fedreplay, splitnn; got strategy=fedavg"]),
         (["wait=-1"], ["wait must not be negative", "-1"]),
         (["partition=ks", "ks=0.99"], ["0.99"]),
         (["partition=majority", "nodes=12"], ["12"]),

@@ -19,7 +19,10 @@ from flwr_replay.errors import ConfigError
         ("lattent-dtype=int8", "unknown option 'lattent-dtype': did you mean strategy.latent-dtype"),
         ("training.momemtum=0.5", "unknown option 'training.momemtum': did you mean training.momentum"),
         ("strategy.name=cwt", "unknown option 'strategy.name'"),
-        ("local-epochs=2", "local-epochs is an option of strategy=fedavg; got strategy=fedreplay"),
+        (
+            "local-epochs=2",
+            "local-epochs is an option of strategy=fedavg, fedavgm, fedavgshare, fedprox; got strategy=fedreplay",
+        ),
         ("latent-dtype=float61", "strategy.latent-dtype must be one of float32, float16, int8; got 'float61'"),
         ("encoder=institutions", "did you mean institution"),
         ("name=cwt", "unknown option 'name'"),
