@@ -4,8 +4,6 @@ A payload is a frozen dataclass whose every field declares its kind. What is not
 what arrives undeclared is refused. One payload fills at most three Flower records: `arrays` (weights under the
 names of their state dict, or one array per field), `metrics` (statistics) and `config` (instructions, notices),
 so that a ClientApp which knows nothing of this package reads `message.content["arrays"]` as ever.
-
-Bytes are counted as Flower's `count_bytes` counts them: values plus names.
 """
 
 from __future__ import annotations
@@ -243,8 +241,9 @@ class Payload:
         scalars = {**config_in(content), **metrics_in(content)}
         for name, (field, kind) in cls.scalar_types().items():
             value = scalars.get(_key(name))
-            values = value if isinstance(value, list) and kind.listed else [value]
-            if value is not None and not all(kind.fits(item, field.kind == "statistic") for item in values):
+            items = value if isinstance(value, list) else [value]
+            fits = all(kind.fits(item, field.kind == "statistic") for item in items)
+            if value is not None and (isinstance(value, list) != kind.listed or not fits):
                 raise WireError(f"{cls.__name__}.{name} must be {kind}; got {str(value)[:40]}")
 
     @classmethod

@@ -1,0 +1,123 @@
+"""An institution that answers what cannot be is named and left out; the others go on, and no weights are spoiled."""
+
+import shlex
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord
+from hospitals import fresh, node_configs, write_shards
+
+from flwr_replay.client_app import app, backbone
+from flwr_replay.compose import compose, load_strategy
+from flwr_replay.engine import InlineGrid
+from flwr_replay.errors import DivergedError
+from flwr_replay.movements.base import Settings
+from flwr_replay.movements.recorder import Recorder
+from flwr_replay.tasks import make_task
+from flwr_replay.wire import opened
+
+JOB = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4", "batch_size=16", "rounds=2"]
+SIZES = {"a": 40, "b": 33, "c": 20}
+FIRST = "conv1.conv.weight"
+
+
+class Lying(InlineGrid):
+    """Institution b's answers to one kind of message are changed."""
+
+    def _answer(self, message):
+        reply = super()._answer(message)
+        name = self.contexts[message.metadata.dst_node_id].node_config["name"]
+        if name == "b" and message.metadata.message_type == self.lies_in:
+            self.lie(reply.content)
+        return reply
+
+
+def start(folder, strategy, lie, lies_in="train", sizes=SIZES):
+    write_shards(folder, sizes)
+    overrides = [f"strategy={strategy}", *JOB]
+    config, recorder = compose(overrides), Recorder()
+    grid = Lying(app, {"overrides": shlex.join(overrides)}, node_configs(folder, folder / "state"))
+    grid.lie, grid.lies_in = lie, lies_in
+    settings = Settings(
+        training=config.training,
+        nodes=3,
+        task=make_task(config.task),
+        model=backbone(config.model, config.task),
+        input_shape=(1, 8, 8),
+    )
+    method = load_strategy(strategy)[0](config.strategy, settings, recorder)
+    final = opened(method.start(grid, fresh(config), config.rounds).arrays)
+    return final, recorder
+
+
+def changed(**arrays):
+    """Replace arrays of a reply; None takes one away."""
+
+    def lie(content):
+        record = ArrayRecord({name: array for name, array in content["arrays"].items() if name != FIRST})
+        if arrays["first"] is not None:
+            record[FIRST] = Array(arrays["first"])
+        content["arrays"] = record
+
+    return lie
+
+
+def number(name, value, record="metrics"):
+    def lie(content):
+        content[record][name] = value
+
+    return lie
+
+
+LIES = {
+    "a shape of its own": (changed(first=np.zeros((1,), np.float32)), "weights must come back as they were sent"),
+    "whole numbers": (changed(first=np.zeros((4, 1, 3, 3), np.int64)), "weights must come back as they were sent"),
+    "a weight is missing": (changed(first=None), f"{FIRST!r} is missing"),
+    "a list for a count": (number("num-examples", [1, 2]), "num_examples must be int"),
+    "fewer than none": (number("num-examples", -5), "num_examples must be int"),
+    "a loss that is no number": (number("train-loss", float("nan")), "train_loss must be float"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "cwt"])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_told_and_changes_nothing(tmp_path, strategy, lie):
+    spoil, told = LIES[lie]
+    final, recorder = start(tmp_path, strategy, spoil)
+    assert {failure["institution"] for failure in recorder.failures} == {"b"}
+    assert all(told in failure["reason"] for failure in recorder.failures)
+    assert final[FIRST].shape == (4, 1, 3, 3)
+    assert all(np.isfinite(array).all() for array in final.values())
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "cwt"])
+def test_weights_that_are_not_finite_stop_the_run_and_name_their_sender(tmp_path, strategy):
+    with pytest.raises(DivergedError, match=r"the weights must stay finite; .* is not, from b: lower training.lr"):
+        start(tmp_path, strategy, changed(first=np.full((4, 1, 3, 3), np.nan, np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("confusion", 5, "confusion must be a list of int"),
+        ("confusion", [0] * 9, "not all zero"),
+        ("confusion", [1, 2], "must hold 9 counts"),
+        ("num-examples", 0, "at least one example"),
+        ("loss", float("inf"), "loss must be float"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_left_out(tmp_path, name, value, told):
+    _, recorder = start(tmp_path, "fedavg", number(name, value), lies_in="evaluate")
+    assert {failure["institution"] for failure in recorder.failures} == {"b"}
+    assert all(told in failure["reason"] for failure in recorder.failures)
+
+
+def test_an_encoder_that_is_not_whole_is_not_used(tmp_path):
+    def lie(content):
+        if "validation-loss" in content["metrics"]:
+            changed(first=None)(content)
+
+    final, recorder = start(tmp_path, "fedreplay", lie, sizes={"a": 40, "b": 99, "c": 20})
+    assert [failure["institution"] for failure in recorder.failures] == ["b"]
+    assert "an encoder that is not whole" in recorder.failures[0]["reason"]
+    assert FIRST in final
