@@ -145,7 +145,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
-    """What replays images, and how it is trained (Qu et al. 2022, section 4.1; Razavi et al. 2019, appendix A)."""
+    """What replays images, and how it is trained (Qu et al. 2022, section 4.1; Razavi et al. 2019)."""
 
     name: str
     codes: int = 128  # vectors in each of the two codebooks
@@ -154,6 +154,7 @@ class GeneratorConfig:
     blocks: int = 1  # residual blocks of every part
     beta: float = 0.25  # weight of the commitment loss
     codebook: str = "ema"  # ema: running means, dead codes revived | gradient: learned by the loss, as DP-SGD needs it
+    decay: float = 0.99  # ema: what a step leaves of the running means
     lr: float = 4e-4  # of Adam
     lr_halving: int = 150  # epochs after which the learning rate is halved; 0: never
     batch_size: int = 32
@@ -171,6 +172,7 @@ class GeneratorConfig:
             option = f"generator.{name.replace('_', '-')}"
             require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
         require(0 <= self.beta < inf, f"generator.beta must be finite and not negative; got {self.beta}")
+        require(0 <= self.decay < 1, f"generator.decay lies in [0, 1); got {self.decay}")
         require(0 < self.lr < inf, f"generator.lr must be positive and finite; got {self.lr}")
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
@@ -21,8 +22,8 @@ Grids = tuple[tuple[int, int], ...]
 
 def by_level(codes_BN: Tensor, grids: Grids) -> list[Tensor]:
     """Cut images' codes into their levels' grids, (B, height, width) each."""
-    flat = codes_BN.split([height * width for height, width in grids], dim=1)
-    return [codes.unflatten(1, grid) for codes, grid in zip(flat, grids, strict=True)]
+    flat = torch.split(codes_BN, [height * width for height, width in grids], dim=1)
+    return [codes.reshape(-1, *grid) for codes, grid in zip(flat, grids, strict=True)]
 
 
 class ReplayGenerator(nn.Module, ABC):
@@ -41,7 +42,7 @@ class ReplayGenerator(nn.Module, ABC):
 
     grids: Grids
     codebook_size: int
-    decodes: ClassVar[tuple[str, ...]]  # what the names of the decoder's weights begin with
+    decodes: ClassVar[re.Pattern[str]]  # the decoder's weights, by the beginning of their names
 
     @abstractmethod
     def loss(self, x_BCHW: Tensor, draws: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
@@ -77,7 +78,7 @@ class ReplayGenerator(nn.Module, ABC):
 
     def decoder_state_dict(self) -> dict[str, Tensor]:
         """Return the weights that `decode` needs and no others."""
-        return {name: value for name, value in self.state_dict().items() if name.startswith(self.decodes)}
+        return {name: value for name, value in self.state_dict().items() if self.decodes.match(name)}
 
     def load_decoder(self, state: Mapping[str, Tensor]) -> None:
         """Copy in what another one's `decoder_state_dict` gave.

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 __all__ = ["EMACodebook", "GradientCodebook", "perplexity"]
 
-DECAY = 0.99  # of the running means; Razavi et al. 2019, table 4
 DEAD = 0.1  # of an even share of the vectors: a code that is used less is revived
 FRESH = 0.1  # standard deviation of a gradient codebook's fresh numbers: about that of a fresh encoder's features
 
@@ -26,7 +25,8 @@ def perplexity(codes: Tensor, codebook_size: int) -> Tensor:
     tensor(3.)
     """
     share = torch.bincount(codes.flatten(), minlength=codebook_size) / codes.numel()
-    return torch.special.entr(share).sum().exp()
+    nats: Tensor = torch.special.entr(share).sum()
+    return nats.exp()
 
 
 class EMACodebook(nn.Module):
@@ -42,18 +42,20 @@ class EMACodebook(nn.Module):
         K.
     dim : int
         D.
+    decay : float
+        What a step leaves of the running sums and counts.
     even_share : float
         Vectors of a batch divided by K.
     """
 
-    def __init__(self, size: int, dim: int, even_share: float) -> None:
+    def __init__(self, size: int, dim: int, decay: float, even_share: float) -> None:
         super().__init__()
         from vector_quantize_pytorch import VectorQuantize  # takes seconds
 
         self.quantiser = VectorQuantize(
             dim,
             size,
-            decay=DECAY,
+            decay=decay,
             threshold_ema_dead_code=DEAD * even_share,
             accept_image_fmap=True,
             commitment_weight=0.0,  # flwr_replay.generators.vqvae2 adds that loss for both kinds of codebook
@@ -61,6 +63,7 @@ class EMACodebook(nn.Module):
         )
         # The library revives with the threshold itself, so that a code used rarely would die anew at every step.
         self.quantiser._codebook.reset_cluster_size = even_share
+        self.quantiser._codebook.cluster_size.zero_()  # fresh vectors are dead: the first batch replaces them
 
     def forward(self, h_BDHW: Tensor, learn: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Round features.
@@ -112,7 +115,7 @@ class GradientCodebook(nn.Module):
     def forward(self, h_BDHW: Tensor, learn: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Round features; arguments and results as of `EMACodebook.forward`, where only the loss teaches."""
         codes = torch.cdist(h_BDHW.detach().movedim(1, -1).flatten(1, 2), self.vectors.weight.detach()).argmin(-1)
-        codes = codes.unflatten(1, h_BDHW.shape[2:])
+        codes = codes.reshape(-1, *h_BDHW.shape[2:])
         vectors = self.lookup(codes)
         return h_BDHW + (vectors - h_BDHW).detach(), codes, F.mse_loss(vectors, h_BDHW.detach())
 

@@ -51,7 +51,7 @@ def pack_codes(codes: NDArray[Any], codebook_size: int) -> NDArray[np.uint8]:
     planes = np.empty((*codes.shape, bits), np.uint8)
     for place in range(bits):
         planes[..., bits - 1 - place] = codes >> place & 1
-    return np.packbits(planes.reshape(len(codes), -1), axis=1)
+    return np.packbits(planes.reshape(len(codes), codes.shape[1] * bits), axis=1)
 
 
 def unpack_codes(packed: NDArray[np.uint8], codes_per_image: int, codebook_size: int) -> NDArray[np.int64]:
@@ -93,7 +93,7 @@ def unpack_codes(packed: NDArray[np.uint8], codes_per_image: int, codebook_size:
 
 
 def _check(codes: NDArray[Any], codebook_size: int) -> None:
-    if codes.size and not (0 <= codes.min() and codes.max() < codebook_size):
+    if codes.size and not (codes.min() >= 0 and codes.max() < codebook_size):
         raise WireError(
             f"a code must lie in 0 .. {codebook_size - 1}; got {codes.min()} to {codes.max()}: use the same "
             "generator.codes everywhere"

@@ -17,6 +17,8 @@ are padded with their border and cropped back.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -60,7 +62,7 @@ class VQVAE2(ReplayGenerator):
     All layers treat every example by itself, and with codebook=gradient so do the codebooks.
     """
 
-    decodes = ("decoder.", "top.quantiser._codebook.embed", "top.vectors", "bottom.quantiser._codebook.embed")
+    decodes = re.compile(r"decoder\.|(top|bottom)\.(vectors\.weight|quantiser\._codebook\.embed)$")
 
     def __init__(self, config: GeneratorConfig, channels: int, size: int) -> None:
         super().__init__()
@@ -77,29 +79,14 @@ class VQVAE2(ReplayGenerator):
         self.to_top = nn.Conv2d(width, dim, 1)
         self.from_top = nn.Sequential(*_body(dim, width, config.blocks), _up(width, dim))
         self.to_bottom = nn.Conv2d(width + dim, dim, 1)
-        self.top, self.bottom = (_codebook(config, height * width) for height, width in self.grids)
+        self.top = _codebook(config, side**2)
+        self.bottom = _codebook(config, 4 * side**2)
         self.decoder = Decoder(dim, width, config.blocks, channels)
-
-    def forward(self, x_BCHW: Tensor, learn: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Encode, round, decode.
-
-        Returns
-        -------
-        images : Tensor
-            (B, C, H, W), not limited to [0, 1].
-        codes : Tensor
-            (B, N).
-        commitment, codebook : Tensor
-            Losses of both levels, summed.
-        """
-        h = self.encoder(F.pad(x_BCHW, (self.before, self.after) * 2, mode="replicate"))
-        h_top = self.to_top(self.encoder_top(h))
-        e_top, top, loss_top = self.top(h_top, learn)
-        h_bottom = self.to_bottom(torch.cat([self.from_top(e_top), h], dim=1))
-        e_bottom, bottom, loss_bottom = self.bottom(h_bottom, learn)
-        commitment = F.mse_loss(h_top, e_top.detach()) + F.mse_loss(h_bottom, e_bottom.detach())
-        codes = torch.cat([top.flatten(1), bottom.flatten(1)], dim=1)
-        return self._decoded(e_top, e_bottom), codes, commitment, loss_top + loss_bottom
+        # PyTorch's own start leaves features that hardly differ between images: all of them round to one code.
+        for part in (self.encoder, self.encoder_top, self.to_top, self.to_bottom):
+            for layer in part.modules():
+                if isinstance(layer, nn.Conv2d):
+                    nn.init.kaiming_normal_(layer.weight)
 
     def loss(self, x_BCHW: Tensor, draws: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss; its parts are `reconstruction` (mean squared error of pixels in [0, 1]), `commitment`,
@@ -107,8 +94,8 @@ class VQVAE2(ReplayGenerator):
         """
         seed = int(torch.randint(2**62, (), generator=draws))
         with seeded(seed, x_BCHW.device):  # the EMA codebooks' draws
-            images, codes, commitment, codebook = self(x_BCHW, learn=True)
-        reconstruction = F.mse_loss(images, x_BCHW)
+            e_top, e_bottom, codes, commitment, codebook = self._rounded(x_BCHW, learn=True)
+        reconstruction = F.mse_loss(self._decoded(e_top, e_bottom), x_BCHW)
         top, bottom = by_level(codes, self.grids)
         parts = {
             "reconstruction": reconstruction,
@@ -123,14 +110,24 @@ class VQVAE2(ReplayGenerator):
     @torch.no_grad()
     def encode(self, x_BCHW: Tensor) -> Tensor:
         """Encode images: codes (B, N) int64, the top's first."""
-        codes: Tensor = self(x_BCHW)[1]
-        return codes
+        return self._rounded(x_BCHW, learn=False)[2]
 
     @torch.no_grad()
     def decode(self, codes_BN: Tensor) -> Tensor:
         """Decode codes to images (B, C, H, W) in [0, 1]."""
         top, bottom = by_level(codes_BN, self.grids)
         return self._decoded(self.top.lookup(top), self.bottom.lookup(bottom)).clamp(0, 1)
+
+    def _rounded(self, x_BCHW: Tensor, learn: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return e_top, e_bottom, codes (B, N), and both levels' commitment and codebook losses, summed."""
+        h = self.encoder(F.pad(x_BCHW, (self.before, self.after) * 2, mode="replicate"))
+        h_top = self.to_top(self.encoder_top(h))
+        e_top, top, loss_top = self.top(h_top, learn)
+        h_bottom = self.to_bottom(torch.cat([self.from_top(e_top), h], dim=1))
+        e_bottom, bottom, loss_bottom = self.bottom(h_bottom, learn)
+        commitment = F.mse_loss(h_top, e_top.detach()) + F.mse_loss(h_bottom, e_bottom.detach())
+        codes = torch.cat([top.flatten(1), bottom.flatten(1)], dim=1)
+        return e_top, e_bottom, codes, commitment, loss_top + loss_bottom
 
     def _decoded(self, e_top: Tensor, e_bottom: Tensor) -> Tensor:
         images: Tensor = self.decoder(e_top, e_bottom)
@@ -159,7 +156,7 @@ class Residual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        inner = max(1, width // 4)  # Razavi et al.: 32 of 128
+        inner = max(1, width // 4)
         self.body = nn.Sequential(
             nn.ReLU(), nn.Conv2d(width, inner, 3, padding=1), nn.ReLU(), nn.Conv2d(inner, width, 1)
         )
@@ -182,7 +179,7 @@ def _up(inputs: int, outputs: int) -> nn.ConvTranspose2d:
     return nn.ConvTranspose2d(inputs, outputs, 4, stride=2, padding=1)
 
 
-def _codebook(config: GeneratorConfig, positions: int) -> nn.Module:
+def _codebook(config: GeneratorConfig, positions: int) -> EMACodebook | GradientCodebook:
     if config.codebook == "gradient":
         return GradientCodebook(config.codes, config.dim)
-    return EMACodebook(config.codes, config.dim, config.batch_size * positions / config.codes)
+    return EMACodebook(config.codes, config.dim, config.decay, config.batch_size * positions / config.codes)
