@@ -184,9 +184,9 @@ class PriorConfig:
     width: int = 32  # channels of both stacks
     layers: int = 4  # gated layers
     bins: int = 10  # regression: into how many labels are dealt, over three standard deviations either side
-    lr: float = 1e-3  # of Adam
+    lr: float = 3e-3  # of Adam
     batch_size: int = 32
-    epochs: int = 20  # at each institution
+    epochs: int = 12  # at each institution
 
     def __post_init__(self) -> None:
         one_of("prior.name", self.name, ("pixelcnn",))
