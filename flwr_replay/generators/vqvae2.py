@@ -30,7 +30,7 @@ from flwr_replay.models.seeding import seeded
 
 __all__ = ["VQVAE2", "build_generator"]
 
-BOTTOM, TOP = 4, 8  # pixels of a code's side
+TOP = 8  # pixels of a top code's side; a bottom code has half of them
 
 
 def build_generator(config: GeneratorConfig, channels: int, size: int, seed: int) -> ReplayGenerator:
