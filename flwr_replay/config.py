@@ -12,7 +12,17 @@ from typing import Any
 
 from flwr_replay.errors import ConfigError, near_matches
 
-__all__ = ["ModelConfig", "PartitionConfig", "RunConfig", "TaskConfig", "TrainingConfig", "one_of", "require"]
+__all__ = [
+    "GeneratorConfig",
+    "ModelConfig",
+    "PartitionConfig",
+    "PriorConfig",
+    "RunConfig",
+    "TaskConfig",
+    "TrainingConfig",
+    "one_of",
+    "require",
+]
 
 
 def require(rule: bool, message: str) -> None:
@@ -131,6 +141,59 @@ class TrainingConfig:
         )
         require(self.batch_size >= 1, f"training.batch-size must be at least 1; got {self.batch_size}")
         require(self.lr_step >= 0, f"training.lr-step must not be negative; got {self.lr_step}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig:
+    """What replays images, and how it is trained (Qu et al. 2022, section 4.1; Razavi et al. 2019)."""
+
+    name: str
+    codes: int = 128  # vectors in each of the two codebooks
+    dim: int = 16  # numbers in each vector
+    width: int = 32  # channels of the encoders and the decoder
+    blocks: int = 1  # residual blocks of every part
+    beta: float = 0.25  # weight of the commitment loss
+    codebook: str = "ema"  # ema: running means, dead codes revived | gradient: learned by the loss, as DP-SGD needs it
+    decay: float = 0.99  # ema: what a step leaves of the running means
+    lr: float = 4e-4  # of Adam
+    lr_halving: int = 150  # epochs after which the learning rate is halved; 0: never
+    batch_size: int = 32
+    epochs: int = 6  # at each institution
+
+    def __post_init__(self) -> None:
+        one_of("generator.name", self.name, ("vqvae2",))
+        one_of("generator.codebook", self.codebook, ("ema", "gradient"))
+        require(2 <= self.codes <= 2**16, f"generator.codes lies in 2 .. 65536; got {self.codes}")
+        require(self.width >= 2, f"generator.width must be at least 2; got {self.width}")
+        for name in ("dim", "batch_size", "epochs"):
+            option = f"generator.{name.replace('_', '-')}"
+            require(getattr(self, name) >= 1, f"{option} must be at least 1; got {getattr(self, name)}")
+        for name in ("blocks", "lr_halving"):
+            option = f"generator.{name.replace('_', '-')}"
+            require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
+        require(0 <= self.beta < inf, f"generator.beta must be finite and not negative; got {self.beta}")
+        require(0 <= self.decay < 1, f"generator.decay lies in [0, 1); got {self.decay}")
+        require(0 < self.lr < inf, f"generator.lr must be positive and finite; got {self.lr}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriorConfig:
+    """What draws new codes instead of codes of real images (Qu et al. 2022, footnote 1), and how it is trained."""
+
+    name: str
+    width: int = 32  # channels of both stacks
+    layers: int = 4  # gated layers
+    bins: int = 10  # regression: into how many labels are dealt, over three standard deviations either side
+    lr: float = 3e-3  # of Adam
+    batch_size: int = 32
+    epochs: int = 12  # at each institution
+
+    def __post_init__(self) -> None:
+        one_of("prior.name", self.name, ("pixelcnn",))
+        for name in ("width", "layers", "bins", "batch_size", "epochs"):
+            option = f"prior.{name.replace('_', '-')}"
+            require(getattr(self, name) >= 1, f"{option} must be at least 1; got {getattr(self, name)}")
+        require(0 < self.lr < inf, f"prior.lr must be positive and finite; got {self.lr}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from torch import nn
 
 from flwr_replay.config import ModelConfig, TaskConfig, require
 from flwr_replay.models.layers import norm_layer, stage
+from flwr_replay.models.seeding import seeded
 from flwr_replay.models.staged import StagedModel
 from flwr_replay.models.unet import unet
 
@@ -71,9 +72,7 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
         f"model {model.name}{stem} needs images of at least {smallest}x{smallest} pixels; got task.size {task.size}: "
         "choose a model with fewer poolings, such as mlp",
     )
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # Not torch.manual_seed: it would seed the accelerators' generators too, which fork_rng does not restore.
-        torch.default_generator.manual_seed(seed)
+    with seeded(seed), torch.device("cpu"):
         if model.name == "mlp":
             return _mlp(model, task)
         if model.name == "lenet5":

@@ -1,0 +1,222 @@
+"""A prior that draws codes, in place of codes of real images (Qu et al. 2022, footnote 1).
+
+Idea: a gated PixelCNN (van den Oord et al. 2016, arXiv 1606.05328) says how likely each top code is, given the label
+and the codes above it and to its left; another says so for the bottom codes, given the top too (Razavi et al. 2019,
+section 3.2). Codes are drawn one by one, and the generator's decoder makes images of them.
+
+Causality needs no masks: a convolution sees what its input is padded and cropped to. All layers treat every example by
+itself, and Opacus knows them, so DP-SGD applies.
+
+`B` batch, `W` width of a grid, `N` codes of an image, `F` features, `K` codes of the book.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flwr_replay.config import PriorConfig
+from flwr_replay.generators.base import ReplayGenerator, by_level
+from flwr_replay.models.seeding import seeded
+
+__all__ = ["CodePrior", "LabelBins", "PixelCNN", "build_prior"]
+
+
+def build_prior(config: PriorConfig, generator: ReplayGenerator, classes: int, seed: int) -> CodePrior:
+    """Build a prior over a generator's codes with fresh weights.
+
+    Parameters
+    ----------
+    config : PriorConfig
+        The networks' options.
+    generator : ReplayGenerator
+        Of two levels, of which the lower has twice the upper's height and width.
+    classes : int
+        Labels lie in [0, classes); of a regression these are `LabelBins`.
+    seed : int
+        The weights depend on it alone; PyTorch's global generator is left as it was.
+
+    Returns
+    -------
+    CodePrior
+        On the CPU, in training mode.
+    """
+    with seeded(seed), torch.device("cpu"):
+        return CodePrior(config, generator, classes)
+
+
+@dataclass(frozen=True)
+class LabelBins:
+    """Equal intervals of a continuous label, which stand for it as classes do.
+
+    The interval is declared, not taken from the labels: where these are private, so would their range be.
+
+    Attributes
+    ----------
+    low, high : float
+        The interval; labels outside belong to the outermost bins.
+    bins : int
+        Into how many parts it is cut.
+
+    Examples
+    --------
+    >>> bins = LabelBins(low=-3.0, high=3.0, bins=6)
+    >>> bins.classes(torch.tensor([-9.0, -0.5, 0.5, 3.0]))
+    tensor([0, 2, 3, 5])
+    >>> bins.centres(torch.tensor([0, 2, 5]))
+    tensor([-2.5000, -0.5000,  2.5000])
+    """
+
+    low: float
+    high: float
+    bins: int
+
+    def classes(self, labels_B: Tensor) -> Tensor:
+        """Return each label's bin, int64."""
+        place = (labels_B - self.low) * (self.bins / (self.high - self.low))
+        return place.floor().long().clamp(0, self.bins - 1)
+
+    def centres(self, classes_B: Tensor) -> Tensor:
+        """Return the middle of each bin, float32: the label of what is drawn for it."""
+        return self.low + (classes_B.float() + 0.5) * ((self.high - self.low) / self.bins)
+
+
+class CodePrior(nn.Module):
+    """p(codes | label) = p(top | label) · p(bottom | top, label); built by `build_prior`."""
+
+    def __init__(self, config: PriorConfig, generator: ReplayGenerator, classes: int) -> None:
+        super().__init__()
+        self.grids = generator.grids
+        self.top = PixelCNN(generator.codebook_size, classes, config.width, config.layers)
+        self.bottom = PixelCNN(generator.codebook_size, classes, config.width, config.layers, below=True)
+
+    def loss(self, codes_BN: Tensor, labels_B: Tensor) -> Tensor:
+        """Return the mean negative log-likelihood of a code, nats: over an image's N codes, then over images."""
+        top, bottom = by_level(codes_BN, self.grids)
+        logits = self.top(top, labels_B), self.bottom(bottom, labels_B, top)
+        nats = [
+            F.cross_entropy(l_BKHW, codes, reduction="none")
+            for l_BKHW, codes in zip(logits, (top, bottom), strict=True)
+        ]
+        return torch.cat([level.flatten(1) for level in nats], dim=1).mean()
+
+    @torch.no_grad()
+    def sample(self, labels_B: Tensor, draws: torch.Generator) -> Tensor:
+        """Draw codes (B, N) int64 for labels (B,), from a CPU generator."""
+        top = self.top.sample(self.grids[0], labels_B, draws)
+        bottom = self.bottom.sample(self.grids[1], labels_B, draws, top)
+        return torch.cat([top.flatten(1), bottom.flatten(1)], dim=1)
+
+
+class PixelCNN(nn.Module):
+    """Logits of every code of a grid, given the label, the codes before it in reading order, and a grid above.
+
+    Parameters
+    ----------
+    codebook_size : int
+        K.
+    classes : int
+        Of labels.
+    width : int
+        F, features of both stacks.
+    layers : int
+        Gated layers; each lets a code see one row and one column more.
+    below : bool
+        Whether there is a grid above, of half the height and width.
+    """
+
+    def __init__(self, codebook_size: int, classes: int, width: int, layers: int, below: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(codebook_size, width)
+        self.embed_above = nn.Embedding(codebook_size, width) if below else None
+        self.layers = nn.ModuleList(GatedLayer(width, classes, first=i == 0, below=below) for i in range(layers))
+        self.head = nn.Sequential(nn.ReLU(), nn.Conv2d(width, width, 1), nn.ReLU(), nn.Conv2d(width, codebook_size, 1))
+
+    def forward(self, codes_BHW: Tensor, labels_B: Tensor, above_Bhw: Tensor | None = None) -> Tensor:
+        """Return logits (B, K, H, W)."""
+        rows = self._rows_before(codes_BHW)
+        return self._logits(codes_BHW, rows, labels_B, self._above(above_Bhw))
+
+    def sample(
+        self, grid: tuple[int, int], labels_B: Tensor, draws: torch.Generator, above_Bhw: Tensor | None = None
+    ) -> Tensor:
+        """Draw the codes (B, H, W) of a grid; rows above are looked at once for each row, not for each code."""
+        height, width = grid
+        codes = labels_B.new_zeros((len(labels_B), height, width))
+        above = self._above(above_Bhw)
+        for i in range(height):
+            rows = [features[:, :, -1:] for features in self._rows_before(codes[:, : i + 1])]
+            beside = None if above is None else above[:, :, i : i + 1]
+            for j in range(width):
+                logits = self._logits(codes[:, i : i + 1], rows, labels_B, beside)[:, :, 0, j]
+                drawn = torch.multinomial(logits.softmax(1).cpu(), 1, generator=draws)
+                codes[:, i, j] = drawn[:, 0].to(codes.device)
+        return codes
+
+    def _above(self, above_Bhw: Tensor | None) -> Tensor | None:
+        if self.embed_above is None:
+            return None
+        assert above_Bhw is not None, "the bottom codes' prior needs the top codes"
+        return _features(self.embed_above, above_Bhw.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2))
+
+    def _rows_before(self, codes_BHW: Tensor) -> list[Tensor]:
+        """Return each layer's vertical features (B, 2F, H, W): what a row knows of the rows before it."""
+        found, v = [], _features(self.embed, codes_BHW)
+        for layer in self.layers:
+            assert isinstance(layer, GatedLayer)
+            found.append(layer.vertical(v))
+            v = _gate(found[-1])
+        return found
+
+    def _logits(self, codes_BHW: Tensor, rows: list[Tensor], labels_B: Tensor, above: Tensor | None) -> Tensor:
+        h = _features(self.embed, codes_BHW)
+        for layer, row in zip(self.layers, rows, strict=True):
+            h = layer(h, row, labels_B, above)
+        logits: Tensor = self.head(h)
+        return logits
+
+
+class GatedLayer(nn.Module):
+    """One layer of both stacks: rows before a code, and what is left of it in its own row.
+
+    The first layer alone leaves out the code's own row, and the code itself.
+    """
+
+    def __init__(self, width: int, classes: int, first: bool, below: bool) -> None:
+        super().__init__()
+        self.first = first
+        self.rows = nn.Conv2d(width, 2 * width, (2, 3))
+        self.row = nn.Conv2d(width, 2 * width, (1, 2))
+        self.rows_to_row = nn.Conv2d(2 * width, 2 * width, 1)
+        self.label = nn.Embedding(classes, 2 * width)
+        self.above = nn.Conv2d(width, 2 * width, 1) if below else None
+        self.out = nn.Conv2d(width, width, 1)
+
+    def vertical(self, v_BFHW: Tensor) -> Tensor:
+        """Return features (B, 2F, H, W) that row i has of rows up to i, or in the first layer up to i - 1."""
+        before = (2, -1) if self.first else (1, 0)
+        features: Tensor = self.rows(F.pad(v_BFHW, (1, 1, *before)))
+        return features
+
+    def forward(self, h_BFHW: Tensor, rows: Tensor, labels_B: Tensor, above: Tensor | None) -> Tensor:
+        """Return features (B, F, H, W) that a code has of what comes before it."""
+        before = (2, -1) if self.first else (1, 0)
+        gates = self.row(F.pad(h_BFHW, before)) + self.rows_to_row(rows) + self.label(labels_B)[:, :, None, None]
+        if self.above is not None:
+            gates = gates + self.above(above)
+        changed: Tensor = self.out(_gate(gates))
+        return changed if self.first else h_BFHW + changed
+
+
+def _features(embed: nn.Module, codes_BHW: Tensor) -> Tensor:
+    """Embed codes as (B, F, H, W), contiguous, without which Opacus takes wrong per-example gradients of a Conv2d."""
+    features: Tensor = embed(codes_BHW).movedim(-1, 1)
+    return features.contiguous()
+
+
+def _gate(gates: Tensor) -> Tensor:
+    content, gate = gates.chunk(2, dim=1)
+    return content.tanh() * gate.sigmoid()

@@ -1,0 +1,185 @@
+"""VQ-VAE-2 (Razavi et al. 2019, arXiv 1906.00446): an image as two small grids of codes.
+
+Idea: an encoder rounds its features at an eighth of the image's size to the vectors of one codebook (top), and at a
+quarter, knowing the top, to those of another (bottom); a decoder makes the image from both. Images of 256 pixels have
+32x32 top and 64x64 bottom codes (Qu et al. 2022, section 4.1), of 32 pixels 4x4 and 8x8.
+
+    h_top = E_top(x);  e_top = nearest vectors;  h_bottom = E_bottom(x, e_top);  e_bottom = nearest vectors
+    loss  = ‖x − D(e)‖² + Σ_levels ‖sg[h] − e‖² + β ‖sg[e] − h‖²
+
+Squared norms are means over numbers and examples. With codebook=ema, the middle term gives way to running means.
+
+Deviations: images lie in [0, 1], and the loss sees them doubled, as [-1, 1] would; sizes that are no multiple of eight
+are padded with their border and cropped back.
+
+`B` batch, `C` channels, `H` height, `W` width, `N` codes of an image, `D` numbers of a vector.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flwr_replay.config import GeneratorConfig
+from flwr_replay.generators.base import ReplayGenerator, by_level
+from flwr_replay.generators.codebooks import EMACodebook, GradientCodebook, perplexity
+from flwr_replay.models.seeding import seeded
+
+__all__ = ["VQVAE2", "build_generator"]
+
+TOP = 8  # pixels of a top code's side; a bottom code has half of them
+
+
+def build_generator(config: GeneratorConfig, channels: int, size: int, seed: int) -> ReplayGenerator:
+    """Build a generator with fresh weights.
+
+    Parameters
+    ----------
+    config : GeneratorConfig
+        Which generator, and its options.
+    channels : int
+        Of an image; a mask that is generated with it is one more.
+    size : int
+        Height and width of an image, pixels.
+    seed : int
+        The weights depend on it alone; PyTorch's global generator is left as it was.
+
+    Returns
+    -------
+    ReplayGenerator
+        On the CPU, in training mode.
+    """
+    with seeded(seed), torch.device("cpu"):
+        return VQVAE2(config, channels, size)
+
+
+class VQVAE2(ReplayGenerator):
+    """Two levels of codes; built by `build_generator`, since its weights come from PyTorch's global generator.
+
+    All layers treat every example by itself, and with codebook=gradient so do the codebooks.
+    """
+
+    decodes = re.compile(r"decoder\.|(top|bottom)\.(vectors\.weight|quantiser\._codebook\.embed)$")
+
+    def __init__(self, config: GeneratorConfig, channels: int, size: int) -> None:
+        super().__init__()
+        padded = -(-size // TOP) * TOP
+        width, dim, side = config.width, config.dim, padded // TOP
+        self.size, self.before, self.after = size, (padded - size) // 2, (padded - size + 1) // 2
+        self.grids = (side, side), (2 * side, 2 * side)
+        self.codebook_size, self.beta = config.codes, config.beta
+        halved = width // 2
+        self.encoder = nn.Sequential(
+            _down(channels, halved), nn.ReLU(), _down(halved, width), nn.ReLU(), *_body(width, width, config.blocks)
+        )
+        self.encoder_top = nn.Sequential(_down(width, halved), nn.ReLU(), *_body(halved, width, config.blocks))
+        self.to_top = nn.Conv2d(width, dim, 1)
+        self.from_top = nn.Sequential(*_body(dim, width, config.blocks), _up(width, dim))
+        self.to_bottom = nn.Conv2d(width + dim, dim, 1)
+        self.top = _codebook(config, side**2)
+        self.bottom = _codebook(config, 4 * side**2)
+        self.decoder = Decoder(dim, width, config.blocks, channels)
+        # PyTorch's own start leaves features that hardly differ between images: all of them round to one code.
+        for part in (self.encoder, self.encoder_top, self.to_top, self.to_bottom):
+            for layer in part.modules():
+                if isinstance(layer, nn.Conv2d):
+                    nn.init.kaiming_normal_(layer.weight)
+
+    def loss(self, x_BCHW: Tensor, draws: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss; its parts are `reconstruction` (mean squared error of pixels in [0, 1]), `commitment`,
+        `codebook`, and the perplexities of this batch's codes, `perplexity-top` and `perplexity-bottom`.
+        """
+        seed = int(torch.randint(2**62, (), generator=draws))
+        with seeded(seed, x_BCHW.device):  # the EMA codebooks' draws
+            e_top, e_bottom, codes, commitment, codebook = self._rounded(x_BCHW, learn=True)
+        reconstruction = F.mse_loss(self._decoded(e_top, e_bottom), x_BCHW)
+        top, bottom = by_level(codes, self.grids)
+        parts = {
+            "reconstruction": reconstruction,
+            "commitment": commitment,
+            "codebook": codebook,
+            "perplexity-top": perplexity(top, self.codebook_size),
+            "perplexity-bottom": perplexity(bottom, self.codebook_size),
+        }
+        loss = 4 * reconstruction + codebook + self.beta * commitment
+        return loss, {name: part.detach() for name, part in parts.items()}
+
+    @torch.no_grad()
+    def encode(self, x_BCHW: Tensor) -> Tensor:
+        """Encode images: codes (B, N) int64, the top's first."""
+        return self._rounded(x_BCHW, learn=False)[2]
+
+    @torch.no_grad()
+    def decode(self, codes_BN: Tensor) -> Tensor:
+        """Decode codes to images (B, C, H, W) in [0, 1]."""
+        top, bottom = by_level(codes_BN, self.grids)
+        return self._decoded(self.top.lookup(top), self.bottom.lookup(bottom)).clamp(0, 1)
+
+    def _rounded(self, x_BCHW: Tensor, learn: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return e_top, e_bottom, codes (B, N), and both levels' commitment and codebook losses, summed."""
+        h = self.encoder(F.pad(x_BCHW, (self.before, self.after) * 2, mode="replicate"))
+        h_top = self.to_top(self.encoder_top(h))
+        e_top, top, loss_top = self.top(h_top, learn)
+        h_bottom = self.to_bottom(torch.cat([self.from_top(e_top), h], dim=1))
+        e_bottom, bottom, loss_bottom = self.bottom(h_bottom, learn)
+        commitment = F.mse_loss(h_top, e_top.detach()) + F.mse_loss(h_bottom, e_bottom.detach())
+        codes = torch.cat([top.flatten(1), bottom.flatten(1)], dim=1)
+        return e_top, e_bottom, codes, commitment, loss_top + loss_bottom
+
+    def _decoded(self, e_top: Tensor, e_bottom: Tensor) -> Tensor:
+        images: Tensor = self.decoder(e_top, e_bottom)
+        kept = slice(self.before, self.before + self.size)
+        return images[..., kept, kept]
+
+
+class Decoder(nn.Module):
+    """Both levels' vectors, (B, D, h, w) and (B, D, 2h, 2w), to images (B, C, 8h, 8w)."""
+
+    def __init__(self, dim: int, width: int, blocks: int, channels: int) -> None:
+        super().__init__()
+        self.widen = _up(dim, dim)
+        self.body = nn.Sequential(
+            *_body(2 * dim, width, blocks), _up(width, width // 2), nn.ReLU(), _up(width // 2, channels)
+        )
+
+    def forward(self, e_top: Tensor, e_bottom: Tensor) -> Tensor:
+        """Map vectors to images, padding included."""
+        images: Tensor = self.body(torch.cat([self.widen(e_top), e_bottom], dim=1))
+        return images
+
+
+class Residual(nn.Module):
+    """x + conv1x1(ReLU(conv3x3(ReLU(x)))), with a quarter of the channels between."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = max(1, width // 4)
+        self.body = nn.Sequential(
+            nn.ReLU(), nn.Conv2d(width, inner, 3, padding=1), nn.ReLU(), nn.Conv2d(inner, width, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, C, H, W) to the same shape."""
+        changed: Tensor = x + self.body(x)
+        return changed
+
+
+def _body(inputs: int, width: int, blocks: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, width, 3, padding=1), *(Residual(width) for _ in range(blocks)), nn.ReLU()]
+
+
+def _down(inputs: int, outputs: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 4, stride=2, padding=1)
+
+
+def _up(inputs: int, outputs: int) -> nn.ConvTranspose2d:
+    return nn.ConvTranspose2d(inputs, outputs, 4, stride=2, padding=1)
+
+
+def _codebook(config: GeneratorConfig, positions: int) -> EMACodebook | GradientCodebook:
+    if config.codebook == "gradient":
+        return GradientCodebook(config.codes, config.dim)
+    return EMACodebook(config.codes, config.dim, config.decay, config.batch_size * positions / config.codes)
