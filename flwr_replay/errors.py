@@ -35,7 +35,10 @@ class DataError(FlwrReplayError):
 
 
 class PrivacyError(FlwrReplayError):
-    """What would break a promise of privacy: a step beyond the budget, a secret key that others can read."""
+    """What would break a promise of privacy: a step beyond the budget, a secret key that others can read.
+
+    The server is told its text.
+    """
 
 
 class RefusedError(FlwrReplayError):

@@ -138,8 +138,9 @@ def clipped_sums(
                 watched.zero_grad(set_to_none=True)
     finally:
         watched.to_standard_module()
-        for layer in module.modules():  # where the loss raised an error, Opacus leaves what the forward pass kept
+        for layer in module.modules():  # after an error Opacus leaves what its hooks kept, which the next batch meets
             layer.__dict__.pop("activations", None)
+            layer.__dict__.pop("max_batch_len", None)
     return sums, total
 
 

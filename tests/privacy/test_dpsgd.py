@@ -60,7 +60,7 @@ def slow_sums(model, loss, batch, clip):
 
 def distance(first, second):
     """Return the L2 norm of a difference over all parameters."""
-    return float(torch.cat([(a - b).flatten() for a, b in zip(first, second, strict=True)]).norm())
+    return torch.cat([(a - b).flatten() for a, b in zip(first, second, strict=True)]).norm().item()
 
 
 def agree(first, second):
@@ -194,6 +194,13 @@ def test_one_example_changes_the_sum_by_at_most_the_clip(clip, wild):
         assert distance(with_it, without) > clip / 2
 
 
+@pytest.mark.parametrize("wild", [float("inf"), float("nan"), 1e30])
+def test_a_gradient_that_is_not_finite_adds_nothing(wild):
+    model = nn.Linear(2, 1, bias=False)  # whose gradient is the example; the square of 1e30 is no float32
+    sums, _ = clipped_sums(model, lambda x: model(x)[:, 0], (torch.tensor([[wild, 1.0], [0.3, 0.4]]),), 1.0)
+    assert sums[0].tolist() == [pytest.approx([0.3, 0.4])]
+
+
 def test_two_runs_with_one_seed_differ_in_their_noise(tmp_path):
     def run(noise):
         model, (x, y) = build(*MODELS[0], seed=0), examples(IMAGES, 20)
@@ -295,15 +302,18 @@ def test_frozen_batch_norm_mixes_nothing():
 
 
 def test_a_model_is_as_before_also_where_the_loss_fails():
-    model, (x, y) = build(*MODELS[0], seed=0), examples(IMAGES, 3)
+    model, (x, y) = build(*MODELS[0], seed=0), examples(IMAGES, 5)
 
     def fails(x, y):
         model(x)
         raise RuntimeError("no loss")
 
     with pytest.raises(RuntimeError, match="no loss"):
-        clipped_sums(model, fails, (x, y), 1.0)
-    sums, _ = clipped_sums(model, of_model(model, IMAGES), (x[:2], y[:2]), 1.0)
-    assert agree(sums, slow_sums(model, lambda x, y: functional.cross_entropy(model(x), y), (x[:2], y[:2]), 1.0))
+        clipped_sums(model, fails, (x[:2], y[:2]), 1.0)
+    assert not any("activations" in vars(layer) for layer in model.modules())  # a failed batch must not stay
+    for n in (3, 5):
+        batch = x[:n], y[:n]
+        sums, _ = clipped_sums(model, of_model(model, IMAGES), batch, 1.0)
+        assert agree(sums, slow_sums(model, lambda x, y: functional.cross_entropy(model(x), y), batch, 1.0))
     assert not any(hasattr(parameter, "grad_sample") for parameter in model.parameters())
     assert not any(layer._forward_hooks or layer._backward_hooks for layer in model.modules())
