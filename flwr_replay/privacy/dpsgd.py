@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from flwr_replay.config import require
 from flwr_replay.errors import ConfigError
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.secret import Stream
@@ -98,8 +100,8 @@ def clipped_sums(
     module : nn.Module
         In training mode; none of its layers mixes examples.
     losses : Callable
-        Maps the tensors of a batch to the examples' losses, shape (B,), by way of `module`; each depends on its
-        example alone.
+        Maps the tensors of a batch to the examples' losses, shape (B,), or to their sum, by way of `module`; each
+        loss depends on its example alone.
     batch : tuple[Tensor, ...]
         Examples, labels, …, each of shape (B, ...); B may be 0.
     clip : float
@@ -117,31 +119,52 @@ def clipped_sums(
     Raises
     ------
     ConfigError
-        If a layer mixes examples.
+        If a layer mixes examples, or takes parts of them for examples.
     """
-    from opacus import GradSampleModule
-
     refuse_mixing(module)
     parameters = _trained(module)
     sums, total = [torch.zeros_like(parameter) for parameter in parameters], parameters[0].new_zeros(())
     at_once = max(1, MEMORY // sum(parameter.numel() * parameter.element_size() for parameter in parameters))
-    watched = GradSampleModule(module, loss_reduction="sum", strict=False)  # refuse_mixing knows more of buffers
-    try:
+    with _single_gradients(module) as forget, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Full backward hook is firing")  # no gradient at the images is wanted
         for part in zip(*(torch.split(tensor, at_once) for tensor in batch), strict=True):
             if len(part[0]):
                 loss = losses(*part).sum()
-                with warnings.catch_warnings():  # that no gradient at the images is wanted
-                    warnings.filterwarnings("ignore", "Full backward hook is firing")
-                    loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
-                _add_clipped(sums, [parameter.grad_sample for parameter in parameters], clip)
-                watched.zero_grad(set_to_none=True)
+                found = [parameter.grad_sample for parameter in parameters]
+                require(
+                    all(gradient is None or len(gradient) == len(part[0]) for gradient in found),
+                    "every layer must see an example as one row of its batch; some layer sees parts of examples as "
+                    "rows, which would be clipped one by one: do not fold other axes into the batch's",
+                )
+                _add_clipped(sums, found, clip)
+                forget()
+    return sums, total
+
+
+@contextmanager
+def _single_gradients(module: nn.Module) -> Iterator[Callable[[], None]]:
+    """Let backward passes fill each parameter's `grad_sample`; yield what empties it again."""
+    from opacus import GradSampleModule
+
+    convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
+    hooks = [layer.register_forward_pre_hook(_contiguous) for layer in convolutions]
+    watched = GradSampleModule(module, loss_reduction="sum", strict=False)  # refuse_mixing knows more of buffers
+    try:
+        yield lambda: watched.zero_grad(set_to_none=True)
     finally:
         watched.to_standard_module()
+        for hook in hooks:
+            hook.remove()
         for layer in module.modules():  # after an error Opacus leaves what its hooks kept, which the next batch meets
             layer.__dict__.pop("activations", None)
             layer.__dict__.pop("max_batch_len", None)
-    return sums, total
+
+
+def _contiguous(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copy what is not contiguous: of it Opacus 1.6 reads other examples' pixels into an example's gradient."""
+    return tuple(tensor.contiguous() for tensor in inputs)
 
 
 def _trained(module: nn.Module) -> list[Any]:

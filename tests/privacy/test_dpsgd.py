@@ -93,6 +93,16 @@ def test_gradients_that_do_not_fit_in_memory_together_are_taken_in_parts(monkeyp
     assert agree(parts, whole)
 
 
+@pytest.mark.parametrize("order", ["channels last", "moved axes"])
+def test_images_in_another_order_of_memory_have_the_same_gradients(order):
+    """Opacus 1.6 alone takes other examples' pixels into an example's gradient here."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.Flatten())
+    x = torch.randn(4, 6, 6, 3, generator=torch.Generator().manual_seed(0)).movedim(-1, 1)
+    x = x.contiguous(memory_format=torch.channels_last) if order == "channels last" else x
+    sums, _ = clipped_sums(model, lambda x: model(x).square().sum(1), (x,), 0.1)
+    assert agree(sums, slow_sums(model, lambda x: model(x.contiguous()).square().sum(), (x,), 0.1))
+
+
 class Quantized(nn.Module):
     """An autoencoder with a codebook that learns by gradients, as a VQ-VAE under differential privacy has."""
 
@@ -283,6 +293,12 @@ def test_what_mixes_examples_is_refused_with_the_reason(model, says):
         clipped_sums(module, lambda x: pytest.fail("must not run"), (torch.zeros(2, 4),), 1.0)
 
 
+def test_parts_of_examples_are_not_clipped_one_by_one():
+    model = nn.Linear(4, 1)  # of every row of an example, folded into the batch: each would be allowed a norm of C
+    with pytest.raises(ConfigError, match="one row of its batch"):
+        clipped_sums(model, lambda x: model(x.flatten(0, 1)).view(len(x), -1).sum(1), (torch.ones(3, 5, 4),), 1.0)
+
+
 def test_frozen_batch_norm_mixes_nothing():
     """A private head on a frozen encoder."""
     model = build(ModelConfig(name="cnn", width=4), IMAGES, seed=0)
@@ -302,7 +318,7 @@ def test_frozen_batch_norm_mixes_nothing():
 
 
 def test_a_model_is_as_before_also_where_the_loss_fails():
-    model, (x, y) = build(*MODELS[0], seed=0), examples(IMAGES, 5)
+    model, (x, y) = build(ModelConfig(name="lenet5"), IMAGES, seed=0), examples(IMAGES, 5)
 
     def fails(x, y):
         model(x)
@@ -316,4 +332,5 @@ def test_a_model_is_as_before_also_where_the_loss_fails():
         sums, _ = clipped_sums(model, of_model(model, IMAGES), batch, 1.0)
         assert agree(sums, slow_sums(model, lambda x, y: functional.cross_entropy(model(x), y), batch, 1.0))
     assert not any(hasattr(parameter, "grad_sample") for parameter in model.parameters())
-    assert not any(layer._forward_hooks or layer._backward_hooks for layer in model.modules())
+    hooks = [(layer._forward_pre_hooks, layer._forward_hooks, layer._backward_hooks) for layer in model.modules()]
+    assert not any(map(any, hooks))
