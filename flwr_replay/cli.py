@@ -1,4 +1,4 @@
-"""The command line: flwr-replay run | compare | study | strategies | data show | doctor.
+"""The command line: flwr-replay run | compare | study | strategies | data show | privacy | doctor.
 
 Nothing heavy is imported before a command needs it, so that `--help` answers at once.
 """
@@ -16,6 +16,7 @@ import typer
 from click.exceptions import Abort, ClickException, NoArgsIsHelpError
 
 from flwr_replay.errors import ConfigError, FlwrReplayError
+from flwr_replay.privacy.cli import app as privacy
 
 __all__ = ["app", "main"]
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 data = typer.Typer(help="Look at data sets and how they are dealt.", no_args_is_help=True)
 app.add_typer(data, name="data")
+app.add_typer(privacy, name="privacy")
 
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="Where run directories go.")]

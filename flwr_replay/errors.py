@@ -10,6 +10,7 @@ __all__ = [
     "DataError",
     "DivergedError",
     "FlwrReplayError",
+    "PrivacyError",
     "RefusedError",
     "RunError",
     "TrainingError",
@@ -31,6 +32,13 @@ class ConfigError(FlwrReplayError):
 
 class DataError(FlwrReplayError):
     """Data that are missing, truncated, of the wrong shape or wrongly labelled."""
+
+
+class PrivacyError(FlwrReplayError):
+    """What would break a promise of privacy: a step beyond the budget, a secret key that others can read.
+
+    The server is told its text.
+    """
 
 
 class RefusedError(FlwrReplayError):

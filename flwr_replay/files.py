@@ -41,19 +41,19 @@ def make_folder(folder: Path, what: str) -> Path:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path, wait: bool = False) -> Iterator[None]:
     """Hold the folder's lock, so that no two processes write the same run; the lock ends with the process.
 
     Raises
     ------
     RunError
-        If another holds it.
+        If another holds it, and this process is not to wait.
     """
     with open(folder / ".lock", "w") as lock:
         try:
             import fcntl
 
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise RunError(f"only one process may work in {folder}; another does: wait until it ends") from None
         except (ImportError, OSError):  # Windows, or a file system without locks
@@ -61,13 +61,14 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def write_atomic(path: Path, data: bytes | str, to_disk: bool = True) -> None:
+def write_atomic(path: Path, data: bytes | str, to_disk: bool = True, mode: int = 0o666) -> None:
     """Write a file whole or not at all: temporary file, flushed to disk, then renamed.
 
-    Without `to_disk` that holds as long as the machine does not lose power; nothing then waits for the disk.
+    Without `to_disk` that holds as long as the machine does not lose power; nothing then waits for the disk. The file
+    has the permissions `mode`, less the process's umask, from its first byte on.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
+    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data.encode() if isinstance(data, str) else data)
         if to_disk:
             file.flush()

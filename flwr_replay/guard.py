@@ -11,7 +11,7 @@ from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
 from flwr_replay.compose import load_client
-from flwr_replay.errors import FlwrReplayError, RefusedError, TrainingError, WireError
+from flwr_replay.errors import FlwrReplayError, PrivacyError, RefusedError, TrainingError, WireError
 from flwr_replay.institution import Institution, institution_of
 from flwr_replay.payloads.common import Failure
 from flwr_replay.wire import REQUESTS, Payload, Request, config_in, request_of, rows
@@ -75,7 +75,7 @@ def _check_size_before(institution: Institution, message: Message, answer: type[
 
 
 def _failure(message: Message, error: Exception, name: str, deployed: bool) -> Message:
-    told = isinstance(error, (RefusedError, TrainingError, WireError)) or not deployed
+    told = isinstance(error, (PrivacyError, RefusedError, TrainingError, WireError)) or not deployed
     if not isinstance(error, FlwrReplayError):
         logging.getLogger("flwr").error("this institution cannot answer", exc_info=error)
     elif not told:

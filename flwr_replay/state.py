@@ -32,7 +32,8 @@ class StateStore:
         """The institution's state directory, made when it is first used."""
         return self.institution.state
 
-    def _of_run(self, run: str) -> Path:
+    def of_run(self, run: str) -> Path:
+        """Return the folder of what belongs to a run; it may not be there yet."""
         if not NAME.fullmatch(run):  # it comes from the server and must not lead out of the state directory
             raise WireError(f"a run's id has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
         return self.folder / run
@@ -42,7 +43,7 @@ class StateStore:
 
         Without `to_disk` they outlive this process, but perhaps not a power failure.
         """
-        folder = self._of_run(run)
+        folder = self.of_run(run)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / f"{key}-{server_round:06d}.safetensors", save(arrays), to_disk)
         for old in sorted(folder.glob(f"{key}-*.safetensors"))[:-3]:
@@ -50,13 +51,13 @@ class StateStore:
 
     def load(self, key: str, run: str, before: int) -> StateDict | None:
         """Return the arrays as they stood when exchange `before` began; None if there are none yet."""
-        files = sorted(self._of_run(run).glob(f"{key}-*.safetensors"))
+        files = sorted(self.of_run(run).glob(f"{key}-*.safetensors"))
         earlier = [file for file in files if int(file.stem.rsplit("-", 1)[1]) < before]
         return load_file(earlier[-1]) if earlier else None
 
     def forget(self, key: str, run: str) -> None:
         """Remove all that was kept under keys that begin so."""
-        for old in self._of_run(run).glob(f"{key}-*.safetensors"):
+        for old in self.of_run(run).glob(f"{key}-*.safetensors"):
             old.unlink()
 
 

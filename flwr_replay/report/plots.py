@@ -1,4 +1,4 @@
-"""Pictures of comparisons, drawn without pyplot, so that no global state is touched."""
+"""Pictures of comparisons and of epsilon, drawn without pyplot, so that no global state is touched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["curves", "lines", "points"]
+__all__ = ["curves", "epsilons", "lines", "points"]
 
 # Okabe and Ito's palette without yellow: told apart by the colour-blind, and in grey by their markers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -141,6 +141,40 @@ def lines(reports: Mapping[str, Mapping[str, Any]], title: str) -> bytes:
     axes.set(ylabel=f"{found[0]['metric']}; mean and standard deviation over seeds")
     axes.set_title(title, fontsize="medium")
     figure.legend(loc="outside right center", frameon=False, fontsize="small")
+    return _png(figure)
+
+
+def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, float, float]], title: str) -> bytes:
+    """Draw epsilon against epochs; returns a PNG.
+
+    Parameters
+    ----------
+    lines : Mapping
+        By label: (epochs, epsilon) in order.
+    marks : Mapping
+        By the place of a line: epochs, the epsilon that a paper reports there, ours.
+    title : str
+        Above the picture.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for place, (label, line) in enumerate(lines.items()):
+        axes.plot(*zip(*line, strict=True), color=_look(place)[0], label=label)
+    for place, (epochs, theirs, ours) in marks.items():
+        colour, marker = _look(place)
+        axes.plot([epochs], [ours], marker, color=colour)
+        axes.plot([epochs], [theirs], marker, color=colour, markerfacecolor="white")
+        for name, height in (("ours", ours), ("paper", theirs)):
+            axes.annotate(
+                f"{name} {height:.1f}", (epochs, height), xytext=(-7, 4), textcoords="offset points", ha="right"
+            )
+    axes.set(xlabel="epochs", ylabel="ε", ylim=(0, None))
+    axes.set_title(title, fontsize="medium")
+    axes.grid(axis="y", color="#DDDDDD", zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
     return _png(figure)
 
 

@@ -1,0 +1,205 @@
+"""What DP-SGD costs: epsilon of a sampling rate, a noise multiplier and steps, and the noise for a target epsilon.
+
+Two bounds on the same mechanism, both computed by Opacus: Rényi DP (Mironov, Talwar and Zhang 2019, arXiv 1908.10530)
+and numerical composition of privacy loss random variables (Gopi, Lee and Wutschitz 2021, arXiv 2106.02848), which is
+tighter. Both hold for Poisson sampling, in which every example joins every step by a coin of its own; neither covers
+shuffled epochs. Neighbouring data sets differ by one example added or removed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_replay.config import one_of, require
+from flwr_replay.errors import ConfigError
+
+__all__ = ["ORDERS", "SampledGaussian", "epsilon", "noise_for"]
+
+# Opacus' orders; below them for an epsilon in the hundreds, above them for one below 0.1.
+ORDERS = (
+    *(1 + x / 100 for x in range(1, 10)),
+    *(1 + x / 10 for x in range(1, 100)),
+    *range(12, 65),
+    *(128, 256, 512, 1024),
+)
+MOST = 300.0  # epsilon; beyond it the PRV accountant takes minutes, and then exp() overflows
+LARGEST = 1e6  # noise multiplier
+
+
+@dataclass(frozen=True)
+class SampledGaussian:
+    """Steps of the Poisson-sampled Gaussian mechanism: what DP-SGD releases, and what it is charged for.
+
+    Parameters
+    ----------
+    rate : float
+        q, the probability with which an example joins a step, in (0, 1]. With 1 this is the plain Gaussian mechanism.
+    sigma : float
+        Noise multiplier: the noise's standard deviation in units of the L2 sensitivity. 0 gives no privacy.
+    steps : int
+        How often.
+    """
+
+    rate: float
+    sigma: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        require(0 < self.rate <= 1, f"a sampling rate lies in (0, 1]; got {self.rate}")
+        require(0 <= self.sigma < inf, f"the noise multiplier must be finite and not negative; got {self.sigma}")
+        require(self.steps >= 0, f"the number of steps must not be negative; got {self.steps}")
+
+    @classmethod
+    def of_epochs(cls, *, examples: int, batch: int, sigma: float, epochs: int) -> Self:
+        """Return DP-SGD over some epochs: q = b/|D|, and ⌊|D|/b⌋ steps an epoch (Qu et al. 2022, Algorithm 3).
+
+        Raises
+        ------
+        ConfigError
+            If there are fewer examples than b, which no sampling rate can give.
+
+        Examples
+        --------
+        >>> SampledGaussian.of_epochs(examples=1144, batch=32, sigma=0.7, epochs=225).steps
+        7875
+        """
+        require(batch >= 1, f"a batch must have at least one example; got {batch}")
+        require(epochs >= 0, f"the number of epochs must not be negative; got {epochs}")
+        require(
+            examples >= batch,
+            f"DP-SGD samples a batch from at least as many examples; got {examples} examples and a batch of {batch}: "
+            "choose a smaller batch",
+        )
+        return cls(batch / examples, sigma, examples // batch * epochs)
+
+
+def epsilon(
+    costs: Sequence[SampledGaussian],
+    delta: float,
+    accountant: str = "rdp",
+    orders: Sequence[float] = ORDERS,
+) -> float:
+    """Return epsilon of several mechanisms on the same examples, released together or one after another.
+
+    Parameters
+    ----------
+    costs : Sequence[SampledGaussian]
+        All that was released; nothing costs nothing.
+    delta : float
+        In (0, 1); usually at most 1/|D|.
+    accountant : str
+        rdp | prv; prv takes seconds, and its bound lies up to 0.01 above the best one, which shows where epsilon
+        is small.
+    orders : Sequence[float]
+        Rényi orders, each above 1, of which the best is used; prv has none.
+
+    Returns
+    -------
+    float
+        An upper bound, at least 0; infinite without noise.
+
+    Raises
+    ------
+    ConfigError
+        If delta is no probability, or prv is asked for an epsilon beyond 300.
+
+    Examples
+    --------
+    >>> fig7 = SampledGaussian.of_epochs(examples=1144, batch=32, sigma=0.7, epochs=225)
+    >>> round(epsilon([fig7], delta=8.7e-4), 1)
+    39.1
+    """
+    require(0 < delta < 1, f"delta is a probability in (0, 1); got {delta}")
+    one_of("accountant", accountant, ("rdp", "prv"))
+    steps: dict[tuple[float, float], int] = {}
+    for cost in costs:  # the same mechanism in many visits is one entry
+        if cost.steps:
+            steps[cost.rate, cost.sigma] = steps.get((cost.rate, cost.sigma), 0) + cost.steps
+    if not steps:
+        return 0.0
+    if any(sigma == 0 for _, sigma in steps):
+        return inf
+    bound = _rdp(steps, delta, tuple(orders))
+    return bound if accountant == "rdp" else _prv(steps, delta, bound)
+
+
+def _rdp(steps: dict[tuple[float, float], int], delta: float, orders: tuple[float, ...]) -> float:
+    """Convert the sum of all Rényi divergences as Balle et al. 2020, arXiv 1905.09982, Theorem 21."""
+    orders_A = np.array(orders, float)
+    rdp_A = sum(count * _rdp_of_step(rate, sigma, orders) for (rate, sigma), count in steps.items())
+    epsilons_A = rdp_A + np.log1p(-1 / orders_A) - (np.log(delta) + np.log(orders_A)) / (orders_A - 1)
+    return max(0.0, float(np.nanmin(epsilons_A)))
+
+
+@lru_cache(maxsize=256)
+def _rdp_of_step(rate: float, sigma: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    from opacus.accountants.analysis.rdp import compute_rdp  # seconds to import
+
+    return np.asarray(compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders)))
+
+
+def _prv(steps: dict[tuple[float, float], int], delta: float, bound: float) -> float:
+    from opacus.accountants import PRVAccountant
+
+    if bound > MOST:
+        raise ConfigError(f"the PRV accountant is for epsilons up to {MOST:.0f}; RDP gives {bound:.0f}: use RDP")
+    accountant = PRVAccountant()
+    accountant.history = [(sigma, rate, count) for (rate, sigma), count in steps.items()]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the RDP bound by which Opacus sizes its grid, and of empty densities
+        return float(accountant.get_epsilon(delta=delta))
+
+
+def noise_for(target: float, delta: float, samplings: Sequence[tuple[float, int]], accountant: str = "rdp") -> float:
+    """Return the least noise multiplier with which all that is released costs at most `target`.
+
+    Parameters
+    ----------
+    target : float
+        Epsilon, positive.
+    delta : float
+        In (0, 1).
+    samplings : Sequence[tuple[float, int]]
+        (q, steps) of every mechanism on these examples; all get the same noise.
+    accountant : str
+        rdp | prv.
+
+    Returns
+    -------
+    float
+        At most 0.1 % above the least; `epsilon` of it is never above `target`.
+
+    Raises
+    ------
+    ConfigError
+        If no noise multiplier up to a million is enough.
+    """
+    require(0 < target < inf, f"the target epsilon must be positive and finite; got {target}")
+
+    def costs(sigma: float) -> float:
+        return epsilon([SampledGaussian(rate, sigma, steps) for rate, steps in samplings], delta, accountant)
+
+    high = noise_for(target, delta, samplings) if accountant == "prv" else 1.0  # a good guess spares the slow one
+    while costs(high) > target:
+        high *= 2
+        if high > LARGEST:
+            raise ConfigError(f"epsilon {target} at delta {delta} needs more noise than {LARGEST:.0f}: allow more")
+    low = high / 2
+    while costs(low) <= target and low > 1 / LARGEST:
+        high, low = low, low / 2
+    return _bisect(costs, target, low, high)
+
+
+def _bisect(costs: Callable[[float], float], target: float, low: float, high: float) -> float:
+    while high - low > 1e-3 * low:
+        middle = (low + high) / 2
+        low, high = (middle, high) if costs(middle) > target else (low, middle)
+    return high

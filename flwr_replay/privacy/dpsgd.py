@@ -1,0 +1,223 @@
+"""Steps of DP-SGD (Abadi et al. 2016, arXiv 1607.00133; Qu et al. 2022, Algorithm 3) on any module.
+
+    every example joins a step with probability q = b/|D|                 poisson_batches
+    ḡ = Σ_i g_i / max(1, ‖g_i‖₂ / C)                                      clipped_sums
+    g = (ḡ + N(0, σ²C² I)) / b,   θ ← θ − η g                             noisy_step
+
+Algorithm 3 as printed adds noise to each example's gradient; DP-SGD adds it once, to the sum. A batch may have any
+size, and none: what is released then is noise. The losses that these functions return are not private.
+
+`B` examples of a batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flwr_replay.config import require
+from flwr_replay.errors import ConfigError
+from flwr_replay.privacy.accounting import SampledGaussian
+from flwr_replay.privacy.secret import Stream
+
+__all__ = ["clipped_sums", "example_losses", "noisy_step", "poisson_batches", "refuse_mixing"]
+
+MEMORY = 2**28  # bytes that the gradients of single examples may take at once
+ROUNDING = 1 + 1e-5  # float32 must not carry a clipped norm above C
+
+Losses = Callable[..., Tensor]
+
+
+def refuse_mixing(module: nn.Module) -> None:
+    """Raise `ConfigError` where a layer mixes the examples of a batch, so that clipping one bounds nothing.
+
+    These are batch norm, and layers that keep statistics of what they see: instance norm that tracks them, codebooks
+    that move by averages. Layers in evaluation mode, as `flwr_replay.models.freeze` leaves norm layers, mix nothing.
+    A buffer that never changes must be no floating-point number, or not persistent.
+    """
+    from opacus.validators import ModuleValidator
+
+    for name, layer in module.named_modules():
+        kept = [
+            buffer
+            for buffer, value in layer.named_buffers(recurse=False)
+            if value.is_floating_point() and buffer not in layer._non_persistent_buffers_set
+        ]
+        if layer.training and (isinstance(layer, _BatchNorm) or kept):
+            what = "normalises over the batch" if isinstance(layer, _BatchNorm) else f"keeps {kept[0]!r} of its batches"
+            raise ConfigError(
+                f"under differential privacy no layer may mix examples; {name or 'the module'} "
+                f"({type(layer).__name__}) {what}: set model.norm=group for a norm layer, generator.codebook=gradient "
+                "for a codebook"
+            )
+    if faults := ModuleValidator.validate(module):
+        raise ConfigError(f"the model must have gradients of single examples: {faults[0]}")
+
+
+def poisson_batches(examples: int, cost: SampledGaussian, stream: Stream) -> Iterator[Tensor]:
+    """Yield the row numbers of each step's batch, int64 (B,), ascending; B varies and may be 0.
+
+    Parameters
+    ----------
+    examples : int
+        |D|.
+    cost : SampledGaussian
+        As charged: its rate is every example's probability to join, its steps are the number of batches.
+    stream : Stream
+        The masks are as secret as the noise.
+    """
+    for _ in range(cost.steps):
+        yield torch.nonzero(stream.uniform(examples) <= cost.rate).flatten()
+
+
+def example_losses(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, y: Tensor) -> Tensor:
+    """Return each example's own loss, (B,): a mean over a batch may tie examples together, as soft Dice does.
+
+    Parameters
+    ----------
+    loss : Callable
+        Maps outputs (B, ...) and labels (B, ...) to the mean loss, such as a task's.
+    outputs, y : Tensor
+        Of a batch.
+    """
+    single: Tensor = torch.vmap(lambda output, label: loss(output[None], label[None]))(outputs, y)
+    return single
+
+
+def clipped_sums(
+    module: nn.Module, losses: Losses, batch: tuple[Tensor, ...], clip: float
+) -> tuple[list[Tensor], Tensor]:
+    """Sum the examples' gradients, each scaled down to an L2 norm of at most C over all parameters.
+
+    Parameters
+    ----------
+    module : nn.Module
+        In training mode; none of its layers mixes examples.
+    losses : Callable
+        Maps the tensors of a batch to the examples' losses, shape (B,), or to their sum, by way of `module`; each
+        loss depends on its example alone.
+    batch : tuple[Tensor, ...]
+        Examples, labels, …, each of shape (B, ...); B may be 0.
+    clip : float
+        C; infinite: no clipping.
+
+    Returns
+    -------
+    sums : list[Tensor]
+        For each parameter that requires a gradient, in the module's order. Adding or removing one example changes
+        them by at most C in the L2 norm. An example whose gradient is not finite adds nothing: noise would not hide
+        it.
+    loss : Tensor
+        The sum of the losses, detached. It is not private.
+
+    Raises
+    ------
+    ConfigError
+        If a layer mixes examples, or takes parts of them for examples.
+    """
+    refuse_mixing(module)
+    parameters = _trained(module)
+    sums, total = [torch.zeros_like(parameter) for parameter in parameters], parameters[0].new_zeros(())
+    at_once = max(1, MEMORY // sum(parameter.numel() * parameter.element_size() for parameter in parameters))
+    with _single_gradients(module) as forget, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Full backward hook is firing")  # no gradient at the images is wanted
+        for part in zip(*(torch.split(tensor, at_once) for tensor in batch), strict=True):
+            if len(part[0]):
+                loss = losses(*part).sum()
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+                found = [parameter.grad_sample for parameter in parameters]
+                require(
+                    all(gradient is None or len(gradient) == len(part[0]) for gradient in found),
+                    "every layer must see an example as one row of its batch; some layer sees parts of examples as "
+                    "rows, which would be clipped one by one: do not fold other axes into the batch's",
+                )
+                _add_clipped(sums, found, clip)
+                forget()
+    return sums, total
+
+
+@contextmanager
+def _single_gradients(module: nn.Module) -> Iterator[Callable[[], None]]:
+    """Let backward passes fill each parameter's `grad_sample`; yield what empties it again."""
+    from opacus import GradSampleModule
+
+    convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
+    hooks = [layer.register_forward_pre_hook(_contiguous) for layer in convolutions]
+    watched = GradSampleModule(module, loss_reduction="sum", strict=False)  # refuse_mixing knows more of buffers
+    try:
+        yield lambda: watched.zero_grad(set_to_none=True)
+    finally:
+        watched.to_standard_module()
+        for hook in hooks:
+            hook.remove()
+        for layer in module.modules():  # after an error Opacus leaves what its hooks kept, which the next batch meets
+            layer.__dict__.pop("activations", None)
+            layer.__dict__.pop("max_batch_len", None)
+
+
+def _contiguous(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copy what is not contiguous: of it Opacus 1.6 reads other examples' pixels into an example's gradient."""
+    return tuple(tensor.contiguous() for tensor in inputs)
+
+
+def _trained(module: nn.Module) -> list[Any]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _add_clipped(sums: list[Tensor], found: list[Tensor | None], clip: float) -> None:
+    """Add the clipped gradients of some examples, each (B, ...); None where the loss does not depend on a parameter."""
+    kept = [(summed, gradient) for summed, gradient in zip(sums, found, strict=True) if gradient is not None]
+    norms_B = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for _, gradient in kept]).norm(dim=0)
+    finite_B = norms_B.isfinite()
+    scale_B = (clip / (norms_B * ROUNDING)).clamp(max=1)[finite_B]
+    for summed, gradient in kept:
+        summed += torch.tensordot(scale_B, gradient if finite_B.all() else gradient[finite_B], dims=1)
+
+
+def noisy_step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    losses: Losses,
+    batch: tuple[Tensor, ...],
+    *,
+    clip: float,
+    sigma: float,
+    batch_size: int,
+    stream: Stream,
+) -> Tensor:
+    """Take one step of DP-SGD; charge for it first.
+
+    Parameters
+    ----------
+    module, losses, batch, clip
+        As for `clipped_sums`.
+    optimizer : torch.optim.Optimizer
+        Over the module's parameters; what it does with the noisy gradient costs nothing more.
+    sigma : float
+        Noise multiplier; 0 draws none.
+    batch_size : int
+        b, by which the noisy sum is divided: the expected size, since the batch's own is not public.
+    stream : Stream
+        Of the noise.
+
+    Returns
+    -------
+    Tensor
+        The sum of the losses divided by b, detached: the mean loss on average. It is not private.
+    """
+    sums, total = clipped_sums(module, losses, batch, clip)
+    for parameter, summed in zip(_trained(module), sums, strict=True):
+        noisy = summed.double()  # the rounding afterwards hides which doubles the noise can be (Mironov 2012)
+        if sigma:
+            noisy += stream.normal(summed.shape).to(summed.device) * (sigma * clip)
+        parameter.grad = (noisy / batch_size).to(parameter.dtype)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total / batch_size

@@ -1,0 +1,104 @@
+"""Noise and Poisson masks that nobody outside the institution can draw again.
+
+A key of 32 random bytes is made once and kept in the institution's state directory, readable by its owner only. It is
+never sent, and does not derive from the run's seed. Every stream has a key of its own: HMAC-SHA256 of the secret key
+over 32 fresh bytes of the operating system's generator and the stream's purpose. The fresh bytes are not kept. So
+
+- a stream never comes again: not after a crash, not from a restored backup, and without a counter to keep on disk;
+- who steals the key later cannot draw earlier noise and subtract it from what was released;
+- who foresees the operating system's generator still lacks the key.
+
+torch's generators will not do: the CPU's takes 32 bits of its seed, which can be tried out, and is not
+cryptographic.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import secrets
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from torch import Tensor
+
+from flwr_replay.errors import PrivacyError
+from flwr_replay.files import alone, write_atomic
+from flwr_replay.rng import derived_seed
+
+__all__ = ["Stream", "noise_stream", "secret_key"]
+
+KEY = "privacy.key"
+
+
+class Stream:
+    """Random numbers in double precision from AES-256 in counter mode.
+
+    Parameters
+    ----------
+    key : bytes
+        32 bytes; equal keys give equal numbers, on the CPU, in the order of the calls.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+
+    def uniform(self, n: int) -> Tensor:
+        """Return n numbers in (0, 1], float64."""
+        words = np.frombuffer(self._cipher.update(bytes(8 * n)), np.uint64)
+        return torch.from_numpy((words >> np.uint64(11)) + 0.5).mul_(2.0**-53)
+
+    def normal(self, shape: torch.Size) -> Tensor:
+        """Return standard normal numbers, float64, by Box and Muller's transform; the largest possible is 8.6."""
+        n = shape.numel()
+        radius, angle = self.uniform(2 * math.ceil(n / 2)).chunk(2)
+        radius, angle = radius.log_().mul_(-2).sqrt_(), angle.mul_(2 * math.pi)
+        return torch.cat([radius * angle.cos(), radius * angle.sin()])[:n].reshape(shape)
+
+
+def secret_key(folder: Path) -> bytes:
+    """Return the institution's key, made at first use.
+
+    Parameters
+    ----------
+    folder : Path
+        Its state directory.
+
+    Raises
+    ------
+    PrivacyError
+        If the key is damaged, or others may read it.
+    """
+    path = folder / KEY
+    with alone(folder, wait=True):
+        if not path.exists():
+            write_atomic(path, secrets.token_bytes(32), mode=0o600)
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        raise PrivacyError(f"only its owner may read {KEY} in the state directory; others can: chmod 600 it")
+    key = path.read_bytes()
+    if len(key) != 32:
+        raise PrivacyError(f"{KEY} in the state directory must hold 32 bytes; it holds {len(key)}: remove it")
+    return key
+
+
+def noise_stream(noise: str, folder: Path, *purpose: object) -> Stream:
+    """Open a stream for one visit's noise and masks.
+
+    Parameters
+    ----------
+    noise : str
+        secret: no two calls give the same stream. seeded: the purpose alone gives it, so that tests can repeat a run;
+        whoever knows the run's seed can subtract such noise.
+    folder : Path
+        The institution's state directory.
+    *purpose : int or str
+        (seed, institution, mechanism, round) or the like.
+    """
+    meant = str(derived_seed(*purpose)).encode()
+    if noise == "seeded":
+        return Stream(sha256(meant).digest())
+    return Stream(hmac.digest(secret_key(folder), os.urandom(32) + meant, "sha256"))

@@ -1,0 +1,113 @@
+"""An institution's account: on the disk before a release, kept through crashes, stopped before it is exceeded."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from math import inf
+
+import pytest
+
+from flwr_replay.errors import PrivacyError
+from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+from flwr_replay.privacy.budget import CHARGES, Account
+
+STEP = SampledGaussian(0.1, 1.0, 1)
+
+
+def visit(steps):
+    return SampledGaussian(STEP.rate, STEP.sigma, steps)
+
+
+def test_charges_outlive_the_process_and_compose_over_mechanisms(tmp_path):
+    Account(tmp_path, delta=1e-5).charge("generator", visit(20))
+    Account(tmp_path, delta=1e-5).charge("prior", SampledGaussian(0.2, 2.0, 5))
+    Account(tmp_path, delta=1e-5).charge("generator", visit(30))
+    account = Account(tmp_path, delta=1e-5)
+    assert account.epsilon() == epsilon([visit(50), SampledGaussian(0.2, 2.0, 5)], 1e-5)
+    assert account.epsilon("prv") < account.epsilon()
+    assert Account(tmp_path / "another-run", delta=1e-5).epsilon() == 0
+
+
+def test_it_stops_before_the_step_that_would_exceed_the_budget(tmp_path):
+    account, taken = Account(tmp_path, delta=1e-5, limit=3.0), 0
+    most = account.affordable(visit(10_000))
+    assert most < 10_000
+    while account.affordable(STEP):
+        account.charge("encoder", STEP)
+        taken += 1
+        assert account.affordable(visit(10_000)) == most - taken
+    with pytest.raises(PrivacyError, match=r"epsilon 3 at delta 1e-05; 1 steps of encoder .* 0 of them are left"):
+        account.charge("encoder", STEP)
+    assert epsilon([visit(taken)], 1e-5) <= 3.0 < epsilon([visit(taken + 1)], 1e-5)
+    assert account.epsilon() == epsilon([visit(taken)], 1e-5)  # what was refused is not charged
+
+
+def test_a_visit_is_charged_whole_or_not_at_all(tmp_path):
+    account = Account(tmp_path, delta=1e-5, limit=3.0)
+    most = account.affordable(visit(10_000))
+    with pytest.raises(PrivacyError, match=f"{most} of them are left"):
+        account.charge("encoder", visit(most + 1))
+    assert account.spent == []
+    account.charge("encoder", visit(most))
+    assert account.affordable(STEP) == 0
+
+
+def test_a_charge_is_on_the_disk_before_it_returns_and_after_a_kill(tmp_path):
+    """A process that is killed right after its charge, as in the middle of a visit, and the same visit again."""
+    Account(tmp_path, delta=1e-5).charge("generator", visit(10))
+    child = os.fork()
+    if not child:
+        Account(tmp_path, delta=1e-5).charge("generator", visit(10))
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert Account(tmp_path, delta=1e-5).spent == [visit(10), visit(10)]
+    Account(tmp_path, delta=1e-5).charge("generator", visit(10))
+    assert Account(tmp_path, delta=1e-5).epsilon() == epsilon([visit(30)], 1e-5) > epsilon([visit(20)], 1e-5)
+
+
+def test_file_and_folder_are_flushed(tmp_path, monkeypatch):
+    flushed, fsync = [], os.fsync
+
+    def watch(descriptor):
+        flushed.append((os.readlink(f"/proc/self/fd/{descriptor}"), (tmp_path / CHARGES).read_text().count("\n")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    Account(tmp_path, delta=1e-5).charge("generator", visit(10))
+    assert flushed == [(str(tmp_path / CHARGES), 1), (str(tmp_path), 1)]
+
+
+def test_a_line_that_a_crash_tore_was_never_released(tmp_path):
+    account = Account(tmp_path, delta=1e-5)
+    account.charge("generator", visit(10))
+    with open(tmp_path / CHARGES, "a") as file:
+        file.write('{"time": "2026-')
+    assert account.spent == [visit(10)]
+    account.charge("generator", visit(5))
+    assert account.spent == [visit(10), visit(5)]
+
+
+def test_charges_at_the_same_time_do_not_exceed_the_budget_together(tmp_path):
+    most = Account(tmp_path, delta=1e-5, limit=3.0).affordable(visit(10_000))
+    Account(tmp_path, delta=1e-5).charge("encoder", visit(most - 5))
+
+    def one(_):
+        try:
+            Account(tmp_path, delta=1e-5, limit=3.0).charge("encoder", STEP)
+        except PrivacyError:
+            return 0
+        return 1
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(one, range(16))) == 5
+
+
+def test_noise_that_the_seed_gives_protects_nothing(tmp_path):
+    account = Account(tmp_path, delta=1e-5, limit=9.0)
+    account.charge("generator", visit(10))
+    assert account.protected
+    account.charge("generator", visit(1), noise="seeded")
+    assert not account.protected
+    assert account.epsilon() == inf
+    with pytest.raises(PrivacyError, match="budget"):  # the budget works as it would with secret noise
+        account.charge("generator", visit(10_000), noise="seeded")
