@@ -5,7 +5,8 @@ Fig. 6 (BraTS: a U-Net), Table 3, first row (accuracy by cut), Table 1 (the forg
 
 Where a visit has a few steps only (the tables, PneumoniaMNIST), every method keeps its momentum from visit to visit, as
 Central, Local and FedReplay always do: with two steps from rest, momentum would never build up, and the tables would
-show that and not skew. FedAvgM has its momentum at the server; with both it diverges. On MNIST a visit has 62 steps, and it makes no difference (docs/results.md).
+show that and not skew. FedAvgM has its momentum at the server; with both it diverges. On MNIST a visit has 62 steps,
+and it makes no difference (docs/results.md).
 
 One set of hyperparameters for all methods of a part; FedProx's mu is the one that part `fedprox-mu` chose on the mild
 split. FedSGD takes one step a round, so it has 50 rounds and ten times the learning rate.
