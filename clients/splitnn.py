@@ -150,9 +150,8 @@ class SplitNNClient(InstitutionClient):
         named = {"weights": to_arrays(part), "optimizer": optimizer_arrays(optimizer)}
         kept = {f"{what}/{name}": array for what, arrays in named.items() for name, array in arrays.items()}
         key = f"part-{request.server_round:06d}"
-        self.state.save(
-            key, request.run, request.message, kept, to_disk=False
-        )  # without power the visit is over anyway
+        # Not flushed to the disk: without power the visit is over anyway.
+        self.state.save(key, request.run, request.message, kept, to_disk=False)
 
     def take_up(self, request: Asked) -> tuple[StagedModel, torch.optim.Optimizer]:
         """Return the part and its optimizer as the message before has left them.

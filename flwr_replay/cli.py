@@ -98,7 +98,10 @@ def study(
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     runs_dir: RunsDir = "runs",
 ) -> None:
-    """Run a paper's table as several comparisons; finished runs are not repeated. Exit code 1: some runs failed."""
+    """Run a paper's table as several comparisons: partitions or skew, which simulations/ describes.
+
+    Finished runs are not repeated. Exit code 1: some runs failed.
+    """
     _say("loading …")
     from flwr_replay.study import run_study
 

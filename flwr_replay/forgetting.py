@@ -5,13 +5,13 @@ Source: Qu et al. 2022, Table 1, for CWT. A row is an exchange (a visit or a rou
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flwr_replay.files import Lines, read_lines, write_atomic
+from flwr_replay.report.plots import heat_map
 
 __all__ = ["Forgetting", "drops"]
 
@@ -49,7 +49,7 @@ class Forgetting:
             "mean-drop": sum(lost) / len(lost) if lost else 0.0,
             "largest-drop": max(lost, default=0.0),
         }
-        write_atomic(self.path.with_suffix(".png"), _heat_map(found))
+        write_atomic(self.path.with_suffix(".png"), heat_map(found))
         return found
 
 
@@ -76,35 +76,3 @@ def drops(rows: Sequence[dict[str, Any]], higher_is_better: bool = True) -> list
             if all_alike or name in row["taught"] or name in best:
                 best[name] = sign * max(sign * best.get(name, value), sign * value)
     return found
-
-
-def _heat_map(found: dict[str, Any]) -> bytes:
-    """Draw exchanges downwards and institutions across."""
-    from matplotlib.figure import Figure
-
-    matrix = [[float("nan") if value is None else value for value in row] for row in found["matrix"]]
-    height, width = len(matrix), len(found["institutions"])
-    figure = Figure(figsize=(1.5 + 0.9 * width, 1.5 + min(0.35 * height, 30)), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(matrix, aspect="auto", cmap="viridis")
-    axes.set_xticks(range(width), [name.removeprefix("institution-") for name in found["institutions"]])
-    labels = [
-        f"{entry['round']}: {entry['taught'][0].removeprefix('institution-')}"
-        if len(entry["taught"]) == 1
-        else str(entry["round"])
-        for entry in found["exchanges"]
-    ]
-    axes.set_yticks(range(height), labels, fontsize="small")
-    axes.set(
-        xlabel="own data of institution",
-        ylabel="after exchange: trained on",
-        title=f"{found['metric']}, mean drop {found['mean-drop']:.3f}",
-    )
-    if height * width <= 400:
-        for i, row in enumerate(matrix):
-            for j, value in enumerate(row):
-                axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white", fontsize="x-small")
-    figure.colorbar(image, ax=axes, shrink=0.8)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    return picture.getvalue()

@@ -1,7 +1,7 @@
 """A paper's table or figure as one command: `flwr-replay study partitions --data ../shared/data`.
 
 A study is a list of comparisons, found by name in `flwr_replay.simulations`; it goes on where it stopped, cell by cell,
-and leaves `study.md` with all tables in its folder.
+and leaves `study-<name>.md` with all tables, and a picture for each group of parts, in the folder of runs.
 """
 
 from __future__ import annotations

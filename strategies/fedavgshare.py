@@ -66,19 +66,22 @@ class FedAvgShare(FedAvg):
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Share whatever has not been shared yet, then run FedAvg's round."""
-        giving = [member for member in self.members if member.name not in self.givers()]
+        given = self.givers()
+        giving = [member for member in self.members if member.name not in given]
         asked = [self.message(member, self.give(server_round), config) for member in giving]
-        for member, reply in self.answers(self.exchange(grid, server_round, asked, needed=not self.givers())):
+        for member, reply in self.answers(self.exchange(grid, server_round, asked, needed=not given)):
             try:
                 self.store(member, Given.decode(reply.content))
             except WireError as error:  # one bad share must not spoil the others' training
                 self.recorder.failed(server_round, member.name, str(error))
-        lacking = [member for member in self.members if self.received.get(member.name) != self.others(member)]
-        requests = [(member, self.receive(server_round, member)) for member in lacking if self.others(member)]
-        asked = [self.message(member, request, config) for member, request in requests]
-        for member, reply in self.answers(self.exchange(grid, server_round, asked, needed=False)):
-            self.received[member.name] = self.others(member)
-            self.held[member.name] = Received.decode(reply.content).num_examples
+        given = self.givers() if giving else given
+        others = {member.name: [name for name in given if name != member.name] for member in self.members}
+        lacking = [member for member in self.members if others[member.name] != self.received.get(member.name, [])]
+        requests = {member.name: self.receive(server_round, others[member.name]) for member in lacking}
+        asked = [self.message(member, requests[member.name], config) for member in lacking]
+        for member, _ in self.answers(self.exchange(grid, server_round, asked, needed=False)):
+            self.received[member.name] = others[member.name]
+            self.held[member.name] = len(requests[member.name].labels)
         return super().exchange_round(grid, server_round, arrays, config)
 
     def task_for_all(self, server_round: int, arrays: Weights) -> EnlargedVisit:
@@ -110,8 +113,9 @@ class FedAvgShare(FedAvg):
             raise WireError(f"a share must have {n} labels of {self.settings.task}; {member.name} sent others")
         if given.images.shape != (n, *(shape or given.images.shape[1:])) or not np.isfinite(given.images).all():
             raise WireError(f"a share must have {n} finite images of {shape}; {member.name} sent {given.images.shape}")
-        for path in self.recorder.folder("shared").glob("*.safetensors"):
-            if (dtype := load_file(path)["images"].dtype) != given.images.dtype:
+        if before := self.givers():  # of which all have one dtype
+            dtype = load_file(self.recorder.folder("shared") / f"{before[0]}.safetensors")["images"].dtype
+            if dtype != given.images.dtype:
                 raise WireError(f"all images must have one dtype; {member.name} sent {given.images.dtype}, not {dtype}")
         arrays = {"images": given.images, "labels": given.labels}
         write_atomic(self.recorder.folder("shared") / f"{member.name}.safetensors", save(arrays))
@@ -120,14 +124,10 @@ class FedAvgShare(FedAvg):
         """Return the names of those whose examples are there."""
         return sorted(path.stem for path in self.recorder.folder("shared").glob("*.safetensors"))
 
-    def others(self, member: Member) -> list[str]:
-        """Return the givers but this one."""
-        return [name for name in self.givers() if name != member.name]
-
-    def receive(self, server_round: int, member: Member) -> Receive:
-        """Send the union of the others' shares."""
+    def receive(self, server_round: int, names: list[str]) -> Receive:
+        """Send the union of these institutions' shares."""
         folder = self.recorder.folder("shared")
-        parts = [load_file(folder / f"{name}.safetensors") for name in self.others(member)]
+        parts = [load_file(folder / f"{name}.safetensors") for name in names]
         images, labels = (np.concatenate([part[key] for part in parts]) for key in ("images", "labels"))
         return Receive(server_round=server_round, run=self.settings.run, images=images, labels=labels)
 

@@ -9,7 +9,9 @@ Travels: the weights, to every institution (`Differentiate`), one gradient back 
         θ ← θ - η Σ_k (n_k / n) g_k
 
 Deviations: the step is the configured optimizer's, whose momentum the server keeps (training.momentum=0 is McMahan's).
-One step a round: it needs many more rounds than FedAvg. The running statistics of batch norm are averaged.
+One step a round: it needs many more rounds than FedAvg. Where the data do
+not fit one pass, a gradient is summed over blocks of up to 256 examples, over which batch norm normalises; its running
+statistics are averaged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An institution with one example, or without a class, does no harm in any method, in any kind of task."""
+"""An institution with one example, or without a class, does no harm in any method."""
 
 import shlex
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["curves", "epsilons", "lines", "points"]
+__all__ = ["curves", "epsilons", "heat_map", "lines", "points"]
 
 # Okabe and Ito's palette without yellow: told apart by the colour-blind, and in grey by their markers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -175,6 +175,42 @@ def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, floa
     axes.grid(axis="y", color="#DDDDDD", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    return _png(figure)
+
+
+def heat_map(found: Mapping[str, Any]) -> bytes:
+    """Draw a forgetting matrix, exchanges downwards and institutions across; returns a PNG.
+
+    Parameters
+    ----------
+    found : Mapping
+        As `flwr_replay.forgetting.Forgetting.summary` returns it.
+    """
+    from matplotlib.figure import Figure
+
+    matrix = [[float("nan") if value is None else value for value in row] for row in found["matrix"]]
+    height, width = len(matrix), len(found["institutions"])
+    figure = Figure(figsize=(1.5 + 0.9 * width, 1.5 + min(0.35 * height, 30)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(matrix, aspect="auto", cmap="viridis")
+    axes.set_xticks(range(width), [name.removeprefix("institution-") for name in found["institutions"]])
+    labels = [
+        f"{entry['round']}: {entry['taught'][0].removeprefix('institution-')}"
+        if len(entry["taught"]) == 1
+        else str(entry["round"])
+        for entry in found["exchanges"]
+    ]
+    axes.set_yticks(range(height), labels, fontsize="small")
+    axes.set(
+        xlabel="own data of institution",
+        ylabel="after exchange: trained on",
+        title=f"{found['metric']}, mean drop {found['mean-drop']:.3f}",
+    )
+    if height * width <= 400:
+        for i, row in enumerate(matrix):
+            for j, value in enumerate(row):
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white", fontsize="x-small")
+    figure.colorbar(image, ax=axes, shrink=0.8)
     return _png(figure)
 
 
