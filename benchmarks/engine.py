@@ -7,10 +7,11 @@
 FedAvg on 8 institutions x 1,000 MNIST images, MLP(200, 200), batch 32, one local epoch and one evaluation a round. The
 plain loop trains the same model on the same tensors with the same shuffles, averages, evaluates and knows loss and
 accuracy, without messages, ledger, checkpoints or progress. Start-up is left out: a round's time runs from the end of
-the previous one. In process the two alternate round by round, and the median of the paired ratios counts: other work
-on the machine then meets both. `flower` puts Flower's own FedAvg and a ClientApp without anything of ours on the same
-grid: what Flower's messages cost by themselves, with no ledger, policy or checkpoints. `ray` compares with as many
-plain processes as there are actors, run by run.
+the previous one. The plain loop takes one batch after another, as its writer would; this package takes several at a
+time (the same batches), which gives back a part of what messages cost. In process the two alternate round by round,
+and the median of the paired ratios counts: other work on the machine then meets both. `flower` puts Flower's own FedAvg
+and a ClientApp without anything of ours on the same grid: what Flower's messages cost by themselves, with no ledger,
+policy or checkpoints. `ray` compares with as many plain processes as there are actors, run by run.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from flwr_replay.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.simulate import run_inline, run_ray
 from flwr_replay.tasks import make_task
-from flwr_replay.training import batches, generator, load_arrays, make_optimizer, to_arrays
+from flwr_replay.training import generator, iterations, load_arrays, make_optimizer, to_arrays
 from flwr_replay.wire import StateDict
 
 
@@ -80,6 +81,16 @@ def shards(config: RunConfig) -> list[tuple[Shard, Shard]]:
     return [(Shard.of(own.train, device), Shard.of(own.test, device)) for own in owned]
 
 
+def one_by_one(
+    x: torch.Tensor, y: torch.Tensor, batch_size: int, shuffle: torch.Generator
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the batches of an epoch as a plain loop takes them: the same as `flwr_replay.training.batches`."""
+    order = torch.randperm(len(y), generator=shuffle)
+    for i in range(iterations(len(y), batch_size)):
+        rows = order[i * batch_size : (i + 1) * batch_size]
+        yield x[rows].float().div_(255), y[rows]
+
+
 def visit(
     model: torch.nn.Module, train: Shard, arrays: StateDict, config: RunConfig, epochs: int, *seed: object
 ) -> tuple[StateDict, float]:
@@ -90,7 +101,7 @@ def visit(
     task = make_task(config.task)
     shuffle, losses = generator(config.seed, *seed), []
     for _ in range(epochs):
-        for x_B, y_B in batches(train.x, train.y, config.training.batch_size, shuffle):
+        for x_B, y_B in one_by_one(train.x, train.y, config.training.batch_size, shuffle):
             optimizer.zero_grad()
             loss = task.loss(model(x_B), y_B)
             loss.backward()

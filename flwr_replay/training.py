@@ -33,6 +33,8 @@ __all__ = [
     "to_arrays",
 ]
 
+GATHERED = 8  # batches that are taken from a shard together
+
 
 def generator(*purpose: object) -> torch.Generator:
     """Return a CPU generator derived from (seed, round, institution, purpose) or the like."""
@@ -128,9 +130,11 @@ def batches(
     """
     order = torch.randperm(len(y), generator=shuffle).to(y.device)
     size = min(batch_size, len(y))
-    for i in range(iterations(len(y), batch_size))[only]:
-        rows = order[i * size : (i + 1) * size]
-        yield as_input(x[rows]), y[rows]
+    chosen = range(iterations(len(y), batch_size))[only]
+    together = max(1, at_once(x, GATHERED * size) // size)
+    for first in range(chosen.start, chosen.stop, together):  # taken several at a time, which is faster
+        rows = order[first * size : min(first + together, chosen.stop) * size]
+        yield from zip(as_input(x.index_select(0, rows)).split(size), y[rows].split(size), strict=True)
 
 
 def refuse_single_batches(model: nn.Module, examples: int, batch_size: int) -> None:
