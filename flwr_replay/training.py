@@ -134,7 +134,7 @@ def batches(
     together = max(1, at_once(x, GATHERED * size) // size)
     for first in range(chosen.start, chosen.stop, together):  # taken several at a time, which is faster
         rows = order[first * size : min(first + together, chosen.stop) * size]
-        yield from zip(as_input(x.index_select(0, rows)).split(size), y[rows].split(size), strict=True)
+        yield from zip(torch.split(as_input(x.index_select(0, rows)), size), torch.split(y[rows], size), strict=True)
 
 
 def refuse_single_batches(model: nn.Module, examples: int, batch_size: int) -> None:

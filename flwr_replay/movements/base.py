@@ -11,32 +11,27 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Result
 
-from flwr_replay.errors import DivergedError, RefusedError, RunError, WireError
-from flwr_replay.movements.answers import check_answer, not_finite
+from flwr_replay.errors import RefusedError, RunError
 from flwr_replay.movements.evaluation import pool_answers
-from flwr_replay.movements.members import Member, Members, ask, failure_of, reason_of, wait_for_nodes
-from flwr_replay.movements.recorder import Recorder, Snapshot
+from flwr_replay.movements.exchange import Exchanging
+from flwr_replay.movements.members import Member, wait_for_nodes
+from flwr_replay.movements.recorder import Snapshot
 from flwr_replay.movements.settings import Settings
-from flwr_replay.payloads.common import OPEN_STAGES, Evaluate, Failure, LabelScale, Present, RollCall
+from flwr_replay.payloads.common import Evaluate
 from flwr_replay.training import learning_rate, refuse_single_batches
 from flwr_replay.wire import (
-    CLIENT_APP_RAISED,
     Payload,
     Request,
     StateDict,
     Weights,
     array_record,
-    metrics_in,
     opened,
-    request_of,
-    rows,
 )
 
 __all__ = ["Exchange", "Movement", "Settings"]
@@ -44,32 +39,8 @@ __all__ = ["Exchange", "Movement", "Settings"]
 Exchange = tuple[Member, Request, Payload, int]
 
 
-class Movement(Strategy):
-    """Base of the four movements.
-
-    Parameters
-    ----------
-    config : Any
-        The strategy's own options, its `<Name>Config`; None means the defaults.
-    settings : Settings | None
-        What every strategy needs; None means the defaults.
-    recorder : Recorder | None
-        Keeps metrics, ledger and checkpoints; None logs through Flower only.
-    """
-
-    name: ClassVar[str]
-    config_type: ClassVar[type[Any]]
-    min_nodes: ClassVar[int] = 1
-    stages: tuple[str, ...] = ("train", "evaluate")  # what every institution is asked for
-
-    def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
-        self.config = self.config_type() if config is None else config
-        self.settings = settings or Settings()
-        self.recorder = recorder or Recorder()
-        self.members = Members()
-        self.trained: set[str] = set()  # who has answered a training request, and may have state to go on with
-        self.good: list[tuple[str, Message]] = []  # the good answers of the last exchange, by name
-        self.label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of all labels
+class Movement(Exchanging):
+    """Base of the four movements."""
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -246,6 +217,10 @@ class Movement(Strategy):
         self.recorder.evaluated(server_round, pooled, own)
         return MetricRecord(dict(pooled))
 
+    def lr(self, server_round: int) -> float:
+        """Return the learning rate of the pass that this exchange belongs to."""
+        return learning_rate(self.settings.training, (server_round - 1) // self.exchanges_per_round())
+
     def summary(self) -> None:
         """Log what runs."""
         self.recorder.log(f"{type(self).__name__} {self.config}")
@@ -256,143 +231,3 @@ class Movement(Strategy):
         self.recorder.end_exchange(
             Snapshot(server_round, arrays, *self.state(), trained, examples, label_scale=self.label_scale)
         )
-
-    def scale_labels(self, scale: tuple[float, float] | None) -> None:
-        """Have labels standardised by this mean and standard deviation from now on, here and at the institutions."""
-        self.label_scale = scale
-        if scale is not None:
-            self.settings = replace(self.settings, task=self.settings.task.scaled(*scale))
-
-    # --- messages -----------------------------------------------------------------------------------------------------
-
-    def addressed(self, member: Member, request: Request) -> Request:
-        """Add to a request what depends on the institution, or on all institutions' labels."""
-        if "continues" in request.declared():
-            request = replace(request, continues=member.name in self.trained)  # type: ignore[call-arg]
-        if isinstance(request, LabelScale) and self.label_scale is not None:
-            mean, scale = self.label_scale
-            request = replace(request, label_mean=mean, label_scale=scale)  # type: ignore[call-arg]
-        return request
-
-    def message(self, member: Member, request: Request, extra: ConfigRecord | None = None) -> Message:
-        """Encode a request to one institution; every message has records of its own."""
-        content = self.addressed(member, request).encode()
-        if extra:
-            content.config_records["config"].update(extra)
-        group = str(request.server_round)
-        return Message(content, member.node_id, request.message_type, group_id=group, ttl=self.timeout)
-
-    def lr(self, server_round: int) -> float:
-        """Return the learning rate of the pass that this exchange belongs to."""
-        return learning_rate(self.settings.training, (server_round - 1) // self.exchanges_per_round())
-
-    def call_roll(self, grid: Grid, server_round: int) -> None:
-        """Ask nodes that are new for their names; one that refuses is reported and left out."""
-        run, stages = self.settings.run, list(self.stages)
-        request = RollCall(strategy=self.name, run=run, stages=stages, server_round=server_round)
-        newcomers = self.members.newcomers(grid.get_node_ids())
-        if not newcomers:
-            return
-        asked = [self.message(Member(str(node_id), node_id), request) for node_id in newcomers]
-        replies = ask(grid, asked, self.timeout)
-        for message in asked:
-            node_id, reply = message.metadata.dst_node_id, replies.get(message.metadata.message_id)
-            refusal = failure_of(reply) if reply is not None else None
-            if reply is None or (reply.has_error() and reply.error.code != CLIENT_APP_RAISED):
-                lost = f"no answer to the roll call ({reason_of(reply)}); it is asked again"
-                refusal = Failure(failure=lost, error="RunError")
-                self.members.ask_again(node_id)
-            if refusal is None:
-                try:
-                    self.members.admit(node_id, reply)
-                except (RunError, WireError) as error:
-                    if server_round == 0:
-                        raise
-                    refusal = Failure(failure=str(error), error="RunError")  # a late one must not end the others' run
-            # One that refuses is no member; its messages travelled all the same.
-            told = refusal.name if refusal else ""
-            member = self.members.by_node(node_id) or Member(told or str(node_id), node_id)
-            found = list(rows(message.content, RollCall))
-            self.recorder.travelled(server_round, member, "down", found, "roll-call")
-            if reply is not None and reply.has_content():
-                declared = Failure if failure_of(reply) else Present if member.ours else None
-                found = list(rows(reply.content, declared))
-                self.recorder.travelled(server_round, member, "up", found, "roll-call")
-            if refusal:
-                self._failed(server_round, member.name, refusal)
-        self.recorder.flush()
-
-    def exchange(
-        self, grid: Grid, server_round: int, messages: Iterable[Message], needed: bool = True
-    ) -> list[Message]:
-        """Send messages, write the ledger, report who failed; return the good replies by institution's name.
-
-        Raises
-        ------
-        RunError
-            If messages were sent and no institution answered any of them.
-        DivergedError
-            If an institution's loss is not finite.
-        """
-        asked = list(messages)
-        replies = ask(grid, asked, self.timeout)
-        good: list[tuple[str, Message]] = []
-        for message in asked:
-            member = self.members.by_node(message.metadata.dst_node_id)
-            assert member is not None
-            request = request_of(message)
-            stage = request.stage_name if request else ""
-            self.recorder.travelled(
-                server_round, member, "down", list(rows(message.content, request, self.extra)), stage
-            )
-            reply = replies.get(message.metadata.message_id)
-            if reply is None or reply.has_error():
-                self._failed(server_round, member.name, Failure(failure=reason_of(reply), error="RunError"))
-                continue
-            refusal = failure_of(reply)
-            declared: type[Payload] | None = Failure if refusal else None
-            if request and not refusal and (member.ours or stage not in OPEN_STAGES):
-                declared = request.answer
-            try:
-                found = check_answer(reply.content, declared, request, message.content)
-            except WireError as error:
-                self._failed(
-                    server_round, member.name, Failure(failure=f"sent what it may not: {error}", error="WireError")
-                )
-                continue
-            raw_bytes = metrics_in(reply.content).get("raw-bytes")
-            self.recorder.travelled(server_round, member, "up", found, stage, raw_bytes)
-            if refusal:
-                self._failed(server_round, member.name, refusal)
-                continue
-            good.append((member.name, reply))
-            if request is not None and "continues" in request.declared():
-                self.trained.add(member.name)
-        self.recorder.flush()
-        self.good = good
-        if needed and not good and self.stops_without_answers():
-            raise RunError(f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}")
-        return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
-
-    def finite(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Refuse weights that are not finite, so that no checkpoint ever holds them."""
-        for name, array in opened(arrays).items():
-            if not np.isfinite(array).all():
-                whose = ", ".join(not_finite(self.good)) or "the server"
-                raise DivergedError(f"the weights must stay finite; {name!r} is not, from {whose}: lower training.lr")
-        return arrays
-
-    def stops_without_answers(self) -> bool:
-        """Say whether an exchange that nobody answers ends the run."""
-        return True
-
-    def answers(self, replies: Iterable[Message]) -> Iterable[tuple[Member, Message]]:
-        """Pair replies with their institutions, by name, whatever the order of arrival."""
-        good = [reply for reply in replies if not reply.has_error() and failure_of(reply) is None]
-        pairs = [(self.members.by_node(reply.metadata.src_node_id), reply) for reply in good]
-        return sorted(((m, reply) for m, reply in pairs if m is not None), key=lambda pair: pair[0].name)
-
-    def _failed(self, server_round: int, name: str, failure: Failure) -> None:
-        self.recorder.failed(server_round, name, failure.failure)
-        if failure.error == DivergedError.__name__:
-            raise DivergedError(f"{name}: {failure.failure}")
