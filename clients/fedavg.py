@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.payloads.common import Visit, Visited
-from flwr_replay.training import batches, encoded, mean_loss, step
+from flwr_replay.training import encoded, mean_loss
 
 __all__ = ["FedAvgClient"]
 
@@ -18,12 +18,12 @@ class FedAvgClient(InstitutionClient):
     def train(self, visit: Visit) -> Visited:
         """Train for E passes and return the weights."""
         data, losses, seen = self.training_data(), [], 0
-        model, optimizer = self.resume(visit)
+        learner = self.learner(visit)
         shuffle = self.shuffle(visit.server_round)  # every pass draws an order of its own from it
         for _ in range(visit.local_epochs):
-            for x_B, y_B in batches(data.x, data.y, self.batch_size, shuffle):
-                losses.append(step(model, optimizer, self.task.loss(model(x_B), y_B)))
+            for x_B, y_B in learner.batches(data, shuffle):
+                losses.append(learner.step(x_B, y_B))
                 seen += len(y_B)
         loss = mean_loss(losses)
-        self.suspend(visit, optimizer)
-        return Visited(arrays=encoded(model), num_examples=len(data), examples_seen=seen, train_loss=loss)
+        self.suspend(visit, learner.optimizer)
+        return Visited(arrays=encoded(learner.model), num_examples=len(data), examples_seen=seen, train_loss=loss)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.payloads.common import Visit, Visited
-from flwr_replay.training import batches, encoded, mean_loss, step
+from flwr_replay.training import encoded, mean_loss, step
 
 __all__ = ["FedProxClient"]
 
@@ -20,17 +20,18 @@ class FedProxClient(InstitutionClient):
     def train(self, visit: Visit) -> Visited:
         """Train for E passes and return the weights; the loss reported is L, without the proximal term."""
         data, losses, seen = self.training_data(), [], 0
-        model, optimizer = self.resume(visit)
+        learner = self.learner(visit)
+        model = learner.model
         anchor = [parameter.detach().clone() for parameter in model.parameters()]  # θ
         shuffle = self.shuffle(visit.server_round)
         for _ in range(visit.local_epochs):
-            for x_B, y_B in batches(data.x, data.y, self.batch_size, shuffle):
+            for x_B, y_B in learner.batches(data, shuffle):
                 loss = self.task.loss(model(x_B), y_B)
                 losses.append(loss.detach())
-                step(model, optimizer, loss + (visit.proximal_mu or 0.0) / 2 * distance(model, anchor))
+                step(model, learner.optimizer, loss + (visit.proximal_mu or 0.0) / 2 * distance(model, anchor))
                 seen += len(y_B)
         mean = mean_loss(losses)
-        self.suspend(visit, optimizer)
+        self.suspend(visit, learner.optimizer)
         return Visited(arrays=encoded(model), num_examples=len(data), examples_seen=seen, train_loss=mean)
 
 

@@ -18,7 +18,10 @@ from torch import nn
 from flwr_replay.config import TrainingConfig
 from flwr_replay.errors import ConfigError, TrainingError, WireError
 from flwr_replay.institution import Institution, Shard
+from flwr_replay.learning import Learner
 from flwr_replay.payloads.common import Evaluate, Evaluation, LabelScale, Present, RollCall, Visit
+from flwr_replay.replay.institution import GenerativeStages
+from flwr_replay.replay.plan import Replaying
 from flwr_replay.state import StateStore, load_optimizer_arrays, optimizer_arrays
 from flwr_replay.training import generator, load_arrays, make_optimizer, refuse_single_batches
 from flwr_replay.wire import REQUESTS, NamedArrays, Payload, StateDict, Weights
@@ -41,6 +44,8 @@ class InstitutionClient(NumPyClient):
         Optimizer and batch size; None means the defaults.
     seed : int
         Of the run; shuffles derive from it and the institution's name.
+    replaying : Replaying | None
+        What is replayed beside the institution's own images, and how it is generated; None: nothing.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class InstitutionClient(NumPyClient):
         task: Any,
         training: TrainingConfig | None = None,
         seed: int = 0,
+        replaying: Replaying | None = None,
     ) -> None:
         self.institution = institution
         self.fresh = model
@@ -57,6 +63,7 @@ class InstitutionClient(NumPyClient):
         self.training = training or TrainingConfig()
         self.seed = seed
         self.state = StateStore(institution)
+        self.replay = GenerativeStages(institution, self.state, replaying) if replaying else None
 
     # --- Flower's NumPyClient ---------------------------------------------------------------------------------------
 
@@ -83,7 +90,8 @@ class InstitutionClient(NumPyClient):
         """
         stage = str(config.get("stage", ""))
         request = REQUESTS.get(stage)
-        method = getattr(self, stage.replace("-", "_") if stage != "evaluate" else "evaluate_model", None)
+        name = stage.replace("-", "_") if stage != "evaluate" else "evaluate_model"
+        method = getattr(self, name, None) or getattr(self.replay, name, None)
         if request is None or method is None:
             raise ConfigError(
                 f"{type(self).__name__} has no stage {stage!r}: server and institution run other versions"
@@ -153,6 +161,13 @@ class InstitutionClient(NumPyClient):
         model = self.scratch_model(visit.arrays)
         refuse_single_batches(model, len(self.training_data(visit.pooled)), self.batch_size)
         return model, self.resume_optimizer(model, visit)
+
+    def learner(self, visit: Visit) -> Learner:
+        """Return what steps on the visiting model are."""
+        model, optimizer = self.resume(visit)
+        replayer = self.replay.replayer(visit.run, visit.server_round, visit.replayed or 0) if self.replay else None
+        draws = self.shuffle(visit.server_round, "replay")
+        return Learner(model, optimizer, self.task, self.batch_size, replayer, draws)
 
     def resume_optimizer(self, model: nn.Module, visit: Any) -> torch.optim.Optimizer:
         """Build the optimizer and, under `keep`, give it its saved state."""

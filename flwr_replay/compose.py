@@ -16,12 +16,21 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from flwr_replay.config import ModelConfig, PartitionConfig, RunConfig, TaskConfig, TrainingConfig
+from flwr_replay.config import (
+    GeneratorConfig,
+    ModelConfig,
+    PartitionConfig,
+    PriorConfig,
+    ReplayConfig,
+    RunConfig,
+    TaskConfig,
+    TrainingConfig,
+)
 from flwr_replay.errors import ConfigError, nearest
 
 __all__ = ["choices", "compose", "from_run_config", "load_client", "load_strategy", "overrides_of", "to_yaml"]
 
-GROUPS = ("strategy", "task", "partition", "model", "preset")
+GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset")
 DEFAULT = "default"  # the file of a preset for every task that has none of its own
 COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
 SECTIONS: dict[str, type] = {
@@ -29,7 +38,11 @@ SECTIONS: dict[str, type] = {
     "partition": PartitionConfig,
     "model": ModelConfig,
     "training": TrainingConfig,
+    "replay": ReplayConfig,
+    "generator": GeneratorConfig,
+    "prior": PriorConfig,
 }
+SPELLED_OUT = ("generator", "prior")  # sections whose options are named in full where another section has the same
 
 
 def conf_dir() -> Path:
@@ -174,6 +187,7 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
     if key in known:
         return known[key]
     matches = [full for full in known if full.endswith(f".{key}")]
+    matches = [full for full in matches if not full.startswith(SPELLED_OUT)] or matches
     if len(matches) == 1:
         return matches[0]
     if matches:

@@ -17,6 +17,7 @@ __all__ = [
     "ModelConfig",
     "PartitionConfig",
     "PriorConfig",
+    "ReplayConfig",
     "RunConfig",
     "TaskConfig",
     "TrainingConfig",
@@ -144,6 +145,22 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """What stands in for the other institutions' images in every batch (Qu et al. 2022, Algorithm 1)."""
+
+    name: str = "none"  # none | vqvae2: codes of real images | pixelcnn: codes that priors draw
+    codes: str = "paper"  # vqvae2: paper: of the union, anew at every visit | last-pass: once more at the end | stale
+    ratio: float = 1.0  # replayed examples for each real one of a batch; paper: 1
+    cache_mb: float = 512.0  # what decoded images may take in memory; more are decoded whenever they are drawn
+
+    def __post_init__(self) -> None:
+        one_of("replay.name", self.name, ("none", "vqvae2", "pixelcnn"))
+        one_of("replay.codes", self.codes, ("paper", "last-pass", "stale"))
+        require(0 < self.ratio < inf, f"replay.ratio must be positive and finite; got {self.ratio}")
+        require(0 <= self.cache_mb < inf, f"replay.cache-mb must be finite and not negative; got {self.cache_mb}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
     """What replays images, and how it is trained (Qu et al. 2022, section 4.1; Razavi et al. 2019)."""
 
@@ -205,6 +222,9 @@ class RunConfig:
     partition: PartitionConfig
     model: ModelConfig
     training: TrainingConfig
+    replay: ReplayConfig
+    generator: GeneratorConfig
+    prior: PriorConfig
     nodes: int  # institutions to wait for; 0: as many as are there, four when simulated in process
     rounds: int  # passes over the institutions' data
     seed: int

@@ -55,10 +55,10 @@ def forecast(config: RunConfig) -> list[Line]:
         present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, **told)
     strategy.scale_labels(strategy.members.label_scale())
     lines: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
-    roll_call = RollCall(strategy=config.strategy.name, run=settings.run, stages=list(strategy.stages))
+    roll_call = RollCall(strategy=config.strategy.name, run=settings.run, stages=strategy.all_stages())
     arrays = to_arrays(backbone(config.model, config.task)(0))
     exchanges: list[Exchange] = [(m, roll_call, present[m.name], 1) for m in strategy.members]
-    exchanges += strategy.forecast(arrays, config.rounds)
+    exchanges += strategy.forecast_replay() + strategy.forecast(arrays, config.rounds)
     exchanges += strategy.forecast_evaluation(arrays, config.rounds)
     for member, request, answer, times in exchanges:
         for direction, payload in (("down", strategy.addressed(member, request)), ("up", answer)):

@@ -21,6 +21,7 @@ from flwr_replay.files import alone, read_json
 from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.movements.base import Settings
 from flwr_replay.progress import Display, LogDisplay
+from flwr_replay.replay.plan import Replaying
 from flwr_replay.rng import derived_seed
 from flwr_replay.run import RunDirectory, open_run, resumable
 from flwr_replay.tasks import make_task
@@ -66,6 +67,7 @@ def settings_of(config: RunConfig) -> Settings:
         model=beginning(config),
         input_shape=(config.task.channels, config.task.size, config.task.size),
         device=select_device(config.device),
+        replaying=Replaying.of(config),
     )
 
 

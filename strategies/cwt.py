@@ -46,6 +46,7 @@ class CWT(Serial):
 
     name = "cwt"
     config_type = CWTConfig
+    replays = True
 
     def order(self, cycle: int, names: list[str]) -> list[str]:
         """Return this cycle's order of visits."""

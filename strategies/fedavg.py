@@ -48,6 +48,7 @@ class FedAvg(Parallel):
 
     name = "fedavg"
     config_type = FedAvgConfig
+    replays = True
 
     def task_for_all(self, server_round: int, arrays: Weights) -> Visit:
         """Send θ to every institution."""

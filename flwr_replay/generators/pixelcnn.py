@@ -89,7 +89,7 @@ class CodePrior(nn.Module):
 
     def __init__(self, config: PriorConfig, generator: ReplayGenerator, classes: int) -> None:
         super().__init__()
-        self.grids = generator.grids
+        self.grids, self.classes = generator.grids, classes
         self.top = PixelCNN(generator.codebook_size, classes, config.width, config.layers)
         self.bottom = PixelCNN(generator.codebook_size, classes, config.width, config.layers, below=True)
 

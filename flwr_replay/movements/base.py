@@ -11,19 +11,22 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from flwr_replay.config import require
 from flwr_replay.errors import RefusedError, RunError
 from flwr_replay.movements.evaluation import pool_answers
 from flwr_replay.movements.exchange import Exchanging
 from flwr_replay.movements.members import Member, wait_for_nodes
-from flwr_replay.movements.recorder import Snapshot
+from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.movements.settings import Settings
-from flwr_replay.payloads.common import Evaluate
+from flwr_replay.payloads.common import Evaluate, Visit
+from flwr_replay.replay.forecast import exchanges_of
+from flwr_replay.replay.server import GenerativeReplay
 from flwr_replay.training import learning_rate, refuse_single_batches
 from flwr_replay.wire import (
     Payload,
@@ -41,6 +44,13 @@ Exchange = tuple[Member, Request, Payload, int]
 
 class Movement(Exchanging):
     """Base of the four movements."""
+
+    replays: ClassVar[bool] = False  # whether a batch at the institutions may hold replayed examples
+
+    def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
+        super().__init__(config, settings, recorder)
+        plan = self.settings.replaying
+        self.replay = GenerativeReplay(self, plan) if plan else None
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -60,6 +70,11 @@ class Movement(Exchanging):
         ConfigError, TrainingError
             If they do not fit.
         """
+        require(
+            cls.replays or settings.replaying is None,
+            f"replay stands beside real images at the institutions; strategy={cls.name} has no such batches: choose "
+            "replay=none, or strategy=cwt, fedavg, fedprox, fedavgm or fedavgshare",
+        )
         if settings.model is not None:
             refuse_single_batches(settings.model(0), settings.training.batch_size, settings.training.batch_size)
 
@@ -106,6 +121,24 @@ class Movement(Exchanging):
         if self.settings.forgetting:
             kinds.append((self.looking_back(0, arrays), num_rounds * self.exchanges_per_round()))
         return [(member, request, answer, times) for request, times in kinds for member in self.members]
+
+    def all_stages(self) -> list[str]:
+        """Put the stages of replay before the method's own."""
+        return [*(self.replay.stages if self.replay else ()), *self.stages]
+
+    def forecast_replay(self) -> list[Exchange]:
+        """Return what replay will send before the first round."""
+        if self.replay is None:
+            return []
+        self.replay.held = {member.name: 1 for member in self.members}
+        return exchanges_of(self.replay, list(self.members))
+
+    def addressed(self, member: Member, request: Request) -> Request:
+        """Tell a visited institution, besides, how many examples it holds for replay: none is lost unnoticed."""
+        request = super().addressed(member, request)
+        if self.replay and isinstance(request, Visit):
+            request = replace(request, replayed=self.replay.holding(member.name))
+        return request
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -160,10 +193,14 @@ class Movement(Exchanging):
             self.trained = set(snapshot.trained)
             self.members.check_same_data(snapshot.examples)
             self.restore(snapshot.state_arrays, snapshot.state_values)
+            if self.replay:
+                self.replay.restore(snapshot.state_values["replay"])
         per_round = self.exchanges_per_round()
         self.recorder.begin(self, num_rounds, per_round, done)
         for server_round in range(done + 1, num_rounds * per_round + 1):
             self.call_roll(grid, server_round)
+            if self.replay:
+                self.replay.prepare(grid, server_round, opened(arrays), train_config)
             trained, metrics = self.exchange_round(grid, server_round, arrays, train_config)
             if trained is not None:
                 arrays = self.finite(trained)
@@ -228,6 +265,9 @@ class Movement(Exchanging):
     def checkpoint(self, server_round: int, arrays: StateDict) -> None:
         """Hand all that a resumed run needs to the recorder."""
         examples, trained = {member.name: member.num_examples for member in self.members}, sorted(self.trained)
+        state_arrays, state_values = self.state()
+        if self.replay:
+            state_values = {**state_values, "replay": self.replay.state()}
         self.recorder.end_exchange(
-            Snapshot(server_round, arrays, *self.state(), trained, examples, label_scale=self.label_scale)
+            Snapshot(server_round, arrays, state_arrays, state_values, trained, examples, label_scale=self.label_scale)
         )

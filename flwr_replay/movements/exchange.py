@@ -74,9 +74,13 @@ class Exchanging(Strategy):
         group = str(request.server_round)
         return Message(content, member.node_id, request.message_type, group_id=group, ttl=self.timeout)
 
+    def all_stages(self) -> list[str]:
+        """Return what every institution is asked for in the whole run."""
+        return list(self.stages)
+
     def call_roll(self, grid: Grid, server_round: int) -> None:
         """Ask nodes that are new for their names; one that refuses is reported and left out."""
-        run, stages = self.settings.run, list(self.stages)
+        run, stages = self.settings.run, self.all_stages()
         request = RollCall(strategy=self.name, run=run, stages=stages, server_round=server_round)
         newcomers = self.members.newcomers(grid.get_node_ids())
         if not newcomers:

@@ -66,6 +66,10 @@ class Recorder:
     def looked_back(self, server_round: int, taught: list[str], own: dict[str, dict[str, float]]) -> None:
         """Note the metrics on each institution's own training examples after an exchange that trained on some."""
 
+    def generated(self, name: str, losses: list[float]) -> None:
+        """Note how the training of a generator or prior went at an institution: the loss of every epoch."""
+        self.log(f"generator at {name}: loss {', '.join(f'{loss:.4f}' for loss in losses)}")
+
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Note that an institution refused, failed or did not answer."""
         self.failures.append({"round": server_round, "institution": name, "reason": reason})

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flwr_replay.config import TrainingConfig
+from flwr_replay.replay.plan import Replaying
 
 __all__ = ["Settings"]
 
@@ -30,3 +31,4 @@ class Settings:
     model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for strategies that train it
     input_shape: tuple[int, ...] | None = None  # of one example
     device: str | torch.device = "cpu"  # of training at the server
+    replaying: Replaying | None = None  # what is replayed at the institutions; None: nothing

@@ -96,6 +96,7 @@ class Visit(LabelScale, Request, stage="train", answer=Visited):
     optimizer_state: str = instruction("keep or reset", default="reset")
     continues: bool = instruction("the institution has trained in this run before", default=False)
     pooled: bool = instruction("simulation only: train on the union of all institutions", default=False)
+    replayed: int | None = instruction("examples that the institution keeps for replay; none: nothing", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

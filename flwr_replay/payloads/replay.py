@@ -1,0 +1,121 @@
+"""What travels for generative replay: a generator, and codes of patients' images with their labels, or priors.
+
+Codes are functions of single patients' images: who holds them and the decoder sees the reconstructions. Labels leave
+beside them as they are. With priors neither leaves, but for the number of examples of each label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from flwr_replay.payloads.common import LabelScale
+from flwr_replay.wire import Payload, Request, Weights, instruction, model, per_sample, statistic
+
+__all__ = [
+    "Codes",
+    "EncodeImages",
+    "Generated",
+    "KeepCodes",
+    "KeepDecoder",
+    "KeepPrior",
+    "Kept",
+    "TrainGenerator",
+    "TrainPrior",
+    "TrainedPrior",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated(Payload):
+    """The generator after an institution has trained it, and how that went."""
+
+    arrays: Weights = model()
+    num_examples: int = statistic("examples")
+    examples_seen: int = statistic("examples, replayed ones included")
+    losses: Sequence[float] = statistic("mean over each epoch", default=())
+    perplexity: float | None = statistic("vectors of the bottom codebook in use, last batch", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainGenerator(Request, stage="train-generator", answer=Generated):
+    """Algorithm 1, lines 8-18: train this generator on your images and on replays of what you keep."""
+
+    arrays: Weights = model()
+    run: str = instruction()
+    replayed: int = instruction("examples that the institution keeps for replay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codes(Payload):
+    """Packed codes of images, and their labels."""
+
+    codes: NDArray[Any] = per_sample("N bytes", "uint8")
+    labels: NDArray[Any] = per_sample("N", "int64", "float32")
+    num_examples: int = statistic("examples, the institution's own")
+    raw_bytes: int = statistic("bytes of the raw examples that the institution's own codes stand for")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeImages(Request, stage="encode-images", answer=Codes):
+    """Algorithm 1, line 19: encode your images with this generator, and with `union` the replays before them."""
+
+    arrays: Weights = model()
+    run: str = instruction()
+    replayed: int = instruction("examples that the institution keeps for replay; 0: encode none of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept(Payload):
+    """What was sent has been kept."""
+
+    num_examples: int = statistic("examples that it stands for")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepCodes(Request, stage="keep-codes", answer=Kept):
+    """Keep these codes; they replace those that you have."""
+
+    run: str = instruction()
+    codes: NDArray[Any] = per_sample("N bytes", "uint8")
+    labels: NDArray[Any] = per_sample("N", "int64", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepDecoder(Request, stage="keep-decoder", answer=Kept):
+    """Keep what turns these codes into images."""
+
+    run: str = instruction()
+    arrays: Weights = model()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedPrior(Payload):
+    """A prior over an institution's codes; its state dict lacks the decoder that the codes are for."""
+
+    arrays: Weights = model(part=True)
+    num_examples: int = statistic("examples")
+    examples_seen: int = statistic("examples")
+    losses: Sequence[float] = statistic("nats of a code, mean over each epoch", default=())
+    label_counts: Sequence[int] = statistic("examples of each class, or bin of a number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPrior(LabelScale, Request, stage="train-prior", answer=TrainedPrior):
+    """Footnote 1: train this prior on the codes that this generator gives your images."""
+
+    arrays: Weights = model()  # under generator. and prior.
+    run: str = instruction()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepPrior(LabelScale, Request, stage="keep-prior", answer=Kept):
+    """Draw codes from this prior, as many as it stands for, and keep them with its decoder."""
+
+    arrays: Weights = model()  # under decoder. and prior.
+    run: str = instruction()
+    source: int = instruction("the how manieth")
+    label_counts: Sequence[int] = statistic("examples of each class, or bin of a number")

@@ -1,0 +1,254 @@
+"""Generative replay: the institution's half; the server's half is `flwr_replay/replay/server.py`.
+
+Source: Qu et al. 2022, Algorithm 1, lines 7-20, and footnote 1. Lines 1-6, where the classifier meets what is replayed,
+stand in the methods' own files (`clients/cwt.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flwr_replay.errors import DataError, TrainingError
+from flwr_replay.generators.base import ReplayGenerator
+from flwr_replay.generators.codes import pack_codes
+from flwr_replay.institution import Institution
+from flwr_replay.payloads.replay import (
+    Codes,
+    EncodeImages,
+    Generated,
+    KeepCodes,
+    KeepDecoder,
+    KeepPrior,
+    Kept,
+    TrainedPrior,
+    TrainGenerator,
+    TrainPrior,
+)
+from flwr_replay.replay.plan import Replaying
+from flwr_replay.replay.replayer import BLOCK, Replayer, Source, replayer_of
+from flwr_replay.state import StateStore
+from flwr_replay.training import batches, encoded, generator, load_arrays, mean_loss, step, to_arrays
+from flwr_replay.wire import StateDict, Weights, opened
+
+__all__ = ["GenerativeStages"]
+
+
+class GenerativeStages:
+    """The stages of replay at one institution; its client of any method hands them on to here."""
+
+    def __init__(self, institution: Institution, state: StateStore, replaying: Replaying) -> None:
+        self.institution, self.state, self.replaying = institution, state, replaying
+
+    # --- Algorithm 1, lines 7-20 --------------------------------------------------------------------------------------
+
+    def train_generator(self, request: TrainGenerator) -> Generated:
+        """Update the generator on real images and on replays."""  # line 7
+        config, data = self.replaying.generator, self.institution.train
+        model = self.generator(request.arrays)
+        if self.replaying.replay.name == "vqvae2":  # line 8: D_old ← D
+            decoder = {name: value.cpu().numpy() for name, value in model.decoder_state_dict().items()}
+            self.state.save("decoder-00", request.run, request.server_round, decoder)
+        old = self.replayer(request.run, request.server_round, request.replayed)
+        optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
+        losses, seen = [], 0
+        for epoch in range(config.epochs):  # line 9
+            set_rate(optimizer, config.lr, epoch, config.lr_halving)
+            draws, of_epoch = self.draws("generator", epoch), []
+            again = old.batches(self.replays_beside(config.batch_size), draws) if old else None
+            for x_B, y_B in batches(data.x, data.y, config.batch_size, draws):  # line 10
+                x_k = self.real(x_B, y_B)
+                x_U = torch.cat([next(again)[0], x_k]) if again else x_k  # lines 11-12
+                loss, parts = model.loss(x_U, draws)  # lines 13-17
+                of_epoch.append(step(model, optimizer, loss))  # line 18
+                seen += len(x_U)
+            losses.append(mean_loss(of_epoch))
+        return Generated(
+            arrays=encoded(model),
+            num_examples=len(data),
+            examples_seen=seen,
+            losses=losses,
+            perplexity=float(parts["perplexity-bottom"]),
+        )
+
+    def encode_images(self, request: EncodeImages) -> Codes:
+        """Encode: e ← the codes of x_U, or of x_k alone."""  # line 19
+        model, data = self.generator(request.arrays).eval(), self.institution.train
+        codes, labels = [self.codes_of(model)], [self.replaying.labels(data.y)]
+        if old := self.replayer(request.run, request.server_round, request.replayed):
+            replays = [model.encode(old.take(rows)[0]) for rows in torch.split(torch.arange(len(old)), BLOCK)]
+            codes, labels = [torch.cat(replays).cpu(), *codes], [old.labels.numpy(), *labels]
+        return Codes(
+            codes=pack_codes(torch.cat(codes).numpy(), model.codebook_size),
+            labels=np.concatenate(labels),
+            num_examples=len(data),
+            raw_bytes=data.raw_bytes,
+        )
+
+    def train_prior(self, request: TrainPrior) -> TrainedPrior:
+        """Train a prior on the codes of x_k; these do not leave."""  # footnote 1
+        config, data = self.replaying.prior, self.institution.train
+        own, given = by_prefix(opened(request.arrays))
+        model = self.generator(own).eval()
+        prior = self.replaying.fresh_prior(model).to(self.institution.device)
+        load_arrays(prior, given)
+        codes, classes = self.codes_of(model), self.classes(data.y.cpu(), request)
+        counts = torch.bincount(classes, minlength=prior.classes)
+        optimizer = torch.optim.Adam(prior.parameters(), lr=config.lr)
+        losses, seen = [], 0
+        for epoch in range(config.epochs):
+            of_epoch = []
+            for rows in torch.split(torch.randperm(len(data), generator=self.draws("prior", epoch)), config.batch_size):
+                e_B, y_B = codes[rows].to(self.institution.device), classes[rows].to(self.institution.device)
+                of_epoch.append(step(prior, optimizer, prior.loss(e_B, y_B)))
+                seen += len(rows)
+            losses.append(mean_loss(of_epoch))
+        arrays = {f"prior.{name}": array for name, array in to_arrays(prior).items()}
+        return TrainedPrior(
+            arrays=arrays, num_examples=len(data), examples_seen=seen, losses=losses, label_counts=counts.tolist()
+        )
+
+    # --- what is kept for replay --------------------------------------------------------------------------------------
+
+    def keep_codes(self, request: KeepCodes) -> Kept:
+        """Keep e."""
+        return self.keep(request, 0, request.codes, request.labels)
+
+    def keep_decoder(self, request: KeepDecoder) -> Kept:
+        """Keep D."""
+        self.state.save("decoder-00", request.run, request.server_round, opened(request.arrays))
+        return Kept(num_examples=0)
+
+    def keep_prior(self, request: KeepPrior) -> Kept:
+        """Draw e from a prior and keep it with D."""
+        decoder, given = by_prefix(opened(request.arrays))
+        counts = tuple(request.label_counts)
+        packed = drawn(Drawing(digest_of(given), counts, request.source, given), self.replaying)
+        classes = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        bins = self.replaying.bins(request.label_mean, request.label_scale)
+        labels = bins.centres(classes) if self.replaying.kind == "regression" else classes
+        self.state.save(f"decoder-{request.source:02d}", request.run, request.server_round, decoder)
+        return self.keep(request, request.source, packed, labels.numpy())
+
+    def keep(self, request: KeepCodes | KeepPrior, source: int, codes: NDArray[Any], labels: NDArray[Any]) -> Kept:
+        """Keep codes in the state directory, and none of a later source, which an earlier attempt may have left."""
+        arrays = {"codes": codes, "labels": labels}
+        self.state.save(f"codes-{source:02d}", request.run, request.server_round, arrays)
+        self.state.forget(f"codes-{source + 1:02d}", request.run)
+        return Kept(num_examples=len(labels))
+
+    def replayer(self, run: str, server_round: int, replayed: int) -> Replayer | None:
+        """Return the replays of what is kept; None where none of it is wanted.
+
+        Raises
+        ------
+        TrainingError
+            If it is not as much as the server says: going on would give other results, and nobody would notice.
+        """
+        if not replayed:
+            return None
+        sources: list[Source] = []
+        while kept := self.state.load(f"codes-{len(sources):02d}", run, server_round + 1):
+            decoder = self.state.load(f"decoder-{len(sources):02d}", run, server_round + 1) or {}
+            sources.append(Source(digest_of(kept) + digest_of(decoder), decoder, kept["codes"], kept["labels"]))
+        if (have := sum(len(source.labels) for source in sources)) != replayed:
+            raise TrainingError(
+                f"an institution replays the {replayed} examples that it has received; it has {have}: restore the "
+                "state directory, or begin a new run"
+            )
+        return replayer_of(tuple(sources), self.replaying, self.institution.device)
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def generator(self, arrays: Weights) -> ReplayGenerator:
+        """Return the generator with these weights, in training mode."""
+        model = self.replaying.fresh_generator().to(self.institution.device)
+        load_arrays(model, arrays)
+        return model.train()
+
+    def real(self, x_B: Tensor, y_B: Tensor) -> Tensor:
+        """Return real images as the generator learns them.
+
+        Raises
+        ------
+        DataError
+            If they are numbers outside [0, 1].
+        """
+        images = self.replaying.joined(x_B, y_B)
+        if images.min() < 0 or images.max() > 1:
+            raise DataError(
+                "replay needs images of bytes, or of numbers in [0, 1]; got others: scale them, or replay=none"
+            )
+        return images
+
+    def codes_of(self, model: ReplayGenerator) -> Tensor:
+        """Encode all of the institution's images: (n, N), on the CPU."""
+        data = self.institution.train
+        parts = zip(torch.split(data.x, BLOCK), torch.split(data.y, BLOCK), strict=True)
+        return torch.cat([model.encode(self.real(x_B, y_B)).cpu() for x_B, y_B in parts])
+
+    def classes(self, y: Tensor, request: TrainPrior) -> Tensor:
+        """Return what the prior is told of each label."""
+        if self.replaying.kind == "classification":
+            return y
+        return self.replaying.bins(request.label_mean, request.label_scale).classes(y)
+
+    def replays_beside(self, batch_size: int) -> int:
+        """Return how many replayed examples stand beside b real ones."""
+        return max(1, round(self.replaying.replay.ratio * batch_size))
+
+    def draws(self, *purpose: object) -> torch.Generator:
+        """Return a generator of this institution's own."""
+        return generator(self.replaying.seed, self.institution.name, *purpose)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a prior is to draw; equal where it gives the same codes."""
+
+    digest: bytes
+    counts: tuple[int, ...]  # for each label
+    source: int
+    prior: StateDict = field(compare=False)
+
+
+@lru_cache(maxsize=64)  # institutions that share a process draw once
+def drawn(drawing: Drawing, replaying: Replaying) -> NDArray[np.uint8]:
+    """Draw codes; packed, (n, bytes)."""
+    model = replaying.fresh_generator()
+    prior = replaying.fresh_prior(model).eval()
+    load_arrays(prior, drawing.prior)
+    classes = torch.repeat_interleave(torch.arange(len(drawing.counts)), torch.tensor(drawing.counts))
+    draws = generator(replaying.seed, "drawn codes", drawing.source)
+    codes = [prior.sample(labels, draws) for labels in torch.split(classes, BLOCK)]
+    return pack_codes(torch.cat(codes).numpy(), model.codebook_size)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float, epoch: int, halving: int) -> None:
+    """Set the learning rate of an epoch: halved every `halving` epochs."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * 0.5 ** (epoch // halving if halving else 0)
+
+
+def by_prefix(arrays: StateDict) -> tuple[StateDict, StateDict]:
+    """Cut a state dict into what lies under `prior.` (the second) and what lies under another name."""
+    cut: dict[bool, StateDict] = {True: {}, False: {}}
+    for name, array in arrays.items():
+        first, _, rest = name.partition(".")
+        cut[first == "prior"][rest] = array
+    return cut[False], cut[True]
+
+
+def digest_of(arrays: StateDict) -> bytes:
+    """Return what tells these arrays from others."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(name.encode() + str(arrays[name].dtype).encode() + arrays[name].tobytes())
+    return digest.digest()

@@ -1,0 +1,297 @@
+"""Generative replay: the server's half; the institution's half is `flwr_replay/replay/institution.py`.
+
+Source: Qu et al. 2022, Algorithm 1, lines 22-27, and section 3.1; footnote 1 for priors.
+Idea: before a method's first round, a generator goes once from institution to institution. Each trains it on its own
+images and on replays of those before it. What then makes images goes to every institution: the decoder, with codes and
+labels of all real images, or with priors that draw codes. The method's rounds follow; their batches hold real and
+replayed examples.
+
+    θ_G ← fresh weights
+    for each institution k:
+        θ_G ← train θ_G at k on x_k and on D(e)                                   # lines 24-26
+        e ← codes of x_U = D_old(e) ∪ x_k, with their labels                       # codes=paper, last-pass
+        e ← e ∪ codes of x_k                                                       # codes=stale
+        P_k ← prior over the codes of x_k;  D_k ← D                                # replay=pixelcnn, in place of e
+    e ← {codes of x_1, …, codes of x_K}, by the generator as it is now             # codes=last-pass
+    D, e (or all D_k, P_k) to every institution
+
+Deviations: replay=pixelcnn keeps the decoder D_k of the time of each prior P_k, so that they fit each other for good;
+an institution draws from it once, as many codes of each label as P_k stands for, and replays these. Who arrives late is
+given what there is; its own images are not replayed elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp import Grid
+from safetensors.numpy import load_file, save
+
+from flwr_replay.errors import RunError, WireError
+from flwr_replay.files import write_atomic
+from flwr_replay.generators.codes import unpack_codes
+from flwr_replay.movements.answers import not_finite
+from flwr_replay.movements.members import Member
+from flwr_replay.payloads.replay import (
+    Codes,
+    EncodeImages,
+    Generated,
+    KeepCodes,
+    KeepDecoder,
+    KeepPrior,
+    TrainedPrior,
+    TrainGenerator,
+    TrainPrior,
+)
+from flwr_replay.replay.plan import Replaying
+from flwr_replay.training import to_arrays
+from flwr_replay.wire import Request, StateDict, opened
+
+if TYPE_CHECKING:
+    from flwr_replay.movements.base import Movement
+
+__all__ = ["GenerativeReplay"]
+
+
+class GenerativeReplay:
+    """Trains what replays before a method's first round, and brings it to every institution."""
+
+    def __init__(self, movement: Movement, replaying: Replaying) -> None:
+        self.movement, self.replaying = movement, replaying
+        self.run = movement.settings.run
+        self.model = replaying.fresh_generator()
+        self.itinerary: list[str] = []
+        self.visits = 0  # that are over, failed ones included
+        self.trained: list[int] = []  # those that came to something: their files are there
+        self.codes_at, self.rows = 0, 0  # replay=vqvae2: which file the codes are in, and how many
+        self.counts: list[list[int]] = []  # replay=pixelcnn: how many examples of each label every prior stands for
+        self.complete = False
+        self.server_round = 0
+        self.held: dict[str, int] = {}  # how much an institution was sent: of vqvae2 all or nothing, else priors
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """What every institution is asked for, beside the method's own stages."""
+        asked = ("encode-images", "keep-codes", "keep-decoder") if self.codes_travel else ("train-prior", "keep-prior")
+        return ("train-generator", *asked)
+
+    @property
+    def codes_travel(self) -> bool:
+        """Say whether codes of real images travel, not priors."""
+        return self.replaying.replay.name == "vqvae2"
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold; weights and codes lie in files named by the visit."""
+        known = ("itinerary", "visits", "trained", "codes_at", "rows", "counts", "complete")
+        return {name: getattr(self, name) for name in known}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Take back what `state` gave."""
+        vars(self).update(values)
+
+    def prepare(self, grid: Grid, server_round: int, arrays: StateDict, extra: ConfigRecord) -> None:
+        """Train what replays, unless that is done, and bring it to who lacks it; called before every exchange."""
+        self.grid, self.server_round, self.extra = grid, server_round, extra
+        if not self.complete:
+            self.train(arrays)
+        self.distribute(self.movement.members)
+
+    def holding(self, name: str) -> int:
+        """Return for how many examples an institution holds codes and decoders."""
+        held = self.held.get(name, 0)
+        return self.rows * held if self.codes_travel else sum(map(sum, self.counts[:held]))
+
+    # --- Algorithm 1, lines 24-27 -------------------------------------------------------------------------------------
+
+    def train(self, arrays: StateDict) -> None:
+        """Let the generator visit the institutions, one after another."""
+        members = self.movement.members
+        self.itinerary = self.itinerary or members.names
+        while self.visits < len(self.itinerary):
+            if (member := members.get(self.itinerary[self.visits])) and self.visit(member):
+                self.trained.append(self.visits)
+            self.visits += 1
+            self.movement.checkpoint(self.server_round - 1, arrays)
+        if not self.trained:
+            raise RunError(f"no institution could train the generator; {self.movement.recorder.failures_line()}")
+        if self.codes_travel and self.replaying.replay.codes == "last-pass":
+            self.encode_once_more()
+        self.complete = True
+        self.movement.checkpoint(self.server_round - 1, arrays)
+
+    def visit(self, member: Member) -> bool:
+        """Have an institution train the generator and encode, or train a prior; say whether that came to something."""
+        if not self.prepared(member):
+            return False
+        stale = self.replaying.replay.codes == "stale"
+        trained = self.asked(member, self.train_request(self.generator, self.replayable))
+        if trained is None:
+            return False
+        generated = Generated.decode(trained.content)
+        self.movement.recorder.saw(generated.examples_seen)
+        self.movement.recorder.generated(member.name, list(generated.losses))
+        weights = opened(generated.arrays)
+        if not self.codes_travel:
+            return self.take_prior(member, weights)
+        codes = self.encoded(member, weights, 0 if stale else self.replayable)
+        if codes is None:
+            return False
+        self.keep("generator", self.visits, weights)
+        self.keep_all(self.visits, [self.codes, codes] if stale and self.trained else [codes])
+        return True
+
+    def prepared(self, member: Member) -> bool:
+        """Give an institution what it is to replay; the generator that follows brings D_old."""
+        if self.codes_travel:
+            return not self.trained or bool(self.give([member], [self.keep_codes()]))
+        self.distribute([member])
+        return self.held.get(member.name, 0) == len(self.trained)
+
+    def encoded(self, member: Member, weights: StateDict, replayed: int) -> StateDict | None:
+        """Have an institution encode its images, and with `replayed` what it keeps; None if it does not."""
+        reply = self.asked(member, self.encode_request(weights, replayed))
+        if reply is None:
+            return None
+        answer, n = Codes.decode(reply.content), member.num_examples + replayed
+        try:
+            unpack_codes(answer.codes, self.model.codes_per_image, self.model.codebook_size)
+            if not len(answer.codes) == len(answer.labels) == n or not self.accepts(answer):
+                raise WireError(f"codes and labels of {n} examples were asked for; got {len(answer.codes)}, or others")
+        except WireError as error:
+            self.movement.recorder.failed(self.server_round, member.name, str(error))
+            return None
+        return {"codes": answer.codes, "labels": answer.labels}
+
+    def accepts(self, answer: Codes) -> bool:
+        """Say whether labels can be the task's; those of masks are zeros."""
+        masks = self.replaying.kind == "segmentation"
+        return not answer.labels.any() if masks else bool(self.movement.settings.task.accepts(answer.labels))
+
+    def encode_once_more(self) -> None:
+        """Have every institution encode its real images with the generator as it is at the end."""
+        present = [self.movement.members.get(self.itinerary[visit]) for visit in self.trained]
+        found = [self.encoded(member, self.generator, 0) for member in present if member]
+        if codes := [one for one in found if one]:  # if everybody has left, the codes of the last visit stay
+            self.keep_all(len(self.itinerary), codes)
+
+    def take_prior(self, member: Member, weights: StateDict) -> bool:
+        """Have an institution train a prior for the generator that it has just trained."""
+        reply = self.asked(member, self.prior_request(weights))
+        if reply is None:
+            return False
+        answer = TrainedPrior.decode(reply.content)
+        expected = self.replaying.fresh_prior(self.model).classes
+        if len(answer.label_counts) != expected or not 0 < sum(answer.label_counts) <= 2 * member.num_examples:
+            self.movement.recorder.failed(self.server_round, member.name, f"must count {expected} kinds of label")
+            return False
+        self.movement.recorder.saw(answer.examples_seen)
+        self.movement.recorder.generated(f"{member.name}, prior", list(answer.losses))
+        self.keep("generator", self.visits, weights)
+        self.keep("source", self.visits, {**prefixed("decoder", self.decoder(weights)), **opened(answer.arrays)})
+        self.counts.append(list(answer.label_counts))
+        return True
+
+    # --- what institutions keep ---------------------------------------------------------------------------------------
+
+    def distribute(self, members: Iterable[Member]) -> None:
+        """Bring decoder and codes, or priors with their decoders, to who lacks them."""
+        for number, requests in enumerate(self.packets()):
+            lacking = [member for member in members if self.held.get(member.name, 0) == number]
+            self.held |= {member.name: number + 1 for member in self.give(lacking, requests)}
+
+    def packets(self) -> Iterable[list[Request]]:
+        """Yield what is sent to keep, together: of vqvae2 everything, of pixelcnn a prior with its decoder."""
+        if self.codes_travel:
+            decoder = KeepDecoder(**self.head, arrays=self.decoder(self.generator))
+            yield [decoder, self.keep_codes()]
+            return
+        for number, (visit, counts) in enumerate(zip(self.trained, self.counts, strict=True)):
+            yield [KeepPrior(**self.head, arrays=self.file("source", visit), source=number, label_counts=counts)]
+
+    def give(self, members: list[Member], requests: list[Request]) -> list[Member]:
+        """Send requests, one after another, to all; return who has kept everything."""
+        for request in requests if members else []:
+            asked = [self.movement.message(member, request, self.extra) for member in members]
+            replies = self.movement.exchange(self.grid, self.server_round, asked, needed=False)
+            members = [member for member, _ in self.movement.answers(replies)]
+        return members
+
+    @property
+    def replayable(self) -> int:
+        """Return how many examples what was trained so far stands for."""
+        return self.rows if self.codes_travel else sum(map(sum, self.counts))
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """Return what every request says."""
+        return {"run": self.run, "server_round": self.server_round}
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def train_request(self, weights: StateDict, replayed: int) -> TrainGenerator:
+        """Ask for the generator's training."""
+        return TrainGenerator(**self.head, arrays=weights, replayed=replayed)
+
+    def encode_request(self, weights: StateDict, replayed: int) -> EncodeImages:
+        """Ask for codes."""
+        return EncodeImages(**self.head, arrays=weights, replayed=replayed)
+
+    def keep_codes(self) -> KeepCodes:
+        """Send e."""
+        e = self.codes
+        return KeepCodes(**self.head, codes=e["codes"], labels=e["labels"])
+
+    def prior_request(self, weights: StateDict) -> TrainPrior:
+        """Ask for a prior."""
+        fresh = prefixed("prior", to_arrays(self.replaying.fresh_prior(self.model)))
+        arrays = {**prefixed("generator", weights), **fresh}
+        return TrainPrior(**self.head, arrays=arrays)
+
+    def asked(self, member: Member, request: Request) -> Message | None:
+        """Send one request; None if no answer came that can be used."""
+        message = self.movement.message(member, request, self.extra)
+        for _, reply in self.movement.answers(
+            self.movement.exchange(self.grid, self.server_round, [message], needed=False)
+        ):
+            if not not_finite([(member.name, reply)]):
+                return reply
+            self.movement.recorder.failed(self.server_round, member.name, "sent weights that are not finite")
+        return None
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    @property
+    def generator(self) -> StateDict:
+        """Return θ_G as it is now."""
+        return self.file("generator", self.trained[-1]) if self.trained else to_arrays(self.model)
+
+    @property
+    def codes(self) -> StateDict:
+        """Return e as it is now: codes and labels."""
+        return self.file("codes", self.codes_at)
+
+    def decoder(self, weights: StateDict) -> StateDict:
+        """Return the part of the weights that makes images of codes."""
+        return {name: array for name, array in weights.items() if self.model.decodes.match(name)}
+
+    def file(self, what: str, visit: int) -> StateDict:
+        """Read what a visit left."""
+        return load_file(self.movement.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors")
+
+    def keep(self, what: str, visit: int, arrays: StateDict) -> None:
+        """Write what a visit leaves; a checkpoint then names it."""
+        write_atomic(self.movement.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors", save(arrays))
+
+    def keep_all(self, visit: int, parts: list[StateDict]) -> None:
+        """Write the union of codes and labels."""
+        union = {key: np.concatenate([part[key] for part in parts]) for key in ("codes", "labels")}
+        self.keep("codes", visit, union)
+        self.codes_at, self.rows = visit, len(union["labels"])
+
+
+def prefixed(prefix: str, arrays: StateDict) -> StateDict:
+    """Put names under a prefix."""
+    return {f"{prefix}.{name}": array for name, array in arrays.items()}
