@@ -25,8 +25,8 @@ from typing import Any
 import yaml
 
 from flwr_replay.cells import Cell, Method, run_all, short_hash
-from flwr_replay.compose import choices, load_strategy, to_yaml
-from flwr_replay.config import RunConfig, TrainingConfig
+from flwr_replay.compose import SECTIONS, choices, load_strategy, to_yaml
+from flwr_replay.config import RunConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
 from flwr_replay.files import alone, make_folder, read_json, read_lines, write_atomic
 from flwr_replay.simulate import check_run, resolve
@@ -35,6 +35,7 @@ from flwr_replay.tasks import ERRORS, make_task
 __all__ = ["compare_strategies"]
 
 SEEDS = (0, 1, 2)
+OF_A_METHOD = ("prior", "generator", "replay", "training")  # sections that methods compared may differ in
 OURS = {  # options that a comparison sets itself, and what to write instead
     "strategy": "name the strategies before the options",
     "seed": "write seeds=3, or seeds=0,5,7",
@@ -197,17 +198,18 @@ def _methods(names: Sequence[str], own: dict[str, list[str]]) -> list[Method]:
 
 
 def _own_option(strategy: str, option: str) -> tuple[str, str]:
-    """Give an option of one method its section: the strategy's own, how it trains, and for how long."""
+    """Give an option of one method its section: its own, how it trains, what it replays, how privately, how long."""
     key, _, value = option.partition("=")
     plain = key.replace("-", "_")
-    training = [field.name for field in fields(TrainingConfig)]
-    if plain.removeprefix("strategy.") in _own_fields(strategy):
-        return f"strategy.{plain.removeprefix('strategy.')}", value
-    if plain.removeprefix("training.") in training:
-        return f"training.{plain.removeprefix('training.')}", value
-    if plain == "rounds":
+    sections = {name: [field.name for field in fields(SECTIONS[name]) if field.name != "name"] for name in OF_A_METHOD}
+    sections["strategy"] = _own_fields(strategy)
+    full = {f"{section}.{name}" for section, names in sections.items() for name in names}
+    short = {name: f"{section}.{name}" for section, names in sections.items() for name in names}  # the last one wins
+    if plain in full or plain in ("rounds", "replay"):
         return plain, value
-    known = [name.replace("_", "-") for name in [*_own_fields(strategy), *training, "rounds"]]
+    if plain in short:
+        return short[plain], value
+    known = [name.replace("_", "-") for name in [*short, "replay", "rounds"]]
     raise ConfigError(f"unknown option {key!r} of the method {strategy}: {nearest(key, known)}")
 
 

@@ -28,7 +28,16 @@ from flwr_replay.config import (
 )
 from flwr_replay.errors import ConfigError, nearest
 
-__all__ = ["choices", "compose", "from_run_config", "load_client", "load_strategy", "overrides_of", "to_yaml"]
+__all__ = [
+    "SECTIONS",
+    "choices",
+    "compose",
+    "from_run_config",
+    "load_client",
+    "load_strategy",
+    "overrides_of",
+    "to_yaml",
+]
 
 GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset")
 DEFAULT = "default"  # the file of a preset for every task that has none of its own
