@@ -22,7 +22,8 @@ from typing import Any, get_args
 import yaml
 
 from flwr_replay.errors import ConfigError, RefusedError, nearest
-from flwr_replay.wire import Kind, Payload
+from flwr_replay.fields import Kind
+from flwr_replay.wire import Payload
 
 __all__ = ["Policy", "read_policy"]
 

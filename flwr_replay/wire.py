@@ -14,20 +14,19 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple, Self, cast, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, cast, get_type_hints
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from flwr_replay.errors import WireError
+from flwr_replay.fields import RECORD_OF, Field, Kind, instruction
 from flwr_replay.scalars import ScalarType
 
 __all__ = [
     "CLIENT_APP_RAISED",
     "REQUESTS",
-    "Field",
-    "Kind",
     "NamedArrays",
     "Payload",
     "Request",
@@ -37,73 +36,16 @@ __all__ = [
     "array_record",
     "arrays_in",
     "config_in",
-    "instruction",
     "metrics_in",
-    "model",
-    "notice",
     "opened",
-    "per_sample",
     "request_of",
     "rows",
-    "statistic",
 ]
 
-Kind = Literal["model", "per-sample", "per-sample-raw", "synthetic", "statistic", "instruction", "notice"]
 StateDict = dict[str, NDArray[Any]]
 Weights = StateDict | ArrayRecord  # a record that the server only hands on stays unopened
 CLIENT_APP_RAISED = 2  # Flower's code for a handler that raised, or that is not there
 NUMPY_FORMAT = "numpy.ndarray"  # Flower's name for arrays in NumPy's file format
-RECORD_OF: dict[Kind, str] = {
-    "model": "arrays",
-    "per-sample": "arrays",
-    "per-sample-raw": "arrays",
-    "synthetic": "arrays",
-    "statistic": "metrics",
-    "instruction": "config",
-    "notice": "config",
-}
-
-
-@dataclass(frozen=True)
-class Field:
-    """The declaration of one field: what it is about, its form and its unit."""
-
-    kind: Kind
-    shape: str = ""  # letters as in the code, e.g. "N C H W"; "state dict" for named weights; "" for a scalar
-    dtypes: tuple[str, ...] = ()  # of a per-sample or synthetic array; empty: any
-    unit: str = ""
-    part: bool = False  # of the model that came, not all of it
-
-
-def _declare(declaration: Field, default: Any) -> Any:
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata={"wire": declaration})
-    return dataclasses.field(default=default, metadata={"wire": declaration})
-
-
-def model(part: bool = False) -> Any:
-    """Declare weights: a state dict, name to array; `part` if it is not the whole model that came."""
-    return _declare(Field("model", "state dict", part=part), dataclasses.MISSING)
-
-
-def per_sample(shape: str, *dtypes: str, raw: bool = False, default: Any = dataclasses.MISSING) -> Any:
-    """Declare an array with one row per patient's example: a function of single patients; `raw`: the example itself."""
-    return _declare(Field("per-sample-raw" if raw else "per-sample", shape, dtypes), default)
-
-
-def statistic(unit: str, default: Any = dataclasses.MISSING) -> Any:
-    """Declare a number, or a list of numbers, computed from an institution's data."""
-    return _declare(Field("statistic", unit=unit), default)
-
-
-def instruction(unit: str = "", default: Any = dataclasses.MISSING) -> Any:
-    """Declare what the server asks for; it carries nothing of any institution's data."""
-    return _declare(Field("instruction", unit=unit), default)
-
-
-def notice(default: Any = dataclasses.MISSING) -> Any:
-    """Declare a text or fact about the institution itself: its name, why it refuses."""
-    return _declare(Field("notice"), default)
 
 
 class NamedArrays(list[NDArray[Any]]):

@@ -12,20 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from flwr_replay.errors import WireError
-from flwr_replay.wire import (
-    NamedArrays,
-    Payload,
-    Weights,
-    array_record,
-    arrays_in,
-    instruction,
-    model,
-    notice,
-    opened,
-    per_sample,
-    rows,
-    statistic,
-)
+from flwr_replay.fields import instruction, model, notice, per_sample, statistic
+from flwr_replay.wire import NamedArrays, Payload, Weights, array_record, arrays_in, opened, rows
 
 DTYPES = ("float32", "float16", "int8", "int64")
 

@@ -9,7 +9,8 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from flwr_replay.errors import WireError
-from flwr_replay.wire import Field, Payload, Request, Row, arrays_in, rows
+from flwr_replay.fields import Field
+from flwr_replay.wire import Payload, Request, Row, arrays_in, rows
 
 __all__ = ["check_answer", "not_finite"]
 

@@ -10,7 +10,8 @@ from typing import Any
 from flwr.app import RecordDict
 
 from flwr_replay.errors import WireError
-from flwr_replay.wire import Payload, Request, Weights, instruction, model, notice, statistic
+from flwr_replay.fields import instruction, model, notice, statistic
+from flwr_replay.wire import Payload, Request, Weights
 
 __all__ = ["OPEN_STAGES", "Evaluate", "Evaluation", "Failure", "LabelScale", "Present", "RollCall", "Visit", "Visited"]
 

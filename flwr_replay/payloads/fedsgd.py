@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flwr_replay.fields import instruction, model
 from flwr_replay.payloads.common import LabelScale, Visited
-from flwr_replay.wire import Request, Weights, instruction, model
+from flwr_replay.wire import Request, Weights
 
 __all__ = ["Differentiate", "Gradient"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flwr_replay.fields import instruction, statistic
 from flwr_replay.payloads.common import Evaluation, LabelScale
-from flwr_replay.wire import Payload, Request, instruction, statistic
+from flwr_replay.wire import Payload, Request
 
 __all__ = ["EvaluateOwn", "TrainOwn", "Trained"]
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from flwr_replay.fields import instruction, model, per_sample, statistic
 from flwr_replay.payloads.common import LabelScale
-from flwr_replay.wire import Payload, Request, Weights, instruction, model, per_sample, statistic
+from flwr_replay.wire import Payload, Request, Weights
 
 __all__ = [
     "Activations",
