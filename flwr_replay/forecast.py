@@ -14,9 +14,9 @@ from flwr_replay.institution import loaded
 from flwr_replay.ledger import UNPROTECTED
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.members import Member
+from flwr_replay.opening import new_run_id
 from flwr_replay.payloads.common import Present, RollCall
 from flwr_replay.progress import shown_bytes
-from flwr_replay.run import new_run_id
 from flwr_replay.server_app import settings_of
 from flwr_replay.simulate import check_run
 from flwr_replay.training import to_arrays

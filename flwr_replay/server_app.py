@@ -20,10 +20,11 @@ from flwr_replay.errors import FlwrReplayError
 from flwr_replay.files import alone, read_json
 from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.movements.base import Settings
+from flwr_replay.opening import open_run
 from flwr_replay.progress import Display, LogDisplay
 from flwr_replay.replay.plan import Replaying
 from flwr_replay.rng import derived_seed
-from flwr_replay.run import RunDirectory, open_run, resumable
+from flwr_replay.run import RunDirectory, resumable
 from flwr_replay.tasks import make_task
 from flwr_replay.training import select_device, to_arrays
 from flwr_replay.wire import array_record, opened

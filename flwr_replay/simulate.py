@@ -23,8 +23,9 @@ from flwr_replay.compose import COMMAND_LINE, compose, load_strategy, overrides_
 from flwr_replay.config import RunConfig, TaskConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files import read_json, write_atomic
+from flwr_replay.opening import default_name
 from flwr_replay.progress import Display
-from flwr_replay.run import default_name, resumable
+from flwr_replay.run import resumable
 
 if TYPE_CHECKING:
     from flwr_replay.data import Partition
