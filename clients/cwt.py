@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.payloads.common import Visit, Visited
-from flwr_replay.training import encoded, mean_loss
 
 __all__ = ["CWTClient"]
 
@@ -18,11 +17,8 @@ class CWTClient(InstitutionClient):
 
     def train(self, visit: Visit) -> Visited:
         """Train for one visit and hand the model back."""
-        data, losses, seen = self.training_data(visit.pooled), [], 0
-        learner = self.learner(visit)
+        data, learner = self.training_data(visit.pooled), self.learner(visit)
         for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):  # Alg. 1, lines 2-4
-            losses.append(learner.step(x_B, y_B))  # line 5: θ ← θ − η ∇L(θ; x_B)
-            seen += len(y_B)
-        loss = mean_loss(losses)
+            learner.step(x_B, y_B)  # line 5: θ ← θ − η ∇L(θ; x_B)
         self.suspend(visit, learner.optimizer)
-        return Visited(arrays=encoded(learner.model), num_examples=len(data), examples_seen=seen, train_loss=loss)
+        return self.visited(visit, learner, len(data))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.payloads.common import Visit, Visited
-from flwr_replay.training import encoded, mean_loss
 
 __all__ = ["FedAvgClient"]
 
@@ -17,13 +16,10 @@ class FedAvgClient(InstitutionClient):
 
     def train(self, visit: Visit) -> Visited:
         """Train for E passes and return the weights."""
-        data, losses, seen = self.training_data(), [], 0
-        learner = self.learner(visit)
+        data, learner = self.training_data(), self.learner(visit)
         shuffle = self.shuffle(visit.server_round)  # every pass draws an order of its own from it
         for _ in range(visit.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
-                losses.append(learner.step(x_B, y_B))
-                seen += len(y_B)
-        loss = mean_loss(losses)
+                learner.step(x_B, y_B)
         self.suspend(visit, learner.optimizer)
-        return Visited(arrays=encoded(learner.model), num_examples=len(data), examples_seen=seen, train_loss=loss)
+        return self.visited(visit, learner, len(data))

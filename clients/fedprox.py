@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.payloads.common import Visit, Visited
-from flwr_replay.training import encoded, mean_loss, step
 
 __all__ = ["FedProxClient"]
 
@@ -19,20 +18,15 @@ class FedProxClient(InstitutionClient):
 
     def train(self, visit: Visit) -> Visited:
         """Train for E passes and return the weights; the loss reported is L, without the proximal term."""
-        data, losses, seen = self.training_data(), [], 0
-        learner = self.learner(visit)
-        model = learner.model
+        data, learner = self.training_data(), self.learner(visit)
+        model, mu = learner.model, visit.proximal_mu or 0.0
         anchor = [parameter.detach().clone() for parameter in model.parameters()]  # θ
         shuffle = self.shuffle(visit.server_round)
         for _ in range(visit.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
-                loss = self.task.loss(model(x_B), y_B)
-                losses.append(loss.detach())
-                step(model, learner.optimizer, loss + (visit.proximal_mu or 0.0) / 2 * distance(model, anchor))
-                seen += len(y_B)
-        mean = mean_loss(losses)
+                learner.step(x_B, y_B, penalty=mu / 2 * distance(model, anchor))
         self.suspend(visit, learner.optimizer)
-        return Visited(arrays=encoded(model), num_examples=len(data), examples_seen=seen, train_loss=mean)
+        return self.visited(visit, learner, len(data))
 
 
 def distance(model: nn.Module, anchor: list[Tensor]) -> Tensor:

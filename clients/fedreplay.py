@@ -17,6 +17,8 @@ from flwr_replay.institution import Shard
 from flwr_replay.latents import BLOCK, pack, rows_per_chunk, shifted
 from flwr_replay.models import split
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
+from flwr_replay.privacy.dpsgd import example_losses
+from flwr_replay.privacy.visit import PrivateVisit
 from flwr_replay.training import (
     as_input,
     batches,
@@ -43,6 +45,8 @@ class FedReplayClient(InstitutionClient):
         model = self.scratch_model(request.arrays)
         encoder, _ = split(model, request.cut)
         self.institution.policy.check_upload(encoded(encoder).count_bytes(), "the encoder")
+        if private := self.purse.begin("encoder", request.max_epochs, request) if self.purse else None:
+            return self.encode_privately(request, private, model, encoder)
         train, held_out = self.validation_split()
         refuse_single_batches(model, len(train), self.batch_size)
         optimizer = make_optimizer(model, self.training, request.lr)
@@ -72,6 +76,21 @@ class FedReplayClient(InstitutionClient):
             validation_loss=best,
             epochs=epoch,
         )
+
+    def encode_privately(self, request: Encode, private: PrivateVisit, model: nn.Module, encoder: nn.Module) -> Encoder:
+        """Stage 1 by DP-SGD, for as many epochs as were asked for: stopping early would tell of the examples."""
+        train, optimizer = self.institution.train, make_optimizer(model, self.training, request.lr)
+        for epoch in range(request.max_epochs):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(replace(self.training, lr=request.lr), epoch)
+            for batch in private.batches(train):
+                private.step(
+                    model, optimizer, lambda x, y: example_losses(self.task.loss, model(x), y), batch, self.batch_size
+                )
+        seen = request.max_epochs * (len(train) // self.batch_size) * self.batch_size
+        told = self.purse.spent(request.run) if self.purse else {}
+        arrays, n = encoded(encoder), len(train)
+        return Encoder(arrays=arrays, num_examples=n, examples_seen=seen, epochs=request.max_epochs, **told)
 
     def validation_split(self) -> tuple[Shard, Shard]:
         """Return what the encoder trains on and what judges it; the data set's own split where there is one."""

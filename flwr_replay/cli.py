@@ -193,5 +193,12 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
         raw = up.get("raw-bytes-they-stand-for")
         place = f" in place of {shown_bytes(raw)} of raw data" if raw else ""
         lines.append(f"of single patients: {shown_bytes(count)} went up{place}; they are not differentially private")
+    if told := {name: one for name, one in result["privacy"].items() if one}:
+        lines.append(result["privacy-claim"])
+        lines += [
+            f"  {name}: epsilon {one['epsilon']:.3g} at delta {one['delta']:.2g}"
+            for name, one in told.items()
+            if one["epsilon"] is not None
+        ]
     lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])

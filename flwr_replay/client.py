@@ -19,11 +19,13 @@ from flwr_replay.config import TrainingConfig
 from flwr_replay.errors import ConfigError, TrainingError, WireError
 from flwr_replay.institution import Institution, Shard
 from flwr_replay.learning import Learner
-from flwr_replay.payloads.common import Evaluate, Evaluation, LabelScale, Present, RollCall, Visit
+from flwr_replay.payloads.common import Evaluate, Evaluation, LabelScale, Present, RollCall, Visit, Visited
+from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.privacy.visit import Purse
 from flwr_replay.replay.institution import GenerativeStages
 from flwr_replay.replay.plan import Replaying
 from flwr_replay.state import StateStore, load_optimizer_arrays, optimizer_arrays
-from flwr_replay.training import generator, load_arrays, make_optimizer, refuse_single_batches
+from flwr_replay.training import encoded, generator, load_arrays, make_optimizer, refuse_single_batches
 from flwr_replay.wire import REQUESTS, NamedArrays, Payload, StateDict, Weights
 
 __all__ = ["InstitutionClient"]
@@ -46,6 +48,8 @@ class InstitutionClient(NumPyClient):
         Of the run; shuffles derive from it and the institution's name.
     replaying : Replaying | None
         What is replayed beside the institution's own images, and how it is generated; None: nothing.
+    privacy : PrivacyPlan | None
+        What is trained by DP-SGD; None: nothing.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class InstitutionClient(NumPyClient):
         training: TrainingConfig | None = None,
         seed: int = 0,
         replaying: Replaying | None = None,
+        privacy: PrivacyPlan | None = None,
     ) -> None:
         self.institution = institution
         self.fresh = model
@@ -63,7 +68,8 @@ class InstitutionClient(NumPyClient):
         self.training = training or TrainingConfig()
         self.seed = seed
         self.state = StateStore(institution)
-        self.replay = GenerativeStages(institution, self.state, replaying) if replaying else None
+        self.purse = Purse(privacy, institution, self.state, seed) if privacy else None
+        self.replay = GenerativeStages(institution, self.state, replaying, self.purse) if replaying else None
 
     # --- Flower's NumPyClient ---------------------------------------------------------------------------------------
 
@@ -167,7 +173,18 @@ class InstitutionClient(NumPyClient):
         model, optimizer = self.resume(visit)
         replayer = self.replay.replayer(visit.run, visit.server_round, visit.replayed or 0) if self.replay else None
         draws = self.shuffle(visit.server_round, "replay")
-        return Learner(model, optimizer, self.task, self.batch_size, replayer, draws)
+        private = self.purse.begin("classifier", visit.local_epochs, visit) if self.purse else None
+        return Learner(model, optimizer, self.task, self.batch_size, replayer, draws, private)
+
+    def visited(self, visit: Visit, learner: Learner, num_examples: int) -> Visited:
+        """Return what a visit answers."""
+        return Visited(
+            arrays=encoded(learner.model),
+            num_examples=num_examples,
+            examples_seen=learner.seen,
+            train_loss=learner.train_loss(),
+            **(self.purse.spent(visit.run) if self.purse else {}),
+        )
 
     def resume_optimizer(self, model: nn.Module, visit: Any) -> torch.optim.Optimizer:
         """Build the optimizer and, under `keep`, give it its saved state."""

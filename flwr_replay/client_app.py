@@ -15,6 +15,7 @@ from flwr_replay.config import ModelConfig, TaskConfig
 from flwr_replay.guard import guard
 from flwr_replay.institution import institution_of
 from flwr_replay.models import build
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.replay.plan import Replaying
 from flwr_replay.serve import serve
 from flwr_replay.tasks import make_task
@@ -33,6 +34,7 @@ def make_client(context: Context) -> InstitutionClient:
         config.training,
         config.seed,
         Replaying.of(config),
+        PrivacyPlan.of(config),
     )
     assert isinstance(client, InstitutionClient)
     return client

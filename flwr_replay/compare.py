@@ -35,7 +35,7 @@ from flwr_replay.tasks import ERRORS, make_task
 __all__ = ["compare_strategies"]
 
 SEEDS = (0, 1, 2)
-OF_A_METHOD = ("prior", "generator", "replay", "training")  # sections that methods compared may differ in
+OF_A_METHOD = ("prior", "generator", "privacy", "replay", "training")  # sections that methods compared may differ in
 OURS = {  # options that a comparison sets itself, and what to write instead
     "strategy": "name the strategies before the options",
     "seed": "write seeds=3, or seeds=0,5,7",

@@ -27,6 +27,7 @@ from flwr_replay.config import (
     TrainingConfig,
 )
 from flwr_replay.errors import ConfigError, nearest
+from flwr_replay.privacy.config import PrivacyConfig
 
 __all__ = [
     "SECTIONS",
@@ -50,6 +51,7 @@ SECTIONS: dict[str, type] = {
     "replay": ReplayConfig,
     "generator": GeneratorConfig,
     "prior": PriorConfig,
+    "privacy": PrivacyConfig,
 }
 SPELLED_OUT = ("generator", "prior")  # sections whose options are named in full where another section has the same
 

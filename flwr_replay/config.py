@@ -225,6 +225,7 @@ class RunConfig:
     replay: ReplayConfig
     generator: GeneratorConfig
     prior: PriorConfig
+    privacy: Any  # flwr_replay.privacy.config.PrivacyConfig
     nodes: int  # institutions to wait for; 0: as many as are there, four when simulated in process
     rounds: int  # passes over the institutions' data
     seed: int

@@ -29,6 +29,9 @@ class Field:
     dtypes: tuple[str, ...] = ()  # of a per-sample or synthetic array; empty: any
     unit: str = ""
     part: bool = False  # of the model that came, not all of it
+    dp: str = ""  # the mechanism that makes it differentially private, where that is switched on
+    withheld: bool = False  # not sent where another field of its payload is made private
+    public: bool = False  # declared public wherever a claim is made: it says how many examples there are
 
 
 def _declare(declaration: Field, default: Any) -> Any:
@@ -37,9 +40,9 @@ def _declare(declaration: Field, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"wire": declaration})
 
 
-def model(part: bool = False) -> Any:
+def model(part: bool = False, dp: str = "") -> Any:
     """Declare weights: a state dict, name to array; `part` if it is not the whole model that came."""
-    return _declare(Field("model", "state dict", part=part), dataclasses.MISSING)
+    return _declare(Field("model", "state dict", part=part, dp=dp), dataclasses.MISSING)
 
 
 def per_sample(shape: str, *dtypes: str, raw: bool = False, default: Any = dataclasses.MISSING) -> Any:
@@ -47,9 +50,11 @@ def per_sample(shape: str, *dtypes: str, raw: bool = False, default: Any = datac
     return _declare(Field("per-sample-raw" if raw else "per-sample", shape, dtypes), default)
 
 
-def statistic(unit: str, default: Any = dataclasses.MISSING) -> Any:
-    """Declare a number, or a list of numbers, computed from an institution's data."""
-    return _declare(Field("statistic", unit=unit), default)
+def statistic(
+    unit: str, default: Any = dataclasses.MISSING, dp: str = "", withheld: bool = False, public: bool = False
+) -> Any:
+    """Declare a number, or a list of numbers, computed from an institution's data; what else is as in `Field`."""
+    return _declare(Field("statistic", unit=unit, dp=dp, withheld=withheld, public=public), default)
 
 
 def instruction(unit: str = "", default: Any = dataclasses.MISSING) -> Any:

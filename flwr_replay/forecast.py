@@ -11,16 +11,15 @@ from flwr_replay.client_app import backbone
 from flwr_replay.compose import choices, load_strategy
 from flwr_replay.config import RunConfig
 from flwr_replay.institution import loaded
-from flwr_replay.ledger import UNPROTECTED
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.members import Member
 from flwr_replay.opening import new_run_id
 from flwr_replay.payloads.common import Present, RollCall
 from flwr_replay.progress import shown_bytes
-from flwr_replay.server_app import settings_of
+from flwr_replay.server_app import claim, settings_of
 from flwr_replay.simulate import check_run
 from flwr_replay.training import to_arrays
-from flwr_replay.wire import rows
+from flwr_replay.wire import metrics_in, rows
 
 __all__ = ["describe_strategies", "forecast", "forecast_page"]
 
@@ -36,6 +35,7 @@ class Line:
     kind: str
     messages: int
     bytes: int
+    protection: str
 
 
 def forecast(config: RunConfig) -> list[Line]:
@@ -46,7 +46,7 @@ def forecast(config: RunConfig) -> list[Line]:
     """
     part = check_run(config)
     settings = replace(settings_of(config), run=new_run_id(config))
-    strategy = load_strategy(config.strategy.name)[0](config.strategy, settings)
+    strategy, plan = load_strategy(config.strategy.name)[0](config.strategy, settings), settings.privacy
     present: dict[str, Present] = {}
     for k, name in enumerate(part.names):
         own = part.examples(loaded(config.task), k).train
@@ -54,7 +54,7 @@ def forecast(config: RunConfig) -> list[Line]:
         strategy.members.add(Member(name, k, len(own), own.nbytes, **told))
         present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, **told)
     strategy.scale_labels(strategy.members.label_scale())
-    lines: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
+    lines: dict[tuple[str, str, str, str, str, str], tuple[int, int]] = {}
     roll_call = RollCall(strategy=config.strategy.name, run=settings.run, stages=strategy.all_stages())
     arrays = to_arrays(backbone(config.model, config.task)(0))
     exchanges: list[Exchange] = [(m, roll_call, present[m.name], 1) for m in strategy.members]
@@ -62,11 +62,17 @@ def forecast(config: RunConfig) -> list[Line]:
     exchanges += strategy.forecast_evaluation(arrays, config.rounds)
     for member, request, answer, times in exchanges:
         for direction, payload in (("down", strategy.addressed(member, request)), ("up", answer)):
-            for row in rows(payload.encode(), type(payload)):
-                key = (member.name, direction, request.stage_name, row.field, row.kind)
+            if plan and direction == "up":
+                payload = plan.answered(payload, member.num_examples)
+            content = payload.encode()
+            found = list(rows(content, type(payload)))
+            if plan and direction == "up":
+                found = plan.protected(found, type(payload), metrics_in(content))
+            for row in found:
+                key = (member.name, direction, request.stage_name, row.field, row.kind, row.protection)
                 messages, size = lines.get(key, (0, 0))
                 lines[key] = (messages + times, size + row.bytes * times)
-    return [Line(*key, messages=messages, bytes=size) for key, (messages, size) in lines.items()]
+    return [Line(*key[:5], messages=messages, bytes=size, protection=key[5]) for key, (messages, size) in lines.items()]
 
 
 def forecast_page(config: RunConfig) -> str:
@@ -82,29 +88,29 @@ def forecast_page(config: RunConfig) -> str:
         _idea(config.strategy.name)[0],
         "",
         "What leaves, and what arrives, all institutions together",
-        f"{'direction':10}{'stage':14}{'field':18}{'kind':13}{'messages':>9}{'bytes':>14}  protection",
+        f"{'direction':10}{'stage':17}{'field':18}{'kind':13}{'messages':>9}{'bytes':>14}  protection",
     ]
-    merged: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+    merged: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
     small: dict[str, int] = {}
     for line in lines:
         if line.kind == "instruction":
             small[line.direction] = small.get(line.direction, 0) + line.bytes
             continue
-        key = (line.direction, line.stage, line.field, line.kind)
+        key = (line.direction, line.stage, line.field, line.kind, line.protection)
         messages, size = merged.get(key, (0, 0))
         merged[key] = (messages + line.messages, size + line.bytes)
-    for (direction, stage, field, kind), (messages, size) in sorted(
+    for (direction, stage, field, kind, protection), (messages, size) in sorted(
         merged.items(), key=lambda item: item[0][0], reverse=True
     ):
-        text.append(f"{direction:10}{stage:14}{field:18}{kind:13}{messages:>9}{size:>14,}  {UNPROTECTED}")
+        text.append(f"{direction:10}{stage:17}{field:18}{kind:13}{messages:>9}{size:>14,}  {protection}")
     for direction, size in small.items():
-        text.append(f"{direction:10}{'(all)':14}{'instructions':18}{'instruction':13}{'':>9}{size:>14,}  {UNPROTECTED}")
+        text.append(f"{direction:10}{'(all)':17}{'instructions':18}{'instruction':13}{'':>9}{size:>14,}  none")
     text += ["", "By institution"]
     for name in names:
         own = [line for line in lines if line.institution == name]
         up, down = (sum(line.bytes for line in own if line.direction == way) for way in ("up", "down"))
         text.append(f"  {name}: up {shown_bytes(up)}, down {shown_bytes(down)}")
-    leaves = {(field, kind): size for (direction, _, field, kind), (_, size) in merged.items() if direction == "up"}
+    leaves = {(key[2], key[3]): size for key, (_, size) in merged.items() if key[0] == "up"}
     samples = sum(size for (_, kind), size in leaves.items() if kind == "per-sample")
     shared = sum(size for (_, kind), size in leaves.items() if kind == "per-sample-raw")
     leaving = ["all labels, as they are"] if ("labels", "per-sample") in leaves else []
@@ -117,8 +123,7 @@ def forecast_page(config: RunConfig) -> str:
             "the part of the model that made them may try to reconstruct the images."
         )
     text += [
-        "Nothing here is differentially private; no epsilon can be stated. TLS protects messages on the network, not "
-        "from the server.",
+        f"{claim(config)} TLS protects messages on the network, not from the server.",
         "Kinds: model = weights; per-sample = one row per patient; per-sample-raw = patients' "
         "examples as they are; statistic = numbers computed from the data; "
         "instruction = what the server asks; notice = the institution's name.",

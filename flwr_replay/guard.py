@@ -14,7 +14,8 @@ from flwr_replay.compose import load_client
 from flwr_replay.errors import FlwrReplayError, PrivacyError, RefusedError, TrainingError, WireError
 from flwr_replay.institution import Institution, institution_of
 from flwr_replay.payloads.common import Failure
-from flwr_replay.wire import REQUESTS, Payload, Request, config_in, request_of, rows
+from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.wire import REQUESTS, Payload, Request, config_in, metrics_in, request_of, rows
 
 __all__ = ["guard"]
 
@@ -30,6 +31,7 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
     try:
         institution, config = institution_of(context)
         load_client(config.strategy.name)  # declares the payloads of the method
+        plan = PrivacyPlan.of(config)
     except Exception as error:
         return _failure(message, error, name, deployed)
     request = request_of(message)
@@ -37,10 +39,12 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
         institution.policy.check_strategy(config.strategy.name)
         if request is not None:
             for asked in _asked(message, request):
-                institution.policy.check_release(asked)
+                institution.policy.check_release(asked, plan.promise if plan else None)
             _check_size_before(institution, message, request.answer)
         reply = call_next(message, context)
         found = list(rows(reply.content, request.answer if request else None))
+        if plan:
+            found = plan.protected(found, request.answer if request else None, metrics_in(reply.content))
         if request is None:  # nothing was declared: what is there shows only now
             for row in found:
                 institution.policy.check_field(row.field, row.kind)

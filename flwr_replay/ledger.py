@@ -10,9 +10,8 @@ from typing import Any
 from flwr_replay.files import Lines
 from flwr_replay.wire import Row
 
-__all__ = ["UNPROTECTED", "Ledger"]
+__all__ = ["Ledger"]
 
-UNPROTECTED = "none"
 SAMPLE_KINDS = ("per-sample", "per-sample-raw", "synthetic")
 
 
@@ -43,4 +42,4 @@ class Ledger(Lines):
 @lru_cache(maxsize=4096)
 def _field(row: Row) -> str:
     """Write the end of a line; the same fields travel again and again."""
-    return json.dumps({"field": row.field, "kind": row.kind, "bytes": row.bytes, "protection": UNPROTECTED})[1:-1]
+    return json.dumps({"field": row.field, "kind": row.kind, "bytes": row.bytes, "protection": row.protection})[1:-1]

@@ -6,7 +6,8 @@ The policy is a YAML file in the institution's hands:
     kinds: [model, statistic, per-sample]     # which kinds of field may leave (notices always may); raw examples, which
                                               # FedAvg+Share sends, are a kind of their own, per-sample-raw
     max-upload-mb: 64                         # the largest message that may leave, 10^6 bytes
-    max-epsilon: 8                            # what leaves must be differentially private with at most this epsilon
+    max-epsilon: 8                            # what leaves must be differentially private with at most this epsilon:
+                                              # the run needs dp=end-to-end and a budget, privacy.epsilon, within it
 
 A key that is left out forbids nothing. The rules are enforced by this package's ClientApp, before any data are read
 where the question can be decided then. They bind the code that the institution runs; they do not bind other code.
@@ -15,6 +16,7 @@ where the question can be decided then. They bind the code that the institution 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -22,7 +24,7 @@ from typing import Any, get_args
 import yaml
 
 from flwr_replay.errors import ConfigError, RefusedError, nearest
-from flwr_replay.fields import Kind
+from flwr_replay.fields import Field, Kind
 from flwr_replay.wire import Payload
 
 __all__ = ["Policy", "read_policy"]
@@ -45,18 +47,20 @@ class Policy:
                 "choose an allowed strategy or ask the institution to change its policy file"
             )
 
-    def check_release(self, answer: type[Payload], epsilon: float = math.inf) -> None:
+    def check_release(
+        self, answer: type[Payload], promise: Callable[[type[Payload], Field], float] | None = None
+    ) -> None:
         """Refuse a payload whose fields, as declared, may not leave.
 
         Parameters
         ----------
         answer : type[Payload]
             The declaration of what would leave.
-        epsilon : float
-            Of its differential privacy; infinite where there is none.
+        promise : Callable | None
+            Gives the largest epsilon that a field of it can have in this run; None: there is no differential privacy.
         """
         for name, field in answer.declared().items():
-            self.check_field(f"{answer.__name__}.{name}", field.kind, epsilon)
+            self.check_field(f"{answer.__name__}.{name}", field.kind, promise(answer, field) if promise else math.inf)
 
     def check_field(self, name: str, kind: Kind, epsilon: float = math.inf) -> None:
         """Refuse a field of a kind, or with an epsilon, that may not leave."""

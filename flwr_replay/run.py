@@ -87,6 +87,7 @@ class RunDirectory(Recorder):
         self.counters = Counters()
         self.started = time.monotonic()
         self.bytes = {"up": 0, "down": 0}
+        self.released: dict[str, dict[str, Any]] = {}  # by institution: what it states that it has released
         self.forgetting = Forgetting(self.path / "forgetting.jsonl")
         self.leading = make_task(config.task).metric
         self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
@@ -144,6 +145,16 @@ class RunDirectory(Recorder):
         leading = {name: metrics[self.leading] for name, metrics in own.items() if self.leading in metrics}
         self.forgetting.add(server_round, taught, leading)  # a ClientApp of somebody's own may lack it
 
+    def spent(self, name: str, epsilon: float | None, delta: float) -> None:
+        """Remember what an institution has released; the ledger has it message by message."""
+        kind = "DP-SGD, Poisson sampling" if epsilon is not None else "not protected: noise from the run's seed"
+        self.released[name] = {"epsilon": epsilon, "delta": delta, "mechanism": kind, "accountant": "rdp"}
+
+    def generated(self, name: str, losses: list[float]) -> None:
+        """Write how the training of a generator or prior went."""
+        with closing(Lines(self.path / "generator.jsonl")) as lines:
+            lines.append([{"institution": name, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)])
+
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Write down who takes no part, and why."""
         super().failed(server_round, name, reason)
@@ -161,6 +172,7 @@ class RunDirectory(Recorder):
             "trained": snapshot.trained,
             "examples": snapshot.examples,
             "label-scale": snapshot.label_scale,
+            "released": self.released,
         }
         folder = self.path / "checkpoints"
         stem = f"{snapshot.server_round:06d}"
@@ -189,6 +201,7 @@ class RunDirectory(Recorder):
             self._rewind(-1)
             return None
         self.counters = Counters(values["examples-seen"], values["seconds"])
+        self.released = values["released"]
         self._rewind(values["server-round"])
         parts = _under("arrays/", arrays), _under("state/", arrays)
         scale = tuple(values["label-scale"]) if values["label-scale"] else None
@@ -203,7 +216,7 @@ class RunDirectory(Recorder):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def finish(self, arrays: StateDict, metric: str, higher_is_better: bool) -> dict[str, Any]:
+    def finish(self, arrays: StateDict, metric: str, higher_is_better: bool, claim: str) -> dict[str, Any]:
         """Write the final weights, if the server has any, and `result.json`; return what the latter holds."""
         self._writing.result()
         if arrays:
@@ -231,7 +244,8 @@ class RunDirectory(Recorder):
             "examples-seen": self.counters.examples_seen,
             "bytes": {**self.bytes, "per-round": round(sum(self.bytes.values()) / (server_round // self.per_round))},
             "bytes-by-kind": self.bytes_by_kind(),
-            "privacy": dict.fromkeys(own),
+            "privacy": {name: self.released.get(name) for name in own},
+            "privacy-claim": claim,
             "failures": self.failures,
             "wall-seconds": round(self.counters.seconds + time.monotonic() - self.started, 3),
             "versions": _versions(),

@@ -21,13 +21,14 @@ from flwr_replay.files import alone, read_json
 from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.movements.base import Settings
 from flwr_replay.opening import open_run
+from flwr_replay.privacy.plan import NOTHING, PrivacyPlan
 from flwr_replay.progress import Display, LogDisplay
 from flwr_replay.replay.plan import Replaying
 from flwr_replay.rng import derived_seed
 from flwr_replay.run import RunDirectory, resumable
 from flwr_replay.tasks import make_task
 from flwr_replay.training import select_device, to_arrays
-from flwr_replay.wire import array_record, opened
+from flwr_replay.wire import REQUESTS, array_record, opened
 
 __all__ = ["app", "execute", "settings_of"]
 
@@ -69,7 +70,17 @@ def settings_of(config: RunConfig) -> Settings:
         input_shape=(config.task.channels, config.task.size, config.task.size),
         device=select_device(config.device),
         replaying=Replaying.of(config),
+        privacy=PrivacyPlan.of(config),
     )
+
+
+def claim(config: RunConfig) -> str:
+    """Say in plain words what of a run is differentially private, from what its stages declare."""
+    settings = settings_of(config)
+    if settings.privacy is None:
+        return NOTHING
+    stages = load_strategy(config.strategy.name)[0](config.strategy, settings).all_stages()
+    return settings.privacy.sentence({stage: REQUESTS[stage].answer for stage in stages})
 
 
 def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, Any], Path]:
@@ -100,6 +111,7 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
         strategy = strategy_type(config.strategy, replace(settings, run=run_id), recorder)
         try:
             final = opened(strategy.start(grid, first, config.rounds).arrays)
-            return recorder.finish(final, settings.task.metric, settings.task.higher_is_better), recorder.path
+            metric = settings.task.metric
+            return recorder.finish(final, metric, settings.task.higher_is_better, claim(config)), recorder.path
         finally:
             recorder.close()

@@ -247,6 +247,7 @@ class Row(NamedTuple):
     field: str
     kind: Kind
     bytes: int
+    protection: str = "none"
 
 
 def rows(content: RecordDict, declared: type[Payload] | None, extra: frozenset[str] = frozenset()) -> Iterator[Row]:

@@ -47,6 +47,7 @@ class CWT(Serial):
     name = "cwt"
     config_type = CWTConfig
     replays = True
+    private = ("generator", "prior", "classifier")
 
     def order(self, cycle: int, names: list[str]) -> list[str]:
         """Return this cycle's order of visits."""

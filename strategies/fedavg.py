@@ -49,6 +49,7 @@ class FedAvg(Parallel):
     name = "fedavg"
     config_type = FedAvgConfig
     replays = True
+    private = ("generator", "prior", "classifier")
 
     def task_for_all(self, server_round: int, arrays: Weights) -> Visit:
         """Send θ to every institution."""

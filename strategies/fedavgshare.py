@@ -55,6 +55,7 @@ class FedAvgShare(FedAvg):
 
     name = "fedavgshare"
     config_type = FedAvgShareConfig
+    private = ()  # raw examples leave
     stages = ("give", "receive", "train-enlarged", "evaluate")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -43,6 +43,7 @@ class FedProx(FedAvg):
 
     name = "fedprox"
     config_type = FedProxConfig
+    private = ("generator", "prior")  # the proximal term would have to be added after the noise
 
     def task_for_all(self, server_round: int, arrays: Weights) -> Visit:
         """Send θ and μ to every institution."""

@@ -98,6 +98,7 @@ class FedReplay(OneShot):
 
     name = "fedreplay"
     config_type = FedReplayConfig
+    private = ("encoder",)
     stages = ("extract", "evaluate")
 
     encoder: StateDict | None = None
@@ -144,9 +145,8 @@ class FedReplay(OneShot):
                     self.recorder.failed(server_round, member.name, "sent an encoder that is not whole, or not finite")
                     continue
                 self.recorder.saw(answer.examples_seen)
-                self.recorder.log(
-                    f"encoder from {member.name}: {answer.epochs} epochs, validation loss {answer.validation_loss:.4f}"
-                )
+                loss = "" if answer.validation_loss is None else f", validation loss {answer.validation_loss:.4f}"
+                self.recorder.log(f"encoder from {member.name}: {answer.epochs} epochs{loss}")
                 return opened(answer.arrays)
         raise RunError(f"no institution could train the encoder; {self.recorder.failures_line()}")
 

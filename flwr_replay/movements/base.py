@@ -25,6 +25,7 @@ from flwr_replay.movements.members import Member, wait_for_nodes
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.movements.settings import Settings
 from flwr_replay.payloads.common import Evaluate, Visit
+from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.replay.forecast import exchanges_of
 from flwr_replay.replay.server import GenerativeReplay
 from flwr_replay.training import learning_rate, refuse_single_batches
@@ -46,6 +47,7 @@ class Movement(Exchanging):
     """Base of the four movements."""
 
     replays: ClassVar[bool] = False  # whether a batch at the institutions may hold replayed examples
+    private: ClassVar[tuple[str, ...]] = ()  # what this method can train by DP-SGD
 
     def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
         super().__init__(config, settings, recorder)
@@ -75,6 +77,15 @@ class Movement(Exchanging):
             f"replay stands beside real images at the institutions; strategy={cls.name} has no such batches: choose "
             "replay=none, or strategy=cwt, fedavg, fedprox, fedavgm or fedavgshare",
         )
+        wanted = settings.privacy.config.mechanisms if settings.privacy else ()
+        for mechanism in wanted:
+            require(
+                mechanism in cls.private,
+                f"strategy={cls.name} can have dp={'+'.join(cls.private) or 'none'}; got {mechanism}: choose among "
+                "these, or another strategy",
+            )
+        if settings.model is not None and "classifier" in wanted:
+            refuse_mixing(settings.model(0))
         if settings.model is not None:
             refuse_single_batches(settings.model(0), settings.training.batch_size, settings.training.batch_size)
 

@@ -109,6 +109,8 @@ class Exchanging(Strategy):
             if reply is not None and reply.has_content():
                 declared = Failure if failure_of(reply) else Present if member.ours else None
                 found = list(rows(reply.content, declared))
+                if self.settings.privacy:
+                    found = self.settings.privacy.protected(found, declared, {})
                 self.recorder.travelled(server_round, member, "up", found, "roll-call")
             if refusal:
                 self._failed(server_round, member.name, refusal)
@@ -152,7 +154,12 @@ class Exchanging(Strategy):
                     server_round, member.name, Failure(failure=f"sent what it may not: {error}", error="WireError")
                 )
                 continue
-            raw_bytes = metrics_in(reply.content).get("raw-bytes")
+            told = metrics_in(reply.content)
+            if self.settings.privacy and "delta" in told:
+                self.recorder.spent(member.name, told.get("epsilon"), told["delta"])
+            if self.settings.privacy:
+                found = self.settings.privacy.protected(found, declared, told)
+            raw_bytes = told.get("raw-bytes")
             self.recorder.travelled(server_round, member, "up", found, stage, raw_bytes)
             if refusal:
                 self._failed(server_round, member.name, refusal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -60,9 +60,10 @@ class Parallel(Movement):
         if not answers:
             return None, None
         self.recorder.saw(sum(answer.examples_seen for answer in answers))
-        total = sum(answer.num_examples for answer in answers)
-        loss = sum(answer.train_loss * answer.num_examples for answer in answers) / total
-        return array_record(self.combine(answers)), MetricRecord({"train-loss": loss})
+        told = [(answer.train_loss, answer.num_examples) for answer in answers if answer.train_loss is not None]
+        total = sum(n for _, n in told)
+        metrics: dict[str, Any] = {"train-loss": sum(loss * n for loss, n in told) / total} if told else {}
+        return array_record(self.combine(answers)), MetricRecord(metrics)
 
 
 def weighted_mean(states: Sequence[StateDict], weights: Sequence[float]) -> StateDict:

@@ -70,6 +70,9 @@ class Recorder:
         """Note how the training of a generator or prior went at an institution: the loss of every epoch."""
         self.log(f"generator at {name}: loss {', '.join(f'{loss:.4f}' for loss in losses)}")
 
+    def spent(self, name: str, epsilon: float | None, delta: float) -> None:
+        """Note what an institution states that it has released so far; no epsilon: its noise is not secret."""
+
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Note that an institution refused, failed or did not answer."""
         self.failures.append({"round": server_round, "institution": name, "reason": reason})

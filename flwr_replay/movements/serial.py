@@ -59,7 +59,8 @@ class Serial(Movement):
             self.missed = 0
             answer = Visited.decode(reply.content) if member.ours else Visited.from_foreign(reply.content)
             self.recorder.saw(answer.examples_seen)
-            return array_record(answer.arrays), MetricRecord({"train-loss": answer.train_loss})
+            told: dict[str, Any] = {} if answer.train_loss is None else {"train-loss": answer.train_loss}
+            return array_record(answer.arrays), MetricRecord(told)
         self.missed += 1
         return None, None
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flwr_replay.config import TrainingConfig
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.replay.plan import Replaying
 
 __all__ = ["Settings"]
@@ -32,3 +33,4 @@ class Settings:
     input_shape: tuple[int, ...] | None = None  # of one example
     device: str | torch.device = "cpu"  # of training at the server
     replaying: Replaying | None = None  # what is replayed at the institutions; None: nothing
+    privacy: PrivacyPlan | None = None  # what is trained by DP-SGD; None: nothing

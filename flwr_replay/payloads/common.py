@@ -13,7 +13,18 @@ from flwr_replay.errors import WireError
 from flwr_replay.fields import instruction, model, notice, statistic
 from flwr_replay.wire import Payload, Request, Weights
 
-__all__ = ["OPEN_STAGES", "Evaluate", "Evaluation", "Failure", "LabelScale", "Present", "RollCall", "Visit", "Visited"]
+__all__ = [
+    "OPEN_STAGES",
+    "Evaluate",
+    "Evaluation",
+    "Failure",
+    "LabelScale",
+    "Present",
+    "RollCall",
+    "Spent",
+    "Visit",
+    "Visited",
+]
 
 OPEN_STAGES = ("roll-call", "train", "evaluate")  # what a ClientApp of anyone's may answer in its own words
 
@@ -32,8 +43,8 @@ class Present(Payload):
     """An institution's answer to the roll call."""
 
     name: str = notice()
-    num_examples: int = statistic("examples")
-    raw_bytes: int = statistic("bytes")  # of the training examples as the institution holds them
+    num_examples: int = statistic("examples", public=True)
+    raw_bytes: int = statistic("bytes", public=True)  # of the training examples as the institution holds them
     label_sum: float | None = statistic("label's unit; of the training labels, regression only", default=None)
     label_squares: float | None = statistic("label's unit squared; sum over the training labels", default=None)
 
@@ -56,13 +67,25 @@ class LabelScale(Payload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Visited(Payload):
+class Spent(Payload):
+    """What an answer states where it is differentially private; computed from numbers of examples alone."""
+
+    epsilon: float | None = statistic(
+        "by Renyi DP, of all that the institution has released in this run; none: its noise is not secret",
+        default=None,
+        public=True,
+    )
+    delta: float | None = statistic("probability", default=None, public=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visited(Spent):
     """What comes back from a visit: the weights, and how the training went."""
 
-    arrays: Weights = model()
-    num_examples: int = statistic("examples")
-    examples_seen: int = statistic("examples")  # with repetition
-    train_loss: float = statistic("as the task has it, mean over the visit")
+    arrays: Weights = model(dp="classifier")
+    num_examples: int = statistic("examples", public=True)
+    examples_seen: int = statistic("examples; with repetition", public=True)
+    train_loss: float | None = statistic("as the task has it, mean over the visit", default=None, withheld=True)
 
     @classmethod
     def empty(cls, arrays: Weights) -> Visited:

@@ -12,22 +12,22 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flwr_replay.fields import instruction, model, per_sample, statistic
-from flwr_replay.payloads.common import LabelScale
+from flwr_replay.payloads.common import LabelScale, Spent
 from flwr_replay.wire import Payload, Request, Weights
 
 __all__ = ["Encode", "Encoder", "Extract", "Latents"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoder(Payload):
+class Encoder(Spent):
     """The part before the cut of a backbone trained at one institution."""
 
-    arrays: Weights = model(part=True)
-    num_examples: int = statistic("examples")
-    examples_seen: int = statistic("examples")
-    train_loss: float = statistic("as the task has it, mean over the best epoch")
-    validation_loss: float = statistic("as the task has it, of the best epoch")
-    epochs: int = statistic("epochs until training stopped")
+    arrays: Weights = model(part=True, dp="encoder")
+    num_examples: int = statistic("examples", public=True)
+    examples_seen: int = statistic("examples", public=True)
+    train_loss: float | None = statistic("as the task has it, mean over the best epoch", default=None, withheld=True)
+    validation_loss: float | None = statistic("as the task has it, of the best epoch", default=None, withheld=True)
+    epochs: int = statistic("epochs until training stopped; under DP as many as were asked for", public=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,10 @@ class Latents(Payload):
     latents: NDArray[Any] = per_sample("N ...", "float32", "float16", "int8")
     labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8")
     scales: NDArray[Any] | None = per_sample("N", "float32", default=None)  # int8 only: value = scale * code
-    num_examples: int = statistic("examples, the institution's, before views")
-    first: int = statistic("row of the upload at which this chunk begins")
-    total: int = statistic("rows of the whole upload: examples times views")
-    raw_bytes: int = statistic("bytes of the raw examples that this chunk stands for")
+    num_examples: int = statistic("examples, the institution's, before views", public=True)
+    first: int = statistic("row of the upload at which this chunk begins", public=True)
+    total: int = statistic("rows of the whole upload: examples times views", public=True)
+    raw_bytes: int = statistic("bytes of the raw examples that this chunk stands for", public=True)
 
 
 @dataclass(frozen=True, kw_only=True)

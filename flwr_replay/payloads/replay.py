@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flwr_replay.fields import instruction, model, per_sample, statistic
-from flwr_replay.payloads.common import LabelScale
+from flwr_replay.payloads.common import LabelScale, Spent
 from flwr_replay.wire import Payload, Request, Weights
 
 __all__ = [
@@ -31,14 +31,14 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated(Payload):
+class Generated(Spent):
     """The generator after an institution has trained it, and how that went."""
 
-    arrays: Weights = model()
-    num_examples: int = statistic("examples")
-    examples_seen: int = statistic("examples, replayed ones included")
-    losses: Sequence[float] = statistic("mean over each epoch", default=())
-    perplexity: float | None = statistic("vectors of the bottom codebook in use, last batch", default=None)
+    arrays: Weights = model(dp="generator")
+    num_examples: int = statistic("examples", public=True)
+    examples_seen: int = statistic("examples, replayed ones included", public=True)
+    losses: Sequence[float] = statistic("mean over each epoch", default=(), withheld=True)
+    perplexity: float | None = statistic("bottom codes in use, last batch", default=None, withheld=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ class Codes(Payload):
 
     codes: NDArray[Any] = per_sample("N bytes", "uint8")
     labels: NDArray[Any] = per_sample("N", "int64", "float32")
-    num_examples: int = statistic("examples, the institution's own")
-    raw_bytes: int = statistic("bytes of the raw examples that the institution's own codes stand for")
+    num_examples: int = statistic("examples, the institution's own", public=True)
+    raw_bytes: int = statistic("bytes of the raw examples that the institution's own codes stand for", public=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class EncodeImages(Request, stage="encode-images", answer=Codes):
 class Kept(Payload):
     """What was sent has been kept."""
 
-    num_examples: int = statistic("examples that it stands for")
+    num_examples: int = statistic("examples that it stands for", public=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +94,14 @@ class KeepDecoder(Request, stage="keep-decoder", answer=Kept):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedPrior(Payload):
+class TrainedPrior(Spent):
     """A prior over an institution's codes; its state dict lacks the decoder that the codes are for."""
 
-    arrays: Weights = model(part=True)
-    num_examples: int = statistic("examples")
-    examples_seen: int = statistic("examples")
-    losses: Sequence[float] = statistic("nats of a code, mean over each epoch", default=())
-    label_counts: Sequence[int] = statistic("examples of each class, or bin of a number")
+    arrays: Weights = model(part=True, dp="prior")
+    num_examples: int = statistic("examples", public=True)
+    examples_seen: int = statistic("examples", public=True)
+    losses: Sequence[float] = statistic("nats of a code, mean over each epoch", default=(), withheld=True)
+    label_counts: Sequence[int] = statistic("examples of each class, or bin of a number", dp="prior")
 
 
 @dataclass(frozen=True, kw_only=True)

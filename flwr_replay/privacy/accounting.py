@@ -158,7 +158,13 @@ def _prv(steps: dict[tuple[float, float], int], delta: float, bound: float) -> f
         return float(accountant.get_epsilon(delta=delta))
 
 
-def noise_for(target: float, delta: float, samplings: Sequence[tuple[float, int]], accountant: str = "rdp") -> float:
+def noise_for(
+    target: float,
+    delta: float,
+    samplings: Sequence[tuple[float, int]],
+    accountant: str = "rdp",
+    fixed: Sequence[SampledGaussian] = (),
+) -> float:
     """Return the least noise multiplier with which all that is released costs at most `target`.
 
     Parameters
@@ -171,6 +177,8 @@ def noise_for(target: float, delta: float, samplings: Sequence[tuple[float, int]
         (q, steps) of every mechanism on these examples; all get the same noise.
     accountant : str
         rdp | prv.
+    fixed : Sequence[SampledGaussian]
+        What is released besides, with noise of its own.
 
     Returns
     -------
@@ -183,11 +191,17 @@ def noise_for(target: float, delta: float, samplings: Sequence[tuple[float, int]
         If no noise multiplier up to a million is enough.
     """
     require(0 < target < inf, f"the target epsilon must be positive and finite; got {target}")
+    require(
+        not fixed or epsilon(fixed, delta) < target,
+        f"epsilon {target} at delta {delta:.2g} is less than the noisy counts cost alone: raise privacy.count-sigma",
+    )
 
     def costs(sigma: float) -> float:
-        return epsilon([SampledGaussian(rate, sigma, steps) for rate, steps in samplings], delta, accountant)
+        new = [SampledGaussian(rate, sigma, steps) for rate, steps in samplings]
+        return epsilon([*fixed, *new], delta, accountant)
 
-    high = noise_for(target, delta, samplings) if accountant == "prv" else 1.0  # a good guess spares the slow one
+    # For the slow accountant, a good guess.
+    high = noise_for(target, delta, samplings, fixed=fixed) if accountant == "prv" else 1.0
     while costs(high) > target:
         high *= 2
         if high > LARGEST:

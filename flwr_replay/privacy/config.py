@@ -7,17 +7,24 @@ from dataclasses import dataclass
 from math import inf
 
 from flwr_replay.config import one_of, require
-from flwr_replay.privacy.accounting import noise_for
+from flwr_replay.privacy.accounting import SampledGaussian, noise_for
 
-__all__ = ["PrivacyConfig"]
+__all__ = ["MECHANISMS", "PrivacyConfig"]
+
+MECHANISMS = ("generator", "prior", "encoder", "classifier")
+END_TO_END = ("generator", "prior", "classifier")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyConfig:
     """DP-SGD at an institution (Qu et al. 2022, section 4.4: sigma 0.7, delta 1/|D|; its clip is not given)."""
 
+    dp: str = "none"  # none | generator, prior, encoder, classifier, joined by + | end-to-end
     sigma: float = 0.7  # noise multiplier; 0: the least with which the whole run keeps within epsilon
-    clip: float = 1.0  # C, the L2 norm that an example's gradient may have
+    clip: float = 1.0  # C, the L2 norm that an example's gradient may have: encoder and classifier
+    generator_clip: float = 1.0  # the same for the generator
+    prior_clip: float = 1.0  # the same for the prior
+    count_sigma: float = 10.0  # prior: noise on the number of examples of each label, their standard deviation
     epsilon: float = 0.0  # each institution's budget for a run; 0: no limit, epsilon is only reported
     delta: float = 0.0  # 0: 1/|D|
     noise: str = "secret"  # secret: by a key that the institution keeps | seeded: for tests, protects nothing
@@ -25,13 +32,34 @@ class PrivacyConfig:
     def __post_init__(self) -> None:
         one_of("privacy.noise", self.noise, ("secret", "seeded"))
         require(0 <= self.sigma < inf, f"privacy.sigma must be finite and not negative; got {self.sigma}")
-        require(0 < self.clip < inf, f"privacy.clip must be positive and finite; got {self.clip}")
+        for name in self.mechanisms:
+            one_of("privacy.dp", name, ("none", *MECHANISMS, "end-to-end"))
+        for name in ("clip", "generator_clip", "prior_clip", "count_sigma"):
+            option = f"privacy.{name.replace('_', '-')}"
+            require(0 < getattr(self, name) < inf, f"{option} must be positive and finite; got {getattr(self, name)}")
         require(0 <= self.epsilon < inf, f"privacy.epsilon must be finite and not negative; got {self.epsilon}")
         require(0 <= self.delta < 1, f"privacy.delta is a probability in [0, 1); got {self.delta}")
         require(
             self.sigma > 0 or self.epsilon > 0,
             "privacy needs noise; got privacy.sigma=0 and privacy.epsilon=0: set one of them",
         )
+
+    @property
+    def end_to_end(self) -> bool:
+        """Say whether all that depends on training examples is to be private."""
+        return self.dp == "end-to-end"
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """Return what is trained by DP-SGD."""
+        if self.end_to_end:
+            return END_TO_END
+        return () if self.dp == "none" else tuple(self.dp.split("+"))
+
+    def clip_of(self, mechanism: str) -> float:
+        """Return C of a mechanism."""
+        clips = {"generator": self.generator_clip, "prior": self.prior_clip}
+        return clips.get(mechanism, self.clip)
 
     @property
     def limit(self) -> float:
@@ -42,6 +70,11 @@ class PrivacyConfig:
         """Return delta for an institution with so many examples."""
         return self.delta or 1 / examples
 
-    def sigma_for(self, samplings: Sequence[tuple[float, int]], delta: float) -> float:
-        """Return the noise multiplier; (q, steps) of all mechanisms of the whole run matter where epsilon gives it."""
-        return self.sigma or noise_for(self.epsilon, delta, samplings)
+    def sigma_for(
+        self, samplings: Sequence[tuple[float, int]], delta: float, fixed: Sequence[SampledGaussian] = ()
+    ) -> float:
+        """Return the noise multiplier; (q, steps) of all mechanisms of the whole run matter where epsilon gives it.
+
+        `fixed` is what is released besides, with noise of its own.
+        """
+        return self.sigma or noise_for(self.epsilon, delta, samplings, fixed=fixed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from torch import Tensor
 from flwr_replay.errors import DataError, TrainingError
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import pack_codes
-from flwr_replay.institution import Institution
+from flwr_replay.generators.pixelcnn import CodePrior
+from flwr_replay.institution import Institution, Shard
 from flwr_replay.payloads.replay import (
     Codes,
     EncodeImages,
@@ -32,6 +33,7 @@ from flwr_replay.payloads.replay import (
     TrainGenerator,
     TrainPrior,
 )
+from flwr_replay.privacy.visit import PrivateVisit, Purse
 from flwr_replay.replay.plan import Replaying
 from flwr_replay.replay.replayer import BLOCK, Replayer, Source, replayer_of
 from flwr_replay.state import StateStore
@@ -44,38 +46,48 @@ __all__ = ["GenerativeStages"]
 class GenerativeStages:
     """The stages of replay at one institution; its client of any method hands them on to here."""
 
-    def __init__(self, institution: Institution, state: StateStore, replaying: Replaying) -> None:
-        self.institution, self.state, self.replaying = institution, state, replaying
+    def __init__(
+        self, institution: Institution, state: StateStore, replaying: Replaying, purse: Purse | None = None
+    ) -> None:
+        self.institution, self.state, self.replaying, self.purse = institution, state, replaying, purse
 
     # --- Algorithm 1, lines 7-20 --------------------------------------------------------------------------------------
 
     def train_generator(self, request: TrainGenerator) -> Generated:
         """Update the generator on real images and on replays."""  # line 7
-        config, data = self.replaying.generator, self.institution.train
+        config, data = self.replaying.generator, self.checked_images()
         model = self.generator(request.arrays)
         if self.replaying.replay.name == "vqvae2":  # line 8: D_old ← D
             decoder = {name: value.cpu().numpy() for name, value in model.decoder_state_dict().items()}
             self.state.save("decoder-00", request.run, request.server_round, decoder)
         old = self.replayer(request.run, request.server_round, request.replayed)
         optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
+        private = self.private("generator", config.epochs, request)
+        beside = old.beside_each(config.batch_size) if old else 0
         losses, seen = [], 0
         for epoch in range(config.epochs):  # line 9
             set_rate(optimizer, config.lr, epoch, config.lr_halving)
             draws, of_epoch = self.draws("generator", epoch), []
-            again = old.batches(self.replays_beside(config.batch_size), draws) if old else None
-            for x_B, y_B in batches(data.x, data.y, config.batch_size, draws):  # line 10
-                x_k = self.real(x_B, y_B)
+            again = old.batches(beside, draws) if old else None
+            real = private.batches(data) if private else batches(data.x, data.y, config.batch_size, draws)
+            for x_B, y_B in real:  # line 10
+                x_k = self.replaying.joined(x_B, y_B)
                 x_U = torch.cat([next(again)[0], x_k]) if again else x_k  # lines 11-12
-                loss, parts = model.loss(x_U, draws)  # lines 13-17
-                of_epoch.append(step(model, optimizer, loss))  # line 18
-                seen += len(x_U)
-            losses.append(mean_loss(of_epoch))
+                if private:  # Algorithm 3, noise once on the sum
+                    example_losses = partial(summed_loss, model, draws)
+                    private.step(model, optimizer, example_losses, (x_U,), config.batch_size + beside)
+                else:
+                    loss, parts = model.loss(x_U, draws)  # lines 13-17
+                    of_epoch.append(step(model, optimizer, loss))  # line 18
+                seen += config.batch_size + beside if private else len(x_U)
+            losses += [] if private else [mean_loss(of_epoch)]
         return Generated(
             arrays=encoded(model),
             num_examples=len(data),
             examples_seen=seen,
             losses=losses,
-            perplexity=float(parts["perplexity-bottom"]),
+            perplexity=None if private else float(parts["perplexity-bottom"]),
+            **self.spent(request.run),
         )
 
     def encode_images(self, request: EncodeImages) -> Codes:
@@ -94,7 +106,7 @@ class GenerativeStages:
 
     def train_prior(self, request: TrainPrior) -> TrainedPrior:
         """Train a prior on the codes of x_k; these do not leave."""  # footnote 1
-        config, data = self.replaying.prior, self.institution.train
+        config, data = self.replaying.prior, self.checked_images()
         own, given = by_prefix(opened(request.arrays))
         model = self.generator(own).eval()
         prior = self.replaying.fresh_prior(model).to(self.institution.device)
@@ -102,17 +114,27 @@ class GenerativeStages:
         codes, classes = self.codes_of(model), self.classes(data.y.cpu(), request)
         counts = torch.bincount(classes, minlength=prior.classes)
         optimizer = torch.optim.Adam(prior.parameters(), lr=config.lr)
+        private = self.private("prior", config.epochs, request)
         losses, seen = [], 0
         for epoch in range(config.epochs):
             of_epoch = []
-            for rows in torch.split(torch.randperm(len(data), generator=self.draws("prior", epoch)), config.batch_size):
+            shuffled = torch.split(torch.randperm(len(data), generator=self.draws("prior", epoch)), config.batch_size)
+            for rows in private.rows(len(data)) if private else shuffled:
                 e_B, y_B = codes[rows].to(self.institution.device), classes[rows].to(self.institution.device)
-                of_epoch.append(step(prior, optimizer, prior.loss(e_B, y_B)))
-                seen += len(rows)
-            losses.append(mean_loss(of_epoch))
-        arrays = {f"prior.{name}": array for name, array in to_arrays(prior).items()}
+                if private:
+                    example_losses = partial(summed_nats, prior)
+                    private.step(prior, optimizer, example_losses, (e_B, y_B), config.batch_size)
+                else:
+                    of_epoch.append(step(prior, optimizer, prior.loss(e_B, y_B)))
+                seen += config.batch_size if private else len(rows)
+            losses += [] if private else [mean_loss(of_epoch)]
         return TrainedPrior(
-            arrays=arrays, num_examples=len(data), examples_seen=seen, losses=losses, label_counts=counts.tolist()
+            arrays={f"prior.{name}": array for name, array in to_arrays(prior).items()},
+            num_examples=len(data),
+            examples_seen=seen,
+            losses=losses,
+            label_counts=(self.purse.noisy_counts(counts, request) if self.purse else counts).tolist(),
+            **self.spent(request.run),
         )
 
     # --- what is kept for replay --------------------------------------------------------------------------------------
@@ -173,36 +195,38 @@ class GenerativeStages:
         load_arrays(model, arrays)
         return model.train()
 
-    def real(self, x_B: Tensor, y_B: Tensor) -> Tensor:
-        """Return real images as the generator learns them.
+    def checked_images(self) -> Shard:
+        """Return the institution's training examples.
 
         Raises
         ------
         DataError
             If they are numbers outside [0, 1].
         """
-        images = self.replaying.joined(x_B, y_B)
-        if images.min() < 0 or images.max() > 1:
-            raise DataError(
-                "replay needs images of bytes, or of numbers in [0, 1]; got others: scale them, or replay=none"
-            )
-        return images
+        data = self.institution.train
+        if data.x.dtype != torch.uint8 and not (data.x.min() >= 0 and data.x.max() <= 1):
+            raise DataError("replay needs images of bytes, or of numbers in [0, 1]; got others: choose replay=none")
+        return data
+
+    def private(self, mechanism: str, epochs: int, request: TrainGenerator | TrainPrior) -> PrivateVisit | None:
+        """Pay for steps of DP-SGD; None where they are to be plain."""
+        return self.purse.begin(mechanism, epochs, request) if self.purse else None
+
+    def spent(self, run: str) -> dict[str, Any]:
+        """Return what an answer states of privacy."""
+        return self.purse.spent(run) if self.purse else {}
 
     def codes_of(self, model: ReplayGenerator) -> Tensor:
         """Encode all of the institution's images: (n, N), on the CPU."""
         data = self.institution.train
         parts = zip(torch.split(data.x, BLOCK), torch.split(data.y, BLOCK), strict=True)
-        return torch.cat([model.encode(self.real(x_B, y_B)).cpu() for x_B, y_B in parts])
+        return torch.cat([model.encode(self.replaying.joined(x_B, y_B)).cpu() for x_B, y_B in parts])
 
     def classes(self, y: Tensor, request: TrainPrior) -> Tensor:
         """Return what the prior is told of each label."""
         if self.replaying.kind == "classification":
             return y
         return self.replaying.bins(request.label_mean, request.label_scale).classes(y)
-
-    def replays_beside(self, batch_size: int) -> int:
-        """Return how many replayed examples stand beside b real ones."""
-        return max(1, round(self.replaying.replay.ratio * batch_size))
 
     def draws(self, *purpose: object) -> torch.Generator:
         """Return a generator of this institution's own."""
@@ -229,6 +253,16 @@ def drawn(drawing: Drawing, replaying: Replaying) -> NDArray[np.uint8]:
     draws = generator(replaying.seed, "drawn codes", drawing.source)
     codes = [prior.sample(labels, draws) for labels in torch.split(classes, BLOCK)]
     return pack_codes(torch.cat(codes).numpy(), model.codebook_size)
+
+
+def summed_loss(model: ReplayGenerator, draws: torch.Generator, x_B: Tensor) -> Tensor:
+    """Return the sum of examples' losses, which is their mean times their number: none depends on another."""
+    return model.loss(x_B, draws)[0] * len(x_B)
+
+
+def summed_nats(prior: CodePrior, e_B: Tensor, y_B: Tensor) -> Tensor:
+    """Return the sum of examples' losses."""
+    return prior.loss(e_B, y_B) * len(y_B)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float, epoch: int, halving: int) -> None:

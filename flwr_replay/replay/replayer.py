@@ -79,6 +79,10 @@ class Replayer:
         made = self.cached.index_select(0, rows.to(self.device)) if self.cached is not None else self.decoded(rows)
         return as_input(made), self.labels[rows].to(self.device)
 
+    def beside_each(self, batch_size: int) -> int:
+        """Return how many replayed examples stand beside b real ones."""
+        return max(1, round(self.replaying.replay.ratio * batch_size))
+
     def batches(self, size: int, draws: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches for ever, every code once before any comes again."""
         order = torch.empty(0, dtype=torch.int64)
@@ -102,7 +106,7 @@ class Replayer:
         draws : torch.Generator
             Of the replayed ones.
         """
-        again = self.batches(max(1, round(self.replaying.replay.ratio * batch_size)), draws)
+        again = self.batches(self.beside_each(batch_size), draws)
         for x_B, y_B in real:
             x_R, y_R = self.replaying.apart(*next(again))
             yield torch.cat([x_R, x_B]), torch.cat([y_R.to(y_B.dtype), y_B])

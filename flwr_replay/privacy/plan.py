@@ -1,0 +1,188 @@
+"""Which mechanisms of a run are private, what they will cost an institution, and what may therefore be claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from math import inf, isfinite
+from typing import Any, Self
+
+from flwr_replay.config import RunConfig, require
+from flwr_replay.fields import Field
+from flwr_replay.payloads.common import Evaluation
+from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+from flwr_replay.privacy.config import PrivacyConfig
+from flwr_replay.wire import Payload, Row
+
+__all__ = ["NOTHING", "PrivacyPlan"]
+
+NOTHING = "Nothing here is differentially private; no epsilon can be stated."
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """The private mechanisms of a run.
+
+    Attributes
+    ----------
+    passes : tuple of (str, int, int)
+        Of every mechanism that is trained by DP-SGD: its name, its epochs in the whole run, b.
+    """
+
+    config: PrivacyConfig
+    passes: tuple[tuple[str, int, int], ...]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self | None:
+        """Read a run's configuration; None where nothing is private.
+
+        Raises
+        ------
+        ConfigError
+            If a mechanism has nothing to make private, or cannot be made private as it is configured.
+        """
+        privacy, strategy = config.privacy, config.strategy
+        wanted = privacy.mechanisms
+        if not wanted:
+            return None
+        if privacy.end_to_end:
+            _check_end_to_end(config)
+        require(
+            "generator" not in wanted or config.replay.name != "none",
+            f"dp=generator needs a generator; got replay={config.replay.name}: choose replay=vqvae2 or pixelcnn",
+        )
+        require(
+            "generator" not in wanted or config.generator.codebook == "gradient",
+            "under differential privacy no layer may mix examples, and running means do; got "
+            f"generator.codebook={config.generator.codebook}: choose generator.codebook=gradient",
+        )
+        require(
+            "prior" not in wanted or config.replay.name == "pixelcnn",
+            f"dp=prior needs a prior; got replay={config.replay.name}: choose replay=pixelcnn",
+        )
+        require(
+            "encoder" not in wanted or getattr(strategy, "encoder", "") == "institution",
+            "dp=encoder needs an encoder that an institution trains: choose strategy=fedreplay, encoder=institution",
+        )
+        epochs = {
+            "generator": (config.generator.epochs, config.generator.batch_size),
+            "prior": (config.prior.epochs, config.prior.batch_size),
+            "encoder": (getattr(strategy, "encoder_epochs", 0), config.training.batch_size),
+            "classifier": (config.rounds * getattr(strategy, "local_epochs", 1), config.training.batch_size),
+        }
+        return cls(privacy, tuple((name, *epochs[name]) for name in wanted))
+
+    def covers(self, mechanism: str) -> bool:
+        """Say whether what a mechanism releases is private; the counts of labels belong to the prior."""
+        return any(name == mechanism for name, _, _ in self.passes)
+
+    def counts(self) -> SampledGaussian:
+        """Return what the numbers of examples of each label cost: adding an example changes one of them by one."""
+        return SampledGaussian(1.0, self.config.count_sigma, 1)
+
+    def cost(self, mechanism: str, examples: int, epochs: int) -> SampledGaussian:
+        """Return what some epochs of a mechanism cost an institution with so many examples."""
+        batch = next(batch for name, _, batch in self.passes if name == mechanism)
+        sigma = _sigma(self, examples)
+        return SampledGaussian.of_epochs(examples=examples, batch=batch, sigma=sigma, epochs=epochs)
+
+    def planned(self, examples: int) -> tuple[float, float]:
+        """Return epsilon, by Renyi DP, and delta of an institution that stays to the end, or its budget, if less."""
+        costs = [self.cost(name, examples, epochs) for name, epochs, _ in self.passes]
+        delta = self.config.delta_for(examples)
+        return min(self.config.limit, epsilon([*costs, *self.fixed()], delta)), delta
+
+    def fixed(self) -> list[SampledGaussian]:
+        """Return what is released with noise of its own."""
+        return [self.counts()] if self.covers("prior") else []
+
+    # --- claims -------------------------------------------------------------------------------------------------------
+
+    def protection(self, field: Field, epsilon: float, delta: float) -> str:
+        """Say in a few words what protects a field of an answer."""
+        if field.dp and self.covers(field.dp):
+            if not isfinite(epsilon):
+                return "not protected: its noise comes from the run's seed"
+            return f"({epsilon:.3g}, {delta:.2g})-DP"
+        return "declared public" if field.public else "none"
+
+    def promise(self, answer: type[Payload], field: Field) -> float:
+        """Return the largest epsilon that a field of an answer can have: the budget, nothing, or none at all.
+
+        Under dp=end-to-end nothing else that leaves depends on training examples: what is declared public, and metrics
+        on test examples.
+        """
+        if field.dp and self.covers(field.dp):
+            return self.config.limit if self.config.noise == "secret" else inf
+        free = field.public or answer is Evaluation or self.left_out(answer, field)
+        return 0.0 if self.config.end_to_end and free else inf
+
+    def answered(self, answer: Payload, examples: int) -> Payload:
+        """Return an answer as it will be at the end of a run, to an institution with so many examples."""
+        left_out = [name for name, field in answer.declared().items() if self.left_out(type(answer), field)]
+        answer = replace(answer, **{field.name: field.default for field in fields(answer) if field.name in left_out})
+        if "delta" in answer.declared():
+            epsilon, delta = self.planned(examples)
+            stated = epsilon if self.config.noise == "secret" else None
+            answer = replace(answer, epsilon=stated, delta=delta)  # type: ignore[call-arg]
+        return answer
+
+    def left_out(self, answer: type[Payload], field: Field) -> bool:
+        """Say whether a field does not leave, since what its payload brings is private and it would not be."""
+        return field.withheld and any(self.covers(other.dp) for other in answer.declared().values())
+
+    def protected(self, found: Iterable[Row], declared: type[Payload] | None, told: Mapping[str, Any]) -> list[Row]:
+        """Write into an answer's rows what protects them; `told` holds the epsilon that it states, if it states one."""
+        known = declared.by_key() if declared else {}
+        stated = float(told.get("epsilon", float("inf"))), float(told.get("delta", 1.0))
+        return [
+            row._replace(protection=self.protection(known[row.field], *stated)) if row.field in known else row
+            for row in found
+        ]
+
+    def sentence(self, stages: Mapping[str, type[Payload]]) -> str:
+        """Say what the whole run's epsilon covers and what it does not, from what all stages' answers declare."""
+        if self.config.noise == "seeded":
+            return "The noise comes from the run's seed, for tests: nothing is protected."
+        named = [name for name, _, _ in self.passes]
+        covered = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
+        if self.config.end_to_end:
+            return (
+                f"All that depends on training examples is differentially private, {covered} and label counts together, "
+                "for each institution by itself. Declared public: numbers of examples, names, who takes part and when. "
+                "Not covered: metrics on test examples."
+            )
+        samples, weights, numbers = [], [], False
+        for stage, answer in stages.items():
+            for name, field in answer.declared().items():
+                free = field.public or self.left_out(answer, field) or (field.dp and self.covers(field.dp))
+                samples += [name] if field.kind.startswith("per-sample") else []
+                weights += [stage] if field.kind == "model" and not free else []
+                numbers |= field.kind == "statistic" and not free
+        left = [f"{' and '.join(samples)} of single patients"] if samples else []
+        left += [f"the weights that stage {stage} returns" for stage in weights]
+        left += ["losses, metrics and counts"] if numbers else []
+        return (
+            f"Only the weights of the {covered} are differentially private; these leave unprotected: {'; '.join(left)}. "
+            "What leaves as a whole has no epsilon."
+        )
+
+
+@lru_cache(maxsize=256)
+def _sigma(plan: PrivacyPlan, examples: int) -> float:
+    """Return the noise multiplier of an institution, the same in all mechanisms."""
+    samplings = [(min(1.0, batch / examples), examples // batch * epochs) for _, epochs, batch in plan.passes]
+    return plan.config.sigma_for(samplings, plan.config.delta_for(examples), plan.fixed())
+
+
+def _check_end_to_end(config: RunConfig) -> None:
+    require(
+        config.replay.name == "pixelcnn",
+        f"dp=end-to-end lets no codes leave; got replay={config.replay.name}: choose replay=pixelcnn",
+    )
+    require(
+        config.task.kind == "classification",
+        f"dp=end-to-end does not cover the sums of labels that task={config.task.name} needs: choose a classification",
+    )
+    require(not config.forgetting, "dp=end-to-end does not cover metrics on training examples: leave forgetting out")

@@ -1,0 +1,123 @@
+"""DP-SGD of one mechanism in one visit to an institution: charged before any step is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flwr_replay.institution import Institution, Shard
+from flwr_replay.privacy.budget import Account
+from flwr_replay.privacy.dpsgd import noisy_step, poisson_batches
+from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.privacy.secret import Stream, noise_stream
+from flwr_replay.state import StateStore
+from flwr_replay.training import as_input
+
+__all__ = ["PrivateVisit", "Purse"]
+
+
+class Purse:
+    """What an institution may spend in a run, and what it has spent.
+
+    Parameters
+    ----------
+    plan : PrivacyPlan
+        Which mechanisms are private.
+    institution : Institution
+        Whose examples these are.
+    state : StateStore
+        Where its account of the run and its key are.
+    seed : int
+        Of the run; with `privacy.noise=seeded` the noise comes from it.
+    """
+
+    def __init__(self, plan: PrivacyPlan, institution: Institution, state: StateStore, seed: int) -> None:
+        self.plan, self.institution, self.state, self.seed = plan, institution, state, seed
+
+    def account(self, run: str) -> Account:
+        """Return the account of a run."""
+        config, folder = self.plan.config, self.state.of_run(run)
+        return Account(folder, delta=config.delta_for(len(self.institution.train)), limit=config.limit)
+
+    def begin(self, mechanism: str, epochs: int, request: Any) -> PrivateVisit | None:
+        """Charge for some epochs of a mechanism; None where it is not private.
+
+        Raises
+        ------
+        PrivacyError
+            If the budget does not allow all of them. None may then be taken.
+        """
+        if not self.plan.covers(mechanism):
+            return None
+        cost = self.plan.cost(mechanism, len(self.institution.train), epochs)
+        self.account(request.run).charge(mechanism, cost, self.plan.config.noise)
+        stream = self.stream(mechanism, request)
+        return PrivateVisit(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
+
+    def noisy_counts(self, counts: Tensor, request: Any) -> Tensor:
+        """Return the numbers of examples of each label with noise, rounded, none negative, at least one in all."""
+        if not self.plan.covers("prior"):
+            return counts
+        cost = self.plan.counts()
+        self.account(request.run).charge("label counts", cost, self.plan.config.noise)
+        noise = self.stream("label counts", request).normal(counts.shape) * cost.sigma
+        noisy = (counts + noise).round().clamp(min=0).long()
+        return noisy if noisy.sum() else torch.ones_like(noisy)
+
+    def spent(self, run: str) -> dict[str, Any]:
+        """Return what an answer states: epsilon of all that was released in this run, and delta."""
+        account = self.account(run)
+        return {"epsilon": account.epsilon() if account.protected else None, "delta": account.delta}
+
+    def stream(self, mechanism: str, request: Any) -> Stream:
+        """Open a stream of noise."""
+        purpose = (self.seed, self.institution.name, mechanism, request.server_round)
+        return noise_stream(self.plan.config.noise, self.institution.state, *purpose)
+
+
+class PrivateVisit:
+    """Poisson batches and noisy steps that have been paid for."""
+
+    def __init__(self, clip: float, of_epoch: Any, stream: Stream) -> None:
+        self.clip, self.of_epoch, self.stream = clip, of_epoch, stream
+
+    def rows(self, examples: int) -> Iterator[Tensor]:
+        """Yield the rows of an epoch's batches."""
+        return poisson_batches(examples, self.of_epoch, self.stream)
+
+    def batches(self, data: Shard) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield an epoch's batches of examples and labels; a batch may have any size, and none."""
+        for rows in self.rows(len(data)):
+            yield as_input(data.x[rows]), data.y[rows]
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        losses: Callable[..., Tensor],
+        batch: tuple[Tensor, ...],
+        batch_size: int,
+    ) -> None:
+        """Take one step; its loss is not private and is not told.
+
+        Parameters
+        ----------
+        model, optimizer, losses, batch
+            As for `flwr_replay.privacy.dpsgd.noisy_step`; examples of nobody here, as replayed ones are, may be in it.
+        batch_size : int
+            The expected number of examples, replayed ones included.
+        """
+        noisy_step(
+            model,
+            optimizer,
+            losses,
+            batch,
+            clip=self.clip,
+            sigma=self.of_epoch.sigma,
+            batch_size=batch_size,
+            stream=self.stream,
+        )
