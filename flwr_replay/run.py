@@ -10,6 +10,9 @@
 - `shared/`, `latents/`: what institutions uploaded, as long as the directory lives
 - `ledger.jsonl`: a line per message and field that travelled, repeated ones included
 - `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`
+- `generator.jsonl`, `generator.png`, `prior.png`: the losses of replay's generator and priors
+- `replay/`: with replay, what each visit of the generator left: weights, codes, priors
+- `pictures/`: with replay, of a simulation: each institution's real images, reconstructions and replays
 - `failures.jsonl`: who refused, failed or did not answer, and why
 - `checkpoints/`: the last two exchanges
 - `models/`: the global weights at the end, where the server has any
@@ -221,6 +224,7 @@ class RunDirectory(Recorder):
         self._writing.result()
         if arrays:
             write_atomic(self.folder("models") / "global.safetensors", save(arrays))
+        self._draw_losses()
         server_round, pooled, own = self.history[-1]
         if metric not in pooled:  # nobody runs this package's ClientApp
             metric, higher_is_better = next(iter(pooled), metric), False
@@ -252,6 +256,18 @@ class RunDirectory(Recorder):
         }
         write_atomic(self.path / "result.json", json.dumps(result, indent=2) + "\n")
         return result
+
+    def _draw_losses(self) -> None:
+        """Draw how generators and priors were trained, where any were and their losses are told."""
+        from flwr_replay.report.plots import losses
+
+        found: dict[str, list[tuple[float, float]]] = {}
+        for line in read_lines(self.path / "generator.jsonl"):
+            found.setdefault(line["institution"], []).append((line["epoch"], line["loss"]))
+        for what in ("generator", "prior"):
+            chosen = {name: line for name, line in found.items() if name.endswith(", prior") == (what == "prior")}
+            if chosen:
+                write_atomic(self.path / f"{what}.png", losses(chosen, f"{what}: loss by epoch"))
 
     def bytes_by_kind(self) -> dict[str, dict[str, int]]:
         """Sum the ledger by direction and kind; beside per-sample uploads, the raw bytes they stand for."""

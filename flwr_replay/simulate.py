@@ -22,7 +22,7 @@ import yaml
 from flwr_replay.compose import COMMAND_LINE, compose, load_strategy, overrides_of
 from flwr_replay.config import RunConfig, TaskConfig
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.files import read_json, write_atomic
+from flwr_replay.files import home, read_json, write_atomic
 from flwr_replay.opening import default_name
 from flwr_replay.progress import Display
 from flwr_replay.run import resumable
@@ -181,7 +181,11 @@ def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
 
 
 def _with_skew(result: dict[str, Any], folder: Path, part: Partition) -> tuple[dict[str, Any], Path]:
-    """Add to a simulated run's result how skewed its institutions were; a deployment cannot know."""
+    """Add to a simulated run how skewed its institutions were, and their pictures; a deployment cannot know either."""
+    from flwr_replay.replay.pictures import gather
+
+    run_id = (folder / "run-id").read_text(encoding="utf-8").strip()
+    gather({name: home() / "state" / "simulation" / name / run_id for name in part.names}, folder)
     result = {**result, "skew": part.skew}
     write_atomic(folder / "result.json", json.dumps(result, indent=2) + "\n")
     return result, folder

@@ -149,9 +149,9 @@ class PrivacyPlan:
         covered = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
         if self.config.end_to_end:
             return (
-                f"All that depends on training examples is differentially private, {covered} and label counts together, "
-                "for each institution by itself. Declared public: numbers of examples, names, who takes part and when. "
-                "Not covered: metrics on test examples."
+                f"All that depends on training examples is differentially private: {covered} and label counts "
+                "together, for each institution by itself. Declared public: numbers of examples, names, who takes part "
+                "and when. Not covered: metrics on test examples."
             )
         samples, weights, numbers = [], [], False
         for stage, answer in stages.items():
@@ -164,8 +164,8 @@ class PrivacyPlan:
         left += [f"the weights that stage {stage} returns" for stage in weights]
         left += ["losses, metrics and counts"] if numbers else []
         return (
-            f"Only the weights of the {covered} are differentially private; these leave unprotected: {'; '.join(left)}. "
-            "What leaves as a whole has no epsilon."
+            f"Only the weights of the {covered} are differentially private; these leave unprotected: "
+            f"{'; '.join(left)}. What leaves as a whole has no epsilon."
         )
 
 

@@ -34,6 +34,7 @@ from flwr_replay.payloads.replay import (
     TrainPrior,
 )
 from flwr_replay.privacy.visit import PrivateVisit, Purse
+from flwr_replay.replay.pictures import SHOWN, draw_grid
 from flwr_replay.replay.plan import Replaying
 from flwr_replay.replay.replayer import BLOCK, Replayer, Source, replayer_of
 from flwr_replay.state import StateStore
@@ -81,6 +82,7 @@ class GenerativeStages:
                     of_epoch.append(step(model, optimizer, loss))  # line 18
                 seen += config.batch_size + beside if private else len(x_U)
             losses += [] if private else [mean_loss(of_epoch)]
+        self.draw("generator", request, model.eval(), old)
         return Generated(
             arrays=encoded(model),
             num_examples=len(data),
@@ -94,7 +96,9 @@ class GenerativeStages:
         """Encode: e ← the codes of x_U, or of x_k alone."""  # line 19
         model, data = self.generator(request.arrays).eval(), self.institution.train
         codes, labels = [self.codes_of(model)], [self.replaying.labels(data.y)]
-        if old := self.replayer(request.run, request.server_round, request.replayed):
+        old = self.replayer(request.run, request.server_round, request.replayed)
+        self.draw("codes", request, model, old)
+        if old:
             replays = [model.encode(old.take(rows)[0]) for rows in torch.split(torch.arange(len(old)), BLOCK)]
             codes, labels = [torch.cat(replays).cpu(), *codes], [old.labels.numpy(), *labels]
         return Codes(
@@ -215,6 +219,17 @@ class GenerativeStages:
     def spent(self, run: str) -> dict[str, Any]:
         """Return what an answer states of privacy."""
         return self.purse.spent(run) if self.purse else {}
+
+    def draw(self, stage: str, request: Any, model: ReplayGenerator, old: Replayer | None) -> None:
+        """Draw real images, their reconstructions and replays, for the institution's own eyes."""
+        data = self.institution.train
+        real = self.replaying.joined(data.x[:SHOWN], data.y[:SHOWN])
+        rows = {"real": real, "reconstruction": model.decode(model.encode(real))}
+        if old:
+            spread = torch.linspace(0, len(old) - 1, min(SHOWN, len(old))).long()
+            rows["replay"] = old.take(spread)[0]
+        name = f"{stage}-{request.server_round:06d}-{'-'.join(rows)}.png"
+        draw_grid(self.state.of_run(request.run) / "pictures" / name, rows)
 
     def codes_of(self, model: ReplayGenerator) -> Tensor:
         """Encode all of the institution's images: (n, N), on the CPU."""

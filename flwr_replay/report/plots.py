@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["curves", "epsilons", "heat_map", "lines", "points"]
+__all__ = ["curves", "epsilons", "heat_map", "lines", "losses", "points"]
 
 # Okabe and Ito's palette without yellow: told apart by the colour-blind, and in grey by their markers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -175,6 +175,21 @@ def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, floa
     axes.grid(axis="y", color="#DDDDDD", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    return _png(figure)
+
+
+def losses(found: Mapping[str, History], title: str) -> bytes:
+    """Draw the loss of every epoch, a line for each institution; returns a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
+    for place, (name, history) in enumerate(found.items()):
+        colour, marker = _look(place)
+        axes.plot(*zip(*history, strict=True), color=colour, marker=marker, label=name)
+    axes.set(xlabel="epoch", ylabel="loss")
+    axes.set_title(title, fontsize="medium")
+    axes.legend(frameon=False, fontsize="small")
     return _png(figure)
 
 
