@@ -23,16 +23,20 @@ class FedSGDClient(InstitutionClient):
     """Computes one gradient over all of the institution's data."""
 
     def differentiate(self, request: Differentiate) -> Gradient:
-        """Add up the gradients of blocks, each weighed by its share of the examples."""
+        """Add up the gradients of blocks, each weighed by its share of the examples, replayed ones included."""
         data, losses = self.training_data(), []
         model = self.scratch_model(request.arrays)
         refuse_single_batches(model, len(data), BLOCK)
         blocks = math.ceil(len(data) / at_once(data.x, BLOCK))
-        for x_B, y_B in zip(torch.chunk(data.x, blocks), torch.chunk(data.y, blocks), strict=True):
-            loss = self.task.loss(model(as_input(x_B)), y_B) * (len(y_B) / len(data))
+        parts = list(zip(torch.chunk(data.x, blocks), torch.chunk(data.y, blocks), strict=True))
+        real, total = ((as_input(x_B), y_B) for x_B, y_B in parts), len(data)
+        if replayer := self.replays(request):  # as many replayed examples beside every block
+            size, draws = math.ceil(len(data) / blocks), self.shuffle(request.server_round, "replay")
+            real, total = replayer.beside(real, size, draws), total + len(parts) * replayer.replaying.beside(size)
+        for x_B, y_B in real:
+            loss = self.task.loss(model(x_B), y_B) * (len(y_B) / total)
             loss.backward()
-            losses.append(loss.detach() * blocks)  # so that their mean is the loss over all examples
+            losses.append(loss.detach() * len(parts))  # so that their mean is the loss over all examples
         tensors = {**model.state_dict(), **{name: p.grad for name, p in model.named_parameters()}}
         arrays = array_record({name: tensor.cpu().numpy() for name, tensor in tensors.items()})
-        n = len(data)
-        return Gradient(arrays=arrays, num_examples=n, examples_seen=n, train_loss=mean_loss(losses))
+        return Gradient(arrays=arrays, num_examples=len(data), examples_seen=total, train_loss=mean_loss(losses))

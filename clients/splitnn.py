@@ -90,7 +90,7 @@ class SplitNNClient(InstitutionClient):
     def head_loss(self, request: HeadLoss) -> HeadGradients:
         """θ_H ← θ_H − η ∇L(H(s), y), batch by batch; return ∂L/∂s, where s are the outputs of the server's part."""
         part, optimizer = self.take_up(request)
-        s, losses = [s_B.requires_grad_() for s_B in self.arrived(request.outputs)], []
+        s, losses = [s_B.requires_grad_() for s_B in self.arrived(request.outputs, request)], []
         for s_B, (_, y_B) in zip(s, self.group(request, request.group), strict=True):
             losses.append(step(part, optimizer, self.task.loss(part[-1](s_B), y_B)))
         mean_loss(losses)  # stops a run that diverges here
@@ -107,7 +107,7 @@ class SplitNNClient(InstitutionClient):
         """Step on the gradients of the group before, whose activations are computed anew."""
         encoder = self.encoder(request, part)
         activations = [encoder(x_B) for x_B, _ in self.group(request, request.group - 1)]
-        late_steps(encoder, optimizer, activations, self.arrived(request.gradients))
+        late_steps(encoder, optimizer, activations, self.arrived(request.gradients, request))
 
     def upload(self, request: Asked, part: StagedModel) -> LabelledActivations:
         """Compute the activations of a group; the norm statistics that this moves on are thrown away."""
@@ -126,11 +126,16 @@ class SplitNNClient(InstitutionClient):
         """Return a group of the visit's batches, which the seed and the round decide."""
         data, m = self.training_data(), request.micro_batches
         shuffle = self.shuffle(request.server_round)
-        return list(batches(data.x, data.y, self.batch_size, shuffle, only=slice(group * m, (group + 1) * m)))
+        real = batches(data.x, data.y, self.batch_size, shuffle, only=slice(group * m, (group + 1) * m))
+        if replayer := self.replays(request):
+            draws = self.shuffle(request.server_round, "replay")
+            real = replayer.beside(real, self.batch_size, draws, first=group * m)
+        return list(real)
 
-    def arrived(self, array: NDArray[Any]) -> tuple[Tensor, ...]:
+    def arrived(self, array: NDArray[Any], request: Asked) -> tuple[Tensor, ...]:
         """Return what the server sent for a group, batch by batch."""
-        return torch.split(torch.tensor(array, device=self.institution.device), self.batch_size)
+        beside = self.replay.replaying.beside(self.batch_size) if self.replay and request.replayed else 0
+        return torch.split(torch.tensor(array, device=self.institution.device), self.batch_size + beside)
 
     # --- the institution's part ---------------------------------------------------------------------------------------
 

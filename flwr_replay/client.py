@@ -24,6 +24,7 @@ from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.privacy.visit import Purse
 from flwr_replay.replay.institution import GenerativeStages
 from flwr_replay.replay.plan import Replaying
+from flwr_replay.replay.replayer import Replayer
 from flwr_replay.state import StateStore, load_optimizer_arrays, optimizer_arrays
 from flwr_replay.training import encoded, generator, load_arrays, make_optimizer, refuse_single_batches
 from flwr_replay.wire import REQUESTS, NamedArrays, Payload, StateDict, Weights
@@ -171,10 +172,13 @@ class InstitutionClient(NumPyClient):
     def learner(self, visit: Visit) -> Learner:
         """Return what steps on the visiting model are."""
         model, optimizer = self.resume(visit)
-        replayer = self.replay.replayer(visit.run, visit.server_round, visit.replayed or 0) if self.replay else None
         draws = self.shuffle(visit.server_round, "replay")
         private = self.purse.begin("classifier", visit.local_epochs, visit) if self.purse else None
-        return Learner(model, optimizer, self.task, self.batch_size, replayer, draws, private)
+        return Learner(model, optimizer, self.task, self.batch_size, self.replays(visit), draws, private)
+
+    def replays(self, visit: Any) -> Replayer | None:
+        """Return what stands beside the real examples of every batch; None without replay."""
+        return self.replay.replayer(visit.run, visit.server_round, visit.replayed or 0) if self.replay else None
 
     def visited(self, visit: Visit, learner: Learner, num_examples: int) -> Visited:
         """Return what a visit answers."""

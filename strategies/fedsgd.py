@@ -48,6 +48,7 @@ class FedSGD(Parallel):
     config_type = FedSGDConfig
     stages = ("differentiate", "evaluate")
     answer = Gradient
+    replays = True
 
     kept: StateDict | None = None  # the optimizer's state in the checkpoint that the run goes on from
 

@@ -58,6 +58,7 @@ from flwr_replay.config import one_of, require
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.models import StagedModel, split, split_before_head
 from flwr_replay.movements.base import Exchange, Settings
+from flwr_replay.movements.members import Member
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.splitnn import (
     Activations,
@@ -98,6 +99,7 @@ class SplitNN(Serial):
 
     name = "splitnn"
     config_type = SplitNNConfig
+    replays = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -145,7 +147,7 @@ class SplitNN(Serial):
         loss : float
             Nats, mean over the visit's batches.
         """
-        b, server, losses = self.settings.training.batch_size, self.parts[1], []
+        server, losses = self.parts[1], []
         load_arrays(server, {name: arrays[name] for name in server.state_dict()})
         optimizer = make_optimizer(server, self.settings.training, self.lr(server_round))
         load_optimizer_arrays(optimizer, self.kept)
@@ -153,7 +155,7 @@ class SplitNN(Serial):
         member = self.visited(server_round)
         if member is None or answer.num_examples != member.num_examples:
             raise WireError(f"an institution keeps its number of examples; got {answer.num_examples} at a visit")
-        sizes = group_sizes(answer.num_examples, b, self.config.micro_batches)
+        sizes = self.group_sizes(member)
         for group, n in enumerate(sizes):
             a = [a_B.requires_grad_() for a_B in self.received(answer.activations, n, self.shapes[0])]
             if self.config.share_labels:
@@ -233,15 +235,17 @@ class SplitNN(Serial):
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One visit to each institution of the itinerary in every round, group by group."""
         self.exchanges_per_round()
-        b, exchanges = self.settings.training.batch_size, []
+        exchanges = []
         part = opened(self.visit(0, arrays).arrays)
         for member in (member for member in self.members if member.name in self.itinerary):
-            sizes = group_sizes(member.num_examples, b, self.config.micro_batches)
+            sizes = self.group_sizes(member)
             visit: list[tuple[Request, Payload, int]] = [(self.visit(0, arrays), self.empty(sizes[0]), 1)]
             for (n, following), times in Counter(zip(sizes, [*sizes[1:], 0], strict=True)).items():
                 gradients = [np.zeros((n, *shape), np.float32) for shape in self.shapes]
                 if not self.config.share_labels:
-                    answer = HeadGradients(gradients=gradients[1], losses=[0.0] * math.ceil(n / b), num_examples=0)
+                    answer = HeadGradients(
+                        gradients=gradients[1], losses=[0.0] * math.ceil(n / self.together), num_examples=0
+                    )
                     visit.append((self.head_loss(0, 0, gradients[1]), answer, times))
                 request = self.next_batch(0, 0, gradients[0], last=not following)
                 visit.append(
@@ -289,7 +293,14 @@ class SplitNN(Serial):
 
     def batches(self, array: NDArray[Any]) -> tuple[Tensor, ...]:
         """Take an array apart, onto the server's device."""
-        return torch.split(torch.tensor(array, device=self.settings.device), self.settings.training.batch_size)
+        return torch.split(torch.tensor(array, device=self.settings.device), self.together)
+
+    def group_sizes(self, member: Member) -> list[int]:
+        """Return how many examples each group of a visit has, and keep how many a batch has, replayed ones included."""
+        b, plan = self.settings.training.batch_size, self.settings.replaying
+        beside = plan.beside(b) if plan and self.replay and self.replay.holding(member.name) else 0
+        self.together = b + beside
+        return group_sizes(member.num_examples, b, self.config.micro_batches, beside)
 
     def whole(self, answer: Half, server: StagedModel, before: StateDict) -> StateDict:
         """Put the institution's part and the server's together.
@@ -317,13 +328,13 @@ class SplitNN(Serial):
         self.kept = arrays
 
 
-def group_sizes(examples: int, batch_size: int, micro_batches: int) -> list[int]:
-    """Return how many examples each group of a visit has.
+def group_sizes(examples: int, batch_size: int, micro_batches: int, beside: int = 0) -> list[int]:
+    """Return how many examples each group of a visit has, with so many replayed ones beside every batch.
 
     >>> group_sizes(70, 16, 1), group_sizes(70, 16, 3), group_sizes(5, 16, 3)
     ([16, 16, 16, 16], [48, 16], [5])
     """
-    batches, size = iterations(examples, batch_size), min(batch_size, examples)
+    batches, size = iterations(examples, batch_size), min(batch_size, examples) + beside
     return [min(micro_batches, batches - first) * size for first in range(0, batches, micro_batches)]
 
 

@@ -24,7 +24,7 @@ from flwr_replay.movements.exchange import Exchanging
 from flwr_replay.movements.members import Member, wait_for_nodes
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.movements.settings import Settings
-from flwr_replay.payloads.common import Evaluate, Visit
+from flwr_replay.payloads.common import Evaluate, Replayed
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.replay.forecast import exchanges_of
 from flwr_replay.replay.server import GenerativeReplay
@@ -74,8 +74,8 @@ class Movement(Exchanging):
         """
         require(
             cls.replays or settings.replaying is None,
-            f"replay stands beside real images at the institutions; strategy={cls.name} has no such batches: choose "
-            "replay=none, or strategy=cwt, fedavg, fedprox, fedavgm or fedavgshare",
+            f"replay is for serial and parallel methods; got strategy={cls.name}: choose replay=none, or strategy=cwt, "
+            "splitnn, fedavg, fedsgd, fedprox, fedavgm or fedavgshare",
         )
         wanted = settings.privacy.config.mechanisms if settings.privacy else ()
         for mechanism in wanted:
@@ -141,14 +141,14 @@ class Movement(Exchanging):
         """Return what replay will send before the first round."""
         if self.replay is None:
             return []
-        self.replay.held = {member.name: 1 for member in self.members}
+        self.replay.expect(list(self.members))
         return exchanges_of(self.replay, list(self.members))
 
     def addressed(self, member: Member, request: Request) -> Request:
         """Tell a visited institution, besides, how many examples it holds for replay: none is lost unnoticed."""
         request = super().addressed(member, request)
-        if self.replay and isinstance(request, Visit):
-            request = replace(request, replayed=self.replay.holding(member.name))
+        if self.replay and isinstance(request, Replayed):
+            request = replace(request, replayed=self.replay.holding(member.name))  # type: ignore[call-arg]
         return request
 
     # --- the loop -----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ __all__ = [
     "Failure",
     "LabelScale",
     "Present",
+    "Replayed",
     "RollCall",
     "Spent",
     "Visit",
@@ -109,7 +110,14 @@ class Visited(Spent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Visit(LabelScale, Request, stage="train", answer=Visited):
+class Replayed(Payload):
+    """What a request to train says where there is replay, so that nothing kept for it is lost unnoticed."""
+
+    replayed: int | None = instruction("examples that the institution keeps for replay; none: no replay", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit(Replayed, LabelScale, Request, stage="train", answer=Visited):
     """Train these weights on your data."""
 
     arrays: Weights = model()
@@ -120,7 +128,6 @@ class Visit(LabelScale, Request, stage="train", answer=Visited):
     optimizer_state: str = instruction("keep or reset", default="reset")
     continues: bool = instruction("the institution has trained in this run before", default=False)
     pooled: bool = instruction("simulation only: train on the union of all institutions", default=False)
-    replayed: int | None = instruction("examples that the institution keeps for replay; none: nothing", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flwr_replay.fields import instruction, model
-from flwr_replay.payloads.common import LabelScale, Visited
+from flwr_replay.payloads.common import LabelScale, Replayed, Visited
 from flwr_replay.wire import Request, Weights
 
 __all__ = ["Differentiate", "Gradient"]
@@ -20,7 +20,7 @@ class Gradient(Visited):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Differentiate(LabelScale, Request, stage="differentiate", answer=Gradient):
+class Differentiate(Replayed, LabelScale, Request, stage="differentiate", answer=Gradient):
     """Compute the gradient of the loss at these weights over all your training examples."""
 
     arrays: Weights = model()

@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flwr_replay.fields import instruction, model, per_sample, statistic
-from flwr_replay.payloads.common import LabelScale
+from flwr_replay.payloads.common import LabelScale, Replayed
 from flwr_replay.wire import Payload, Request, Weights
 
 __all__ = [
@@ -64,7 +64,7 @@ class Half(Payload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Visiting(Payload):
+class Visiting(Replayed):
     """Where in a visit a message belongs, and how to train: no process need remember it."""
 
     run: str = instruction()

@@ -64,7 +64,7 @@ class GenerativeStages:
         old = self.replayer(request.run, request.server_round, request.replayed)
         optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
         private = self.private("generator", config.epochs, request)
-        beside = old.beside_each(config.batch_size) if old else 0
+        beside = self.replaying.beside(config.batch_size) if old else 0
         losses, seen = [], 0
         for epoch in range(config.epochs):  # line 9
             set_rate(optimizer, config.lr, epoch, config.lr_halving)

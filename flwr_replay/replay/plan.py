@@ -70,6 +70,10 @@ class Replaying:
         """Return the bytes of one image's packed codes."""
         return -(-generator.codes_per_image * bits_per_code(generator.codebook_size) // 8)
 
+    def beside(self, batch_size: int) -> int:
+        """Return how many replayed examples stand beside b real ones."""
+        return max(1, round(self.replay.ratio * batch_size))
+
     def joined(self, x_B: Tensor, y_B: Tensor) -> Tensor:
         """Return what the generator learns of a batch: images in [0, 1], with their masks where there are masks."""
         images = as_input(x_B)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -79,21 +80,18 @@ class Replayer:
         made = self.cached.index_select(0, rows.to(self.device)) if self.cached is not None else self.decoded(rows)
         return as_input(made), self.labels[rows].to(self.device)
 
-    def beside_each(self, batch_size: int) -> int:
-        """Return how many replayed examples stand beside b real ones."""
-        return max(1, round(self.replaying.replay.ratio * batch_size))
-
-    def batches(self, size: int, draws: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches for ever, every code once before any comes again."""
+    def batches(self, size: int, draws: torch.Generator, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches for ever, from the `first` on, every code once before any comes again."""
         order = torch.empty(0, dtype=torch.int64)
-        while True:
+        for i in itertools.count():
             lacking = math.ceil(max(0, size - len(order)) / len(self))
             order = torch.cat([order, *(torch.randperm(len(self), generator=draws) for _ in range(lacking))])
-            yield self.take(order[:size])
+            if i >= first:
+                yield self.take(order[:size])
             order = order[size:]
 
     def beside(
-        self, real: Iterator[tuple[Tensor, Tensor]], batch_size: int, draws: torch.Generator
+        self, real: Iterator[tuple[Tensor, Tensor]], batch_size: int, draws: torch.Generator, first: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every batch of real examples with replayed ones: x_U ← {x^r, x_k} (Alg. 1, lines 2-4).
 
@@ -105,8 +103,10 @@ class Replayer:
             b, to which the ratio applies.
         draws : torch.Generator
             Of the replayed ones.
+        first : int
+            Which batch of the visit the first of these is.
         """
-        again = self.batches(self.beside_each(batch_size), draws)
+        again = self.batches(self.replaying.beside(batch_size), draws, first)
         for x_B, y_B in real:
             x_R, y_R = self.replaying.apart(*next(again))
             yield torch.cat([x_R, x_B]), torch.cat([y_R.to(y_B.dtype), y_B])

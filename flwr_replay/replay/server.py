@@ -99,6 +99,11 @@ class GenerativeReplay:
             self.train(arrays)
         self.distribute(self.movement.members)
 
+    def expect(self, members: list[Member]) -> None:
+        """Take everything for done and everybody for equipped, so that what follows can be forecast."""
+        self.complete, self.rows = True, sum(member.num_examples for member in members)
+        self.counts, self.held = [[self.rows]], {member.name: 1 for member in members}
+
     def holding(self, name: str) -> int:
         """Return for how many examples an institution holds codes and decoders."""
         held = self.held.get(name, 0)
