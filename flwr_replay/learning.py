@@ -64,7 +64,7 @@ class Learner:
         """Take a step on a batch: θ ← θ − η ∇L(θ; x_U); a penalty adds to what is minimised, not to the loss told."""
         beside = self.replayer.replaying.beside(self.batch_size) if self.replayer else 0
         if self.private:
-            self.private.step(self.model, self.optimizer, self._losses, (x_B, y_B), self.batch_size + beside)
+            self.private.step(self.model, self.optimizer, self._losses, (x_B, y_B), self.batch_size, beside)
             self.seen += self.batch_size + beside
             return
         loss = self.task.loss(self.model(x_B), y_B)

@@ -13,7 +13,7 @@ size, and none: what is released then is noise. The losses that these functions 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -191,6 +191,7 @@ def noisy_step(
     sigma: float,
     batch_size: int,
     stream: Stream,
+    public: tuple[Tensor, ...] = (),
 ) -> Tensor:
     """Take one step of DP-SGD; charge for it first.
 
@@ -203,20 +204,28 @@ def noisy_step(
     sigma : float
         Noise multiplier; 0 draws none.
     batch_size : int
-        b, by which the noisy sum is divided: the expected size, since the batch's own is not public.
+        b, by which the noisy sum is divided: the expected size, since the batch's own is not public. Of public examples
+        it counts all.
     stream : Stream
         Of the noise.
+    public : tuple[Tensor, ...]
+        Like a batch, of examples that are none of these, such as replayed ones: neither clipped nor noised.
 
     Returns
     -------
     Tensor
         The sum of the losses divided by b, detached: the mean loss on average. It is not private.
     """
+    parameters = _trained(module)
+    plain: Sequence[Tensor | None] = [None] * len(parameters)
+    if public and len(public[0]):
+        plain = torch.autograd.grad(losses(*public).sum(), parameters, allow_unused=True)
     sums, total = clipped_sums(module, losses, batch, clip)
-    for parameter, summed in zip(_trained(module), sums, strict=True):
+    for parameter, summed, added in zip(parameters, sums, plain, strict=True):
         noisy = summed.double()  # the rounding afterwards hides which doubles the noise can be (Mironov 2012)
         if sigma:
             noisy += stream.normal(summed.shape).to(summed.device) * (sigma * clip)
+        noisy = noisy if added is None else noisy + added
         parameter.grad = (noisy / batch_size).to(parameter.dtype)
     optimizer.step()
     optimizer.zero_grad()

@@ -101,23 +101,29 @@ class PrivateVisit:
         losses: Callable[..., Tensor],
         batch: tuple[Tensor, ...],
         batch_size: int,
+        beside: int = 0,
     ) -> None:
         """Take one step; its loss is not private and is not told.
 
         Parameters
         ----------
-        model, optimizer, losses, batch
-            As for `flwr_replay.privacy.dpsgd.noisy_step`; examples of nobody here, as replayed ones are, may be in it.
+        model, optimizer, losses
+            As for `flwr_replay.privacy.dpsgd.noisy_step`.
+        batch : tuple[Tensor, ...]
+            The institution's examples, after those that are replayed.
         batch_size : int
-            The expected number of examples, replayed ones included.
+            b, the expected number of the institution's examples.
+        beside : int
+            How many examples, at the beginning of the batch, are replayed.
         """
         noisy_step(
             model,
             optimizer,
             losses,
-            batch,
+            tuple(part[beside:] for part in batch),
             clip=self.clip,
             sigma=self.of_epoch.sigma,
-            batch_size=batch_size,
+            batch_size=batch_size + beside,
             stream=self.stream,
+            public=tuple(part[:beside] for part in batch),
         )

@@ -76,7 +76,7 @@ class GenerativeStages:
                 x_U = torch.cat([next(again)[0], x_k]) if again else x_k  # lines 11-12
                 if private:  # Algorithm 3, noise once on the sum
                     example_losses = partial(summed_loss, model, draws)
-                    private.step(model, optimizer, example_losses, (x_U,), config.batch_size + beside)
+                    private.step(model, optimizer, example_losses, (x_U,), config.batch_size, beside)
                 else:
                     loss, parts = model.loss(x_U, draws)  # lines 13-17
                     of_epoch.append(step(model, optimizer, loss))  # line 18

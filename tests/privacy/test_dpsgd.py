@@ -157,6 +157,22 @@ def test_without_noise_and_clipping_it_is_plain_sgd_on_the_same_batches():
 
 
 @pytest.mark.parametrize("n", [0, 4], ids=["empty batch", "batch"])
+def test_public_examples_are_neither_clipped_nor_noised(n):
+    config, task = MODELS[0]
+    model = build(config, task, seed=0)
+    (x, y), (px, py) = examples(task, n + 1), examples(task, 6)
+    batch, losses = (x[:n], y[:n]), of_model(model, task)
+    clipped, _ = clipped_sums(model, losses, batch, 0.1)
+    public = torch.autograd.grad(losses(px, py).sum(), list(model.parameters()))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    how = {"clip": 0.1, "sigma": 0, "batch_size": 10, "stream": Stream(bytes(32))}
+    noisy_step(model, optimizer, losses, batch, **how, public=(px, py))
+    moved = [10 * (old - new) for old, new in zip(before, model.parameters(), strict=True)]
+    assert agree(moved, [own + other for own, other in zip(clipped, public, strict=True)])
+
+
+@pytest.mark.parametrize("n", [0, 4], ids=["empty batch", "batch"])
 def test_the_noise_is_the_formulas(n):
     """g = (Σ clipped + N(0, σ²C² I)) / b: with SGD of rate 1 the weights move by it."""
     config, task = MODELS[0]
