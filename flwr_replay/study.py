@@ -17,6 +17,7 @@ from flwr_replay.compare import compare_strategies
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files import make_folder, write_atomic
 from flwr_replay.report.comparison import markdown, notes, overview
+from flwr_replay.report.gaps import gaps
 from flwr_replay.report.plots import lines
 
 __all__ = ["Part", "run_study", "studies"]
@@ -115,7 +116,7 @@ def _report(name: str, document: str, parts: Sequence[Part], reports: dict[str, 
     for part in parts:
         report = reports[part.name]
         text += [f"### {part.name}", "", f"{part.about} {report['title']}.", "", *markdown(report), ""]
-        text += [*(f"- {note}" for note in notes(report)), *_forgotten(report), ""]
+        text += [*(f"- {note}" for note in notes(report)), *_forgotten(report), "", *gaps(report), ""]
     return "\n".join(text)
 
 

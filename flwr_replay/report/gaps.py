@@ -1,0 +1,54 @@
+"""How much of the gap between a plain method and the reference replay gives back, and at which epsilon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+__all__ = ["gaps"]
+
+
+def gaps(report: Mapping[str, Any]) -> list[str]:
+    """Write a Markdown table of the methods with replay; no lines if there are none.
+
+    Parameters
+    ----------
+    report : Mapping
+        Of `flwr_replay.compare.compare_strategies`; its `against` is the reference.
+
+    Returns
+    -------
+    list of str
+        A row for each method with replay: the mean of the metric, the share (metric - plain) / (reference - plain) of
+        the gap, by means over the seeds, and the largest epsilon of any institution in any run.
+    """
+    found: dict[str, list[float]] = {}
+    stated: dict[str, list[dict[str, Any]]] = {}
+    for cell in report["cells"]:
+        if "result" in cell:
+            found.setdefault(cell["label"], []).append(cell["result"]["final"]["global"][report["metric"]])
+            stated.setdefault(cell["label"], []).extend(one for one in cell["result"]["privacy"].values() if one)
+    reference, rows = found.get(report["against"]), []
+    for label, values in found.items():
+        plain = found.get(label.partition(":")[0])
+        if ":replay=" not in label or not plain or not reference:
+            continue
+        gap = fmean(reference) - fmean(plain)
+        share = f"{(fmean(values) - fmean(plain)) / gap:.1%}" if gap else "no gap"
+        rows.append(f"| {label} | {fmean(values):.4f} | {share} | {_epsilon(stated[label], label)} |")
+    if not rows:
+        return []
+    head = f"| with replay | {report['metric']} | of the gap to {report['against']} | largest ε |"
+    return [head, "|---|---|---|---|", *rows]
+
+
+def _epsilon(stated: list[dict[str, Any]], label: str) -> str:
+    if not stated:
+        return "none"
+    known = [one for one in stated if one["epsilon"] is not None]
+    if len(known) < len(stated):
+        return "not protected"
+    worst = max(known, key=lambda one: one["epsilon"])
+    what = "all that leaves" if "dp=end-to-end" in label else "of these weights only"
+    return f"{worst['epsilon']:.2f} at δ = {worst['delta']:.1e}, {what}"
