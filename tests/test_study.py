@@ -4,17 +4,21 @@ import pytest
 
 from flwr_replay.compose import compose
 from flwr_replay.errors import ConfigError, DataError
-from flwr_replay.simulations import partitions, skew
+from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.replay.plan import Replaying
+from flwr_replay.report.gaps import gaps
+from flwr_replay.simulations import partitions, replay, skew
 from flwr_replay.study import Part, run_study, studies
 
 
 def test_every_part_composes():
-    assert set(studies()) >= {"partitions", "skew"}
-    for part in [*partitions.PARTS, *skew.PARTS]:
+    assert set(studies()) >= {"partitions", "replay", "skew"}
+    for part in [*partitions.PARTS, *replay.PARTS, *skew.PARTS]:
         shared = [o for o in part.options if not o.startswith(("seeds=", "fedreplay."))]
         for method in part.methods:
             name, *own = method.split(":")
-            compose([f"strategy={name}", *shared, *own])
+            Replaying.of(config := compose([f"strategy={name}", *shared, *own]))
+            PrivacyPlan.of(config)
         assert part.against in part.methods
 
 
@@ -45,3 +49,18 @@ def test_what_is_not_there_is_told_before_anything_runs(tmp_path):
     with pytest.raises(DataError, match="needs mnist under --data"):
         run_study("partitions", str(tmp_path), 1, tmp_path, ["mnist-iid"])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_gap_is_what_lies_between_the_plain_method_and_the_reference():
+    def cell(label, accuracy, epsilon=None):
+        stated = {"a": {"epsilon": epsilon, "delta": 1e-3}, "b": {"epsilon": 1.0, "delta": 1e-3}} if epsilon else {}
+        return {"label": label, "result": {"final": {"global": {"accuracy": accuracy}}, "privacy": stated}}
+
+    codes, private = "cwt:replay=vqvae2", "cwt:replay=vqvae2:dp=generator"
+    cells = [cell("central", 0.9), cell("cwt", 0.1), cell(codes, 0.8), cell(codes, 0.6), cell(private, 0.5, 7.25)]
+    report = {"cells": [*cells, {"label": codes, "error": "none"}], "metric": "accuracy", "against": "central"}
+    assert gaps(report)[2:] == [
+        f"| {codes} | 0.7000 | 75.0% | none |",
+        f"| {private} | 0.5000 | 50.0% | 7.25 at δ = 1.0e-03, of these weights only |",
+    ]
+    assert gaps({**report, "cells": cells[:2]}) == []

@@ -46,8 +46,12 @@ class Present(Payload):
     name: str = notice()
     num_examples: int = statistic("examples", public=True)
     raw_bytes: int = statistic("bytes", public=True)  # of the training examples as the institution holds them
-    label_sum: float | None = statistic("label's unit; of the training labels, regression only", default=None)
-    label_squares: float | None = statistic("label's unit squared; sum over the training labels", default=None)
+    label_sum: float | None = statistic(
+        "label's unit; of the training labels, regression only", default=None, withheld=True
+    )
+    label_squares: float | None = statistic(
+        "label's unit squared; sum over the training labels", default=None, withheld=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,8 @@ class PrivacyPlan:
 
     def left_out(self, answer: type[Payload], field: Field) -> bool:
         """Say whether a field does not leave, since what its payload brings is private and it would not be."""
-        return field.withheld and any(self.covers(other.dp) for other in answer.declared().values())
+        beside_private = any(self.covers(other.dp) for other in answer.declared().values())
+        return field.withheld and (self.config.end_to_end or beside_private)
 
     def protected(self, found: Iterable[Row], declared: type[Payload] | None, told: Mapping[str, Any]) -> list[Row]:
         """Write into an answer's rows what protects them; `told` holds the epsilon that it states, if it states one."""
