@@ -153,10 +153,13 @@ class RunDirectory(Recorder):
         kind = "DP-SGD, Poisson sampling" if epsilon is not None else "not protected: noise from the run's seed"
         self.released[name] = {"epsilon": epsilon, "delta": delta, "mechanism": kind, "accountant": "rdp"}
 
-    def generated(self, name: str, losses: list[float]) -> None:
+    def generated(self, name: str, losses: list[float], perplexity: float | None = None) -> None:
         """Write how the training of a generator or prior went."""
+        super().generated(name, losses, perplexity)
+        used = {} if perplexity is None else {"perplexity": perplexity}
         with closing(Lines(self.path / "generator.jsonl")) as lines:
-            lines.append([{"institution": name, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)])
+            rows = [{"institution": name, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)]
+            lines.append([*rows[:-1], *({**row, **used} for row in rows[-1:])])
 
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Write down who takes no part, and why."""

@@ -66,9 +66,13 @@ class Recorder:
     def looked_back(self, server_round: int, taught: list[str], own: dict[str, dict[str, float]]) -> None:
         """Note the metrics on each institution's own training examples after an exchange that trained on some."""
 
-    def generated(self, name: str, losses: list[float]) -> None:
-        """Note how the training of a generator or prior went at an institution: the loss of every epoch."""
-        self.log(f"generator at {name}: loss {', '.join(f'{loss:.4f}' for loss in losses)}")
+    def generated(self, name: str, losses: list[float], perplexity: float | None = None) -> None:
+        """Note how the training of a generator or prior went: the loss of every epoch, and how many codes are in use.
+
+        Nothing is told where it would not be private.
+        """
+        used = "" if perplexity is None else f"; bottom codes in use (perplexity): {perplexity:.1f}"
+        self.log(f"generator at {name}: loss {', '.join(f'{loss:.4f}' for loss in losses) or 'withheld'}{used}")
 
     def spent(self, name: str, epsilon: float | None, delta: float) -> None:
         """Note what an institution states that it has released so far; no epsilon: its noise is not secret."""

@@ -230,6 +230,7 @@ def notes(report: Mapping[str, Any]) -> list[str]:
         lines.append("one seed says nothing about chance: there are no intervals")
     strategies = {cell["strategy"] for cell in report["cells"]}
     lines += [words for name, words in WORDS.items() if name in strategies]
+    lines += [f"{label}: {claim}" for label, claim in _claims(report).items()]
     for cell in report["cells"]:
         where = f"{cell['label']} seed {cell['seed']}"
         if "error" in cell:
@@ -241,6 +242,19 @@ def notes(report: Mapping[str, Any]) -> list[str]:
         apart = sorted({name for pairs in found for name, _ in pairs if len({dict(p).get(name) for p in found}) > 1})
         lines.append(f"cells were made with different versions of {', '.join(apart)}: see compare.json")
     return lines
+
+
+def _claims(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the runs with differential privacy claim, by method, with the largest epsilon of any of them."""
+    found: dict[str, str] = {}
+    for label in dict.fromkeys(cell["label"] for cell in report["cells"]):
+        results = [cell["result"] for cell in report["cells"] if cell["label"] == label and "result" in cell]
+        stated = [one for result in results for one in result.get("privacy", {}).values() if one]
+        known = [one["epsilon"] for one in stated if one["epsilon"] is not None]
+        if stated:
+            shown = f" Largest epsilon: {max(known):.2f}." if len(known) == len(stated) else ""
+            found[label] = f"{results[0]['privacy-claim']}{shown}"
+    return found
 
 
 def _mean(values: Sequence[float]) -> float | None:
