@@ -82,7 +82,7 @@ def compare_strategies(
     RunError
         If the folder cannot be written, or another comparison works in it.
     """
-    shared, own, seeds = _options(options, [name.partition(":")[0].strip() for name in strategies])
+    shared, own, seeds = _options(options, [_named(name)[1].partition(":")[0] for name in strategies])
     methods = _methods(strategies, own)
     labels = [method.label for method in methods]
     against = against or labels[-1]
@@ -183,18 +183,28 @@ def _own_fields(strategy: str) -> list[str]:
 
 
 def _methods(names: Sequence[str], own: dict[str, list[str]]) -> list[Method]:
-    """Read `fedreplay` and `fedreplay:cut=layer2:patience=5`; a variant's own option wins over `fedreplay.cut=…`."""
+    """Read `fedreplay`, `fedreplay:cut=layer2:patience=5` and `deep := fedreplay:cut=layer2`.
+
+    A variant's own option wins over `fedreplay.cut=…`.
+    """
     methods: list[Method] = []
     for name in names:
-        strategy, *variants = re.split(r":(?=[\w.-]+=)", name.strip())
+        label, spec = _named(name)
+        strategy, *variants = re.split(r":(?=[\w.-]+=)", spec)
         if ":" in strategy:
             raise ConfigError(f"a variant is written strategy:option=value; got {name!r}")
         merged = dict(_own_option(strategy, option) for option in [*own[strategy], *variants])
-        method = Method(name.strip(), strategy, tuple(f"{key}={value}" for key, value in merged.items()))
-        if any(method.slug == other.slug for other in methods):
+        method = Method(label, strategy, tuple(f"{key}={value}" for key, value in merged.items()))
+        if any(method.slug == other.slug or label == other.label for other in methods):
             raise ConfigError(f"every method is compared once; got {name.strip()!r} twice")
         methods.append(method)
     return methods
+
+
+def _named(name: str) -> tuple[str, str]:
+    """Return a method's label and what it is: `label := strategy:option=value`; without a label, it is its own."""
+    label, given, spec = name.partition(":=")
+    return (label.strip(), spec.strip()) if given else (name.strip(), name.strip())
 
 
 def _own_option(strategy: str, option: str) -> tuple[str, str]:

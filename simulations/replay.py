@@ -4,8 +4,9 @@ Sources: Qu et al. 2022, section 4.2 (CWT+Replay and FedAVG+Replay under skew), 
 without differential privacy), Algorithm 1 and footnote 1.
 
 One small CNN with group norm for all methods, since DP-SGD cannot have batch norm. `central` is the reference; a gap is
-what lies between a plain method and it. Rows with dp=generator have Qu et al.'s noise (0.7) and no claim for codes,
-labels and the classifier; rows with dp=end-to-end keep a budget of epsilon 8 for all that depends on training examples.
+what lies between a plain method and it. Rows "DP generator" have Qu et al.'s noise (0.7) and claim nothing for codes,
+labels and the classifier; rows "end to end" keep a budget of epsilon 8 for all that depends on training examples, and
+take larger batches, as noise wants them. "DP, no replay" is what that budget gives to the classifier alone.
 """
 
 from __future__ import annotations
@@ -14,21 +15,31 @@ from flwr_replay.study import Part
 
 __all__ = ["PARTS"]
 
-CODES, PRIOR = ":replay=vqvae2", ":replay=pixelcnn"
-GENERATOR = f"{CODES}:dp=generator:codebook=gradient"
-END_TO_END = (
-    f"{PRIOR}:dp=end-to-end:codebook=gradient:epsilon=8:sigma=0:batch_size=200:lr=0.05"
-    ":generator.batch_size=200:generator.epochs=20:prior.batch_size=200:prior.epochs=30"
-)
-FORMS = ["", CODES, PRIOR, GENERATOR, END_TO_END]
-METHODS = ["central", *(f"{method}{form}" for method in ("cwt", "fedavg") for form in FORMS)]
+BUDGET = "epsilon=8:sigma=0:batch_size=200:lr=0.1"
+FORMS = {
+    "codes": "replay=vqvae2",
+    "prior": "replay=pixelcnn",
+    "codes; DP generator": "replay=vqvae2:dp=generator:codebook=gradient",
+    "prior; end to end": (
+        f"replay=pixelcnn:dp=end-to-end:codebook=gradient:{BUDGET}:generator.batch_size=200:generator.epochs=10"
+        ":prior.batch_size=200:prior.epochs=15"
+    ),
+}
+METHODS = ["central"]
+for _name, _plain in (("CWT", "cwt"), ("FedAVG", "fedavg")):
+    METHODS += [_plain, f"{_name} DP; no replay := {_plain}:dp=classifier:{BUDGET}"]
+    METHODS += [f"{_name}+Replay {form} := {_plain}:{options}" for form, options in FORMS.items()]
 CNN = ["model=cnn", "model.norm=group"]
 
 PARTS = [
     Part(
         name="mnist",
         about="As skewed as four equal institutions can be.",
-        methods=[*METHODS, f"cwt{CODES}:codes=last-pass", f"cwt{CODES}:codes=stale"],
+        methods=[
+            *METHODS,
+            "CWT+Replay last-pass := cwt:replay=vqvae2:codes=last-pass",
+            "CWT+Replay stale := cwt:replay=vqvae2:codes=stale",
+        ],
         options=["task=mnist", "partition=ks", "ks=0.93", "rounds=4", "seeds=3", *CNN],
         against="central",
         data="mnist",

@@ -25,30 +25,34 @@ def gaps(report: Mapping[str, Any]) -> list[str]:
     """
     found: dict[str, list[float]] = {}
     stated: dict[str, list[dict[str, Any]]] = {}
+    replayed: dict[str, dict[str, Any]] = {}
     for cell in report["cells"]:
         if "result" in cell:
             found.setdefault(cell["label"], []).append(cell["result"]["final"]["global"][report["metric"]])
             stated.setdefault(cell["label"], []).extend(one for one in cell["result"]["privacy"].values() if one)
+            if any(option.startswith("replay=") for option in cell["options"]):
+                replayed[cell["label"]] = cell
     reference, rows = found.get(report["against"]), []
-    for label, values in found.items():
-        plain = found.get(label.partition(":")[0])
-        if ":replay=" not in label or not plain or not reference:
+    for label, cell in replayed.items():
+        plain, values = found.get(cell["strategy"]), found[label]
+        if not plain or not reference:
             continue
         gap = fmean(reference) - fmean(plain)
         share = f"{(fmean(values) - fmean(plain)) / gap:.1%}" if gap else "no gap"
-        rows.append(f"| {label} | {fmean(values):.4f} | {share} | {_epsilon(stated[label], label)} |")
+        whole = "privacy.dp=end-to-end" in cell["options"]
+        rows.append(f"| {label} | {fmean(values):.4f} | {share} | {_epsilon(stated[label], whole)} |")
     if not rows:
         return []
     head = f"| with replay | {report['metric']} | of the gap to {report['against']} | largest ε |"
     return [head, "|---|---|---|---|", *rows]
 
 
-def _epsilon(stated: list[dict[str, Any]], label: str) -> str:
+def _epsilon(stated: list[dict[str, Any]], whole: bool) -> str:
     if not stated:
         return "none"
     known = [one for one in stated if one["epsilon"] is not None]
     if len(known) < len(stated):
         return "not protected"
     worst = max(known, key=lambda one: one["epsilon"])
-    what = "all that leaves" if "dp=end-to-end" in label else "of these weights only"
+    what = "all that depends on training examples" if whole else "these weights only"
     return f"{worst['epsilon']:.2f} at δ = {worst['delta']:.1e}, {what}"
