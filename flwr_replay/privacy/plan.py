@@ -62,6 +62,16 @@ class PrivacyPlan:
             f"dp=prior needs a prior; got replay={config.replay.name}: choose replay=pixelcnn",
         )
         require(
+            "prior" not in wanted or "generator" in wanted,
+            "a prior learns the codes of a generator, and a generator that was trained without noise depends "
+            "on all images: choose dp=generator+prior or dp=end-to-end",
+        )
+        require(
+            "classifier" not in wanted or config.replay.name == "none" or "prior" in wanted,
+            "a classifier that also learns replays of the same patients, made without noise, has no epsilon; got "
+            f"replay={config.replay.name}: choose replay=none or dp=end-to-end",
+        )
+        require(
             "encoder" not in wanted or getattr(strategy, "encoder", "") == "institution",
             "dp=encoder needs an encoder that an institution trains: choose strategy=fedreplay, encoder=institution",
         )
