@@ -32,8 +32,14 @@ class PrivacyConfig:
     def __post_init__(self) -> None:
         one_of("privacy.noise", self.noise, ("secret", "seeded"))
         require(0 <= self.sigma < inf, f"privacy.sigma must be finite and not negative; got {self.sigma}")
-        for name in self.mechanisms:
-            one_of("privacy.dp", name, ("none", *MECHANISMS, "end-to-end"))
+        if self.dp not in ("none", "end-to-end"):
+            for name in self.mechanisms:
+                one_of("privacy.dp", name, ("none", *MECHANISMS, "end-to-end"))
+            require(
+                len(set(self.mechanisms)) == len(self.mechanisms) and set(self.mechanisms) <= set(MECHANISMS),
+                f"privacy.dp is none, end-to-end, or names {', '.join(MECHANISMS)} once each, joined by +; got "
+                f"{self.dp!r}",
+            )
         for name in ("clip", "generator_clip", "prior_clip", "count_sigma"):
             option = f"privacy.{name.replace('_', '-')}"
             require(0 < getattr(self, name) < inf, f"{option} must be positive and finite; got {getattr(self, name)}")
