@@ -181,8 +181,9 @@ class GenerativeStages:
         if not replayed:
             return None
         sources: list[Source] = []
-        while kept := self.state.load(f"codes-{len(sources):02d}", run, server_round + 1):
-            decoder = self.state.load(f"decoder-{len(sources):02d}", run, server_round + 1) or {}
+        while (kept := self.kept("codes", len(sources), run, server_round)) and (
+            decoder := self.kept("decoder", len(sources), run, server_round)
+        ):
             sources.append(Source(digest_of(kept) + digest_of(decoder), decoder, kept["codes"], kept["labels"]))
         if (have := sum(len(source.labels) for source in sources)) != replayed:
             raise TrainingError(
@@ -190,6 +191,10 @@ class GenerativeStages:
                 "state directory, or begin a new run"
             )
         return replayer_of(tuple(sources), self.replaying, self.institution.device)
+
+    def kept(self, what: str, source: int, run: str, server_round: int) -> StateDict | None:
+        """Return the codes or the decoder of a source."""
+        return self.state.load(f"{what}-{source:02d}", run, server_round + 1)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
