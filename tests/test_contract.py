@@ -43,6 +43,25 @@ def test_options_keep_the_contract(name, override, monkeypatch, tmp_path):
     check_strategy(name, [override])
 
 
+@pytest.mark.parametrize(
+    "job",
+    [
+        "cwt replay=vqvae2",
+        "cwt replay=vqvae2 replay.codes=last-pass",
+        "fedprox replay=vqvae2 replay.codes=stale",
+        "fedavgshare replay=pixelcnn",
+        "cwt replay=vqvae2 dp=generator codebook=gradient noise=seeded",
+        "fedavg replay=pixelcnn dp=end-to-end codebook=gradient model.norm=group noise=seeded",
+        "fedreplay dp=encoder model.norm=group noise=seeded strategy.encoder_epochs=2",
+    ],
+)
+def test_replay_and_privacy_keep_the_contract(job, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    small = "generator.epochs=1 prior.epochs=1 generator.width=4 prior.width=4 prior.layers=1 partition.size=40"
+    name, *options = f"{job} {small}".split()
+    check_strategy(name, options)
+
+
 @pytest.mark.parametrize("name", choices("strategy"))
 def test_a_regression_keeps_the_contract(name, monkeypatch, tmp_path):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))

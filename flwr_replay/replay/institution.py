@@ -187,8 +187,8 @@ class GenerativeStages:
             sources.append(Source(digest_of(kept) + digest_of(decoder), decoder, kept["codes"], kept["labels"]))
         if (have := sum(len(source.labels) for source in sources)) != replayed:
             raise TrainingError(
-                f"an institution replays the {replayed} examples that it has received; it has {have}: restore the "
-                "state directory, or begin a new run"
+                f"an institution replays the {replayed} examples that it has received; it has codes and decoder of "
+                f"{have}: restore the state directory, or begin a new run"
             )
         return replayer_of(tuple(sources), self.replaying, self.institution.device)
 

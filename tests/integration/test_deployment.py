@@ -1,4 +1,4 @@
-"""FedReplay and CWT on a SuperLink and SuperNode processes: the same weights as in process, and an honest ledger.
+"""FedReplay and CWT+Replay on a SuperLink and SuperNode processes: the weights of in process, an honest ledger.
 
 Both runs share the deployment and go at the same time, since a deployed message mostly waits.
 """
@@ -24,7 +24,7 @@ CLINICS = ("clinic-a", "clinic-b", "clinic-c")
 REFUSES = "clinic-d"
 RUNS = {
     "fedreplay": ("rounds=8", "encoder_epochs=4"),  # rounds at the server cost no messages
-    "cwt": ("rounds=1",),
+    "cwt": ("rounds=1", "replay=vqvae2", "generator.epochs=1", "generator.width=8"),
 }
 
 
@@ -78,7 +78,7 @@ def test_own_ledger_equals_the_servers(clinic: str, deployment: Any, said: dict[
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_forbidding_policy_is_told_and_the_run_goes_on(name: str, deployment: Any, said: dict[str, str]) -> None:
-    field = {"fedreplay": "Latents.latents is per-sample", "cwt": "Visited.arrays is model"}[name]
+    field = {"fedreplay": "Latents.latents is per-sample", "cwt": "Generated.arrays is model"}[name]
     refusals = [line for line in said[name].splitlines() if "takes no part" in line]
     assert len(refusals) == 1
     assert f"policy lets fields of kind statistic leave; {field}" in refusals[0]

@@ -1,0 +1,268 @@
+"""Differential privacy in whole runs: charges that outlive a crash, noise that is secret, budgets, claims."""
+
+import re
+import shlex
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from flwr.app import Message
+from hospitals import node_configs, write_shards
+from replay.runs import FEW, JOB, B, broken, run, same, simulated
+
+from flwr_replay.client_app import app, backbone
+from flwr_replay.compose import compose, load_strategy, overrides_of
+from flwr_replay.engine import InlineGrid
+from flwr_replay.errors import ConfigError
+from flwr_replay.forecast import forecast
+from flwr_replay.payloads.common import RollCall
+from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+from flwr_replay.privacy.dpsgd import clipped_sums, example_losses
+from flwr_replay.privacy.secret import noise_stream
+from flwr_replay.rng import derived_seed
+from flwr_replay.server_app import settings_of
+from flwr_replay.tasks import make_task
+from flwr_replay.wire import config_in
+
+SIZES = {"a": 48, "b": 40, "c": 24}
+SMALL = ["strategy=cwt", *FEW, "model.norm=group"]
+GENERATOR = [*SMALL, "replay=vqvae2", "codebook=gradient", "dp=generator"]
+END_TO_END = [*SMALL, "replay=pixelcnn", "codebook=gradient", "dp=end-to-end", "count-sigma=2"]
+CLASSIFIER = [*SMALL, "dp=classifier"]
+SEEDED = "noise=seeded"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hospitals")
+    write_shards(folder, SIZES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def once(folder):
+    """Return a run with these options, the same for all tests that ask for it."""
+    return cache(lambda *options, copy=1: run(folder, *options))
+
+
+def total(charges, n):
+    return epsilon([SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges], 1 / n)
+
+
+@pytest.mark.parametrize(
+    ("options", "at", "repeated"),
+    [
+        (GENERATOR, ("train-generator", "b"), ["generator"]),
+        (END_TO_END, ("train-prior", "b"), ["generator", "prior", "label counts"]),
+        (END_TO_END, ("train", "b"), ["classifier"]),
+    ],
+    ids=["generator", "prior", "classifier"],
+)
+def test_what_a_crash_has_repeated_is_charged_twice(folder, once, options, at, repeated):
+    whole, resumed = once(*options), broken(folder, *options, breaking=at)
+    for name, n in SIZES.items():
+        usual, charged = ([charge["mechanism"] for charge in ran.charges(name)] for ran in (whole, resumed))
+        assert sorted(charged) == sorted([*usual, *(repeated if name == "b" else [])])
+        told, before = (ran.result["privacy"][name]["epsilon"] for ran in (resumed, whole))
+        assert told == pytest.approx(total(resumed.charges(name), n))
+        assert (told > before) if name == "b" else (told == before)
+
+
+@pytest.mark.parametrize("options", [GENERATOR, END_TO_END], ids=["generator", "end to end"])
+@pytest.mark.parametrize("noise", ["secret", "seeded"])
+def test_one_seed_gives_other_weights_with_secret_noise_only(once, options, noise):
+    options = options if noise == "secret" else [*options, SEEDED]
+    one, other = once(*options), once(*options, copy=2)
+    assert same(one.visit("generator", 0), other.visit("generator", 0)) == (noise == "seeded")
+    if "dp=end-to-end" in options or noise == "seeded":  # black replays of two generators teach a classifier the same
+        assert same(one.weights, other.weights) == (noise == "seeded")
+
+
+def noise_of_one_step(folder, noise, sigma=2.0, n=B):
+    """Return what a step's gradient is beside its sum of clipped ones, and the stream that the run's seed gives."""
+    shards = write_shards(folder, {"a": n})
+    model_of = ["model=mlp", "model.width=16", "momentum=0"]
+    options = ["strategy=cwt", "rounds=1", *model_of, "dp=classifier", f"sigma={sigma}", f"noise={noise}"]
+    ran = run(folder, *options, nodes=node_configs(folder, folder / "state", names="a"))
+    config = compose([*JOB, *options])
+    model, loss = backbone(config.model, config.task)(derived_seed(0, "model")), make_task(config.task).loss
+    sums, _ = clipped_sums(model, lambda x, y: example_losses(loss, model(x), y), shards["a"], 1.0)
+    named = zip(model.named_parameters(), sums, strict=True)
+    noises = [
+        ((value - torch.tensor(ran.weights[key])) / 0.05 * B - summed).flatten() for (key, value), summed in named
+    ]
+    known = noise_stream("seeded", folder, 0, "a", "classifier", 1)
+    known.uniform(n)  # the masks: with b = |D| everybody is in
+    foreseen = [known.normal(value.shape).flatten() * sigma for value in model.parameters()]
+    return torch.cat(noises).detach().double(), torch.cat(foreseen)
+
+
+def test_the_seed_gives_seeded_noise_away_and_says_nothing_of_secret_noise(tmp_path):
+    noise, foreseen = noise_of_one_step(tmp_path, "seeded")
+    assert float(noise.std()) == pytest.approx(2.0, rel=0.1)
+    assert float((noise - foreseen).abs().max()) < 1e-3
+    noise, foreseen = noise_of_one_step(tmp_path, "secret")
+    assert float(noise.std()) == pytest.approx(2.0, rel=0.1)
+    assert float((noise - foreseen).std()) == pytest.approx(2.0 * 2**0.5, rel=0.1)
+    assert abs(float(torch.corrcoef(torch.stack([noise, foreseen]))[0, 1])) < 5 / len(noise) ** 0.5
+
+
+def test_a_budget_stops_an_institution_before_it_is_exceeded(folder):
+    limit, of = 1.4, ["sigma=2", "delta=0.01", "epsilon=1.4", "rounds=3"]
+    ran = run(folder, *CLASSIFIER, *of)
+    charges = {name: ran.charges(name) for name in SIZES}
+    assert {name: len(found) for name, found in charges.items()} == {"a": 3, "b": 3, "c": 2}
+    for name, found in charges.items():
+        costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in found]
+        assert ran.result["privacy"][name]["epsilon"] == epsilon(costs, 0.01) <= limit
+        assert (epsilon([*costs, costs[0]], 0.01) > limit) == (name == "c") or len(found) == 3
+    [failure] = ran.result["failures"]
+    assert (failure["institution"], failure["round"]) == ("c", 9)
+    assert failure["reason"].startswith("the privacy budget is epsilon 1.4 at delta 0.01; 1 steps of classifier would")
+
+
+def test_a_budget_that_the_generator_would_exceed_leaves_an_institution_out_of_replay(folder):
+    ran = run(folder, *GENERATOR, "sigma=2", "delta=0.01", "epsilon=0.8")
+    assert [ran.result["privacy"][name]["epsilon"] > 0 for name in SIZES] == [True, True, False]
+    assert not (ran.state("c") / "privacy.jsonl").exists()
+    assert len(ran.codes(1)) == SIZES["a"] + SIZES["b"]
+    assert {failure["institution"] for failure in ran.result["failures"]} == {"c"}
+    assert "steps of generator would make 0.82" in ran.result["failures"][0]["reason"]
+
+
+def protections(entries, *, but=("instruction", "notice")):
+    """Return stage and field to what protects them, numbers left out."""
+    up = [entry for entry in entries if entry.get("direction", "up") == "up" and entry["kind"] not in but]
+    return {(entry["stage"], entry["field"], worded(entry["protection"])) for entry in up}
+
+
+def worded(protection):
+    return re.sub(r"\(.*\)-DP", "(ε, δ)-DP", protection)
+
+
+def both_ledgers(ran):
+    """Return what the server's ledger and the institutions' own say alike."""
+    told, own = protections(ran.ledger), protections([entry for name in SIZES for entry in ran.own_ledger(name)])
+    assert told == own
+    return told
+
+
+def test_only_the_generators_weights_are_called_private(once):
+    ran = once(*GENERATOR)
+    told = both_ledgers(ran)
+    private = {(stage, field) for stage, field, protection in told if protection == "(ε, δ)-DP"}
+    assert private == {("train-generator", "arrays")}
+    open_ = {(stage, field) for stage, field, protection in told if protection == "none"}
+    assert open_ >= {("encode-images", "codes"), ("encode-images", "labels"), ("train", "arrays")}
+    public = {(stage, field) for stage, field, protection in told if protection == "declared public"}
+    counted = {(stage, field) for stage, field, _ in told if field in ("num-examples", "examples-seen")}
+    assert public >= counted - {("evaluate", "num-examples")}
+    stated = {entry["protection"] for entry in ran.ledger if (entry["stage"], entry["field"]) in private}
+    up = {protection for protection in stated if protection != "none"}
+    expected = {total(ran.charges(name), n): 1 / n for name, n in SIZES.items()}
+    assert up == {f"({spent:.3g}, {delta:.2g})-DP" for spent, delta in expected.items()}
+
+
+def test_end_to_end_nothing_of_training_examples_leaves_unprotected(once):
+    told = both_ledgers(once(*END_TO_END))
+    assert {stage for stage, _, protection in told if protection == "none"} == {"evaluate"}
+    private = {(stage, field) for stage, field, protection in told if protection == "(ε, δ)-DP"}
+    weights = {(stage, "arrays") for stage in ("train-generator", "train-prior", "train")}
+    assert private == {*weights, ("train-prior", "label-counts")}
+    assert not {"losses", "perplexity", "train-loss"} & {field for _, field, _ in told}
+
+
+@pytest.mark.parametrize(
+    ("options", "stage"),
+    [
+        ([*CLASSIFIER, "replay=vqvae2"], "train"),
+        ([*CLASSIFIER, "replay=pixelcnn"], "train"),
+        ([*SMALL, "replay=pixelcnn", "dp=prior", "count-sigma=2"], "train-prior"),
+    ],
+    ids=["codes beside", "codes drawn", "prior"],
+)
+def test_nothing_is_called_private_that_unprotected_functions_of_the_same_patients_taught(folder, options, stage):
+    try:
+        told = both_ledgers(run(folder, *options))
+    except ConfigError:
+        return
+    assert (stage, "arrays", "(ε, δ)-DP") not in told
+
+
+def test_noisy_counts_of_a_small_institution_are_taken_for_what_they_are(folder):
+    ran = run(folder, *END_TO_END, "classes=10", "count-sigma=10", SEEDED)
+    assert not ran.result["failures"]
+
+
+@pytest.mark.parametrize("options", [GENERATOR, END_TO_END], ids=["generator", "end to end"])
+def test_noise_from_the_seed_is_called_no_protection(once, options):
+    told = both_ledgers(ran := once(*options, SEEDED))
+    assert ("train-generator", "arrays", "not protected: its noise comes from the run's seed") in told
+    assert not any("-DP" in protection for _, _, protection in told)
+    assert {ran.result["privacy"][name]["epsilon"] for name in SIZES} == {None}
+
+
+@pytest.mark.parametrize("options", [[*GENERATOR, SEEDED], END_TO_END], ids=["seeded", "end to end"])
+def test_the_forecast_says_what_the_ledger_will_say(tmp_path, options):
+    ran = simulated(tmp_path, *options, "task=digits", "partition=iid", "partition.size=40", "model.width=4")
+    expected, found = Counter(), Counter()
+    for line in forecast(compose(overrides_of(ran.folder / "config.yaml"))):
+        expected[key(vars(line))] += line.bytes
+    for entry in ran.ledger:
+        found[key(entry)] += entry["bytes"]
+    assert found == expected
+
+
+def key(line):
+    return (
+        *(line[name] for name in ("institution", "direction", "stage", "field", "kind")),
+        worded(line["protection"]),
+    )
+
+
+# --- an institution that asks for a guarantee -------------------------------------------------------------------------
+
+
+def said_at_the_roll_call(tmp_path, *options):
+    """Return what an institution with a policy of max-epsilon 8 and without its data says."""
+    overrides = [*JOB, *options]
+    config = compose(overrides)
+    stages = load_strategy(config.strategy.name)[0](config.strategy, settings_of(config)).all_stages()
+    (tmp_path / "policy.yaml").write_text("max-epsilon: 8")
+    node = {"name": "a", "data": str(tmp_path / "nothing.npz"), "state": str(tmp_path)}
+    node["policy"] = str(tmp_path / "policy.yaml")
+    grid = InlineGrid(app, {"overrides": shlex.join(overrides)}, [node])
+    request = RollCall(strategy="cwt", run="r", stages=stages)
+    [reply] = grid.send_and_receive([Message(request.encode(), 2, "query")])
+    return config_in(reply.content)["failure"]
+
+
+@pytest.mark.parametrize("budget", ["epsilon=8", "epsilon=0.5"])
+def test_a_policy_accepts_a_run_that_is_private_from_end_to_end(tmp_path, budget):
+    assert said_at_the_roll_call(tmp_path, *END_TO_END, budget).startswith("DataError")  # it went on to its data
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SMALL,
+        [*GENERATOR, "epsilon=8"],
+        [*END_TO_END, "dp=generator+prior+classifier", "epsilon=8"],
+        END_TO_END,
+        [*END_TO_END, "epsilon=9"],
+        [*END_TO_END, "epsilon=8", SEEDED],
+    ],
+    ids=["nothing", "generator", "three mechanisms", "no budget", "too large a budget", "seeded"],
+)
+def test_a_policy_refuses_less_before_any_data_are_read(tmp_path, options):
+    assert said_at_the_roll_call(tmp_path, *options).startswith("policy asks for epsilon <= 8; ")
+
+
+def test_an_institution_with_a_policy_takes_part_to_the_end(folder):
+    (folder / "policy.yaml").write_text("max-epsilon: 8")
+    [node] = node_configs(folder, folder / "state", names="c")
+    nodes = [{**node, "policy": str(folder / "policy.yaml")}]
+    ran = run(folder, *END_TO_END, "sigma=0", "epsilon=8", "rounds=2", nodes=nodes)
+    assert not ran.result["failures"]
+    assert 7.9 < ran.result["privacy"]["c"]["epsilon"] <= 8
