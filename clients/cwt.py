@@ -20,5 +20,4 @@ class CWTClient(InstitutionClient):
         data, learner = self.training_data(visit.pooled), self.learner(visit)
         for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):  # Alg. 1, lines 2-4
             learner.step(x_B, y_B)  # line 5: θ ← θ − η ∇L(θ; x_B)
-        self.suspend(visit, learner.optimizer)
         return self.visited(visit, learner, len(data))

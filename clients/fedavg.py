@@ -21,5 +21,4 @@ class FedAvgClient(InstitutionClient):
         for _ in range(visit.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
                 learner.step(x_B, y_B)
-        self.suspend(visit, learner.optimizer)
         return self.visited(visit, learner, len(data))

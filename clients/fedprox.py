@@ -25,7 +25,6 @@ class FedProxClient(InstitutionClient):
         for _ in range(visit.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
                 learner.step(x_B, y_B, penalty=mu / 2 * distance(model, anchor))
-        self.suspend(visit, learner.optimizer)
         return self.visited(visit, learner, len(data))
 
 

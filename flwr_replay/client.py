@@ -16,7 +16,7 @@ from flwr.client import NumPyClient
 from torch import nn
 
 from flwr_replay.config import TrainingConfig
-from flwr_replay.errors import ConfigError, TrainingError, WireError
+from flwr_replay.errors import ConfigError, PrivacyError, TrainingError, WireError
 from flwr_replay.institution import Institution, Shard
 from flwr_replay.learning import Learner
 from flwr_replay.payloads.common import Evaluate, Evaluation, LabelScale, Present, RollCall, Visit, Visited
@@ -98,7 +98,9 @@ class InstitutionClient(NumPyClient):
         stage = str(config.get("stage", ""))
         request = REQUESTS.get(stage)
         name = stage.replace("-", "_") if stage != "evaluate" else "evaluate_model"
-        method = getattr(self, name, None) or getattr(self.replay, name, None)
+        method = getattr(self, name, None)
+        if self.replay and stage in self.replay.replaying.stages:
+            method = getattr(self.replay, name)
         if request is None or method is None:
             raise ConfigError(
                 f"{type(self).__name__} has no stage {stage!r}: server and institution run other versions"
@@ -124,6 +126,8 @@ class InstitutionClient(NumPyClient):
 
     def evaluate_model(self, request: Evaluate) -> Evaluation:
         """Test the weights that came on the institution's test shard, or on its training examples."""
+        if request.split != "test" and self.purse and self.purse.plan.config.end_to_end:
+            raise PrivacyError("dp=end-to-end does not cover metrics on training examples; they were asked for")
         shard = self.institution.shard(request.split)
         evaluation: Evaluation = self.task.evaluate(self._loaded(request.arrays), shard.x, shard.y)
         return evaluation
@@ -181,12 +185,14 @@ class InstitutionClient(NumPyClient):
         return self.replay.replayer(visit.run, visit.server_round, visit.replayed or 0) if self.replay else None
 
     def visited(self, visit: Visit, learner: Learner, num_examples: int) -> Visited:
-        """Return what a visit answers."""
+        """End a visit: keep what is kept, return what it answers; one that diverged keeps nothing."""
+        loss = learner.train_loss()
+        self.suspend(visit, learner.optimizer)
         return Visited(
             arrays=encoded(learner.model),
             num_examples=num_examples,
             examples_seen=learner.seen,
-            train_loss=learner.train_loss(),
+            train_loss=loss,
             **(self.purse.spent(visit.run) if self.purse else {}),
         )
 

@@ -156,7 +156,7 @@ class ReplayConfig:
     def __post_init__(self) -> None:
         one_of("replay.name", self.name, ("none", "vqvae2", "pixelcnn"))
         one_of("replay.codes", self.codes, ("paper", "last-pass", "stale"))
-        require(0 < self.ratio < inf, f"replay.ratio must be positive and finite; got {self.ratio}")
+        require(0 < self.ratio <= 100, f"replay.ratio lies in (0, 100]; got {self.ratio}")
         require(0 <= self.cache_mb < inf, f"replay.cache-mb must be finite and not negative; got {self.cache_mb}")
 
 

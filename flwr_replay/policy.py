@@ -7,7 +7,8 @@ The policy is a YAML file in the institution's hands:
                                               # FedAvg+Share sends, are a kind of their own, per-sample-raw
     max-upload-mb: 64                         # the largest message that may leave, 10^6 bytes
     max-epsilon: 8                            # what leaves must be differentially private with at most this epsilon:
-                                              # the run needs dp=end-to-end and a budget, privacy.epsilon, within it
+                                              # the run needs dp=end-to-end and a budget, privacy.epsilon, within it.
+                                              # The server chooses delta, and runs add up: neither is limited here
 
 A key that is left out forbids nothing. The rules are enforced by this package's ClientApp, before any data are read
 where the question can be decided then. They bind the code that the institution runs; they do not bind other code.

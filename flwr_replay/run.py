@@ -100,7 +100,7 @@ class RunDirectory(Recorder):
         write_atomic(self.path / "environment.json", json.dumps(_environment(config), indent=2) + "\n")
         for left in self.path.rglob(".*.tmp"):  # of a process that was killed while it wrote
             left.unlink()
-        for name in ("ledger", "timings", "metrics", "failures"):
+        for name in ("ledger", "timings", "metrics", "failures", "generator"):
             read_lines(self.path / f"{name}.jsonl")  # drops a line that a crash tore
         self._ledger = Ledger(self.path / "ledger.jsonl")
         self._metrics, self._timings = Lines(self.path / "metrics.jsonl"), Lines(self.path / "timings.jsonl")
@@ -251,7 +251,7 @@ class RunDirectory(Recorder):
             "examples-seen": self.counters.examples_seen,
             "bytes": {**self.bytes, "per-round": round(sum(self.bytes.values()) / (server_round // self.per_round))},
             "bytes-by-kind": self.bytes_by_kind(),
-            "privacy": {name: self.released.get(name) for name in own},
+            "privacy": {name: self.released.get(name) for name in sorted({*own, *self.released})},
             "privacy-claim": claim,
             "failures": self.failures,
             "wall-seconds": round(self.counters.seconds + time.monotonic() - self.started, 3),

@@ -84,7 +84,7 @@ class Movement(Exchanging):
                 f"strategy={cls.name} can have dp={'+'.join(cls.private) or 'none'}; got {mechanism}: choose among "
                 "these, or another strategy",
             )
-        if settings.model is not None and "classifier" in wanted:
+        if settings.model is not None and {"classifier", "encoder"} & set(wanted):
             refuse_mixing(settings.model(0))
         if settings.model is not None:
             refuse_single_batches(settings.model(0), settings.training.batch_size, settings.training.batch_size)
@@ -135,7 +135,7 @@ class Movement(Exchanging):
 
     def all_stages(self) -> list[str]:
         """Put the stages of replay before the method's own."""
-        return [*(self.replay.stages if self.replay else ()), *self.stages]
+        return [*(self.replay.replaying.stages if self.replay else ()), *self.stages]
 
     def forecast_replay(self) -> list[Exchange]:
         """Return what replay will send before the first round."""

@@ -62,7 +62,7 @@ class Codes(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeImages(Request, stage="encode-images", answer=Codes):
-    """Algorithm 1, line 19: encode your images with this generator, and with `union` the replays before them."""
+    """Algorithm 1, line 19: encode your images with this generator, and before them the replays of what you keep."""
 
     arrays: Weights = model()
     run: str = instruction()

@@ -69,8 +69,10 @@ class Purse:
         return noisy if noisy.sum() else torch.ones_like(noisy)
 
     def spent(self, run: str) -> dict[str, Any]:
-        """Return what an answer states: epsilon of all that was released in this run, and delta."""
+        """Return what an answer states: epsilon of all that was released in this run, delta; at first nothing."""
         account = self.account(run)
+        if not account.spent:
+            return {}
         return {"epsilon": account.epsilon() if account.protected else None, "delta": account.delta}
 
     def stream(self, mechanism: str, request: Any) -> Stream:

@@ -56,6 +56,12 @@ class Replaying:
         image = (task.kind, task.channels, task.size, task.classes)
         return cls(replay, config.generator, config.prior, *image, config.seed)
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Return what every institution is asked for, beside a method's own stages; it answers no others."""
+        codes = ("encode-images", "keep-codes", "keep-decoder")
+        return ("train-generator", *(codes if self.replay.name == "vqvae2" else ("train-prior", "keep-prior")))
+
     def fresh_generator(self) -> ReplayGenerator:
         """Build the generator as every run of this seed begins with it; a mask is generated as one more channel."""
         channels = self.channels + (self.kind == "segmentation")

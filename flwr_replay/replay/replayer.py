@@ -51,7 +51,8 @@ class Replayer:
         self.generators = [generator for generator, _ in parts]
         self.device = next(self.generators[0].parameters()).device
         unpacked = [unpack_codes(s.codes, g.codes_per_image, g.codebook_size) for g, s in parts]
-        self.codes = torch.from_numpy(np.concatenate(unpacked))
+        small = max(generator.codebook_size for generator in self.generators) <= 256
+        self.codes = torch.from_numpy(np.concatenate(unpacked).astype(np.uint8 if small else np.int32))
         self.labels = torch.from_numpy(np.concatenate([source.labels for _, source in parts]))
         self.ends = np.cumsum([len(codes) for codes in unpacked])
         self.cached: Tensor | None = None
@@ -69,7 +70,7 @@ class Replayer:
         for i, (generator, end) in enumerate(zip(self.generators, self.ends, strict=True)):
             mine = (rows < end) & (rows >= (self.ends[i - 1] if i else 0))
             if mine.any():
-                made = generator.decode(self.codes[rows[mine]].to(self.device)).mul_(255).round_().byte()
+                made = generator.decode(self.codes[rows[mine]].long().to(self.device)).mul_(255).round_().byte()
                 images = made.new_empty((len(rows), *made.shape[1:])) if images is None else images
                 images[mine.to(self.device)] = made
         assert images is not None
@@ -112,7 +113,7 @@ class Replayer:
             yield torch.cat([x_R, x_B]), torch.cat([y_R.to(y_B.dtype), y_B])
 
 
-@lru_cache(maxsize=2)  # institutions that share a process share what they all received
+@lru_cache(maxsize=1)  # institutions that share a process share what they all received
 def replayer_of(sources: tuple[Source, ...], replaying: Replaying, device: torch.device) -> Replayer:
     """Return a replayer of these sources, made once in a process."""
     parts = []

@@ -23,9 +23,10 @@ given what there is; its own images are not replayed elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 from safetensors.numpy import load_file, save
@@ -47,13 +48,15 @@ from flwr_replay.payloads.replay import (
     TrainPrior,
 )
 from flwr_replay.replay.plan import Replaying
-from flwr_replay.training import to_arrays
+from flwr_replay.training import load_arrays, to_arrays
 from flwr_replay.wire import Request, StateDict, opened
 
 if TYPE_CHECKING:
     from flwr_replay.movements.base import Movement
 
 __all__ = ["GenerativeReplay"]
+
+Answer = TypeVar("Answer", Generated, TrainedPrior)
 
 
 class GenerativeReplay:
@@ -71,12 +74,6 @@ class GenerativeReplay:
         self.complete = False
         self.server_round = 0
         self.held: dict[str, int] = {}  # how much an institution was sent: of vqvae2 all or nothing, else priors
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """What every institution is asked for, beside the method's own stages."""
-        asked = ("encode-images", "keep-codes", "keep-decoder") if self.codes_travel else ("train-prior", "keep-prior")
-        return ("train-generator", *asked)
 
     @property
     def codes_travel(self) -> bool:
@@ -137,7 +134,8 @@ class GenerativeReplay:
         trained = self.asked(member, self.train_request(self.generator, self.replayable))
         if trained is None:
             return False
-        generated = Generated.decode(trained.content)
+        if (generated := self.decoded(member, Generated, trained)) is None:
+            return False
         self.movement.recorder.saw(generated.examples_seen)
         self.movement.recorder.generated(member.name, list(generated.losses), generated.perplexity)
         weights = opened(generated.arrays)
@@ -162,8 +160,9 @@ class GenerativeReplay:
         reply = self.asked(member, self.encode_request(weights, replayed))
         if reply is None:
             return None
-        answer, n = Codes.decode(reply.content), member.num_examples + replayed
+        n = member.num_examples + replayed
         try:
+            answer = Codes.decode(reply.content)
             unpack_codes(answer.codes, self.model.codes_per_image, self.model.codebook_size)
             if not len(answer.codes) == len(answer.labels) == n or not self.accepts(answer):
                 raise WireError(f"codes and labels of {n} examples were asked for; got {len(answer.codes)}, or others")
@@ -189,12 +188,10 @@ class GenerativeReplay:
         reply = self.asked(member, self.prior_request(weights))
         if reply is None:
             return False
-        answer = TrainedPrior.decode(reply.content)
-        kinds = self.replaying.fresh_prior(self.model).classes
-        most = 2 * member.num_examples + 100 * kinds  # noise may have been added
-        if len(answer.label_counts) != kinds or not 0 < sum(answer.label_counts) <= most:
-            line = f"must count its examples of {kinds} kinds of label; it did not"
-            self.movement.recorder.failed(self.server_round, member.name, line)
+        if (answer := self.decoded(member, TrainedPrior, reply)) is None:
+            return False
+        if fault := self.fault_of(member, answer):
+            self.movement.recorder.failed(self.server_round, member.name, fault)
             return False
         self.movement.recorder.saw(answer.examples_seen)
         self.movement.recorder.generated(f"{member.name}, prior", list(answer.losses))
@@ -202,6 +199,28 @@ class GenerativeReplay:
         self.keep("source", self.visits, {**prefixed("decoder", self.decoder(weights)), **opened(answer.arrays)})
         self.counts.append(list(answer.label_counts))
         return True
+
+    def fault_of(self, member: Member, answer: TrainedPrior) -> str:
+        """Say what makes a prior useless, before anybody is given it; nothing if it draws."""
+        prior = self.replaying.fresh_prior(self.model).eval()
+        plan, counts, n = self.movement.settings.privacy, answer.label_counts, member.num_examples
+        slack = 6 * plan.config.count_sigma * prior.classes if plan and plan.covers("prior") else 0.0
+        if len(counts) != prior.classes or not sum(counts) > 0 or abs(sum(counts) - n) > slack:
+            return f"must count its {n} examples of {prior.classes} kinds of label; it told {sum(counts)}"
+        try:
+            load_arrays(prior, {name.removeprefix("prior."): array for name, array in opened(answer.arrays).items()})
+            prior.sample(torch.arange(prior.classes), torch.Generator().manual_seed(0))
+        except (WireError, RuntimeError, IndexError) as error:
+            return f"sent a prior that draws no codes: {' '.join(str(error).split())[:200]}"
+        return ""
+
+    def decoded(self, member: Member, declared: type[Answer], reply: Message) -> Answer | None:
+        """Read an answer; None, with its failure noted, if it is incomplete."""
+        try:
+            return declared.decode(reply.content)
+        except WireError as error:
+            self.movement.recorder.failed(self.server_round, member.name, str(error))
+            return None
 
     # --- what institutions keep ---------------------------------------------------------------------------------------
 

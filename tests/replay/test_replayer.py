@@ -70,9 +70,9 @@ def test_every_sources_codes_meet_their_own_decoder():
     images, labels = both.take(torch.arange(11))
     assert labels.tolist() == list(range(11))
     for model, rows in zip(both.generators, (slice(0, 7), slice(7, 11)), strict=True):
-        expected = model.decode(both.codes[rows])
+        expected = model.decode(both.codes[rows].long())
         assert (images[rows] - expected).abs().max() <= 0.5 / 255 + 1e-6  # kept as bytes
-    swapped = both.generators[1].decode(both.codes[:4])
+    swapped = both.generators[1].decode(both.codes[:4].long())
     assert (images[:4] - swapped).abs().max() > 0.01
 
 
