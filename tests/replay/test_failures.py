@@ -2,10 +2,16 @@
 
 import pytest
 from hospitals import node_configs, write_shards
-from replay.runs import FEW, SIZES, B, Watched, run, same
+from replay.runs import FEW, JOB, SIZES, B, Watched, run, same
 from safetensors.numpy import load_file
 
+from flwr_replay.compose import compose
 from flwr_replay.errors import RunError
+from flwr_replay.movements.members import Member
+from flwr_replay.payloads.replay import TrainedPrior
+from flwr_replay.server_app import settings_of
+from flwr_replay.strategies.cwt import CWT as CWTStrategy
+from flwr_replay.training import to_arrays
 
 CWT, FEDAVG = ["strategy=cwt", *FEW], ["strategy=fedavg", *FEW, "rounds=2"]
 
@@ -105,3 +111,26 @@ def test_a_decoder_that_is_lost_is_missed(tmp_path):
     assert failure["institution"] == "a"
     assert "decoder" in failure["reason"]
     assert "restore the state directory" in failure["reason"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda arrays, counts: None, ""),
+        (lambda arrays, counts: arrays.popitem(), "draws no codes"),
+        (lambda arrays, counts: [array.fill(3e38) for array in arrays.values()], "draws no codes"),
+        (lambda arrays, counts: counts.append(1), "kinds of label"),
+        (lambda arrays, counts: counts.__setitem__(0, 9), "must count its 12 examples"),
+    ],
+    ids=["whole", "lacking", "huge", "another kind", "too many"],
+)
+def test_a_prior_is_tried_before_anybody_is_given_it(change, says):
+    config = compose([*JOB, *CWT, "replay=pixelcnn"])
+    replay = CWTStrategy(config.strategy, settings_of(config)).replay
+    fresh = to_arrays(replay.replaying.fresh_prior(replay.model))
+    arrays, counts = {f"prior.{name}": array.copy() for name, array in fresh.items()}, [4, 4, 4]
+    change(arrays, counts)
+    told = TrainedPrior(arrays=arrays, num_examples=12, examples_seen=12, label_counts=counts)
+    fault = replay.fault_of(Member("a", 1, 12), told)
+    assert says in fault
+    assert bool(fault) == bool(says)
