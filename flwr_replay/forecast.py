@@ -11,7 +11,7 @@ from flwr_replay.client_app import backbone
 from flwr_replay.compose import choices, load_strategy
 from flwr_replay.config import RunConfig
 from flwr_replay.institution import loaded
-from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.movements.members import Member
 from flwr_replay.opening import new_run_id
 from flwr_replay.payloads.common import Present, RollCall
@@ -44,9 +44,8 @@ def forecast(config: RunConfig) -> list[Line]:
     The encoded messages are weighed, with zeros in place of weights and data, so that the bytes are those that the
     run's own ledger will show.
     """
-    part = check_run(config)
-    settings = replace(settings_of(config), run=new_run_id(config))
-    strategy, plan = load_strategy(config.strategy.name)[0](config.strategy, settings), settings.privacy
+    part, strategy = check_run(config), _strategy(config)
+    settings, plan = strategy.settings, strategy.settings.privacy
     present: dict[str, Present] = {}
     for k, name in enumerate(part.names):
         own = part.examples(loaded(config.task), k).train
@@ -73,6 +72,12 @@ def forecast(config: RunConfig) -> list[Line]:
                 messages, size = lines.get(key, (0, 0))
                 lines[key] = (messages + times, size + row.bytes * times)
     return [Line(*key[:5], messages=messages, bytes=size, protection=key[5]) for key, (messages, size) in lines.items()]
+
+
+def _strategy(config: RunConfig) -> Movement:
+    settings = replace(settings_of(config), run=new_run_id(config))
+    strategy_type: type[Movement] = load_strategy(config.strategy.name)[0]
+    return strategy_type(config.strategy, settings)
 
 
 def forecast_page(config: RunConfig) -> str:
@@ -123,7 +128,7 @@ def forecast_page(config: RunConfig) -> str:
             "the part of the model that made them may try to reconstruct the images."
         )
     text += [
-        f"{claim(config)} TLS protects messages on the network, not from the server.",
+        f"{claim(_strategy(config))} TLS protects messages on the network, not from the server.",
         "Kinds: model = weights; per-sample = one row per patient; per-sample-raw = patients' "
         "examples as they are; statistic = numbers computed from the data; "
         "instruction = what the server asks; notice = the institution's name.",

@@ -27,7 +27,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -153,13 +153,15 @@ class RunDirectory(Recorder):
         kind = "DP-SGD, Poisson sampling" if epsilon is not None else "not protected: noise from the run's seed"
         self.released[name] = {"epsilon": epsilon, "delta": delta, "mechanism": kind, "accountant": "rdp"}
 
-    def generated(self, name: str, losses: list[float], perplexity: float | None = None) -> None:
-        """Write how the training of a generator or prior went."""
+    def generated(self, name: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
+        """Write how the training of a generator or prior went, in place of an attempt before a resumption."""
         super().generated(name, losses, perplexity)
-        used = {} if perplexity is None else {"perplexity": perplexity}
-        with closing(Lines(self.path / "generator.jsonl")) as lines:
-            rows = [{"institution": name, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)]
-            lines.append([*rows[:-1], *({**row, **used} for row in rows[-1:])])
+        path = self.path / "generator.jsonl"
+        rows = [{"institution": name, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)]
+        if rows and perplexity:
+            rows[-1]["perplexity"] = list(perplexity)
+        before = [row for row in read_lines(path) if row["institution"] != name]
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in [*before, *rows]))
 
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Write down who takes no part, and why."""

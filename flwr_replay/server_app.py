@@ -19,7 +19,7 @@ from flwr_replay.config import RunConfig, require
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.files import alone, read_json
 from flwr_replay.models.pretrained import load_pretrained
-from flwr_replay.movements.base import Settings
+from flwr_replay.movements.base import Movement, Settings
 from flwr_replay.opening import open_run
 from flwr_replay.privacy.plan import NOTHING, PrivacyPlan
 from flwr_replay.progress import Display, LogDisplay
@@ -74,13 +74,12 @@ def settings_of(config: RunConfig) -> Settings:
     )
 
 
-def claim(config: RunConfig) -> str:
+def claim(strategy: Movement) -> str:
     """Say in plain words what of a run is differentially private, from what its stages declare."""
-    settings = settings_of(config)
-    if settings.privacy is None:
+    privacy = strategy.settings.privacy
+    if privacy is None:
         return NOTHING
-    stages = load_strategy(config.strategy.name)[0](config.strategy, settings).all_stages()
-    return settings.privacy.sentence({stage: REQUESTS[stage].answer for stage in stages})
+    return privacy.sentence({stage: REQUESTS[stage].answer for stage in strategy.all_stages()})
 
 
 def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, Any], Path]:
@@ -112,6 +111,6 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
         try:
             final = opened(strategy.start(grid, first, config.rounds).arrays)
             metric = settings.task.metric
-            return recorder.finish(final, metric, settings.task.higher_is_better, claim(config)), recorder.path
+            return recorder.finish(final, metric, settings.task.higher_is_better, claim(strategy)), recorder.path
         finally:
             recorder.close()

@@ -1,6 +1,7 @@
 """Cyclic weight transfer: the server's half; the institution's half is `clients/cwt.py`.
 
-Source: Chang et al. 2018 (doi:10.1093/jamia/ocy017); Qu et al. 2022, section 4.1; Algorithm 1 without replay.
+Source: Chang et al. 2018 (doi:10.1093/jamia/ocy017); Qu et al. 2022, section 4.1; with replay
+Algorithm 1, whose generator is trained by `flwr_replay/replay/server.py` before the first cycle.
 Idea: one model visits the institutions in turn; each trains it for max(1, ⌊|D_k|/b⌋) iterations and hands it on.
 Travels: the weights, to the visited institution (`Visit`) and back (`Visited`, with counts and a loss).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,12 @@ class Recorder:
     def looked_back(self, server_round: int, taught: list[str], own: dict[str, dict[str, float]]) -> None:
         """Note the metrics on each institution's own training examples after an exchange that trained on some."""
 
-    def generated(self, name: str, losses: list[float], perplexity: float | None = None) -> None:
+    def generated(self, name: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
         """Note how the training of a generator or prior went: the loss of every epoch, and how many codes are in use.
 
         Nothing is told where it would not be private.
         """
-        used = "" if perplexity is None else f"; bottom codes in use (perplexity): {perplexity:.1f}"
+        used = f"; codes in use (perplexity): {', '.join(f'{p:.1f}' for p in perplexity)}" if perplexity else ""
         self.log(f"generator at {name}: loss {', '.join(f'{loss:.4f}' for loss in losses) or 'withheld'}{used}")
 
     def spent(self, name: str, epsilon: float | None, delta: float) -> None:

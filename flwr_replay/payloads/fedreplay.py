@@ -1,7 +1,7 @@
 """What travels in FedReplay: an encoder, and once per institution the latent variables with their labels.
 
-A latent variable is a function of one patient's image. Whoever holds it and the encoder can try to invert it; nothing
-here is differentially private.
+A latent variable is a function of one patient's image. Whoever holds it and the encoder can try to invert it. With
+dp=encoder the encoder is differentially private; latent variables and labels never are.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Generated(Spent):
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples, replayed ones included", public=True)
     losses: Sequence[float] = statistic("mean over each epoch", default=(), withheld=True)
-    perplexity: float | None = statistic("bottom codes in use, last batch", default=None, withheld=True)
+    perplexity: Sequence[float] = statistic("codes in use, top and bottom, last batch", default=(), withheld=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,9 +174,8 @@ class PrivacyPlan:
         left = [f"{' and '.join(samples)} of single patients"] if samples else []
         left += [f"the weights that stage {stage} returns" for stage in weights]
         left += ["losses, metrics and counts"] if numbers else []
-        others = (
-            " It also learns replays of the others' images, which are not protected." if "generator" in named else ""
-        )
+        learns_replays = "generator" in named and "prior" not in named
+        others = " It also learns replays of the others' images, which are not protected." if learns_replays else ""
         return (
             f"Only what the training of the {covered} at an institution tells of its own examples is differentially "
             f"private.{others} These leave unprotected: {'; '.join(left)}. What leaves as a whole has no epsilon."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -71,9 +72,8 @@ class Purse:
     def spent(self, run: str) -> dict[str, Any]:
         """Return what an answer states: epsilon of all that was released in this run, delta; at first nothing."""
         account = self.account(run)
-        if not account.spent:
-            return {}
-        return {"epsilon": account.epsilon() if account.protected else None, "delta": account.delta}
+        epsilon = account.epsilon()
+        return {"epsilon": epsilon if isfinite(epsilon) else None, "delta": account.delta} if epsilon else {}
 
     def stream(self, mechanism: str, request: Any) -> Stream:
         """Open a stream of noise."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flwr_replay.errors import DataError, TrainingError
 from flwr_replay.generators.base import ReplayGenerator
-from flwr_replay.generators.codes import pack_codes
+from flwr_replay.generators.codes import pack_codes, unpack_codes
 from flwr_replay.generators.pixelcnn import CodePrior
 from flwr_replay.institution import Institution, Shard
 from flwr_replay.payloads.replay import (
@@ -36,7 +36,7 @@ from flwr_replay.payloads.replay import (
 from flwr_replay.privacy.visit import PrivateVisit, Purse
 from flwr_replay.replay.pictures import SHOWN, draw_grid
 from flwr_replay.replay.plan import Replaying
-from flwr_replay.replay.replayer import BLOCK, Replayer, Source, replayer_of
+from flwr_replay.replay.replayer import Replayer, Source, replayer_of
 from flwr_replay.state import StateStore
 from flwr_replay.training import batches, encoded, generator, load_arrays, mean_loss, step, to_arrays
 from flwr_replay.wire import StateDict, Weights, opened
@@ -88,7 +88,7 @@ class GenerativeStages:
             num_examples=len(data),
             examples_seen=seen,
             losses=losses,
-            perplexity=None if private else float(parts["perplexity-bottom"]),
+            perplexity=[] if private else [float(parts[f"perplexity-{level}"]) for level in ("top", "bottom")],
             **self.spent(request.run),
         )
 
@@ -99,7 +99,8 @@ class GenerativeStages:
         old = self.replayer(request.run, request.server_round, request.replayed)
         self.draw("codes", request, model, old)
         if old:
-            replays = [model.encode(old.take(rows)[0]) for rows in torch.split(torch.arange(len(old)), BLOCK)]
+            blocks = torch.split(torch.arange(len(old)), self.replaying.at_once)
+            replays = [model.encode(old.take(rows)[0]) for rows in blocks]
             codes, labels = [torch.cat(replays).cpu(), *codes], [old.labels.numpy(), *labels]
         return Codes(
             codes=pack_codes(torch.cat(codes).numpy(), model.codebook_size),
@@ -156,10 +157,13 @@ class GenerativeStages:
         """Draw e from a prior and keep it with D."""
         decoder, given = by_prefix(opened(request.arrays))
         counts = tuple(request.label_counts)
-        packed = drawn(Drawing(digest_of(given), counts, request.source, given), self.replaying)
+        packed = drawn(
+            Drawing(digest_of(given), counts, request.source, given), self.replaying, self.institution.device
+        )
         classes = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         bins = self.replaying.bins(request.label_mean, request.label_scale)
         labels = bins.centres(classes) if self.replaying.kind == "regression" else classes
+        self.draw_prior(request, decoder, packed)
         self.state.save(f"decoder-{request.source:02d}", request.run, request.server_round, decoder)
         return self.keep(request, request.source, packed, labels.numpy())
 
@@ -236,10 +240,20 @@ class GenerativeStages:
         name = f"{stage}-{request.server_round:06d}-{'-'.join(rows)}.png"
         draw_grid(self.state.of_run(request.run) / "pictures" / name, rows)
 
+    def draw_prior(self, request: KeepPrior, decoder: StateDict, packed: NDArray[np.uint8]) -> None:
+        """Draw some of what a prior gives."""
+        model = self.replaying.fresh_generator()
+        model.load_decoder({name: torch.tensor(array) for name, array in decoder.items()})
+        spread = packed[np.linspace(0, len(packed) - 1, SHOWN).astype(int)]
+        codes = unpack_codes(spread, model.codes_per_image, model.codebook_size)
+        name = f"prior-{request.server_round:06d}-{request.source:02d}-replay.png"
+        images = model.decode(torch.from_numpy(codes.astype(np.int64)))
+        draw_grid(self.state.of_run(request.run) / "pictures" / name, {"replay": images})
+
     def codes_of(self, model: ReplayGenerator) -> Tensor:
         """Encode all of the institution's images: (n, N), on the CPU."""
         data = self.institution.train
-        parts = zip(torch.split(data.x, BLOCK), torch.split(data.y, BLOCK), strict=True)
+        parts = zip(*(torch.split(tensor, self.replaying.at_once) for tensor in (data.x, data.y)), strict=True)
         return torch.cat([model.encode(self.replaying.joined(x_B, y_B)).cpu() for x_B, y_B in parts])
 
     def classes(self, y: Tensor, request: TrainPrior) -> Tensor:
@@ -264,14 +278,15 @@ class Drawing:
 
 
 @lru_cache(maxsize=64)  # institutions that share a process draw once
-def drawn(drawing: Drawing, replaying: Replaying) -> NDArray[np.uint8]:
+def drawn(drawing: Drawing, replaying: Replaying, device: torch.device) -> NDArray[np.uint8]:
     """Draw codes; packed, (n, bytes)."""
     model = replaying.fresh_generator()
-    prior = replaying.fresh_prior(model).eval()
+    prior = replaying.fresh_prior(model).to(device).eval()
     load_arrays(prior, drawing.prior)
     classes = torch.repeat_interleave(torch.arange(len(drawing.counts)), torch.tensor(drawing.counts))
     draws = generator(replaying.seed, "drawn codes", drawing.source)
-    codes = [prior.sample(labels, draws) for labels in torch.split(classes, BLOCK)]
+    blocks = torch.split(classes.to(device), replaying.at_once)
+    codes = [prior.sample(labels, draws).cpu() for labels in blocks]
     return pack_codes(torch.cat(codes).numpy(), model.codebook_size)
 
 

@@ -91,6 +91,11 @@ class Replaying:
             return images_B, labels_B
         return images_B[:, :-1], (images_B[:, -1] >= 0.5).to(torch.uint8)
 
+    @property
+    def at_once(self) -> int:
+        """Return how many images are coded together: 256 small ones, of larger ones about as many pixels."""
+        return min(256, max(4, 2**18 // self.size**2))
+
     def labels(self, y: Tensor) -> NDArray[Any]:
         """Return the labels that travel beside codes; masks are in the codes, so of these only zeros do."""
         return y.cpu().numpy() if self.kind != "segmentation" else np.zeros(len(y), np.int64)

@@ -20,9 +20,7 @@ from flwr_replay.replay.plan import Replaying
 from flwr_replay.training import as_input
 from flwr_replay.wire import StateDict
 
-__all__ = ["BLOCK", "Replayer", "Source", "replayer_of"]
-
-BLOCK = 256  # images coded together
+__all__ = ["Replayer", "Source", "replayer_of"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Replayer:
         self.cached: Tensor | None = None
         values = self.decoded(torch.arange(1))[0].numel()
         if len(self) * values <= replaying.replay.cache_mb * 1e6:
-            blocks = torch.split(torch.arange(len(self)), BLOCK)
+            blocks = torch.split(torch.arange(len(self)), replaying.at_once)
             self.cached = torch.cat([self.decoded(rows) for rows in blocks])
 
     def __len__(self) -> int:

@@ -136,9 +136,12 @@ class GenerativeReplay:
             return False
         if (generated := self.decoded(member, Generated, trained)) is None:
             return False
-        self.movement.recorder.saw(generated.examples_seen)
-        self.movement.recorder.generated(member.name, list(generated.losses), generated.perplexity)
         weights = opened(generated.arrays)
+        if fault := self.fault_of(weights):
+            self.movement.recorder.failed(self.server_round, member.name, fault)
+            return False
+        self.movement.recorder.saw(generated.examples_seen)
+        self.movement.recorder.generated(member.name, list(generated.losses), list(generated.perplexity))
         if not self.codes_travel:
             return self.take_prior(member, weights)
         codes = self.encoded(member, weights, 0 if stale else self.replayable)
@@ -190,7 +193,7 @@ class GenerativeReplay:
             return False
         if (answer := self.decoded(member, TrainedPrior, reply)) is None:
             return False
-        if fault := self.fault_of(member, answer):
+        if fault := self.fault_of_prior(member, answer):
             self.movement.recorder.failed(self.server_round, member.name, fault)
             return False
         self.movement.recorder.saw(answer.examples_seen)
@@ -200,7 +203,19 @@ class GenerativeReplay:
         self.counts.append(list(answer.label_counts))
         return True
 
-    def fault_of(self, member: Member, answer: TrainedPrior) -> str:
+    def fault_of(self, weights: StateDict) -> str:
+        """Say what makes a generator useless, before anybody is given it; nothing if an image of codes has a loss."""
+        model = self.replaying.fresh_generator().eval()
+        try:
+            load_arrays(model, weights)
+            image = model.decode(torch.zeros(1, model.codes_per_image, dtype=torch.int64))
+            with torch.no_grad():
+                loss, _ = model.loss(image, torch.Generator().manual_seed(0))
+        except WireError as error:
+            return str(error)
+        return "" if loss.isfinite() else "sent a generator under which an image's loss is not finite"
+
+    def fault_of_prior(self, member: Member, answer: TrainedPrior) -> str:
         """Say what makes a prior useless, before anybody is given it; nothing if it draws."""
         prior = self.replaying.fresh_prior(self.model).eval()
         plan, counts, n = self.movement.settings.privacy, answer.label_counts, member.num_examples

@@ -1,5 +1,8 @@
 """Institutions that fail, come late or lose what they keep: nobody trains without replay unnoticed."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hospitals import node_configs, write_shards
 from replay.runs import FEW, JOB, SIZES, B, Watched, run, same
@@ -9,18 +12,13 @@ from flwr_replay.compose import compose
 from flwr_replay.errors import RunError
 from flwr_replay.movements.members import Member
 from flwr_replay.payloads.replay import TrainedPrior
+from flwr_replay.replay.institution import GenerativeStages
 from flwr_replay.server_app import settings_of
 from flwr_replay.strategies.cwt import CWT as CWTStrategy
 from flwr_replay.training import to_arrays
+from flwr_replay.wire import opened
 
 CWT, FEDAVG = ["strategy=cwt", *FEW], ["strategy=fedavg", *FEW, "rounds=2"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hospitals")
-    write_shards(folder, SIZES)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +129,20 @@ def test_a_prior_is_tried_before_anybody_is_given_it(change, says):
     arrays, counts = {f"prior.{name}": array.copy() for name, array in fresh.items()}, [4, 4, 4]
     change(arrays, counts)
     told = TrainedPrior(arrays=arrays, num_examples=12, examples_seen=12, label_counts=counts)
-    fault = replay.fault_of(Member("a", 1, 12), told)
+    fault = replay.fault_of_prior(Member("a", 1, 12), told)
     assert says in fault
     assert bool(fault) == bool(says)
+
+
+def test_a_generator_is_tried_before_anybody_is_given_it(folder, monkeypatch):
+    def huge(self, request):
+        answer = train(self, request)
+        spoilt = {name: np.full_like(array, 3e38) for name, array in opened(answer.arrays).items()}
+        return replace(answer, arrays=spoilt) if self.institution.name == "b" else answer
+
+    train = GenerativeStages.train_generator
+    monkeypatch.setattr(GenerativeStages, "train_generator", huge)
+    ran = run(folder, *CWT, "replay=vqvae2")
+    [failure] = ran.result["failures"]
+    assert failure["institution"] == "b"
+    assert failure["reason"] == "sent a generator under which an image's loss is not finite"

@@ -37,13 +37,6 @@ SEEDED = "noise=seeded"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hospitals")
-    write_shards(folder, SIZES)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def once(folder):
     """Return a run with these options, the same for all tests that ask for it."""
     return cache(lambda *options, copy=1: run(folder, *options))

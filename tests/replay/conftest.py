@@ -1,0 +1,13 @@
+"""What the tests of replay share."""
+
+import pytest
+from hospitals import write_shards
+from replay.runs import SIZES
+
+
+@pytest.fixture(scope="module")
+def folder(request, tmp_path_factory):
+    """Make a folder with small hospitals, as large as the test's module says, if it says so."""
+    folder = tmp_path_factory.mktemp("hospitals")
+    write_shards(folder, getattr(request.module, "SIZES", SIZES))
+    return folder
