@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flwr_replay.config import require
 from flwr_replay.errors import ConfigError
 from flwr_replay.privacy.accounting import SampledGaussian
+from flwr_replay.privacy.ghost import Ghost
 from flwr_replay.privacy.secret import Stream
 
 __all__ = ["clipped_sums", "example_losses", "noisy_step", "poisson_batches", "refuse_mixing"]
@@ -125,6 +127,15 @@ def clipped_sums(
     parameters = _trained(module)
     sums, total = [torch.zeros_like(parameter) for parameter in parameters], parameters[0].new_zeros(())
     at_once = max(1, MEMORY // sum(parameter.numel() * parameter.element_size() for parameter in parameters))
+    if Ghost.serves(module):
+        ghost, by_id = (
+            Ghost(module),
+            {id(parameter): summed for parameter, summed in zip(parameters, sums, strict=True)},
+        )
+        for part in zip(*(torch.split(tensor, at_once) for tensor in batch), strict=True):
+            if len(part[0]):
+                total += ghost.add(by_id, losses, part, partial(_scales, clip, len(part[0])))
+        return sums, total
     with _single_gradients(module) as forget, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Full backward hook is firing")  # no gradient at the images is wanted
         for part in zip(*(torch.split(tensor, at_once) for tensor in batch), strict=True):
@@ -132,13 +143,7 @@ def clipped_sums(
                 loss = losses(*part).sum()
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
-                found = [parameter.grad_sample for parameter in parameters]
-                require(
-                    all(gradient is None or len(gradient) == len(part[0]) for gradient in found),
-                    "every layer must see an example as one row of its batch; some layer sees parts of examples as "
-                    "rows, which would be clipped one by one: do not fold other axes into the batch's",
-                )
-                _add_clipped(sums, found, clip)
+                _add_clipped(sums, [parameter.grad_sample for parameter in parameters], clip, len(part[0]))
                 forget()
     return sums, total
 
@@ -171,14 +176,23 @@ def _trained(module: nn.Module) -> list[Any]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _add_clipped(sums: list[Tensor], found: list[Tensor | None], clip: float) -> None:
+def _scales(clip: float, examples: int, norms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return by what each example's gradient is multiplied, and whether it is finite."""
+    require(
+        len(norms_B) == examples,
+        "every layer must see an example as one row of its batch; some layer sees parts of examples as rows, which "
+        "would be clipped one by one: do not fold other axes into the batch's",
+    )
+    return (clip / (norms_B * ROUNDING)).clamp(max=1), norms_B.isfinite()
+
+
+def _add_clipped(sums: list[Tensor], found: list[Tensor | None], clip: float, examples: int) -> None:
     """Add the clipped gradients of some examples, each (B, ...); None where the loss does not depend on a parameter."""
     kept = [(summed, gradient) for summed, gradient in zip(sums, found, strict=True) if gradient is not None]
     norms_B = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for _, gradient in kept]).norm(dim=0)
-    finite_B = norms_B.isfinite()
-    scale_B = (clip / (norms_B * ROUNDING)).clamp(max=1)[finite_B]
+    scale_B, finite_B = _scales(clip, examples, norms_B)
     for summed, gradient in kept:
-        summed += torch.tensordot(scale_B, gradient if finite_B.all() else gradient[finite_B], dims=1)
+        summed += torch.tensordot(scale_B[finite_B], gradient if finite_B.all() else gradient[finite_B], dims=1)
 
 
 def noisy_step(

@@ -1,0 +1,173 @@
+"""Sums of clipped gradients of single examples, without these gradients themselves.
+
+Source: the gradient of one example at a linear layer is an outer product of what came in and the gradient at what went
+out, so its norm follows from theirs (Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679; convolutions
+and the choice below: Bu et al. 2022, arXiv 2205.10683). The clipped sum is then one product of matrices per layer, from
+the same backward pass (Bu et al. 2023, arXiv 2210.00038).
+
+    for each example i, at each layer:  a_i what came in, (p, T);  g_i = ∂loss_i / ∂out_i, (q, T)
+    ‖∂loss_i/∂W‖² = Σ_tt' (a_it · a_it') (g_it · g_it')     where 2T² < pq
+                  = ‖g_i a_iᵀ‖²                               elsewhere
+    Σ_i c_i ∂loss_i/∂W = Σ_i c_i g_i a_iᵀ
+
+T is 1 for a layer of units and the number of pixels for a convolution.
+
+It is right where every parameter belongs to a layer that the model calls once, which is so in `StagedModel`s; all
+others are left to Opacus' hooks (`flwr_replay.privacy.dpsgd`).
+
+Legend: B examples, T places, p inputs, q outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flwr_replay.models.staged import StagedModel
+
+__all__ = ["Ghost"]
+
+
+@dataclass
+class Seen:
+    """What one layer has seen of a batch."""
+
+    inputs: Tensor
+    outputs: Tensor
+    a_BpT: Tensor = field(init=False)
+    g_BqT: Tensor = field(init=False)
+    single_Bqp: Tensor | None = None  # the examples' own gradients, where these are small
+
+
+class Ghost:
+    """Clipped sums of one model.
+
+    Parameters
+    ----------
+    module : nn.Module
+        One that `serves` says yes to.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.layers = [layer for layer in layers_of(module) if any(p.requires_grad for p in layer.parameters())]
+
+    @staticmethod
+    def serves(module: nn.Module) -> bool:
+        """Say whether all trained parameters are those of linear layers and plain convolutions, each called once."""
+        found = [parameter for layer in layers_of(module) for parameter in layer.parameters(recurse=False)]
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return isinstance(module, StagedModel) and len(trained) == len({*map(id, trained)} & {*map(id, found)})
+
+    def add(
+        self, sums: dict[int, Tensor], losses: Callable[..., Tensor], part: tuple[Tensor, ...], scales: Scales
+    ) -> Tensor:
+        """Add the clipped gradients of some examples to the sums, by the parameters' ids; return their summed loss.
+
+        Parameters
+        ----------
+        sums : dict[int, Tensor]
+            For each trained parameter.
+        losses : Callable
+            As for `flwr_replay.privacy.dpsgd.clipped_sums`.
+        part : tuple[Tensor, ...]
+            Examples, labels, ….
+        scales : Callable
+            Maps norms (B,) to factors (B,), and which of the examples count, bool (B,).
+
+        Raises
+        ------
+        ConfigError
+            From `scales`, if a layer has taken parts of examples for examples.
+        """
+        with self._watched() as seen:
+            loss = losses(*part).sum()
+        called = [(layer, seen[layer]) for layer in self.layers if layer in seen]
+        gradients = torch.autograd.grad(loss, [one.outputs for _, one in called], allow_unused=True)
+        used = [(*pair, g) for pair, g in zip(called, gradients, strict=True) if g is not None]
+        squares: list[Tensor] = []
+        for layer, one, g in used:
+            one.a_BpT, one.g_BqT = matrices(layer, one.inputs, g)
+            squares.append(squared_norms(one, layer.weight.requires_grad, trains_bias(layer)))
+        factors_B, counts_B = scales(torch.stack(squares).sum(0).sqrt())
+        rows = slice(None) if counts_B.all() else counts_B
+        for layer, one, _ in used:
+            if layer.weight.requires_grad:
+                sums[id(layer.weight)] += summed(one, factors_B, rows).reshape(layer.weight.shape)
+            if trains_bias(layer):
+                sums[id(layer.bias)] += factors_B[rows] @ one.g_BqT[rows].sum(2)
+        return loss.detach()
+
+    @contextmanager
+    def _watched(self) -> Iterator[dict[nn.Module, Seen]]:
+        """Note what goes into each layer and comes out of it."""
+        seen: dict[nn.Module, Seen] = {}
+
+        def note(layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
+            assert layer not in seen, "a layer of a StagedModel is called once"
+            seen[layer] = Seen(inputs[0].detach(), outputs)
+
+        hooks = [layer.register_forward_hook(note) for layer in self.layers]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+Scales = Callable[[Tensor], tuple[Tensor, Tensor]]
+Rows = slice | Tensor
+
+
+def layers_of(module: nn.Module) -> list[nn.Linear | nn.Conv2d]:
+    """Return the layers whose gradients are outer products."""
+    return [
+        layer
+        for layer in module.modules()
+        if type(layer) is nn.Linear
+        or (type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros")
+    ]
+
+
+def trains_bias(layer: nn.Linear | nn.Conv2d) -> bool:
+    """Say whether a layer has a bias that is trained."""
+    return layer.bias is not None and layer.bias.requires_grad
+
+
+def matrices(layer: nn.Linear | nn.Conv2d, inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what came in, (B, p, T), and the gradients at what went out, (B, q, T)."""
+    if isinstance(layer, nn.Linear):
+        a_BTp, g_BTq = (tensor.reshape(len(tensor), -1, tensor.shape[-1]) for tensor in (inputs, gradients))
+        return a_BTp.transpose(1, 2), g_BTq.transpose(1, 2)
+    padding = layer.padding
+    assert not isinstance(padding, str), "layers here say their padding in pixels"
+    a_BpT = F.unfold(inputs, layer.kernel_size, layer.dilation, padding, layer.stride)  # type: ignore[arg-type]
+    return a_BpT, gradients.flatten(2)
+
+
+def squared_norms(one: Seen, weight: bool, bias: bool) -> Tensor:
+    """Return each example's squared gradient norm at a layer, (B,)."""
+    a_BpT, g_BqT = one.a_BpT, one.g_BqT
+    T, squares_B = a_BpT.shape[2], a_BpT.new_zeros(len(a_BpT))
+    if weight and T == 1:
+        squares_B = a_BpT.square().sum((1, 2)) * g_BqT.square().sum((1, 2))
+    elif weight and a_BpT.shape[1] * g_BqT.shape[1] > 2 * T**2:
+        products_BTT = (a_BpT.transpose(1, 2) @ a_BpT) * (g_BqT.transpose(1, 2) @ g_BqT)
+        squares_B = products_BTT.sum((1, 2)).clamp(min=0)
+    elif weight:
+        one.single_Bqp = g_BqT @ a_BpT.transpose(1, 2)
+        squares_B = one.single_Bqp.square().sum((1, 2))
+    return squares_B + g_BqT.sum(2).square().sum(1) if bias else squares_B
+
+
+def summed(one: Seen, factors_B: Tensor, rows: Rows) -> Tensor:
+    """Return the sum of the examples' gradients times their factors, (q, p)."""
+    if one.single_Bqp is not None:
+        total: Tensor = torch.tensordot(factors_B[rows], one.single_Bqp[rows], dims=1)
+        return total
+    weighted_BqT = one.g_BqT[rows] * factors_B[rows, None, None]
+    return weighted_BqT.transpose(0, 1).flatten(1) @ one.a_BpT[rows].transpose(1, 2).flatten(0, 1)
