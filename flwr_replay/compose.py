@@ -131,9 +131,11 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     base = _hydra(chosen)
     resolved = [f"{_full_key(key, base)}={value}" for key, value in pairs if key not in GROUPS]
     values = _hydra([*chosen, *resolved])
-    sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in SECTIONS.items()}
     strategy = values.pop("strategy")
     _, strategy_config = load_strategy(strategy.pop("name"))
+    if values["privacy"]["dp"] == "auto":
+        values["privacy"]["dp"] = getattr(strategy_config, "dp_by_default", "none")
+    sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in SECTIONS.items()}
     sections["strategy"] = _build(strategy_config, strategy, "strategy")
     config: RunConfig = _build(RunConfig, {**values, **sections}, "")
     return config

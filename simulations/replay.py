@@ -20,7 +20,7 @@ from flwr_replay.study import Part
 
 __all__ = ["PARTS"]
 
-BUDGET = "epsilon=8:sigma=0:batch_size=200:lr=0.1"
+BUDGET = "target_epsilon=8:batch_size=200:lr=0.1"
 PRIVATE = {
     "codes; DP generator": "replay=vqvae2:dp=generator:codebook=gradient",
     "prior; end to end": (

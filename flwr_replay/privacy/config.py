@@ -11,7 +11,7 @@ from flwr_replay.privacy.accounting import SampledGaussian, noise_for
 
 __all__ = ["MECHANISMS", "PrivacyConfig"]
 
-MECHANISMS = ("generator", "prior", "encoder", "classifier")
+MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy")
 END_TO_END = ("generator", "prior", "classifier")
 
 
@@ -19,9 +19,10 @@ END_TO_END = ("generator", "prior", "classifier")
 class PrivacyConfig:
     """DP-SGD at an institution (Qu et al. 2022, section 4.4: sigma 0.7, delta 1/|D|; its clip is not given)."""
 
-    dp: str = "none"  # none | generator, prior, encoder, classifier, joined by + | end-to-end
-    sigma: float = 0.7  # noise multiplier; 0: the least with which the whole run keeps within epsilon
-    clip: float = 1.0  # C, the L2 norm that an example's gradient may have: encoder and classifier
+    dp: str = "none"  # none | generator, prior, encoder, classifier, proxy, joined by + | end-to-end
+    sigma: float = 0.7  # noise multiplier
+    target_epsilon: float = 0.0  # sigma is the least with which the whole run keeps within it; 0: sigma is as given
+    clip: float = 1.0  # C, the L2 norm that an example's gradient may have: encoder, classifier, proxy
     generator_clip: float = 1.0  # the same for the generator
     prior_clip: float = 1.0  # the same for the prior
     count_sigma: float = 10.0  # prior: noise on the number of examples of each label, their standard deviation
@@ -31,7 +32,7 @@ class PrivacyConfig:
 
     def __post_init__(self) -> None:
         one_of("privacy.noise", self.noise, ("secret", "seeded"))
-        require(0 <= self.sigma < inf, f"privacy.sigma must be finite and not negative; got {self.sigma}")
+        require(0 < self.sigma < inf, f"privacy.sigma must be positive and finite; got {self.sigma}")
         if self.dp not in ("none", "end-to-end"):
             for name in self.mechanisms:
                 one_of("privacy.dp", name, ("none", *MECHANISMS, "end-to-end"))
@@ -43,11 +44,14 @@ class PrivacyConfig:
         for name in ("clip", "generator_clip", "prior_clip", "count_sigma"):
             option = f"privacy.{name.replace('_', '-')}"
             require(0 < getattr(self, name) < inf, f"{option} must be positive and finite; got {getattr(self, name)}")
-        require(0 <= self.epsilon < inf, f"privacy.epsilon must be finite and not negative; got {self.epsilon}")
+        for name in ("epsilon", "target_epsilon"):
+            option = f"privacy.{name.replace('_', '-')}"
+            require(0 <= getattr(self, name) < inf, f"{option} must be finite, not negative; got {getattr(self, name)}")
         require(0 <= self.delta < 1, f"privacy.delta is a probability in [0, 1); got {self.delta}")
         require(
-            self.sigma > 0 or self.epsilon > 0,
-            "privacy needs noise; got privacy.sigma=0 and privacy.epsilon=0: set one of them",
+            not (self.epsilon and self.target_epsilon),
+            f"privacy.target-epsilon is the budget too; got {self.target_epsilon:g} and privacy.epsilon="
+            f"{self.epsilon:g}: leave one of them out",
         )
 
     @property
@@ -70,7 +74,7 @@ class PrivacyConfig:
     @property
     def limit(self) -> float:
         """The budget; infinite where there is none."""
-        return self.epsilon or inf
+        return self.epsilon or self.target_epsilon or inf
 
     def delta_for(self, examples: int) -> float:
         """Return delta for an institution with so many examples."""
@@ -79,8 +83,8 @@ class PrivacyConfig:
     def sigma_for(
         self, samplings: Sequence[tuple[float, int]], delta: float, fixed: Sequence[SampledGaussian] = ()
     ) -> float:
-        """Return the noise multiplier; (q, steps) of all mechanisms of the whole run matter where epsilon gives it.
+        """Return the noise multiplier; (q, steps) of all mechanisms of the whole run matter where a target gives it.
 
         `fixed` is what is released besides, with noise of its own.
         """
-        return self.sigma or noise_for(self.epsilon, delta, samplings, fixed=fixed)
+        return noise_for(self.target_epsilon, delta, samplings, fixed=fixed) if self.target_epsilon else self.sigma

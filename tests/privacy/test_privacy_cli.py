@@ -106,7 +106,7 @@ def test_the_configuration_gives_limit_delta_and_noise():
     paper = PrivacyConfig()
     assert (paper.sigma, paper.limit, paper.delta_for(1144)) == (0.7, float("inf"), 1 / 1144)
     assert paper.sigma_for([(0.1, 100)], 1e-5) == 0.7
-    target = PrivacyConfig(sigma=0, epsilon=8, delta=1e-5)
+    target = PrivacyConfig(target_epsilon=8, delta=1e-5)
     sigma = target.sigma_for([(0.1, 100)], target.delta_for(1144))
     assert epsilon([SampledGaussian(0.1, sigma, 100)], 1e-5) <= target.limit == 8
 
@@ -119,7 +119,8 @@ def test_the_configuration_gives_limit_delta_and_noise():
         ({"clip": 0}, r"privacy\.clip"),
         ({"epsilon": float("nan")}, r"privacy\.epsilon"),
         ({"delta": 1}, r"privacy\.delta"),
-        ({"sigma": 0}, "set one of them"),
+        ({"sigma": 0}, "must be positive"),
+        ({"epsilon": 8, "target_epsilon": 8}, "leave one of them out"),
     ],
 )
 def test_a_wrong_configuration_is_refused(wrong, says):

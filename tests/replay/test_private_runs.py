@@ -256,7 +256,7 @@ def test_an_institution_with_a_policy_takes_part_to_the_end(folder):
     (folder / "policy.yaml").write_text("max-epsilon: 8")
     [node] = node_configs(folder, folder / "state", names="c")
     nodes = [{**node, "policy": str(folder / "policy.yaml")}]
-    ran = run(folder, *END_TO_END, "sigma=0", "epsilon=8", "rounds=2", nodes=nodes)
+    ran = run(folder, *END_TO_END, "target-epsilon=8", "rounds=2", nodes=nodes)
     assert not ran.result["failures"]
     assert 7.9 < ran.result["privacy"]["c"]["epsilon"] <= 8
 
