@@ -9,7 +9,7 @@ from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import TrainingError
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
-from flwr_replay.training import batches, mean_loss, refuse_single_batches, step, to_arrays
+from flwr_replay.training import refuse_single_batches, to_arrays
 
 __all__ = ["LocalClient"]
 
@@ -19,18 +19,17 @@ class LocalClient(InstitutionClient):
 
     def train_own(self, visit: TrainOwn) -> Trained:
         """Train the institution's own model for one pass."""
-        data, losses, seen = self.training_data(), [], 0
-        kept = self.kept("model", visit)
+        data, kept = self.training_data(), self.kept("model", visit)
         model = self.scratch_model(kept or to_arrays(self.fresh(visit.init_seed)))
         refuse_single_batches(model, len(data), self.batch_size)
-        optimizer = self.resume_optimizer(model, visit)
-        for x_B, y_B in batches(data.x, data.y, self.batch_size, self.shuffle(visit.server_round)):
-            losses.append(step(model, optimizer, self.task.loss(model(x_B), y_B)))
-            seen += len(y_B)
-        loss = mean_loss(losses)
-        self.suspend(visit, optimizer)
+        learner = self.learner_of(model, self.resume_optimizer(model, visit), visit)
+        for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):
+            learner.step(x_B, y_B)
+        loss = learner.train_loss()
+        self.suspend(visit, learner.optimizer)
         self.state.save("model", visit.run, visit.server_round, to_arrays(model))
-        return Trained(num_examples=len(data), examples_seen=seen, train_loss=loss)
+        told = {"num_examples": len(data), "examples_seen": learner.seen, "train_loss": loss}
+        return Trained(**told, **self.spent(visit.run))
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
         """Test the institution's own model, as it stands after this round."""

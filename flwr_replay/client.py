@@ -175,14 +175,21 @@ class InstitutionClient(NumPyClient):
 
     def learner(self, visit: Visit) -> Learner:
         """Return what steps on the visiting model are."""
-        model, optimizer = self.resume(visit)
+        return self.learner_of(*self.resume(visit), visit, visit.local_epochs)
+
+    def learner_of(self, model: nn.Module, optimizer: torch.optim.Optimizer, visit: Any, epochs: int = 1) -> Learner:
+        """Return what steps on a model are, paid for where they are private."""
         draws = self.shuffle(visit.server_round, "replay")
-        private = self.purse.begin("classifier", visit.local_epochs, visit) if self.purse else None
+        private = self.purse.begin("classifier", epochs, visit) if self.purse else None
         return Learner(model, optimizer, self.task, self.batch_size, self.replays(visit), draws, private)
 
     def replays(self, visit: Any) -> Replayer | None:
         """Return what stands beside the real examples of every batch; None without replay."""
         return self.replay.replayer(visit.run, visit.server_round, visit.replayed or 0) if self.replay else None
+
+    def spent(self, run: str) -> dict[str, Any]:
+        """Return what an answer states of privacy."""
+        return self.purse.spent(run) if self.purse else {}
 
     def visited(self, visit: Visit, learner: Learner, num_examples: int) -> Visited:
         """End a visit: keep what is kept, return what it answers; one that diverged keeps nothing."""
@@ -193,7 +200,7 @@ class InstitutionClient(NumPyClient):
             num_examples=num_examples,
             examples_seen=learner.seen,
             train_loss=loss,
-            **(self.purse.spent(visit.run) if self.purse else {}),
+            **self.spent(visit.run),
         )
 
     def resume_optimizer(self, model: nn.Module, visit: Any) -> torch.optim.Optimizer:
@@ -225,6 +232,6 @@ class InstitutionClient(NumPyClient):
             self.state.save("optimizer", visit.run, visit.server_round, optimizer_arrays(optimizer))
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def _scratch(fresh: Callable[[int], nn.Module], device: torch.device) -> nn.Module:
     return fresh(0).to(device)

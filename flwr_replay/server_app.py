@@ -49,8 +49,9 @@ def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
     """Return the builder of the backbone as the server begins with it: fresh, or with the user's weights."""
     fresh, file = backbone(config.model, config.task), config.model.weights
     require(
-        not file or config.strategy.name != "local",
-        "model.weights is read by the server, and strategy=local begins at the institutions: leave one of them out",
+        not file or load_strategy(config.strategy.name)[0].begins_at_server,
+        f"model.weights is read by the server, and strategy={config.strategy.name} begins at the institutions: leave "
+        "one of them out",
     )
     return (lambda seed: load_pretrained(fresh(seed), file)) if file else fresh
 

@@ -55,6 +55,17 @@ class StateStore:
         earlier = [file for file in files if int(file.stem.rsplit("-", 1)[1]) < before]
         return load_file(earlier[-1]) if earlier else None
 
+    def at(self, key: str, run: str, server_round: int) -> StateDict | None:
+        """Return the arrays that were saved after one exchange; None if none were, or they are gone."""
+        file = self.of_run(run) / f"{key}-{server_round:06d}.safetensors"
+        return load_file(file) if file.exists() else None
+
+    def forget_after(self, key: str, run: str, server_round: int) -> None:
+        """Remove what was saved after later exchanges, which are made again."""
+        for file in self.of_run(run).glob(f"{key}-*.safetensors"):
+            if int(file.stem.rsplit("-", 1)[1]) > server_round:
+                file.unlink()
+
     def forget(self, key: str, run: str) -> None:
         """Remove all that was kept under keys that begin so."""
         for old in self.of_run(run).glob(f"{key}-*.safetensors"):

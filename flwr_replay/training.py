@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "at_once",
     "batches",
     "encoded",
+    "form_of",
     "generator",
     "iterations",
     "late_steps",
@@ -61,6 +63,12 @@ def to_arrays(module: nn.Module) -> StateDict:
 def encoded(module: nn.Module) -> ArrayRecord:
     """Encode a module's weights and buffers to travel, with one copy; they may change afterwards."""
     return array_record({name: value.detach().cpu().numpy() for name, value in module.state_dict().items()})
+
+
+def form_of(arrays: StateDict) -> str:
+    """Return a digest of a model's names, shapes and dtypes."""
+    lines = [f"{name} {array.shape} {array.dtype}" for name, array in sorted(arrays.items())]
+    return sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def load_arrays(module: nn.Module, weights: Weights) -> None:

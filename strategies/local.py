@@ -1,6 +1,6 @@
 """Local: the server's half; the institution's half is `clients/local.py`.
 
-Source: "Regular" in Kalra et al. 2023 (ProxyFL), section 4: every institution trains alone.
+Source: "Regular" in Kalra et al. 2023 (ProxyFL), section 4: everyone trains alone (there with dp=classifier).
 Idea: what an institution reaches without collaboration; a relay with no edges.
 Travels: nothing of the model; an instruction to train or evaluate (`TrainOwn`, `EvaluateOwn`), counts and losses back.
 
@@ -16,10 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flwr.app import Message
-
 from flwr_replay.config import one_of
 from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.members import Member
 from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
 from flwr_replay.rng import derived_seed
@@ -45,9 +44,11 @@ class Local(Relay):
     name = "local"
     config_type = LocalConfig
     stages = ("train-own", "evaluate-own")
+    private = ("classifier",)
+    answer = Trained
 
-    def parcel(self, server_round: int, waiting: list[Message]) -> TrainOwn:
-        """Ask for one pass; no parcel ever waits."""
+    def visit(self, server_round: int, member: Member) -> TrainOwn:
+        """Ask for one pass."""
         return TrainOwn(
             server_round=server_round,
             run=self.settings.run,
@@ -59,15 +60,7 @@ class Local(Relay):
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Everyone in every round; no weights."""
         answer = Trained(num_examples=0, examples_seen=0, train_loss=0.0)
-        return [(member, self.parcel(0, []), answer, num_rounds) for member in self.members]
-
-    def receivers(self, server_round: int, sender: str) -> list[str]:
-        """No edges."""
-        return []
-
-    def report(self, reply: Message) -> None:
-        """Count the examples used."""
-        self.recorder.saw(Trained.decode(reply.content).examples_seen)
+        return [(member, self.visit(0, member), answer, num_rounds) for member in self.members]
 
     def evaluation(self, server_round: int, arrays: Weights) -> EvaluateOwn:
         """Each institution tests its own model."""

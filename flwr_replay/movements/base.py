@@ -48,6 +48,7 @@ class Movement(Exchanging):
 
     replays: ClassVar[bool] = False  # whether a batch at the institutions may hold replayed examples
     private: ClassVar[tuple[str, ...]] = ()  # what this method can train by DP-SGD
+    begins_at_server: ClassVar[bool] = True  # whether the server has the fresh weights
 
     def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
         super().__init__(config, settings, recorder)

@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flwr_replay.fields import instruction, statistic
-from flwr_replay.payloads.common import Evaluation, LabelScale
-from flwr_replay.wire import Payload, Request
+from flwr_replay.payloads.common import Evaluation, LabelScale, Spent
+from flwr_replay.wire import Request
 
 __all__ = ["EvaluateOwn", "TrainOwn", "Trained"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained(Payload):
+class Trained(Spent):
     """How the training of a model that stays at the institution went."""
 
-    num_examples: int = statistic("examples")
-    examples_seen: int = statistic("examples")
-    train_loss: float = statistic("as the task has it, mean over the visit")
+    num_examples: int = statistic("examples", public=True)
+    examples_seen: int = statistic("examples; with repetition", public=True)
+    train_loss: float | None = statistic(
+        "as the task has it, mean over the visit", default=None, dp="classifier", withheld=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

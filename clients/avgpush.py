@@ -1,0 +1,38 @@
+"""AvgPush: the institution's half; the server's half is `strategies/avgpush.py`.
+
+Source: Kalra et al. 2023, section 4.1. Mixing stands in `flwr_replay/peer.py`.
+"""
+
+from __future__ import annotations
+
+from flwr_replay.payloads.avgpush import Push
+from flwr_replay.payloads.common import Evaluation
+from flwr_replay.payloads.local import EvaluateOwn
+from flwr_replay.payloads.relay import Released
+from flwr_replay.peer import PeerClient
+from flwr_replay.training import refuse_single_batches, to_arrays
+
+__all__ = ["AvgPushClient"]
+
+
+class AvgPushClient(PeerClient):
+    """Trains a model of its own and gives it away."""
+
+    def push(self, visit: Push) -> Released:
+        """Train for one pass and release θ."""
+        data, (theta, w) = self.training_data(), self.begin(visit)
+        model = self.scratch_model(theta)
+        refuse_single_batches(model, len(data), self.batch_size)
+        learner = self.learner_of(model, self.resume_optimizer(model, visit), visit)
+        for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):
+            learner.step(x_B, y_B)
+        loss = learner.train_loss()
+        self.suspend(visit, learner.optimizer)
+        released = self.release(visit, to_arrays(model), w)
+        return Released(num_examples=len(data), examples_seen=learner.seen, train_loss=loss, **released)
+
+    def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
+        """Test θ as it stands after this round's mixing."""
+        shard = self.institution.shard(request.split)
+        theta = self.latest("mixed", request.run, request.server_round)
+        return self.task.evaluate(self.scratch_model(theta), shard.x, shard.y)

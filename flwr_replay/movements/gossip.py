@@ -1,0 +1,210 @@
+"""Gossip: all institutions train, then pass models on over a graph; they mix what arrives themselves.
+
+Source: Kalra et al. 2023 (ProxyFL), Algorithm 1, lines 7-10, and section 3.4; the mathematics is in `topology.py`.
+Idea: the server is a mailbox. It says who sends which share to whom, forwards models as they came, averages nothing.
+
+    in round t:
+        bring what could not be brought before; who lacks it does not train
+        all others train, and release θ_k with w_k
+        P(t) over those who released, by name
+        bring to each k: its own share, and of every k' that sends to it the share, w_k' and θ_k'
+        k mixes, keeps (θ_k, w_k) and the parcels' numbers on its disk in one step, and acknowledges
+
+Failures: who does not release takes no part in P(t): nothing is sent to it, and it keeps all it has. A parcel waits
+until its receiver acknowledges it, over rounds and over a restart of the server. If the receiver's node stays away for
+`PATIENCE` rounds, the parcel goes back to its sender, which adds it to what it mixes next; whoever comes back later
+goes on with what it had released, as one who joins. So Σ_k w_k θ_k over the members, parcels under way included, is
+conserved by communication; only a receiver that has mixed, whose acknowledgement is lost and which never comes back
+takes with it what its senders get back.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from flwr_replay.config import require
+from flwr_replay.movements.answers import not_finite
+from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.mailbox import Delivery, Mailbox, Parcel
+from flwr_replay.movements.members import Member
+from flwr_replay.movements.relay import Relay
+from flwr_replay.movements.settings import Settings
+from flwr_replay.movements.topology import Matrix, mixing_matrix, read_matrices, receivers
+from flwr_replay.payloads.relay import Committed, Deliver, Released
+from flwr_replay.rng import derived_seed
+from flwr_replay.training import form_of, to_arrays
+from flwr_replay.wire import StateDict, opened
+
+__all__ = ["Gossip"]
+
+PATIENCE = 3  # rounds that a receiver's node may be away before what waits for it goes back
+
+
+class Gossip(Relay):
+    """Base of the methods in which institutions exchange models over a graph."""
+
+    answer: ClassVar[type[Released]]
+    seed_of: ClassVar[str] = "model"  # what the fresh weights' seed derives from
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mailbox = Mailbox()
+        self.fresh: StateDict = {}
+        if self.settings.model is not None:
+            self.fresh = to_arrays(self.settings.model(self.init_seed))
+
+    @classmethod
+    def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
+        """Refuse a topology that cannot be, before any training."""
+        super().check(config, settings, names)
+        institutions = len(names) or settings.nodes
+        require(
+            institutions > 0 or not config.topology_file,
+            "a file of mixing matrices is for so many institutions; got nodes=0: set nodes to their number",
+        )
+        matrices = read_matrices(Path(config.topology_file), institutions) if config.topology_file else None
+        mixing_matrix(config.topology, max(1, institutions), 0, matrices=matrices)
+
+    @abstractmethod
+    def visit(self, server_round: int, member: Member) -> Any:
+        """Return what asks an institution to train and release."""
+
+    @property
+    def init_seed(self) -> int:
+        """The seed of the weights that all begin with."""
+        return derived_seed(self.settings.seed, self.seed_of)
+
+    def told(self, server_round: int, member: Member) -> dict[str, Any]:
+        """Return what every such request says: where the model stands, and what it must look like."""
+        return {
+            "server_round": server_round,
+            "run": self.settings.run,
+            "lr": self.lr(server_round),
+            "init_seed": self.init_seed,
+            "form": form_of(self.fresh),
+            "committed": self.mailbox.committed.get(member.name, 0),
+        }
+
+    # --- a round ------------------------------------------------------------------------------------------------------
+
+    def exchange_round(
+        self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Bring what waits, have the others train, deal out what they release, bring that."""
+        self.bring(grid, server_round, config)
+        waiting = self.mailbox.waiting
+        asked = [m for m in self.configure_train(server_round, arrays, config, grid) if self.receiver(m) not in waiting]
+        replies = self.exchange(grid, server_round, asked, needed=not waiting)
+        trained = self.good
+        self.deal(server_round, dict(self.released(server_round, replies)))
+        self.bring(grid, server_round, config)
+        self.mailbox.keep(self.recorder.folder("mailbox"))
+        self.good = trained
+        return self.aggregate_train(server_round, replies)
+
+    def receiver(self, message: Message) -> str:
+        """Return the name of the institution that a message goes to."""
+        member = self.members.by_node(message.metadata.dst_node_id)
+        return member.name if member else ""
+
+    def released(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[str, Released]]:
+        """Yield what was released; a model of another form, or one that is not finite, is nobody's to have."""
+        for member, reply in self.answers(replies):
+            answer = self.answer.decode(reply.content)
+            fault = ""
+            if self.fresh and form_of(opened(answer.arrays)) != form_of(self.fresh):
+                fault = "released a model of another form than the common one"
+            elif not_finite([(member.name, reply)]) or not answer.weight > 0:
+                fault = f"released weights that are not finite, or w = {answer.weight:g}, which must be positive"
+            if fault:
+                self.recorder.failed(server_round, member.name, fault)
+            else:
+                yield member.name, answer
+
+    def deal(self, server_round: int, released: dict[str, Released]) -> None:
+        """Put everyone's shares into the mailbox: the column of each sender in P(t)."""
+        names = sorted(released)
+        p = self.matrix(server_round, len(names))
+        for k, name in enumerate(names):
+            self.mailbox.waiting[name] = Delivery(server_round, float(p[k, k]), self.mailbox.coming_back.pop(name, []))
+        for k, name in enumerate(names):  # senders in the order of their names
+            number, w = self.mailbox.post(opened(released[name].arrays)), released[name].weight
+            for to, share in receivers(p, k)[0].items():
+                self.mailbox.waiting[names[to]].parcels.append(Parcel(number, name, share, w))
+
+    def matrix(self, server_round: int, institutions: int) -> Matrix:
+        """Return P(t); of a user's own, where not all have released, the identity: all keep what they have."""
+        matrices = None
+        if self.config.topology_file:
+            size = len(self.members)
+            matrices = read_matrices(Path(self.config.topology_file), size)
+            if institutions != size:
+                self.recorder.log(f"exchange {server_round}: {institutions} of {size} released; nothing is exchanged")
+                return np.eye(institutions)
+        if not institutions:
+            return np.eye(0)
+        return mixing_matrix(self.config.topology, institutions, server_round - 1, self.settings.seed, matrices)
+
+    def bring(self, grid: Grid, server_round: int, config: ConfigRecord) -> None:
+        """Bring what waits; forget what is acknowledged; give back what waits for somebody who stays away."""
+        present = [(member, self.mailbox.waiting.get(member.name)) for member in self.members]
+        asked = [self.message(m, self.delivery(server_round, waiting), config) for m, waiting in present if waiting]
+        for member, reply in self.answers(self.exchange(grid, server_round, asked, needed=False)):
+            held = set(Committed.decode(reply.content).parcels)
+            if lost := held - {parcel.number for parcel in self.mailbox.waiting[member.name].parcels}:
+                self.recorder.log(f"{member.name} holds {len(lost)} parcels that went back to the sender too")
+            self.mailbox.acknowledged(member.name)
+        for name, waiting in self.mailbox.waiting.items():
+            if self.members.get(name) is None and server_round - waiting.exchange >= PATIENCE and waiting.parcels:
+                self.recorder.log(f"{name} stays away: what waits for it goes back to its senders")
+                self.mailbox.give_back(name)
+
+    def delivery(self, server_round: int, waiting: Delivery) -> Deliver:
+        """Return what brings an institution its parcels."""
+        parcels = waiting.parcels
+        models = {
+            f"{i:03d}.{name}": array
+            for i, parcel in enumerate(parcels)
+            for name, array in self.mailbox.models[parcel.number].items()
+        }
+        return Deliver(
+            server_round=server_round,
+            arrays=models,
+            run=self.settings.run,
+            exchange=waiting.exchange,
+            kept=waiting.kept,
+            parcels=[parcel.number for parcel in parcels],
+            shares=[parcel.share for parcel in parcels],
+            weights=[parcel.weight for parcel in parcels],
+        )
+
+    # --- what a checkpoint holds, and what will travel ----------------------------------------------------------------
+
+    def state(self) -> tuple[StateDict, dict[str, Any]]:
+        """Return the mailbox; models that wait lie in files."""
+        return {}, {"mailbox": self.mailbox.state()}
+
+    def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
+        """Take back what `state` gave."""
+        self.mailbox = Mailbox.restored(values["mailbox"], self.recorder.folder("mailbox"))
+
+    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """Everyone in every round: a release, and the parcels of that round's matrix."""
+        answer = self.answer(arrays=arrays, weight=1.0, num_examples=0, examples_seen=0, train_loss=0.0)
+        members = list(self.members)
+        found: list[Exchange] = [(member, self.visit(0, member), answer, num_rounds) for member in members]
+        for server_round in range(1, num_rounds + 1):
+            self.mailbox = Mailbox()
+            self.deal(server_round, {member.name: answer for member in members})
+            for member in members:
+                request = self.delivery(server_round, self.mailbox.waiting[member.name])
+                found.append((member, request, Committed(num_examples=0, weight=1.0, parcels=request.parcels), 1))
+        self.mailbox = Mailbox()
+        return found

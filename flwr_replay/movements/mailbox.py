@@ -1,0 +1,111 @@
+"""What waits at the server for institutions to fetch it: parcels, and to whom they go."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors.numpy import load_file, save
+
+from flwr_replay.files import write_atomic
+from flwr_replay.wire import StateDict
+
+__all__ = ["Delivery", "Mailbox", "Parcel"]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A share of one sender's model."""
+
+    number: int  # of the model, counted in the run
+    sender: str
+    share: float
+    weight: float  # the sender's w
+
+
+@dataclass
+class Delivery:
+    """What one institution must mix and acknowledge before it trains again."""
+
+    exchange: int  # in which it released its own model
+    kept: float  # share of that which it keeps
+    parcels: list[Parcel] = field(default_factory=list)
+
+
+@dataclass
+class Mailbox:
+    """All deliveries that are not acknowledged, and the models that they hold.
+
+    Attributes
+    ----------
+    waiting : dict of str to Delivery
+        By receiver.
+    coming_back : dict of str to list of Parcel
+        By sender: what nobody fetched, for its next delivery.
+    committed : dict of str to int
+        By institution, the exchange of its last acknowledged delivery.
+    models : dict of int to StateDict
+        By number of a parcel.
+    posted : int
+        Models so far.
+    """
+
+    waiting: dict[str, Delivery] = field(default_factory=dict)
+    coming_back: dict[str, list[Parcel]] = field(default_factory=dict)
+    committed: dict[str, int] = field(default_factory=dict)
+    models: dict[int, StateDict] = field(default_factory=dict)
+    posted: int = 0
+
+    def post(self, model: StateDict) -> int:
+        """Take a model in; return its number."""
+        self.posted += 1
+        self.models[self.posted] = model
+        return self.posted
+
+    def acknowledged(self, name: str) -> None:
+        """Forget a delivery that lies at its receiver."""
+        self.committed[name] = self.waiting.pop(name).exchange
+
+    def give_back(self, name: str) -> None:
+        """Send an institution's parcels back; if it comes again, it goes on with all it had."""
+        for parcel in self.waiting[name].parcels:
+            self.coming_back.setdefault(parcel.sender, []).append(parcel)
+        self.waiting[name] = Delivery(self.waiting[name].exchange, 1.0)
+
+    def keep(self, folder: Path) -> None:
+        """Write the models that still wait to files, and forget all others."""
+        piles = [*(delivery.parcels for delivery in self.waiting.values()), *self.coming_back.values()]
+        needed = {parcel.number for pile in piles for parcel in pile}
+        self.models = {number: self.models[number] for number in sorted(needed)}
+        for number, arrays in self.models.items():
+            write_atomic(folder / f"{number:06d}.safetensors", save(arrays))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold; `keep` has written the models."""
+        return {
+            "waiting": {name: asdict(delivery) for name, delivery in self.waiting.items()},
+            "coming_back": {name: [asdict(parcel) for parcel in some] for name, some in self.coming_back.items()},
+            "committed": self.committed,
+            "models": sorted(self.models),
+            "posted": self.posted,
+        }
+
+    @classmethod
+    def restored(cls, values: dict[str, Any], folder: Path) -> Self:
+        """Read a mailbox back.
+
+        Parameters
+        ----------
+        values : dict of str to Any
+            As from `state`.
+        folder : Path
+            Where `keep` has written.
+        """
+        waiting = {
+            name: Delivery(one["exchange"], one["kept"], [Parcel(**parcel) for parcel in one["parcels"]])
+            for name, one in values["waiting"].items()
+        }
+        back = {name: [Parcel(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
+        models = {number: load_file(folder / f"{number:06d}.safetensors") for number in values["models"]}
+        return cls(waiting, back, dict(values["committed"]), models, values["posted"])

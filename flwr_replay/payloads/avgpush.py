@@ -1,0 +1,15 @@
+"""What travels in AvgPush: an institution's model, released after each pass, and parcels of the others' down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flwr_replay.payloads.relay import PeerVisit, Released
+from flwr_replay.wire import Request
+
+__all__ = ["Push"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push(PeerVisit, Request, stage="push", answer=Released):
+    """Train the model that you keep, and release it."""

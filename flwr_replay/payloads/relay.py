@@ -1,0 +1,62 @@
+"""What travels where institutions exchange models over a graph: released models up, parcels of the others' down.
+
+A model goes up once, whoever receives it, beside its weight; the server deals out shares as numbers and forwards the
+models as they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flwr_replay.fields import instruction, model, statistic
+from flwr_replay.payloads.common import LabelScale, Spent
+from flwr_replay.wire import Payload, Request, Weights
+
+__all__ = ["Committed", "Deliver", "PeerVisit", "Released"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released(Spent):
+    """A model that an institution has trained and gives away, and how that went."""
+
+    arrays: Weights = model(dp="classifier")
+    weight: float = statistic("w of PushSum, 1 on average; it follows from the topology", public=True)
+    num_examples: int = statistic("examples", public=True)
+    examples_seen: int = statistic("examples; with repetition", public=True)
+    train_loss: float | None = statistic("as the task has it, mean over the visit", default=None, withheld=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerVisit(LabelScale):
+    """What a request to train says where the model lives at the institution."""
+
+    run: str = instruction()
+    lr: float = instruction("per step")
+    init_seed: int = instruction("of the fresh weights, used at the first visit")
+    form: str = instruction("of the model that is exchanged: a digest of names and shapes")
+    committed: int = instruction("exchange of the last parcels that the institution has acknowledged; 0: none yet")
+    optimizer_state: str = instruction("keep or reset", default="keep")
+    continues: bool = instruction("the institution has trained in this run before", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed(Payload):
+    """The parcels of an exchange have been mixed and are on the institution's disk."""
+
+    num_examples: int = statistic("examples", public=True)
+    weight: float = statistic("w of PushSum after mixing; it follows from the topology", public=True)
+    parcels: Sequence[int] = statistic("numbers of those that it holds", default=(), public=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deliver(Request, stage="deliver", answer=Committed):
+    """Kalra et al. 2023, Algorithm 1, lines 7-10: mix what you keep of your model with these shares of the others'."""
+
+    arrays: Weights = model()  # of every parcel a state dict, under its number
+    run: str = instruction()
+    exchange: int = instruction("in which these were released, and the institution's own")
+    kept: float = instruction("share of its own that the institution keeps")
+    parcels: Sequence[int] = instruction("numbers of the models, senders by name", default=())
+    shares: Sequence[float] = instruction("of each sender's model", default=())
+    weights: Sequence[float] = instruction("w of each sender", default=())

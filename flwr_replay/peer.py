@@ -1,0 +1,108 @@
+"""The institution's half of gossip: where its model lives between rounds, and how it mixes what arrives.
+
+Source: Kalra et al. 2023 (ProxyFL), Algorithm 1, lines 7-10. The server's half is `flwr_replay/movements/gossip.py`.
+
+In the state directory lie, by exchange, `released` (θ as it was given away, with w) and `mixed` (θ after lines 8-10,
+with w and the numbers of the parcels in it), each written in one step. A parcel that is brought twice is mixed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flwr_replay.client import InstitutionClient
+from flwr_replay.errors import ConfigError, TrainingError
+from flwr_replay.movements.topology import mixed, parcel
+from flwr_replay.payloads.relay import Committed, Deliver, PeerVisit
+from flwr_replay.training import form_of, to_arrays
+from flwr_replay.wire import StateDict, opened
+
+__all__ = ["PeerClient"]
+
+
+class PeerClient(InstitutionClient):
+    """Base of the clients that exchange models over a graph."""
+
+    def begin(self, visit: PeerVisit) -> tuple[StateDict, float]:
+        """Return θ and w as they stood after the last mixing that the server knows of; fresh ones at first.
+
+        Raises
+        ------
+        ConfigError
+            If the model has not the common form.
+        TrainingError
+            If θ is gone: going on from fresh weights would give other results, and nobody would notice.
+        """
+        if not visit.committed:
+            theta, w = to_arrays(self.fresh(visit.init_seed)), 1.0
+        elif (kept := self.state.at("mixed", visit.run, visit.committed)) is not None:
+            theta, w, _ = apart(kept)
+        else:
+            raise TrainingError(
+                f"an institution goes on with the model that it mixed in exchange {visit.committed}; that of run "
+                f"{visit.run!r} is gone: restore the state directory, or begin a new run"
+            )
+        if form_of(theta) != visit.form:
+            raise ConfigError(
+                "all institutions exchange models of one form; this one's has other names or shapes than the server's: "
+                "use the same model.*, task.channels, task.size and task.classes everywhere"
+            )
+        self.state.forget_after("mixed", visit.run, visit.committed)
+        return theta, w
+
+    def release(self, visit: Any, theta: StateDict, w: float) -> dict[str, Any]:
+        """Keep what is given away; return what an answer says of it."""
+        self.state.save("released", visit.run, visit.server_round, together(theta, w))
+        return {"arrays": theta, "weight": w, **self.spent(visit.run)}
+
+    def deliver(self, request: Deliver) -> Committed:
+        """Mix what was kept with what arrived, and keep it."""  # lines 8-10
+        done = self.state.at("mixed", request.run, request.exchange)
+        if done is None:
+            released = self.state.at("released", request.run, request.exchange)
+            if released is None:
+                raise TrainingError(
+                    f"parcels are mixed with the model that the institution released in exchange {request.exchange}; "
+                    f"that of run {request.run!r} is gone: restore the state directory, or begin a new run"
+                )
+            theta, w, _ = apart(released)
+            models: dict[str, StateDict] = {}
+            for name, array in opened(request.arrays).items():
+                number, _, rest = name.partition(".")
+                models.setdefault(number, {})[rest] = array
+            dealt = zip(sorted(models), request.weights, request.shares, strict=True)
+            arrived = [parcel(models[number], w_k, share) for number, w_k, share in dealt]
+            done = together(*mixed(theta, w, request.kept, arrived), request.parcels)
+            self.state.save("mixed", request.run, request.exchange, done)
+        _, w, parcels = apart(done)
+        return Committed(num_examples=len(self.institution.train), weight=w, parcels=parcels)
+
+    def latest(self, key: str, run: str, server_round: int) -> StateDict:
+        """Return the institution's model as it stands after an exchange, perhaps an earlier one.
+
+        Raises
+        ------
+        TrainingError
+            If it has none yet.
+        """
+        kept = self.state.load(key, run, server_round + 1)
+        if kept is None:
+            raise TrainingError(
+                f"institution {self.institution.name!r} has no model yet: its training has failed so far"
+            )
+        return apart(kept)[0] if key == "mixed" else kept
+
+
+def together(theta: StateDict, w: float, parcels: Sequence[int] = ()) -> StateDict:
+    """Return one state dict of θ, w and the parcels' numbers, so that they are written in one step."""
+    scalars = {"w": np.array([w]), "parcels": np.array(parcels, np.int64)}
+    return {**{f"theta.{name}": array for name, array in theta.items()}, **scalars}
+
+
+def apart(kept: StateDict) -> tuple[StateDict, float, list[int]]:
+    """Take apart what `together` has put together."""
+    theta = {name.removeprefix("theta."): array for name, array in kept.items() if name.startswith("theta.")}
+    return theta, float(kept["w"][0]), [int(number) for number in kept["parcels"]]

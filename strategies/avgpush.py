@@ -1,0 +1,61 @@
+"""AvgPush: the server's half; the institution's half is `clients/avgpush.py`.
+
+Source: Kalra et al. 2023 (ProxyFL), section 4.1: "a decentralized version of FedAvg using PushSum for aggregation".
+Idea: every institution trains its own θ_k for a pass; then shares of it go over a graph, and each mixes what it gets.
+Travels: θ_k up, once (`Push`, `Released`), shares of the others' θ down (`Deliver`, `Committed`).
+
+    for each round t:
+        every institution k: θ_k ← train θ_k for max(1, ⌊n_k/b⌋) iterations
+        z_k ← Σ_k' P(t)[k, k'] w_k' θ_k',   w_k ← Σ_k' P(t)[k, k'] w_k',   θ_k ← z_k / w_k      # `movements/gossip.py`
+
+Deviations: models pass through the server, which forwards them and averages nothing. All institutions weigh the same,
+whatever they hold, as in PushSum; with the complete graph and equal sizes this is FedAvg.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flwr_replay.config import one_of
+from flwr_replay.movements.gossip import Gossip
+from flwr_replay.movements.members import Member
+from flwr_replay.movements.topology import TOPOLOGIES
+from flwr_replay.payloads.avgpush import Push
+from flwr_replay.payloads.local import EvaluateOwn
+from flwr_replay.payloads.relay import Released
+from flwr_replay.wire import Weights
+
+__all__ = ["AvgPush", "AvgPushConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AvgPushConfig:
+    """Options of AvgPush."""
+
+    name: ClassVar[str] = "avgpush"
+    topology: str = "exponential"  # who sends to whom, see flwr_replay.movements.topology; file: topology-file
+    topology_file: str = ""  # .npy, .json or .csv with one mixing matrix, or several that take turns
+    optimizer_state: str = "keep"  # keep: momentum stays at the institution | reset: fresh every round
+
+    def __post_init__(self) -> None:
+        one_of("strategy.topology", self.topology, TOPOLOGIES)
+        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+
+
+class AvgPush(Gossip):
+    """Every institution trains its own model and mixes it with its neighbours'."""
+
+    name = "avgpush"
+    config_type = AvgPushConfig
+    stages = ("push", "deliver", "evaluate-own")
+    private = ("classifier",)
+    answer = Released
+
+    def visit(self, server_round: int, member: Member) -> Push:
+        """Ask for one pass."""
+        return Push(**self.told(server_round, member), optimizer_state=self.config.optimizer_state)
+
+    def evaluation(self, server_round: int, arrays: Weights) -> EvaluateOwn:
+        """Each institution tests its own model, after mixing."""
+        return EvaluateOwn(server_round=server_round, run=self.settings.run)
