@@ -51,6 +51,8 @@ class InstitutionClient(NumPyClient):
         What is replayed beside the institution's own images, and how it is generated; None: nothing.
     privacy : PrivacyPlan | None
         What is trained by DP-SGD; None: nothing.
+    private_model : Callable[[int], nn.Module] | None
+        Builds the model that never leaves, for methods that have one beside the common one; None: like that.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class InstitutionClient(NumPyClient):
         seed: int = 0,
         replaying: Replaying | None = None,
         privacy: PrivacyPlan | None = None,
+        private_model: Callable[[int], nn.Module] | None = None,
     ) -> None:
         self.institution = institution
         self.fresh = model
+        self.fresh_private = private_model or model
         self.task = task
         self.training = training or TrainingConfig()
         self.seed = seed
@@ -147,17 +151,19 @@ class InstitutionClient(NumPyClient):
         """Return a generator of this institution's own for one purpose, such as a round."""
         return generator(self.seed, self.institution.name, *purpose)
 
-    def scratch_model(self, arrays: Weights | None = None) -> nn.Module:
+    def scratch_model(self, arrays: Weights | None = None, role: str = "") -> nn.Module:
         """Return this process's one backbone on the institution's device, in training mode, with the weights given.
 
-        Building a model costs more than loading one; nothing may be kept in it from one message to the next.
+        Building a model costs more than loading one; nothing may be kept in it from one message to the next. A method
+        that needs two at a time names the other's role: private.
         """
-        model = self._loaded(arrays).train()
+        model = self._loaded(arrays, role).train()
         model.zero_grad()  # a visit that broke off may have left gradients
         return model
 
-    def _loaded(self, arrays: Weights | None) -> nn.Module:
-        model = _scratch(self.fresh, self.institution.device)
+    def _loaded(self, arrays: Weights | None, role: str = "") -> nn.Module:
+        fresh = self.fresh_private if role else self.fresh
+        model = _scratch(fresh, self.institution.device, role)
         if arrays is not None:
             load_arrays(model, arrays)
         return model
@@ -233,5 +239,5 @@ class InstitutionClient(NumPyClient):
 
 
 @lru_cache(maxsize=8)
-def _scratch(fresh: Callable[[int], nn.Module], device: torch.device) -> nn.Module:
+def _scratch(fresh: Callable[[int], nn.Module], device: torch.device, role: str) -> nn.Module:
     return fresh(0).to(device)

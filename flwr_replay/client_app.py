@@ -10,7 +10,7 @@ from flwr.app import Context
 from torch import nn
 
 from flwr_replay.client import InstitutionClient
-from flwr_replay.compose import load_client
+from flwr_replay.compose import load_client, model_named
 from flwr_replay.config import ModelConfig, TaskConfig
 from flwr_replay.guard import guard
 from flwr_replay.institution import institution_of
@@ -35,6 +35,7 @@ def make_client(context: Context) -> InstitutionClient:
         config.seed,
         Replaying.of(config),
         PrivacyPlan.of(config),
+        backbone(model_named(institution.private_model), config.task) if institution.private_model else None,
     )
     assert isinstance(client, InstitutionClient)
     return client

@@ -36,6 +36,7 @@ __all__ = [
     "from_run_config",
     "load_client",
     "load_strategy",
+    "model_named",
     "overrides_of",
     "to_yaml",
 ]
@@ -138,6 +139,20 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in SECTIONS.items()}
     sections["strategy"] = _build(strategy_config, strategy, "strategy")
     config: RunConfig = _build(RunConfig, {**values, **sections}, "")
+    return config
+
+
+def model_named(name: str) -> ModelConfig:
+    """Return a model as `conf/model/<name>.yaml` has it.
+
+    Raises
+    ------
+    ConfigError
+        If there is none of this name.
+    """
+    if name not in choices("model"):
+        raise ConfigError(f"unknown model {name!r}: {nearest(name, choices('model'))}")
+    config: ModelConfig = _build(ModelConfig, _hydra([f"model={name}"])["model"], "model")
     return config
 
 

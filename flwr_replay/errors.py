@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "BudgetError",
     "ConfigError",
     "DataError",
     "DivergedError",
@@ -39,6 +40,10 @@ class PrivacyError(FlwrReplayError):
 
     The server is told its text.
     """
+
+
+class BudgetError(PrivacyError):
+    """A privacy budget that does not allow what is asked for."""
 
 
 class RefusedError(FlwrReplayError):

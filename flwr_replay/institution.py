@@ -31,7 +31,7 @@ from flwr_replay.wire import Row
 
 __all__ = ["Institution", "Shard", "dealt", "institution_of", "loaded"]
 
-NODE_KEYS = ("name", "data", "state", "policy")
+NODE_KEYS = ("name", "data", "state", "policy", "private-model")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Institution:
     read_pooled: Callable[[], Dataset] | None = None  # simulation only: the union of all institutions
     policy: Policy = field(default_factory=Policy)
     state_root: Path = field(default_factory=lambda: home() / "state")
+    private_model: str = ""  # of conf/model, where a method has a model that never leaves; empty: as the common one
     durable: bool = False  # wait until ledger lines are on the disk before anything leaves
 
     @classmethod
@@ -181,6 +182,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state",
+        private_model=owned.get("private-model", "") or _by_turns(config, 0),
         durable=True,
     )
 
@@ -194,7 +196,14 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation",
+        private_model=_by_turns(config, k),
     )
+
+
+def _by_turns(config: RunConfig, k: int) -> str:
+    """Return the k-th institution's private model as the run's options have it."""
+    names = getattr(config.strategy, "private_models", ())
+    return names[k % len(names)] if names else ""
 
 
 @lru_cache(maxsize=2)

@@ -148,9 +148,9 @@ class RunDirectory(Recorder):
         leading = {name: metrics[self.leading] for name, metrics in own.items() if self.leading in metrics}
         self.forgetting.add(server_round, taught, leading)  # a ClientApp of somebody's own may lack it
 
-    def spent(self, name: str, epsilon: float | None, delta: float) -> None:
+    def spent(self, name: str, epsilon: float | None, delta: float, mechanism: str) -> None:
         """Remember what an institution has released; the ledger has it message by message."""
-        kind = "DP-SGD, Poisson sampling" if epsilon is not None else "not protected: noise from the run's seed"
+        kind = mechanism if epsilon is not None else "not protected: noise from the run's seed"
         self.released[name] = {"epsilon": epsilon, "delta": delta, "mechanism": kind, "accountant": "rdp"}
 
     def generated(self, name: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:

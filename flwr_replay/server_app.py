@@ -14,7 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from flwr_replay.client_app import backbone
-from flwr_replay.compose import from_run_config, load_strategy
+from flwr_replay.compose import from_run_config, load_strategy, model_named
 from flwr_replay.config import RunConfig, require
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.files import alone, read_json
@@ -68,6 +68,9 @@ def settings_of(config: RunConfig) -> Settings:
         wait=config.wait,
         task=make_task(config.task),
         model=beginning(config),
+        private_models=tuple(
+            backbone(model_named(name), config.task) for name in getattr(config.strategy, "private_models", ())
+        ),
         input_shape=(config.task.channels, config.task.size, config.task.size),
         device=select_device(config.device),
         replaying=Replaying.of(config),

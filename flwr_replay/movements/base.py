@@ -24,7 +24,7 @@ from flwr_replay.movements.exchange import Exchanging
 from flwr_replay.movements.members import Member, wait_for_nodes
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.movements.settings import Settings
-from flwr_replay.payloads.common import Evaluate, Replayed
+from flwr_replay.payloads.common import Evaluate, Evaluation, Replayed
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.replay.forecast import exchanges_of
 from flwr_replay.replay.server import GenerativeReplay
@@ -48,6 +48,7 @@ class Movement(Exchanging):
 
     replays: ClassVar[bool] = False  # whether a batch at the institutions may hold replayed examples
     private: ClassVar[tuple[str, ...]] = ()  # what this method can train by DP-SGD
+    evaluated: ClassVar[type[Evaluation]] = Evaluation  # what answers an evaluation
     begins_at_server: ClassVar[bool] = True  # whether the server has the fresh weights
 
     def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
@@ -128,7 +129,7 @@ class Movement(Exchanging):
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return what evaluation will send."""
-        every, answer = self.settings.evaluate_every, self.settings.task.empty()
+        every, answer = self.settings.evaluate_every, self.evaluated.empty(self.settings.task)
         kinds = [(self.evaluation(0, arrays), num_rounds // every + (1 if num_rounds % every else 0))]
         if self.settings.forgetting:
             kinds.append((self.looking_back(0, arrays), num_rounds * self.exchanges_per_round()))
@@ -253,13 +254,14 @@ class Movement(Exchanging):
         request = self.looking_back(server_round, arrays)
         asked = [self.message(member, request, config) for member in self.members]
         answers = self.answers(self.exchange(grid, server_round, asked, needed=False))
-        if found := pool_answers(answers, self.settings.task, partial(self.recorder.failed, server_round)):
+        refuse = partial(self.recorder.failed, server_round)
+        if found := pool_answers(answers, self.settings.task, refuse, self.evaluated):
             self.recorder.looked_back(server_round, taught, found[1])
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the metrics over the test shards: by summed counts, or weighted means for a user's own ClientApp."""
         refuse = partial(self.recorder.failed, server_round)
-        found = pool_answers(self.answers(replies), self.settings.task, refuse)
+        found = pool_answers(self.answers(replies), self.settings.task, refuse, self.evaluated)
         if found is None:
             return None
         pooled, own = found

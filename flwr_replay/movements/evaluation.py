@@ -17,7 +17,10 @@ Metrics = dict[str, float]
 
 
 def pool_answers(
-    answers: Iterable[tuple[Member, Message]], task: Any, refuse: Callable[[str, str], None]
+    answers: Iterable[tuple[Member, Message]],
+    task: Any,
+    refuse: Callable[[str, str], None],
+    declared: type[Evaluation] = Evaluation,
 ) -> tuple[Metrics, dict[str, Metrics]] | None:
     """Pool over the test shards: by summed counts, or by weighted means where nobody runs this package's ClientApp.
 
@@ -29,6 +32,8 @@ def pool_answers(
         See `flwr_replay.tasks`; None takes the metrics as they come.
     refuse : Callable[[str, str], None]
         Told the name of an institution whose answer cannot be, and why.
+    declared : type[Evaluation]
+        What an answer is.
 
     Returns
     -------
@@ -41,8 +46,8 @@ def pool_answers(
     for member, reply in answers:
         if member.ours and task is not None:
             try:
-                evaluation = Evaluation.decode(reply.content)
-                own[member.name] = task.pool([evaluation])
+                evaluation = declared.decode(reply.content)
+                own[member.name] = declared.pool(task, [evaluation])
                 evaluations.append(evaluation)
             except WireError as error:
                 refuse(member.name, str(error))
@@ -50,7 +55,7 @@ def pool_answers(
             own[member.name] = _scalars(reply)
     if not own:
         return None
-    return (task.pool(evaluations) if evaluations else _weighted_means(list(own.values()))), own
+    return (declared.pool(task, evaluations) if evaluations else _weighted_means(list(own.values()))), own
 
 
 def _scalars(reply: Message) -> Metrics:

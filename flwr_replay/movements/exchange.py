@@ -156,7 +156,7 @@ class Exchanging(Strategy):
                 continue
             told = metrics_in(reply.content)
             if self.settings.privacy and "delta" in told:
-                self.recorder.spent(member.name, told.get("epsilon"), told["delta"])
+                self.recorder.spent(member.name, told.get("epsilon"), told["delta"], self.settings.privacy.mechanism)
             if self.settings.privacy:
                 found = self.settings.privacy.protected(found, declared, told)
             raw_bytes = told.get("raw-bytes")

@@ -197,7 +197,7 @@ class Gossip(Relay):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Everyone in every round: a release, and the parcels of that round's matrix."""
-        answer = self.answer(arrays=arrays, weight=1.0, num_examples=0, examples_seen=0, train_loss=0.0)
+        answer = self.answer.empty(arrays)
         members = list(self.members)
         found: list[Exchange] = [(member, self.visit(0, member), answer, num_rounds) for member in members]
         for server_round in range(1, num_rounds + 1):

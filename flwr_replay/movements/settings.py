@@ -30,6 +30,7 @@ class Settings:
     run: str = "run"  # what the institutions know the run by; their state is kept under it
     task: Any = None  # loss and pooled metrics; None: means weighted by number of examples
     model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for strategies that train it
+    private_models: tuple[Callable[[int], nn.Module], ...] = ()  # the same of those that never leave, where named
     input_shape: tuple[int, ...] | None = None  # of one example
     device: str | torch.device = "cpu"  # of training at the server
     replaying: Replaying | None = None  # what is replayed at the institutions; None: nothing

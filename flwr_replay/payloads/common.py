@@ -147,6 +147,18 @@ class Evaluation(Payload):
     absolute_error: float | None = statistic("label's unit; regression only: sum over the shard", default=None)
     squared_error: float | None = statistic("label's unit squared; regression only: sum", default=None)
 
+    @classmethod
+    def empty(cls, task: Any) -> Evaluation:
+        """Return the evaluation of nothing."""
+        nothing: Evaluation = task.empty()
+        return nothing
+
+    @classmethod
+    def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
+        """Compute a task's metrics from institutions' sums."""
+        metrics: dict[str, float] = task.pool(evaluations)
+        return metrics
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(LabelScale, Request, stage="evaluate", answer=Evaluation, message_type="evaluate"):

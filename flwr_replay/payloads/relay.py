@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from flwr_replay.fields import instruction, model, statistic
 from flwr_replay.payloads.common import LabelScale, Spent
@@ -25,6 +26,11 @@ class Released(Spent):
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples; with repetition", public=True)
     train_loss: float | None = statistic("as the task has it, mean over the visit", default=None, withheld=True)
+
+    @classmethod
+    def empty(cls, arrays: Weights) -> Self:
+        """Return the answer of a visit that trained nothing."""
+        return cls(arrays=arrays, weight=1.0, num_examples=0, examples_seen=0, train_loss=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

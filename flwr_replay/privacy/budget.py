@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.errors import PrivacyError
+from flwr_replay.errors import BudgetError
 from flwr_replay.files import Lines, alone, read_lines
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 
@@ -59,13 +59,13 @@ class Account:
 
         Raises
         ------
-        PrivacyError
+        BudgetError
             If the budget does not allow all of these steps. Nothing is charged then, and none may be taken.
         """
         with self._held() as charges:
             spent = _costs(charges)
             if (total := epsilon([*spent, cost], self.delta)) > self.limit:
-                raise PrivacyError(
+                raise BudgetError(
                     f"the privacy budget is epsilon {self.limit:g} at delta {self.delta:.2g}; {cost.steps} steps of "
                     f"{mechanism} would make {total:.2f}, {self._affordable(spent, cost)} of them are left: end the "
                     "training here, or begin a run with more noise or a larger privacy.epsilon"

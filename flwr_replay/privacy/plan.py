@@ -17,6 +17,11 @@ from flwr_replay.wire import Payload, Row
 
 __all__ = ["NOTHING", "PrivacyPlan"]
 
+UNPROVEN = (
+    "An epsilon here is what the paper counts, and no proof: with beta > 0 the proxy learns from a private model that "
+    "has seen all examples without noise, so clipping does not bound what one changes: choose beta=0 for a proof."
+)
+NO_PROOF = " as the paper counts it; not a proof"
 NOTHING = "Nothing here is differentially private; no epsilon can be stated."
 
 
@@ -28,10 +33,13 @@ class PrivacyPlan:
     ----------
     passes : tuple of (str, int, int)
         Of every mechanism that is trained by DP-SGD: its name, its epochs in the whole run, b.
+    unproven : str
+        Why the epsilon that is computed is none; empty: it is proven.
     """
 
     config: PrivacyConfig
     passes: tuple[tuple[str, int, int], ...]
+    unproven: str = ""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self | None:
@@ -80,8 +88,10 @@ class PrivacyPlan:
             "prior": (config.prior.epochs, config.prior.batch_size),
             "encoder": (getattr(strategy, "encoder_epochs", 0), config.training.batch_size),
             "classifier": (config.rounds * getattr(strategy, "local_epochs", 1), config.training.batch_size),
+            "proxy": (config.rounds, config.training.batch_size),
         }
-        return cls(privacy, tuple((name, *epochs[name]) for name in wanted))
+        learns = "proxy" in wanted and getattr(strategy, "beta", 0) > 0
+        return cls(privacy, tuple((name, *epochs[name]) for name in wanted), UNPROVEN if learns else "")
 
     def covers(self, mechanism: str) -> bool:
         """Say whether what a mechanism releases is private; the counts of labels belong to the prior."""
@@ -107,6 +117,11 @@ class PrivacyPlan:
         """Return what is released with noise of its own."""
         return [self.counts()] if self.covers("prior") else []
 
+    @property
+    def mechanism(self) -> str:
+        """What an epsilon belongs to."""
+        return "DP-SGD, Poisson sampling" + (NO_PROOF if self.unproven else "")
+
     # --- claims -------------------------------------------------------------------------------------------------------
 
     def protection(self, field: Field, epsilon: float, delta: float) -> str:
@@ -114,7 +129,7 @@ class PrivacyPlan:
         if field.dp and self.covers(field.dp):
             if not isfinite(epsilon):
                 return "not protected: its noise comes from the run's seed"
-            return f"({epsilon:.3g}, {delta:.2g})-DP"
+            return f"({epsilon:.3g}, {delta:.2g}){NO_PROOF if self.unproven else '-DP'}"
         return "declared public" if field.public else "none"
 
     def promise(self, answer: type[Payload], field: Field) -> float:
@@ -124,8 +139,8 @@ class PrivacyPlan:
         on test examples.
         """
         if field.dp and self.covers(field.dp):
-            return self.config.limit if self.config.noise == "secret" else inf
-        free = field.public or answer is Evaluation or self.left_out(answer, field)
+            return self.config.limit if self.config.noise == "secret" and not self.unproven else inf
+        free = field.public or issubclass(answer, Evaluation) or self.left_out(answer, field)
         return 0.0 if self.config.end_to_end and free else inf
 
     def answered(self, answer: Payload, examples: int) -> Payload:
@@ -176,6 +191,8 @@ class PrivacyPlan:
         left += ["losses, metrics and counts"] if numbers else []
         learns_replays = "generator" in named and "prior" not in named
         others = " It also learns replays of the others' images, which are not protected." if learns_replays else ""
+        if self.unproven:
+            return f"{self.unproven} Besides, these leave unprotected: {'; '.join(left)}."
         return (
             f"Only what the training of the {covered} at an institution tells of its own examples is differentially "
             f"private.{others} These leave unprotected: {'; '.join(left)}. What leaves as a whole has no epsilon."

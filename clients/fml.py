@@ -1,0 +1,29 @@
+"""FML: the institution's half; the server's half is `strategies/fml.py`.
+
+Source: Shen et al. 2020 (arXiv 2006.16765); Kalra et al. 2023, section 4.1. A step is in `flwr_replay/mutual.py`.
+"""
+
+from __future__ import annotations
+
+from flwr_replay.pair import PairClient
+from flwr_replay.payloads.mutual import EvaluateWithProxy, MutualVisited, PairEvaluation, TrainMutually
+from flwr_replay.training import encoded
+
+__all__ = ["FMLClient"]
+
+
+class FMLClient(PairClient):
+    """Trains a private model and the common proxy."""
+
+    def train_mutually(self, visit: TrainMutually) -> MutualVisited:
+        """Train both for one pass and return the proxy."""
+        data, learner = self.training_data(), self.pair(visit, visit.arrays)
+        learner.alone(data, self.shuffle(visit.server_round, "private"))
+        for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):
+            learner.step(x_B, y_B)
+        told = self.keep_pair(visit, learner)
+        return MutualVisited(arrays=encoded(learner.proxy.model), **told, **self.spent(visit.run))
+
+    def evaluate_with_proxy(self, request: EvaluateWithProxy) -> PairEvaluation:
+        """Test the private model and the averaged proxy."""
+        return self.tested(request, request.arrays)

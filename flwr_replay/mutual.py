@@ -1,0 +1,216 @@
+"""A private model and a proxy that learn from each other, on one batch after another.
+
+Source: Kalra et al. 2023 (ProxyFL), section 3.2, eq. 4-7; deep mutual learning: Zhang et al. 2018 (arXiv 1706.00384).
+
+    L_φ = (1 - α) CE(f_φ(x), y) + α KL(h_θ(x) ‖ f_φ(x))
+    L_θ = (1 - β) CE(h_θ(x), y) + β KL(f_φ(x) ‖ h_θ(x))         by DP-SGD, with dp=proxy
+
+Both are computed from the answers f_φ(x), h_θ(x) before either model steps, so each passes over a batch once. The
+paper writes KL with the model that learns first; here, as in deep mutual learning, the teacher stands first, and no
+gradient goes into it. "Alternate" leaves open whether φ sees θ before or after its step.
+
+With β > 0 the proxy's gradient on one example depends, through f_φ, on all private examples, since φ learns from them
+without noise: clipping does not bound what one example changes, and the accountant's epsilon is no proof.
+
+`B` batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flwr_replay.config import one_of, require
+from flwr_replay.errors import BudgetError
+from flwr_replay.institution import Shard
+from flwr_replay.movements.settings import Settings
+from flwr_replay.privacy.dpsgd import example_losses
+from flwr_replay.privacy.visit import PrivateVisit
+from flwr_replay.tasks import Classification
+from flwr_replay.training import batches, mean_loss, step
+
+__all__ = ["Learning", "MutualConfig", "MutualLearner", "check_pair"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MutualConfig:
+    """Options of the methods with a private model and a proxy; the proxy's own are those of `training`."""
+
+    dp_by_default: ClassVar[str] = "proxy"
+
+    alpha: float = 0.5  # weight of the proxy's answers in the private model's loss; paper: 0.5
+    beta: float = 0.5  # weight of the private model's answers in the proxy's loss; paper: 0.5; 0: epsilon is proven
+    private_models: tuple[str, ...] = ()  # of conf/model, by turns over the institutions; empty: as the proxy
+    private_optimizer: str = ""  # sgd | adam; empty: as training.optimizer
+    private_lr: float = 0.0  # 0: as training.lr
+    private_epochs: int = 0  # passes of the private model alone, learning from the proxy that arrived
+    private_batch_size: int = 0  # in these passes; 0: as training.batch-size
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta"):
+            require(0 <= getattr(self, name) <= 1, f"strategy.{name} lies in [0, 1]; got {getattr(self, name)}")
+        one_of("strategy.private-optimizer", self.private_optimizer, ("", "sgd", "adam"))
+        for name in ("private_lr", "private_epochs", "private_batch_size"):
+            option = f"strategy.{name.replace('_', '-')}"
+            require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
+
+    def told(self, training: Any, lr: float) -> dict[str, Any]:
+        """Return what a request says of it; a learning rate falls as training.lr does."""
+        return {
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "private_optimizer": self.private_optimizer or training.optimizer,
+            "private_lr": self.private_lr * lr / training.lr if self.private_lr else lr,
+            "private_epochs": self.private_epochs,
+            "private_batch_size": self.private_batch_size or training.batch_size,
+        }
+
+
+def check_pair(strategy: str, settings: Settings) -> None:
+    """Refuse a task without classes, and private models that cannot be built for it."""
+    require(
+        settings.task is None or isinstance(settings.task, Classification),
+        f"strategy={strategy} compares answers as probabilities of classes; got another kind of task: choose a "
+        "classification",
+    )
+    for fresh in settings.private_models:
+        fresh(0)
+
+
+@dataclass(frozen=True)
+class Learning:
+    """A model and its optimizer."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+class MutualLearner:
+    """Steps of both models.
+
+    Parameters
+    ----------
+    private, proxy : Learning
+        φ and θ.
+    task : Any
+        A classification; its loss is CE.
+    request : Any
+        Says α, β and how the private model trains alone.
+    batch_size : int
+        b.
+    pay : Callable[[], PrivateVisit | None] | None
+        Pays for a pass of DP-SGD on θ; None: plain steps.
+    """
+
+    def __init__(
+        self,
+        private: Learning,
+        proxy: Learning,
+        task: Any,
+        request: Any,
+        batch_size: int,
+        pay: Callable[[], PrivateVisit | None] | None,
+    ) -> None:
+        self.private, self.proxy, self.task, self.batch_size = private, proxy, task, batch_size
+        self.alpha, self.beta, self.request = request.alpha, request.beta, request
+        self.dp: PrivateVisit | None = None
+        self.rests = False  # the budget is used up, so θ stays as it is, and φ goes on
+        self.losses: list[Tensor] = []  # of φ
+        self.seen, self.proxy_steps = 0, 0
+        if pay is not None:
+            try:
+                self.dp = pay()
+            except BudgetError:
+                self.rests = True
+
+    def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield one pass over the examples: Poisson batches where θ's steps are private."""
+        return self.dp.batches(data) if self.dp else batches(data.x, data.y, self.batch_size, shuffle)
+
+    def alone(self, data: Shard, shuffle: torch.Generator) -> None:
+        """Let φ learn from the proxy as it arrived, pass after pass; θ stays as it is."""
+        for _ in range(self.request.private_epochs):
+            for x_B, y_B in batches(data.x, data.y, self.request.private_batch_size, shuffle):
+                self.private_step(self.private.model(x_B), self.answers(x_B), y_B)
+                self.seen += len(y_B)
+
+    def step(self, x_B: Tensor, y_B: Tensor) -> None:
+        """Let both models step, each with the other's answers from before."""
+        f_B = (
+            self.private.model(x_B) if len(y_B) > 1 else None
+        )  # batch norm needs two, and nobody needs a batch of none
+        h_B = self.answers(x_B) if self.rests else self.proxy_step(x_B, y_B, f_B)
+        if f_B is not None:
+            self.private_step(f_B, h_B, y_B)
+        self.seen += self.batch_size if self.dp else len(y_B)  # the size of a Poisson batch is as secret as its mask
+
+    def private_step(self, f_B: Tensor, h_B: Tensor, y_B: Tensor) -> None:
+        """φ ← φ - η ∇L_φ."""  # eq. 4, 6
+        loss = mutual_loss(self.task.loss, self.alpha, f_B, h_B, y_B)
+        self.losses.append(step(self.private.model, self.private.optimizer, loss))
+
+    def proxy_step(self, x_B: Tensor, y_B: Tensor, f_B: Tensor | None) -> Tensor:
+        """θ ← θ - η ∇L_θ; return h_θ(x) from before."""  # eq. 5, 7
+        self.proxy_steps += 1
+        told: list[Tensor] = []
+
+        def losses(x: Tensor, y: Tensor, f: Tensor) -> Tensor:
+            told.append(self.proxy.model(x))
+            return mutual_losses(self.task.loss, self.beta, told[-1], f, y)
+
+        if f_B is None:
+            f_B = self.answers_of_private(x_B)
+        if self.dp:
+            batch = (x_B, y_B, f_B.detach())
+            self.dp.step(self.proxy.model, self.proxy.optimizer, losses, batch, self.batch_size)
+            before_B: Tensor = torch.cat([h.detach() for h in told]) if told else f_B.detach()
+            return before_B
+        h_B: Tensor = self.proxy.model(x_B)
+        step(self.proxy.model, self.proxy.optimizer, mutual_loss(self.task.loss, self.beta, h_B, f_B.detach(), y_B))
+        return h_B.detach()
+
+    def answers(self, x_B: Tensor) -> Tensor:
+        """Return h_θ(x), for φ to learn from."""
+        with torch.no_grad():
+            h_B: Tensor = self.proxy.model(x_B)
+        return h_B
+
+    def answers_of_private(self, x_B: Tensor) -> Tensor:
+        """Return f_φ(x) of a batch that φ does not learn from, as it would answer a patient."""
+        self.private.model.eval()
+        with torch.no_grad():
+            f_B: Tensor = self.private.model(x_B)
+        self.private.model.train()
+        return f_B
+
+    def loss(self) -> float | None:
+        """Return φ's mean loss; None where a message would tell it beside a private proxy."""
+        return None if self.dp or self.rests or not self.losses else mean_loss(self.losses)
+
+
+def mutual_loss(
+    loss: Callable[[Tensor, Tensor], Tensor], weight: float, student_B: Tensor, teacher_B: Tensor, y_B: Tensor
+) -> Tensor:
+    """Return (1 - weight) CE + weight KL(teacher ‖ student) of logits (B, C), a mean over the batch."""
+    if not weight:
+        return loss(student_B, y_B)
+    return (1 - weight) * loss(student_B, y_B) + weight * divergences(student_B, teacher_B).mean()
+
+
+def mutual_losses(
+    loss: Callable[[Tensor, Tensor], Tensor], weight: float, student_B: Tensor, teacher_B: Tensor, y_B: Tensor
+) -> Tensor:
+    """Return the same for every example, (B,)."""
+    single_B = example_losses(loss, student_B, y_B)
+    return (1 - weight) * single_B + weight * divergences(student_B, teacher_B) if weight else single_B
+
+
+def divergences(student_B: Tensor, teacher_B: Tensor) -> Tensor:
+    """Return KL(teacher ‖ student) of every example's logits, nats, (B,)."""
+    student, teacher = functional.log_softmax(student_B, 1), functional.log_softmax(teacher_B, 1)
+    return functional.kl_div(student, teacher, reduction="none", log_target=True).sum(1)

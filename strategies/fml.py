@@ -1,0 +1,81 @@
+"""FML, federated mutual learning: the server's half; the institution's half is `clients/fml.py`.
+
+Source: Shen et al. 2020 (arXiv 2006.16765), with DP-SGD on the proxy as in Kalra et al. 2023 (ProxyFL), section 4.1.
+Idea: as ProxyFL, but a server averages the proxies (there called memes) and gives all the same one.
+Travels: the proxy down to all and, trained, up again (`TrainMutually`, `MutualVisited`).
+
+    for each round:
+        every institution k: φ_k, θ_k ← train both from (φ_k, θ) for max(1, ⌊n_k/b⌋) batches, as in ProxyFL
+        θ ← Σ_k n_k θ_k / Σ_k n_k
+
+What is protected: as in ProxyFL; with β > 0 the proxies' ε is what the paper counts and no proof.
+
+Deviations: none known; Shen et al. have no differential privacy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flwr_replay.config import one_of
+from flwr_replay.movements.parallel import Parallel, weighted_mean
+from flwr_replay.movements.settings import Settings
+from flwr_replay.mutual import MutualConfig, check_pair
+from flwr_replay.payloads.common import Visited
+from flwr_replay.payloads.mutual import EvaluateWithProxy, MutualVisited, PairEvaluation, TrainMutually
+from flwr_replay.rng import derived_seed
+from flwr_replay.wire import StateDict, Weights, opened
+
+__all__ = ["FML", "FMLConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FMLConfig(MutualConfig):
+    """Options of FML."""
+
+    name: ClassVar[str] = "fml"
+    optimizer_state: str = "keep"  # keep: both optimizers go on | reset: fresh every round
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+
+
+class FML(Parallel):
+    """Private models learn from a proxy that a server averages."""
+
+    name = "fml"
+    config_type = FMLConfig
+    stages = ("train-mutually", "evaluate-with-proxy")
+    private = ("proxy",)
+    evaluated = PairEvaluation
+    answer = MutualVisited
+
+    @classmethod
+    def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
+        """Refuse private models that cannot be built."""
+        super().check(config, settings, names)
+        check_pair(cls.name, settings)
+
+    def task_for_all(self, server_round: int, arrays: Weights) -> TrainMutually:
+        """Ask for one pass of both models."""
+        lr = self.lr(max(1, server_round))
+        return TrainMutually(
+            server_round=server_round,
+            arrays=arrays,
+            run=self.settings.run,
+            lr=lr,
+            **self.config.told(self.settings.training, lr),
+            private_seed=derived_seed(self.settings.seed, "private"),
+            optimizer_state=self.config.optimizer_state,
+        )
+
+    def combine(self, answers: Sequence[Visited]) -> StateDict:
+        """Average the proxies, weighted by numbers of examples."""
+        return weighted_mean([opened(a.arrays) for a in answers], [a.num_examples for a in answers])
+
+    def evaluation(self, server_round: int, arrays: Weights) -> EvaluateWithProxy:
+        """Each institution tests its private model and the averaged proxy."""
+        return EvaluateWithProxy(server_round=server_round, arrays=arrays, run=self.settings.run)

@@ -1,0 +1,85 @@
+"""ProxyFL: the server's half; the institution's half is `clients/proxyfl.py`.
+
+Source: Kalra et al. 2023 (arXiv 2111.11343), Algorithm 1.
+Idea: every institution trains a private model φ_k and a small common proxy θ_k that learn from each other, the proxy by
+DP-SGD; only proxies are exchanged, over a graph, and each institution mixes what it gets.
+Travels: θ_k up, once (`TrainProxy`, `ReleasedProxy`), shares of the others' θ down (`Deliver`, `Committed`).
+
+    for each round t, at every institution k:
+        for max(1, ⌊n_k/b⌋) batches:                                                    # lines 2-5
+            θ_k ← θ_k - η DP-gradient of (1-β) CE(h_θ) + β KL(f_φ ‖ h_θ)                # eq. 5, 7
+            φ_k ← φ_k - η gradient of (1-α) CE(f_φ) + α KL(h_θ ‖ f_φ)                   # eq. 4, 6
+        z_k ← Σ_k' P(t)[k, k'] w_k' θ_k',  w_k ← Σ_k' P(t)[k, k'] w_k',  θ_k ← z_k / w_k  # lines 7-10
+
+What is protected: with dp=proxy and β = 0, every institution's training examples against whoever sees its proxies, by
+its own (ε, δ). With β > 0, the paper's setting, that ε is what the paper counts and no proof (`flwr_replay/mutual.py`).
+Not protected: what metrics on test examples tell of private models, who takes part, numbers of examples.
+
+Deviations: proxies pass through the server, which forwards them and averages nothing. θ is multiplied by w again before
+it is sent (`movements/topology.py`). Both models step from answers before either has stepped. A private model may learn
+from the proxy that arrived in passes of its own (private-epochs), which costs no privacy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flwr_replay.config import one_of
+from flwr_replay.movements.gossip import Gossip
+from flwr_replay.movements.members import Member
+from flwr_replay.movements.settings import Settings
+from flwr_replay.movements.topology import TOPOLOGIES
+from flwr_replay.mutual import MutualConfig, check_pair
+from flwr_replay.payloads.mutual import EvaluatePair, PairEvaluation, ReleasedProxy, TrainProxy
+from flwr_replay.rng import derived_seed
+from flwr_replay.wire import Weights
+
+__all__ = ["ProxyFL", "ProxyFLConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyFLConfig(MutualConfig):
+    """Options of ProxyFL."""
+
+    name: ClassVar[str] = "proxyfl"
+    topology: str = "exponential"  # who sends to whom, see flwr_replay.movements.topology; file: topology-file
+    topology_file: str = ""  # .npy, .json or .csv with one mixing matrix, or several that take turns
+    optimizer_state: str = "keep"  # keep: both optimizers go on | reset: fresh every round
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("strategy.topology", self.topology, TOPOLOGIES)
+        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+
+
+class ProxyFL(Gossip):
+    """Private models learn from proxies that travel."""
+
+    name = "proxyfl"
+    config_type = ProxyFLConfig
+    stages = ("train-proxy", "deliver", "evaluate-pair")
+    private = ("proxy",)
+    evaluated = PairEvaluation
+    answer = ReleasedProxy
+    seed_of = "proxy"  # the private models begin as every other method's, and two equal ones would teach nothing
+
+    @classmethod
+    def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
+        """Refuse private models that cannot be built."""
+        super().check(config, settings, names)
+        check_pair(cls.name, settings)
+
+    def visit(self, server_round: int, member: Member) -> TrainProxy:
+        """Ask for one pass of both models."""
+        return TrainProxy(
+            **self.told(server_round, member),
+            **self.config.told(self.settings.training, self.lr(server_round)),
+            private_seed=derived_seed(self.settings.seed, "model"),
+            optimizer_state=self.config.optimizer_state,
+        )
+
+    def evaluation(self, server_round: int, arrays: Weights) -> EvaluatePair:
+        """Each institution tests its private model and, after mixing, its proxy."""
+        return EvaluatePair(server_round=server_round, run=self.settings.run)
