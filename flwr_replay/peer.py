@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flwr_replay.client import InstitutionClient
-from flwr_replay.errors import ConfigError, TrainingError
+from flwr_replay.errors import TrainingError, WireError
 from flwr_replay.movements.topology import mixed, parcel
 from flwr_replay.payloads.relay import Committed, Deliver, PeerVisit
 from flwr_replay.training import form_of, to_arrays
@@ -31,7 +31,7 @@ class PeerClient(InstitutionClient):
 
         Raises
         ------
-        ConfigError
+        WireError
             If the model has not the common form.
         TrainingError
             If θ is gone: going on from fresh weights would give other results, and nobody would notice.
@@ -46,7 +46,7 @@ class PeerClient(InstitutionClient):
                 f"{visit.run!r} is gone: restore the state directory, or begin a new run"
             )
         if form_of(theta) != visit.form:
-            raise ConfigError(
+            raise WireError(
                 "all institutions exchange models of one form; this one's has other names or shapes than the server's: "
                 "use the same model.*, task.channels, task.size and task.classes everywhere"
             )

@@ -1,0 +1,180 @@
+"""Parcels wait until they are acknowledged, and nothing of Σ w θ gets lost or doubled."""
+
+import shlex
+
+import numpy as np
+import pytest
+from peers import JOB as SMALL
+from peers import NAMES, Grid, broken, hospitals, run, same, total
+from safetensors.numpy import load_file
+
+from flwr_replay.errors import ConfigError
+from flwr_replay.movements.mailbox import Delivery, Mailbox, Parcel
+
+JOB = ["strategy=avgpush", "topology=exponential-half", "rounds=3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hospitals")
+    hospitals(folder)
+    return folder
+
+
+def conserved(ran, exchange, names=NAMES):
+    """Say whether mixing has left Σ w θ and Σ w of an exchange as they were."""
+    before, w = total([ran.model(name, exchange, "released") for name in names])
+    after, v = total([ran.model(name, exchange) for name in names])
+    assert w == pytest.approx(v)
+    for name in before:
+        np.testing.assert_allclose(before[name], after[name], rtol=0, atol=1e-5)
+    return w
+
+
+def test_mixing_conserves(folder):
+    ran = run(folder, *JOB, "lr=0.05")
+    for exchange in (1, 2, 3):
+        assert conserved(ran, exchange) == pytest.approx(len(NAMES))
+
+
+def test_who_does_not_release_is_left_out_and_keeps_what_it_has(folder):
+    ran = run(folder, *JOB, "lr=0.05", failing=[("push", "b", 2)])
+    conserved(ran, 2, "acd")
+    assert ran.kept("mixed", "b", 2) is None
+    assert conserved(ran, 3) == pytest.approx(len(NAMES))  # it goes on with what it mixed in exchange 1
+    assert [failure["institution"] for failure in ran.result["failures"]] == ["b"]
+
+
+@pytest.mark.parametrize("how", ["failing", "losing"])
+def test_what_is_not_acknowledged_is_brought_again_and_mixed_once(folder, how):
+    whole = run(folder, *JOB, "lr=0.05")
+    ran = run(folder, *JOB, "lr=0.05", **{how: [("deliver", "b", 1)]})
+    assert [asked for asked in ran.grid.asked if asked[:2] == ("deliver", "b")][:2] == [
+        ("deliver", "b", 1),
+        ("deliver", "b", 2),  # before anybody trains
+    ]
+    for name in NAMES:
+        assert same(whole.model(name, 3)[0], ran.model(name, 3)[0])
+
+
+def test_who_cannot_be_reached_does_not_train_until_it_has_its_parcels(folder):
+    lost = [("deliver", "b", at) for at in (1, 2)]
+    ran = run(folder, *JOB, "lr=0.05", failing=lost)
+    assert ("push", "b", 2) not in ran.grid.asked
+    conserved(ran, 1)  # at exchange 3 it has mixed what was released in exchange 1
+    conserved(ran, 2, "acd")
+    assert conserved(ran, 3) == pytest.approx(len(NAMES))
+
+
+def test_what_nobody_fetches_goes_back_to_its_sender(folder):
+    gone = {"failing": [("deliver", "b", 1)], "away": [("b", at) for at in range(2, 5)]}
+    waits, back = (run(folder, *JOB, "lr=0.05", f"rounds={n}", **gone) for n in (3, 4))
+    assert conserved(waits, 3, "acd") == pytest.approx(3)  # a half each of what a sent to b, and of what b kept
+    after, w = total([back.model(name, 4) for name in "acd"])
+    before, _ = total([back.model(name, 4, "released") for name in "acd"])
+    sent = waits.model("a", 1, "released")[0]
+    assert w == pytest.approx(3.5)
+    for name in before:
+        np.testing.assert_allclose(after[name], before[name] + sent[name] / 2, rtol=0, atol=1e-5)
+
+
+def test_who_comes_back_after_that_goes_on_with_all_it_had(folder):
+    away = [("b", at) for at in range(2, 6)]
+    ran = run(folder, *JOB, "rounds=7", failing=[("deliver", "b", 1)], away=away)
+    assert same(ran.model("b", 1)[0], ran.model("b", 1, "released")[0])
+    assert conserved(ran, 7) == pytest.approx(len(NAMES) + 0.5)  # it joins with its w of 1; half had stayed with others
+
+
+@pytest.mark.parametrize("at", [("push", "c", 2), ("deliver", "a", 2), ("deliver", "d", 3)])
+def test_a_run_that_breaks_off_ends_with_the_same_bits(folder, at):
+    whole, resumed = run(folder, *JOB, "lr=0.05"), broken(folder, *JOB, "lr=0.05", breaking=[at])
+    for name in NAMES:
+        assert same(whole.model(name, 3)[0], resumed.model(name, 3)[0])
+    assert whole.result["final"] == resumed.result["final"]
+
+
+def test_what_waits_outlives_a_restart_of_the_server(folder):
+    lost = [("deliver", "b", at) for at in (1, 2)]
+    whole = run(folder, *JOB, "lr=0.05", failing=lost)
+    resumed = broken(folder, *JOB, "lr=0.05", failing=lost, breaking=[("push", "d", 3)])
+    for name in NAMES:
+        assert same(whole.model(name, 3)[0], resumed.model(name, 3)[0])
+    assert list((resumed.folder / "mailbox").iterdir())
+
+
+class Losing(Grid):
+    """Somebody empties b's state directory before the second exchange."""
+
+    def _answer(self, message):
+        if self.asked and self.asked[-1] == ("push", "a", 2):
+            for file in self.root.rglob("state/b/*/mixed-*"):
+                file.unlink()
+        return super()._answer(message)
+
+
+def test_a_lost_model_is_missed(folder):
+    ran = run(folder, *JOB, grid_type=Losing, root=folder)
+    assert any("is gone: restore the state directory" in failure["reason"] for failure in ran.result["failures"])
+
+
+def test_a_mailbox_is_read_back_as_it_was(tmp_path):
+    box = Mailbox()
+    number = box.post({"w": np.arange(3.0)})
+    box.waiting["b"] = Delivery(4, 0.5, [Parcel(number, "a", 0.25, 1.5)])
+    box.coming_back["a"] = [Parcel(number, "a", 0.5, 1.5)]
+    box.committed["c"] = 3
+    box.keep(tmp_path)
+    again = Mailbox.restored(box.state(), tmp_path)
+    assert (again.waiting, again.coming_back, again.committed, again.posted) == (
+        box.waiting,
+        box.coming_back,
+        box.committed,
+        1,
+    )
+    assert same(again.models[number], load_file(tmp_path / "000001.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["topology=file"], "go together"),
+        (["topology=star"], r"strategy\.topology must be one of"),
+        (["topology=file", "topology-file=gone.npy", "nodes=4"], "does not exist"),
+        (["topology=file", "topology-file={folder}/p.npy", "nodes=3"], "4 x 4 for 3 institutions"),
+        (["topology=file", "topology-file={folder}/q.npy", "nodes=4"], "column 1 .* sums to 0.5"),
+        (["topology=file", "topology-file={folder}/p.npy"], "set nodes to their number"),
+        (["model.weights=w.safetensors"], "begins at the institutions"),
+    ],
+)
+def test_a_graph_that_cannot_be_is_refused_before_any_training(folder, options, says):
+    np.save(folder / "p.npy", np.eye(4))
+    np.save(folder / "q.npy", np.eye(4) * [0.5, 1, 1, 1])
+    with pytest.raises(ConfigError, match=says):
+        run(folder, "strategy=avgpush", *(option.format(folder=folder) for option in options), name="refused")
+    assert not (folder / "runs" / "refused").exists()
+
+
+def test_a_users_own_matrix_is_followed(folder):
+    np.save(folder / "own.npy", np.array([[0.5, 0, 0, 0.5], [0.5, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0.5]]))
+    ran = run(folder, *JOB, "topology=file", f"topology-file={folder}/own.npy", "nodes=4", "rounds=1")
+    assert [ran.model(name, 1)[1] for name in NAMES] == [1.0, 1.5, 1.0, 0.5]
+    conserved(ran, 1)
+
+
+class Mixed(Grid):
+    """One institution was started with another model."""
+
+    def __init__(self, app, run_config, nodes):
+        super().__init__(app, run_config, nodes)
+        other = shlex.join([*SMALL, *JOB, "model.width=7"])
+        for context in self.contexts.values():
+            if context.node_config["name"] == "c":
+                context.run_config = {"overrides": other}
+
+
+def test_a_model_of_another_form_is_refused_before_any_training(folder):
+    ran = run(folder, *JOB, "rounds=1", grid_type=Mixed)
+    [reason] = {one["reason"] for one in ran.result["failures"] if "form" in one["reason"]}
+    assert {one["institution"] for one in ran.result["failures"]} == {"c"}
+    assert "use the same model.*" in reason
+    assert ran.kept("released", "c", 1) is None
