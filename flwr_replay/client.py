@@ -125,6 +125,8 @@ class InstitutionClient(NumPyClient):
     def roll_call(self, request: RollCall) -> Present:
         """Say who is here."""
         train = self.institution.train
+        if self.purse:
+            self.purse.check_first_steps()
         told = self.task.label_sums(train.y)
         return Present(name=self.institution.name, num_examples=len(train), raw_bytes=train.raw_bytes, **told)
 
@@ -235,7 +237,11 @@ class InstitutionClient(NumPyClient):
     def suspend(self, visit: Any, optimizer: torch.optim.Optimizer) -> None:
         """Save the optimizer's state under `keep`."""
         if visit.optimizer_state == "keep":
-            self.state.save("optimizer", visit.run, visit.server_round, optimizer_arrays(optimizer))
+            self.save("optimizer", visit, optimizer_arrays(optimizer))
+
+    def save(self, key: str, visit: Any, arrays: StateDict) -> None:
+        """Keep arrays as they stand after a visit; in a simulation not beyond a power failure."""
+        self.state.save(key, visit.run, visit.server_round, arrays, self.institution.durable)
 
 
 @lru_cache(maxsize=8)

@@ -115,7 +115,7 @@ class ModelConfig:
     weights: str = ""  # a file of pretrained weights to begin with, read by the server; empty: fresh weights
 
     def __post_init__(self) -> None:
-        one_of("model.name", self.name, ("mlp", "lenet5", "cnn", "resnet18", "resnet34", "unet"))
+        one_of("model.name", self.name, ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "resnet18", "resnet34", "unet"))
         one_of("model.stem", self.stem, ("published", "small"))
         one_of("model.norm", self.norm, ("batch", "group"))
         require(self.width >= 1, f"model.width must be at least 1; got {self.width}")

@@ -182,13 +182,24 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state",
-        private_model=owned.get("private-model", "") or _by_turns(config, 0),
+        private_model=_private_model(config, owned),
         durable=True,
     )
 
 
+def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
+    names = getattr(config.strategy, "private_models", ())
+    if len(names) > 1 and "private-model" not in owned:
+        raise ConfigError(
+            f"private-models={','.join(names)} go by turns in a simulation; a SuperNode says which is its own: start "
+            """it with --node-config '… private-model="NAME"'"""
+        )
+    return owned.get("private-model", names[0] if names else "")
+
+
 def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) -> Institution:
     names = dealt(config.task, config.partition, nodes, config.seed).names if config.partition.name == "natural" else ()
+    private = getattr(config.strategy, "private_models", ())
     return Institution(
         name=names[k] if names else institution_name(k, nodes),
         read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(loaded(config.task), k),
@@ -196,14 +207,8 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation",
-        private_model=_by_turns(config, k),
+        private_model=private[k % len(private)] if private else "",
     )
-
-
-def _by_turns(config: RunConfig, k: int) -> str:
-    """Return the k-th institution's private model as the run's options have it."""
-    names = getattr(config.strategy, "private_models", ())
-    return names[k % len(names)] if names else ""
 
 
 @lru_cache(maxsize=2)

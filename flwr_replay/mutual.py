@@ -50,12 +50,13 @@ class MutualConfig:
     private_lr: float = 0.0  # 0: as training.lr
     private_epochs: int = 0  # passes of the private model alone, learning from the proxy that arrived
     private_batch_size: int = 0  # in these passes; 0: as training.batch-size
+    private_shift: int = 0  # pixels by which a batch of these passes is shifted at most, to learn from more answers
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):
             require(0 <= getattr(self, name) <= 1, f"strategy.{name} lies in [0, 1]; got {getattr(self, name)}")
         one_of("strategy.private-optimizer", self.private_optimizer, ("", "sgd", "adam"))
-        for name in ("private_lr", "private_epochs", "private_batch_size"):
+        for name in ("private_lr", "private_epochs", "private_batch_size", "private_shift"):
             option = f"strategy.{name.replace('_', '-')}"
             require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
 
@@ -68,6 +69,7 @@ class MutualConfig:
             "private_lr": self.private_lr * lr / training.lr if self.private_lr else lr,
             "private_epochs": self.private_epochs,
             "private_batch_size": self.private_batch_size or training.batch_size,
+            "private_shift": self.private_shift,
         }
 
 
@@ -135,7 +137,8 @@ class MutualLearner:
     def alone(self, data: Shard, shuffle: torch.Generator) -> None:
         """Let φ learn from the proxy as it arrived, pass after pass; θ stays as it is."""
         for _ in range(self.request.private_epochs):
-            for x_B, y_B in batches(data.x, data.y, self.request.private_batch_size, shuffle):
+            for plain_B, y_B in batches(data.x, data.y, self.request.private_batch_size, shuffle):
+                x_B = shifted(plain_B, self.request.private_shift, shuffle)
                 self.private_step(self.private.model(x_B), self.answers(x_B), y_B)
                 self.seen += len(y_B)
 
@@ -191,6 +194,16 @@ class MutualLearner:
     def loss(self) -> float | None:
         """Return φ's mean loss; None where a message would tell it beside a private proxy."""
         return None if self.dp or self.rests or not self.losses else mean_loss(self.losses)
+
+
+def shifted(x_BCHW: Tensor, pixels: int, draws: torch.Generator) -> Tensor:
+    """Shift images by up to so many pixels to each side, a batch as one; what leaves on one side is lost."""
+    if not pixels:
+        return x_BCHW
+    height, width = x_BCHW.shape[2:]
+    down, right = torch.randint(2 * pixels + 1, (2,), generator=draws).tolist()
+    padded = functional.pad(x_BCHW, (pixels,) * 4)
+    return padded[:, :, down : down + height, right : right + width]
 
 
 def mutual_loss(

@@ -47,10 +47,8 @@ class PairClient(InstitutionClient):
         loss = learner.loss()
         if visit.optimizer_state == "keep":
             for name, half in (("private", learner.private), ("proxy", learner.proxy)):
-                self.state.save(
-                    f"optimizer_{name}", visit.run, visit.server_round, optimizer_arrays(half.optimizer), False
-                )
-        self.state.save("private", visit.run, visit.server_round, to_arrays(learner.private.model))
+                self.save(f"optimizer_{name}", visit, optimizer_arrays(half.optimizer))
+        self.save("private", visit, to_arrays(learner.private.model))
         told = {"num_examples": len(self.institution.train), "examples_seen": learner.seen, "train_loss": loss}
         return {**told, "proxy_steps": learner.proxy_steps}
 

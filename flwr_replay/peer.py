@@ -55,7 +55,7 @@ class PeerClient(InstitutionClient):
 
     def release(self, visit: Any, theta: StateDict, w: float) -> dict[str, Any]:
         """Keep what is given away; return what an answer says of it."""
-        self.state.save("released", visit.run, visit.server_round, together(theta, w))
+        self.save("released", visit, together(theta, w))
         return {"arrays": theta, "weight": w, **self.spent(visit.run)}
 
     def deliver(self, request: Deliver) -> Committed:
@@ -76,7 +76,7 @@ class PeerClient(InstitutionClient):
             dealt = zip(sorted(models), request.weights, request.shares, strict=True)
             arrived = [parcel(models[number], w_k, share) for number, w_k, share in dealt]
             done = together(*mixed(theta, w, request.kept, arrived), request.parcels)
-            self.state.save("mixed", request.run, request.exchange, done)
+            self.state.save("mixed", request.run, request.exchange, done, self.institution.durable)
         _, w, parcels = apart(done)
         return Committed(num_examples=len(self.institution.train), weight=w, parcels=parcels)
 

@@ -5,7 +5,9 @@ model        stages                                     source
 ===========  =========================================  =====================================================
 `mlp`        hidden1, hidden2, head                     Kalra et al. 2023 (ProxyFL), appendix A.1
 `lenet5`     conv1, conv2, hidden1, hidden2, head       LeCun et al. 1998 with ReLU and max-pool
-`cnn`        conv1, conv2, head                         ProxyFL's CNN2 (its width: 128) with a norm layer
+`cnn1`       conv1, conv2, hidden, head                 ProxyFL, appendix A.1; its proxy on CIFAR-10
+`cnn2`       conv1, conv2, head                         ProxyFL, appendix A.1; its private model on CIFAR-10
+`cnn`        conv1, conv2, head                         CNN2 of any width, padded, with a norm layer
 `resnet18`   conv1, layer1 .. layer4, head              He et al. 2016; `flwr_replay.models.resnet`
 `resnet34`   conv1, layer1 .. layer4, head              the same
 `unet`       enc1, rest, head                           Ronneberger et al. 2015; `flwr_replay.models.unet`
@@ -77,6 +79,8 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
             return _mlp(model, task)
         if model.name == "lenet5":
             return _lenet5(task)
+        if model.name in ("cnn1", "cnn2"):
+            return _proxyfl_cnn(model.name, task)
         if model.name == "cnn":
             return _cnn(model, task)
         if model.name == "unet":
@@ -90,6 +94,8 @@ def _smallest(model: ModelConfig) -> int:
     """Return the smallest image, pixels, of which the poolings (ResNet: the stem) leave at least one pixel."""
     if model.name in ("mlp", "unet"):
         return 1
+    if model.name in ("cnn1", "cnn2"):
+        return 10
     return 2 if model.name.startswith("resnet") and model.stem == "small" else 4
 
 
@@ -128,10 +134,29 @@ def _lenet5(task: TaskConfig) -> StagedModel:
     )
 
 
+def _proxyfl_cnn(name: str, task: TaskConfig) -> StagedModel:
+    """Two unpadded 3x3 convolutions, each with ReLU and 2x2 max-pool: 6 and 16 maps and 64 units, or 128 and 128 maps.
+
+    Kalra et al. 2023, appendix A.1. An image of s pixels ends in maps of ((s - 2) // 2 - 2) // 2.
+    """
+    maps = (6, 16) if name == "cnn1" else (128, 128)
+    side = ((task.size - 2) // 2 - 2) // 2
+    stages: OrderedDict[str, nn.Module] = OrderedDict(
+        (f"conv{i + 1}", stage(conv=nn.Conv2d(inputs, outputs, 3), relu=nn.ReLU(), pool=nn.MaxPool2d(2)))
+        for i, (inputs, outputs) in enumerate([(task.channels, maps[0]), maps])
+    )
+    if name == "cnn1":
+        stages["hidden"] = stage(flatten=nn.Flatten(), fc=nn.Linear(maps[1] * side**2, 64), relu=nn.ReLU())
+        stages["head"] = stage(fc=nn.Linear(64, task.classes))
+    else:
+        stages["head"] = stage(flatten=nn.Flatten(), fc=nn.Linear(maps[1] * side**2, task.classes))
+    return StagedModel(stages)
+
+
 def _cnn(model: ModelConfig, task: TaskConfig) -> StagedModel:
     """Two 3x3 convolutions of `model.width` maps, each with norm, ReLU and 2x2 max-pool, and a linear head.
 
-    Differs from ProxyFL's CNN2 in the norm layers and in padding by 1, with which an image of s pixels ends in maps
+    Differs from CNN2 in the norm layers and in padding by 1, with which an image of s pixels ends in maps
     of s // 4.
     """
 

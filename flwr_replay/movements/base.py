@@ -86,7 +86,7 @@ class Movement(Exchanging):
                 f"strategy={cls.name} can have dp={'+'.join(cls.private) or 'none'}; got {mechanism}: choose among "
                 "these, or another strategy",
             )
-        if settings.model is not None and {"classifier", "encoder"} & set(wanted):
+        if settings.model is not None and {"classifier", "encoder", "proxy"} & set(wanted):
             refuse_mixing(settings.model(0))
         if settings.model is not None:
             refuse_single_batches(settings.model(0), settings.training.batch_size, settings.training.batch_size)

@@ -28,6 +28,7 @@ class Mutual(LabelScale):
     private_lr: float = instruction("per step")
     private_epochs: int = instruction("passes of the private model alone, before both learn")
     private_batch_size: int = instruction("examples, in these passes")
+    private_shift: int = instruction("pixels, in these passes")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flwr_replay.errors import BudgetError, ConfigError, PrivacyError
 from flwr_replay.institution import Institution, Shard
+from flwr_replay.privacy.accounting import epsilon
 from flwr_replay.privacy.budget import Account
 from flwr_replay.privacy.dpsgd import noisy_step, poisson_batches
 from flwr_replay.privacy.plan import PrivacyPlan
@@ -44,6 +46,27 @@ class Purse:
         config, folder = self.plan.config, self.state.of_run(run)
         return Account(folder, delta=config.delta_for(len(self.institution.train)), limit=config.limit)
 
+    def check_first_steps(self) -> None:
+        """Refuse to take part where not one step of some mechanism could be taken.
+
+        Raises
+        ------
+        PrivacyError
+            If the budget does not allow it, or there are fewer examples than a batch has.
+        """
+        examples, config = len(self.institution.train), self.plan.config
+        for mechanism, _, _ in self.plan.passes:
+            try:
+                step = replace(self.plan.cost(mechanism, examples, 1), steps=1)
+            except ConfigError as error:
+                raise PrivacyError(str(error)) from None
+            least = epsilon([step, *self.plan.fixed()], config.delta_for(examples))
+            if least > config.limit:
+                raise BudgetError(
+                    f"the privacy budget is epsilon {config.limit:g} at delta {config.delta_for(examples):.2g}; the "
+                    f"first step of {mechanism} alone makes {least:.2f}: choose more noise or a larger privacy.epsilon"
+                )
+
     def begin(self, mechanism: str, epochs: int, request: Any) -> PrivateVisit | None:
         """Charge for some epochs of a mechanism; None where it is not private.
 
@@ -72,8 +95,8 @@ class Purse:
     def spent(self, run: str) -> dict[str, Any]:
         """Return what an answer states: epsilon of all that was released in this run, delta; at first nothing."""
         account = self.account(run)
-        epsilon = account.epsilon()
-        return {"epsilon": epsilon if isfinite(epsilon) else None, "delta": account.delta} if epsilon else {}
+        spent = account.epsilon()
+        return {"epsilon": spent if isfinite(spent) else None, "delta": account.delta} if spent else {}
 
     def stream(self, mechanism: str, request: Any) -> Stream:
         """Open a stream of noise."""

@@ -16,12 +16,14 @@ from flwr_replay.models import StagedModel, build
 from flwr_replay.models.zoo import norm_layer
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
-NAMES = ("mlp", "lenet5", "cnn", "resnet18", "resnet34")
+NAMES = ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "resnet18", "resnet34")
 RESNET = ("conv1", "layer1", "layer2", "layer3", "layer4", "head")
 STAGES = {
     "mlp": ("hidden1", "hidden2", "head"),
     "lenet5": ("conv1", "conv2", "hidden1", "hidden2", "head"),
     "cnn": ("conv1", "conv2", "head"),
+    "cnn1": ("conv1", "conv2", "hidden", "head"),
+    "cnn2": ("conv1", "conv2", "head"),
     "resnet18": RESNET,
     "resnet34": RESNET,
 }
@@ -29,6 +31,8 @@ STAGES = {
 QUICK = [
     ModelConfig(name="mlp", width=20),
     ModelConfig(name="lenet5"),
+    ModelConfig(name="cnn1"),
+    ModelConfig(name="cnn2"),
     *(ModelConfig(name="cnn", width=8, norm=norm) for norm in ("batch", "group")),
     *(
         ModelConfig(name=name, width=16, stem=stem, norm=norm)
@@ -57,7 +61,7 @@ def label(value: object) -> str | None:
     return f"{value.name}-{value.stem}-{value.norm}" if isinstance(value, ModelConfig) else None
 
 
-@pytest.mark.parametrize("size", [8, 28, 32])
+@pytest.mark.parametrize("size", [10, 28, 32])
 @pytest.mark.parametrize("config", QUICK, ids=label)
 def test_forward_and_backward(config: ModelConfig, size: int) -> None:
     for channels, classes in ((1, 10), (3, 2)):
@@ -86,11 +90,11 @@ def gradient_reaches(module: nn.Module) -> bool:
 def test_weights_depend_on_the_seed_alone(config: ModelConfig) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    model = build(config, task(8), 3)
+    model = build(config, task(10), 3)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
-    assert same(build(config, task(8), 3), model)
-    assert not same(build(config, task(8), 4), model)
+    assert same(build(config, task(10), 3), model)
+    assert not same(build(config, task(10), 4), model)
 
 
 def test_global_generator_is_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +159,8 @@ def test_other_published_parameter_counts() -> None:
     assert parameters(build(ModelConfig(name="lenet5"), task(32), 0)) == 61_706
     assert parameters(build(ModelConfig(name="lenet5"), task(28), 0)) == 61_706
     assert parameters(build(ModelConfig(name="mlp", width=200), task(28), 0)) == 199_210
+    assert parameters(build(ModelConfig(name="cnn1"), task(32, channels=3), 0)) == 38_626
+    assert parameters(build(ModelConfig(name="cnn2"), task(32, channels=3), 0)) == 197_258
 
 
 @pytest.mark.parametrize(
@@ -182,6 +188,8 @@ def test_resnet_maps(stem: str) -> None:
     [
         (ModelConfig(name="lenet5"), 4),
         (ModelConfig(name="cnn", width=4), 4),
+        (ModelConfig(name="cnn1"), 10),
+        (ModelConfig(name="cnn2"), 10),
         (ModelConfig(name="resnet18", width=4, stem="published"), 4),
         (ModelConfig(name="resnet34", width=4, stem="small"), 2),
     ],
@@ -225,12 +233,12 @@ def test_group_norm_trains_on_single_pixels() -> None:
 @pytest.mark.parametrize("config", QUICK, ids=label)
 def test_hooks_of_per_example_gradients(config: ModelConfig) -> None:
     """Opacus hangs a full backward hook on every layer; an in-place change of its output would raise."""
-    model = build(config, task(8), 0)
+    model = build(config, task(10), 0)
     seen: list[nn.Module] = []
     for layer in model.modules():
         if list(layer.parameters(recurse=False)):
             layer.register_full_backward_hook(lambda layer, *_: seen.append(layer))
-    model(torch.rand(2, 1, 8, 8, requires_grad=True)).sum().backward()
+    model(torch.rand(2, 1, 10, 10, requires_grad=True)).sum().backward()
     assert len(seen) == sum(1 for layer in model.modules() if list(layer.parameters(recurse=False)))
 
 
@@ -241,7 +249,7 @@ def test_yaml_files_are_the_models() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_yaml_keys_are_fields(name: str) -> None:
     keys = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    matter = {"mlp": {"width"}, "lenet5": set(), "cnn": {"width", "norm"}}
+    matter = {"mlp": {"width"}, "cnn": {"width", "norm"}, **{key: set() for key in ("lenet5", "cnn1", "cnn2")}}
     assert keys.keys() == {"name", "weights"} | matter.get(name, {"width", "stem", "norm"})
     assert keys.keys() <= {field.name for field in fields(ModelConfig)}
     assert ModelConfig(**keys).name == name

@@ -1,0 +1,206 @@
+"""ProxyFL: what it becomes without exchange, what leaves, what may be claimed, and its budget."""
+
+import json
+from contextlib import suppress
+
+import pytest
+import torch
+from peers import JOB, NAMES, Grid, N, broken, hospitals, run, same
+from torch.nn import functional
+
+from flwr_replay.client_app import backbone
+from flwr_replay.compose import compose
+from flwr_replay.errors import ConfigError, RefusedError
+from flwr_replay.forecast import forecast_page
+from flwr_replay.privacy.budget import Account
+from flwr_replay.rng import derived_seed
+from flwr_replay.training import batches, generator
+
+PROXYFL = ["strategy=proxyfl", "rounds=2"]
+DP = ["dp=proxy", "sigma=2", "delta=0.01"]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hospitals")
+    return folder, hospitals(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(shards):
+    return shards[0]
+
+
+def test_without_exchange_and_mutual_learning_it_is_local(folder):
+    alone = run(folder, "strategy=local", "rounds=2")
+    ran = run(folder, *PROXYFL, "alpha=0", "beta=0", "topology=none", "dp=none")
+    for name in NAMES:
+        assert same(ran.kept("private", name, 2), alone.kept("model", name, 2))
+    private = {key: value for key, value in ran.result["final"]["global"].items() if not key.startswith("proxy-")}
+    assert private == alone.result["final"]["global"]
+
+
+def test_a_run_is_algorithm_1(shards):
+    """A plain loop over lines 1-12, with SGD, on the exponential graph; there w stays 1."""
+    folder, data = shards
+    ran = run(folder, *PROXYFL, "dp=none", "momentum=0", "alpha=0.4", "beta=0.3")
+    fresh = backbone(*(getattr(compose([*JOB]), part) for part in ("model", "task")))
+    phi = {name: fresh(derived_seed(0, "model")) for name in NAMES}
+    theta = {name: fresh(derived_seed(0, "proxy")) for name in NAMES}
+    for t in range(2):
+        for name in NAMES:
+            x, y = data[name]
+            for x_B, y_B in batches(x, y, 16, generator(0, name, t + 1)):
+                f, h = phi[name](x_B), theta[name](x_B)
+                for model, own, other, weight in ((theta, h, f, 0.3), (phi, f, h, 0.4)):
+                    p = other.detach().softmax(1)
+                    divergence = (p * (p.log() - own.log_softmax(1))).sum(1).mean()
+                    loss = (1 - weight) * functional.cross_entropy(own, y_B) + weight * divergence
+                    parameters = list(model[name].parameters())
+                    gradients = torch.autograd.grad(loss, parameters)
+                    with torch.no_grad():
+                        for parameter, gradient in zip(parameters, gradients, strict=True):
+                            parameter.grad = -0.05 * gradient
+                for model in (theta, phi):
+                    with torch.no_grad():
+                        for parameter in model[name].parameters():
+                            parameter += parameter.grad
+        theta = {NAMES[(k + 2**t) % 4]: theta[name] for k, name in enumerate(NAMES)}
+    for name in NAMES:
+        for expected, found in ((phi[name], ran.kept("private", name, 2)), (theta[name], ran.model(name, 2)[0])):
+            for key, value in expected.state_dict().items():
+                torch.testing.assert_close(torch.from_numpy(found[key]), value, rtol=0, atol=1e-5)
+
+
+class Own(Grid):
+    """One institution has another private model than the others."""
+
+    def __init__(self, app, run_config, configs):
+        models = {"c": "lenet5"}
+        super().__init__(app, run_config, [{**c, "private-model": models.get(c["name"], "mlp")} for c in configs])
+
+
+def test_only_the_proxy_leaves(folder):
+    ran = run(folder, *PROXYFL, *DP, grid_type=Own)
+    up = {(entry["stage"], entry["field"]) for entry in ran.ledger if entry["direction"] == "up"}
+    assert {field for stage, field in up if stage == "train-proxy"} == {
+        "arrays", "weight", "num-examples", "examples-seen", "proxy-steps", "epsilon", "delta",
+    }  # fmt: skip
+    proxy = sum(array.nbytes for array in ran.model("a", 2)[0].values())
+    sizes = {entry["bytes"] for entry in ran.ledger if entry["stage"] == "train-proxy" and entry["kind"] == "model"}
+    assert len(sizes) == 1  # private models are larger, and differ
+    assert proxy < sizes.pop() < proxy + 2000
+    assert ran.result["metric"] == "accuracy"
+    assert {"accuracy", "proxy-accuracy"} <= ran.result["final"]["global"].keys()
+
+
+def test_an_institutions_own_configuration_names_its_private_model(folder):
+    ran = run(folder, *PROXYFL, "dp=none", grid_type=Own)
+    assert "conv1.conv.weight" in ran.kept("private", "c", 2)
+    assert "conv1.conv.weight" not in ran.kept("private", "a", 2)
+
+
+CLAIM = "no proof"
+
+
+@pytest.mark.parametrize(("beta", "proven"), [("0.5", False), ("0", True)])
+def test_an_epsilon_says_whether_it_is_proven(folder, beta, proven):
+    ran = run(folder, *PROXYFL, *DP, f"beta={beta}")
+    assert (CLAIM in ran.result["privacy-claim"]) != proven
+    told = list(ran.result["privacy"].values())
+    assert all(("not a proof" in one["mechanism"]) != proven for one in told)
+    assert all(one["epsilon"] > 0 for one in told)
+    released = [e["protection"] for e in ran.ledger if e["stage"] == "train-proxy" and e["field"] == "arrays"]
+    up = [text for text in released if text != "none"]
+    assert len(up) == 2 * len(NAMES)
+    assert all(("not a proof" in text) != proven for text in up)
+    own = [json.loads(line) for line in (ran.stores / "a" / "ledger.jsonl").read_text().splitlines()]
+    texts = [
+        e["protection"] for e in own if e["run"] == ran.run and e["field"] == "arrays" and e["protection"] != "none"
+    ]
+    assert texts
+    assert all(("not a proof" in text) != proven for text in texts)
+    page = forecast_page(compose(["strategy=proxyfl", "task=digits", "model=mlp", "nodes=4", f"beta={beta}", *DP]))
+    assert (CLAIM in page) != proven
+
+
+def test_a_policy_takes_an_unproven_epsilon_for_none(folder):
+    rules = folder / "policy.yaml"
+    rules.write_text("allow: [model, statistic, notice]\nmax-epsilon: 100\n")
+
+    class Ruled(Grid):
+        def __init__(self, app, run_config, configs):
+            own = [{**c, "policy": str(rules)} if c["name"] == "b" else c for c in configs]
+            super().__init__(app, run_config, own)
+
+    ran = run(folder, *PROXYFL, *DP, "epsilon=50", grid_type=Ruled)
+    assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
+
+
+def test_who_has_used_up_its_budget_receives_and_learns_on(folder):
+    free = run(folder, *PROXYFL, *DP, "rounds=4")
+    spent = free.result["privacy"]["a"]["epsilon"]
+    ran = run(folder, *PROXYFL, *DP, "rounds=4", f"epsilon={spent * 0.75}")
+    assert not ran.result["failures"]
+    assert 0 < ran.result["privacy"]["a"]["epsilon"] <= spent * 0.75
+    steps = [len(ran.charges(name)) for name in NAMES]
+    assert all(0 < n < 4 for n in steps)
+    assert not same(ran.kept("private", "a", 3), ran.kept("private", "a", 4))
+    for k, name in enumerate(NAMES):  # a proxy that rests is passed on as it came
+        assert same(ran.model(name, 3)[0], ran.model(name, 4, "released")[0])
+        assert same(ran.model(NAMES[(k + 2) % 4], 4)[0], ran.model(name, 4, "released")[0])
+
+
+def test_a_budget_below_the_first_step_is_refused_before_any_training(folder):
+    with pytest.raises(RefusedError, match=r"privacy budget is epsilon 0\.01 .*the first step of proxy alone"):
+        run(folder, *PROXYFL, *DP, "epsilon=0.01", name="poor")
+    known = (folder / "runs" / "poor" / "run-id").read_text().strip()
+    assert not [path for path in folder.glob(f"state/*/{known}/*") if path.suffix == ".safetensors"]
+
+
+@pytest.mark.parametrize("stage", ["train-proxy", "deliver"])
+def test_a_kill_between_charge_and_release_never_lowers_epsilon(folder, stage):
+    whole = run(folder, *PROXYFL, *DP)
+    resumed = broken(folder, *PROXYFL, *DP, breaking=[(stage, "c", 2)])
+    for name in NAMES:
+        before, after = (Account(ran.state(name), delta=0.01).epsilon() for ran in (whole, resumed))
+        assert after >= before
+    assert Account(resumed.state("a"), delta=0.01).epsilon() > Account(whole.state("a"), delta=0.01).epsilon()
+
+
+def test_a_charge_is_on_the_disk_before_the_proxy_trains(folder, monkeypatch):
+    from flwr_replay.mutual import MutualLearner
+
+    def killed(self, x_B, y_B):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MutualLearner, "step", killed)
+    with suppress(KeyboardInterrupt):
+        run(folder, *PROXYFL, *DP, name="killed")
+    known = (folder / "runs" / "killed" / "run-id").read_text().strip()
+    assert Account(folder / "state" / "a" / known, delta=0.01).epsilon() > 0
+
+
+def test_the_noise_for_a_target_keeps_the_whole_run_within_it(folder):
+    ran = run(folder, *PROXYFL, "beta=0", "target-epsilon=2", "delta=0.01", "rounds=3")
+    assert not ran.result["failures"]
+    for one in ran.result["privacy"].values():
+        assert 1.9 < one["epsilon"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["private-models=[mlp,lenet6]"], "unknown model 'lenet6'.*lenet5"),
+        (["private-models=[unet]"], "unet is for tasks of kind segmentation"),
+        (["model=cnn", "dp=proxy"], "no layer may mix examples"),
+        (["topology=hypercube"], r"strategy\.topology"),
+        (["dp=classifier"], "can have dp=proxy"),
+        (["replay=vqvae2"], "choose replay=none"),
+        (["private-models=[mlp,lenet5]"], "ConfigError; the institution's own log says more"),
+        ([f"batch_size={N + 1}", *DP], f"{N} examples and a batch of {N + 1}"),
+    ],
+)
+def test_bad_options_are_refused_before_any_training(folder, options, says):
+    with pytest.raises((ConfigError, RefusedError), match=says):
+        run(folder, *PROXYFL, *options)
