@@ -93,8 +93,10 @@ def compare_strategies(
     folder, config, cells = _plan(methods, shared, seeds, runs_dir)
     task = make_task(config.task)
     metric = metric or task.metric
-    if metric not in task.metrics:
-        raise ConfigError(f"--metric must be one of the task's; got {metric!r}: {nearest(metric, task.metrics)}")
+    told = [load_strategy(method.strategy)[0].evaluated.metrics(task) for method in methods]
+    known = [name for name in told[0] if all(name in names for names in told)]
+    if metric not in known:
+        raise ConfigError(f"--metric must be one that all methods have; got {metric!r}: {nearest(metric, known)}")
     make_folder(folder, "--runs-dir")
     with alone(folder):
         outcomes = dict(run_all(cells, jobs, metric))
@@ -102,7 +104,7 @@ def compare_strategies(
         "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config)}: {config.model.name}, "
         f"{config.rounds} round{'s' * (config.rounds > 1)}",
         "metric": metric,
-        "higher-is-better": metric not in ERRORS,
+        "higher-is-better": metric.removeprefix("proxy-") not in ERRORS,
         "against": against,
         "seeds": list(seeds),
         "options": shared,

@@ -11,6 +11,7 @@
 - `ledger.jsonl`: a line per message and field that travelled, repeated ones included
 - `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`
 - `generator.jsonl`, `generator.png`, `prior.png`: the losses of replay's generator and priors
+- `mailbox/`: of gossip, models that wait for an institution to fetch them
 - `replay/`: with replay, what each visit of the generator left: weights, codes, priors
 - `pictures/`: with replay, of a simulation: each institution's real images, reconstructions and replays
 - `failures.jsonl`: who refused, failed or did not answer, and why

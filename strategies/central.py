@@ -38,6 +38,7 @@ class Central(Serial):
 
     name = "central"
     config_type = CentralConfig
+    private = ("classifier",)
 
     def exchanges_per_round(self) -> int:
         """One visit: the cycle has a single institution, the first by name when the run begins."""

@@ -154,6 +154,12 @@ class Evaluation(Payload):
         return nothing
 
     @classmethod
+    def metrics(cls, task: Any) -> tuple[str, ...]:
+        """Return the names of all that `pool` may return."""
+        names: tuple[str, ...] = task.metrics
+        return names
+
+    @classmethod
     def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
         """Compute a task's metrics from institutions' sums."""
         metrics: dict[str, float] = task.pool(evaluations)

@@ -83,6 +83,11 @@ class PairEvaluation(Evaluation):
         return cls.of_pair(task.empty(), task.empty())
 
     @classmethod
+    def metrics(cls, task: Any) -> tuple[str, ...]:
+        """Return a task's metrics of both."""
+        return (*task.metrics, *(f"proxy-{name}" for name in task.metrics))
+
+    @classmethod
     def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
         """Pool the private models' metrics, and under names with proxy- the proxies'."""
         told = [

@@ -77,7 +77,8 @@ class Purse:
         """
         if not self.plan.covers(mechanism):
             return None
-        cost = self.plan.cost(mechanism, len(self.institution.train), epochs)
+        data = self.institution.pooled if getattr(request, "pooled", False) else self.institution.train
+        cost = self.plan.cost(mechanism, len(data), epochs)
         self.account(request.run).charge(mechanism, cost, self.plan.config.noise)
         stream = self.stream(mechanism, request)
         return PrivateVisit(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
