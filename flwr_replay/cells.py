@@ -28,7 +28,7 @@ from flwr_replay.simulate import resolve, run_inline
 __all__ = ["Cell", "Method", "run_all", "run_cell", "short_hash"]
 
 A_RUN_WRITES = re.compile(
-    r"(config|environment|metrics|timings|ledger|failures|forgetting|generator|prior)\.(yaml|json|jsonl|png)|run-id|"
+    r"(config|environment|metrics|timings|ledger|failures|forgetting|generator|prior|privacy)\.(yaml|json|jsonl|png)|run-id|"
     r"checkpoints|models|latents|shared|replay|mailbox|pictures|\.lock|\..*\.tmp"
 )
 KILLED = "a process was killed while it ran, perhaps for want of memory: lower --jobs; the same command goes on"

@@ -126,7 +126,7 @@ class InstitutionClient(NumPyClient):
         """Say who is here."""
         train = self.institution.train
         if self.purse:
-            self.purse.check_first_steps()
+            self.purse.check_first_passes()
         told = self.task.label_sums(train.y)
         return Present(name=self.institution.name, num_examples=len(train), raw_bytes=train.raw_bytes, **told)
 

@@ -148,6 +148,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     return config
 
 
+@cache
 def model_named(name: str) -> ModelConfig:
     """Return a model as `conf/model/<name>.yaml` has it.
 

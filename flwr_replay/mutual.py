@@ -28,6 +28,7 @@ from torch.nn import functional
 from flwr_replay.config import one_of, require
 from flwr_replay.errors import BudgetError
 from flwr_replay.institution import Shard
+from flwr_replay.models import has_batch_norm
 from flwr_replay.movements.settings import Settings
 from flwr_replay.privacy.dpsgd import example_losses
 from flwr_replay.privacy.visit import PrivateVisit
@@ -122,6 +123,7 @@ class MutualLearner:
         self.alpha, self.beta, self.request = request.alpha, request.beta, request
         self.dp: PrivateVisit | None = None
         self.rests = False  # the budget is used up, so θ stays as it is, and φ goes on
+        self.fewest = 2 if has_batch_norm(private.model) else 1  # examples that φ learns from at once
         self.losses: list[Tensor] = []  # of φ
         self.seen, self.proxy_steps = 0, 0
         if pay is not None:
@@ -139,15 +141,13 @@ class MutualLearner:
         for _ in range(self.request.private_epochs):
             for plain_B, y_B in batches(data.x, data.y, self.request.private_batch_size, shuffle):
                 x_B = shifted(plain_B, self.request.private_shift, shuffle)
-                self.private_step(self.private.model(x_B), self.answers(x_B), y_B)
+                self.private_step(self.private.model(x_B), answers(self.proxy.model, x_B), y_B)
                 self.seen += len(y_B)
 
     def step(self, x_B: Tensor, y_B: Tensor) -> None:
         """Let both models step, each with the other's answers from before."""
-        f_B = (
-            self.private.model(x_B) if len(y_B) > 1 else None
-        )  # batch norm needs two, and nobody needs a batch of none
-        h_B = self.answers(x_B) if self.rests else self.proxy_step(x_B, y_B, f_B)
+        f_B = self.private.model(x_B) if len(y_B) >= self.fewest else None
+        h_B = answers(self.proxy.model, x_B) if self.rests else self.proxy_step(x_B, y_B, f_B)
         if f_B is not None:
             self.private_step(f_B, h_B, y_B)
         self.seen += self.batch_size if self.dp else len(y_B)  # the size of a Poisson batch is as secret as its mask
@@ -167,7 +167,7 @@ class MutualLearner:
             return mutual_losses(self.task.loss, self.beta, told[-1], f, y)
 
         if f_B is None:
-            f_B = self.answers_of_private(x_B)
+            f_B = answers(self.private.model, x_B)
         if self.dp:
             batch = (x_B, y_B, f_B.detach())
             self.dp.step(self.proxy.model, self.proxy.optimizer, losses, batch, self.batch_size)
@@ -177,23 +177,25 @@ class MutualLearner:
         step(self.proxy.model, self.proxy.optimizer, mutual_loss(self.task.loss, self.beta, h_B, f_B.detach(), y_B))
         return h_B.detach()
 
-    def answers(self, x_B: Tensor) -> Tensor:
-        """Return h_θ(x), for φ to learn from."""
-        with torch.no_grad():
-            h_B: Tensor = self.proxy.model(x_B)
-        return h_B
-
-    def answers_of_private(self, x_B: Tensor) -> Tensor:
-        """Return f_φ(x) of a batch that φ does not learn from, as it would answer a patient."""
-        self.private.model.eval()
-        with torch.no_grad():
-            f_B: Tensor = self.private.model(x_B)
-        self.private.model.train()
-        return f_B
-
     def loss(self) -> float | None:
-        """Return φ's mean loss; None where a message would tell it beside a private proxy."""
-        return None if self.dp or self.rests or not self.losses else mean_loss(self.losses)
+        """Return φ's mean loss; None where a message would tell it beside a private proxy.
+
+        Raises
+        ------
+        DivergedError
+            If it is not finite.
+        """
+        mean = mean_loss(self.losses) if self.losses else None
+        return None if self.dp or self.rests else mean
+
+
+def answers(model: nn.Module, x_B: Tensor) -> Tensor:
+    """Return a model's logits, as it would answer a patient; nothing in it changes."""
+    model.eval()
+    with torch.no_grad():
+        logits_B: Tensor = model(x_B)
+    model.train()
+    return logits_B
 
 
 def shifted(x_BCHW: Tensor, pixels: int, draws: torch.Generator) -> Tensor:

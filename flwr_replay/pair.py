@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from flwr_replay.client import InstitutionClient
-from flwr_replay.errors import TrainingError
+from flwr_replay.errors import PrivacyError, TrainingError
 from flwr_replay.mutual import Learning, MutualLearner
 from flwr_replay.payloads.mutual import PairEvaluation
 from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
@@ -39,6 +39,11 @@ class PairClient(InstitutionClient):
             if visit.optimizer_state == "keep" and (arrays := self.kept(f"optimizer_{name}", visit)):
                 load_optimizer_arrays(half.optimizer, arrays)
         covered = self.purse is not None and self.purse.plan.covers("proxy")
+        if self.purse and covered and visit.beta > 0 and not self.purse.plan.unproven:
+            raise PrivacyError(
+                "the run's configuration has strategy.beta=0, for which its epsilon is proven; the server asks for "
+                f"beta={visit.beta:g}: refused"
+            )
         pay = partial(self.purse.begin, "proxy", 1, visit) if self.purse and covered else None
         return MutualLearner(halves["private"], halves["proxy"], self.task, visit, self.batch_size, pay)
 

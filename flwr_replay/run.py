@@ -8,6 +8,7 @@
 - `metrics.jsonl`: a line per round, institution ("" = pooled) and metric
 - `timings.jsonl`: a line per exchange, seconds since the run began
 - `shared/`, `latents/`: what institutions uploaded, as long as the directory lives
+- `privacy.jsonl`: a line per answer that states an epsilon
 - `ledger.jsonl`: a line per message and field that travelled, repeated ones included
 - `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`
 - `generator.jsonl`, `generator.png`, `prior.png`: the losses of replay's generator and priors
@@ -101,7 +102,7 @@ class RunDirectory(Recorder):
         write_atomic(self.path / "environment.json", json.dumps(_environment(config), indent=2) + "\n")
         for left in self.path.rglob(".*.tmp"):  # of a process that was killed while it wrote
             left.unlink()
-        for name in ("ledger", "timings", "metrics", "failures", "generator"):
+        for name in ("ledger", "timings", "metrics", "failures", "generator", "privacy"):
             read_lines(self.path / f"{name}.jsonl")  # drops a line that a crash tore
         self._ledger = Ledger(self.path / "ledger.jsonl")
         self._metrics, self._timings = Lines(self.path / "metrics.jsonl"), Lines(self.path / "timings.jsonl")
@@ -153,6 +154,8 @@ class RunDirectory(Recorder):
         """Remember what an institution has released; the ledger has it message by message."""
         kind = mechanism if epsilon is not None else "not protected: noise from the run's seed"
         self.released[name] = {"epsilon": epsilon, "delta": delta, "mechanism": kind, "accountant": "rdp"}
+        with closing(Lines(self.path / "privacy.jsonl")) as lines:
+            lines.append([{"institution": name, **self.released[name]}])
 
     def generated(self, name: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
         """Write how the training of a generator or prior went, in place of an attempt before a resumption."""
@@ -181,7 +184,6 @@ class RunDirectory(Recorder):
             "trained": snapshot.trained,
             "examples": snapshot.examples,
             "label-scale": snapshot.label_scale,
-            "released": self.released,
         }
         folder = self.path / "checkpoints"
         stem = f"{snapshot.server_round:06d}"
@@ -210,7 +212,6 @@ class RunDirectory(Recorder):
             self._rewind(-1)
             return None
         self.counters = Counters(values["examples-seen"], values["seconds"])
-        self.released = values["released"]
         self._rewind(values["server-round"])
         parts = _under("arrays/", arrays), _under("state/", arrays)
         scale = tuple(values["label-scale"]) if values["label-scale"] else None
@@ -309,6 +310,8 @@ class RunDirectory(Recorder):
         for entry in read_lines(self.path / "ledger.jsonl"):
             self.bytes[entry["direction"]] += entry["bytes"]
         self.failures = read_lines(self.path / "failures.jsonl")
+        for row in read_lines(self.path / "privacy.jsonl"):  # what was released stays released
+            self.released[row.pop("institution")] = row
 
 
 def _write_checkpoint(path: Path, arrays: StateDict, values: dict[str, Any]) -> None:

@@ -4,12 +4,14 @@ import shlex
 
 import numpy as np
 import pytest
+from flwr.app import Array
 from peers import JOB as SMALL
 from peers import NAMES, Grid, broken, hospitals, run, same, total
 from safetensors.numpy import load_file
 
 from flwr_replay.errors import ConfigError
 from flwr_replay.movements.mailbox import Delivery, Mailbox, Parcel
+from flwr_replay.wire import config_in
 
 JOB = ["strategy=avgpush", "topology=exponential-half", "rounds=3"]
 
@@ -120,7 +122,7 @@ def test_a_lost_model_is_missed(folder):
 def test_a_mailbox_is_read_back_as_it_was(tmp_path):
     box = Mailbox()
     number = box.post({"w": np.arange(3.0)})
-    box.waiting["b"] = Delivery(4, 0.5, [Parcel(number, "a", 0.25, 1.5)])
+    box.waiting["b"] = Delivery(4, 1.0, 0.5, [Parcel(number, "a", 0.25, 1.5)])
     box.coming_back["a"] = [Parcel(number, "a", 0.5, 1.5)]
     box.committed["c"] = 3
     box.keep(tmp_path)
@@ -178,3 +180,38 @@ def test_a_model_of_another_form_is_refused_before_any_training(folder):
     assert {one["institution"] for one in ran.result["failures"]} == {"c"}
     assert "use the same model.*" in reason
     assert ran.kept("released", "c", 1) is None
+
+
+@pytest.mark.parametrize(("weight", "value"), [(1e39, None), (2.0, None), (None, 3e38), (None, float("nan"))])
+def test_who_releases_what_cannot_be_is_left_out(folder, weight, value):
+    class Wild(Grid):
+        def _answer(self, message):
+            reply = super()._answer(message)
+            if self.name_of(message.metadata.dst_node_id) == "b" and config_in(message.content)["stage"] == "push":
+                metrics, arrays = reply.content["metrics"], reply.content["arrays"]
+                metrics["weight"] = weight or metrics["weight"]
+                for name in list(arrays) if value else ():
+                    arrays[name] = Array(np.full_like(arrays[name].numpy(), value))
+            return reply
+
+    ran = run(folder, *JOB, "rounds=2", grid_type=Wild)
+    assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
+    assert any("released" in failure["reason"] for failure in ran.result["failures"])
+    conserved(ran, 2, "acd")
+
+
+def test_with_a_users_own_matrix_nothing_is_exchanged_while_somebody_is_missing(folder):
+    np.save(folder / "four.npy", np.full((4, 4), 0.25))
+    options = [*JOB, "topology=file", f"topology-file={folder}/four.npy", "nodes=4"]
+    ran = run(folder, *options, away=[("b", 2)])
+    for name in "acd":
+        assert same(ran.model(name, 2)[0], ran.model(name, 2, "released")[0])
+    conserved(ran, 3)
+    assert same(ran.model("a", 3)[0], ran.model("d", 3)[0])
+
+
+def test_who_is_there_but_does_not_acknowledge_is_not_waited_for_for_ever(folder):
+    failing = [("deliver", "b", at) for at in (1, 2, 3, 4)]
+    ran = run(folder, *JOB, "lr=0.05", "rounds=6", failing=failing)
+    assert ("push", "b", 5) in ran.grid.asked
+    assert conserved(ran, 6) == pytest.approx(len(NAMES) + 0.5)

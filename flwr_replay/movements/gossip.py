@@ -11,11 +11,10 @@ Idea: the server is a mailbox. It says who sends which share to whom, forwards m
         k mixes, keeps (θ_k, w_k) and the parcels' numbers on its disk in one step, and acknowledges
 
 Failures: who does not release takes no part in P(t): nothing is sent to it, and it keeps all it has. A parcel waits
-until its receiver acknowledges it, over rounds and over a restart of the server. If the receiver's node stays away for
-`PATIENCE` rounds, the parcel goes back to its sender, which adds it to what it mixes next; whoever comes back later
-goes on with what it had released, as one who joins. So Σ_k w_k θ_k over the members, parcels under way included, is
-conserved by communication; only a receiver that has mixed, whose acknowledgement is lost and which never comes back
-takes with it what its senders get back.
+until its receiver acknowledges it, over rounds and over a restart of the server. After `PATIENCE` rounds it goes back
+to its sender, which adds it to what it mixes next; a receiver that is heard of later goes on with all it had released,
+as one who joins. So Σ_k w_k θ_k over the members, parcels under way included, is conserved by communication until
+somebody joins or leaves; a receiver that has mixed but could not say so for so long holds what its senders get back.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ from flwr_replay.wire import StateDict, opened
 
 __all__ = ["Gossip"]
 
-PATIENCE = 3  # rounds that a receiver's node may be away before what waits for it goes back
+PATIENCE = 3  # rounds without an acknowledgement after which parcels go back
+HUGE = 1e18  # a weight's size, beyond which sums of squares overflow in float32
 
 
 class Gossip(Relay):
@@ -56,6 +56,8 @@ class Gossip(Relay):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mailbox = Mailbox()
+        file = self.config.topology_file
+        self.matrices = read_matrices(Path(file)) if file else None
         self.fresh: StateDict = {}
         if self.settings.model is not None:
             self.fresh = to_arrays(self.settings.model(self.init_seed))
@@ -101,7 +103,7 @@ class Gossip(Relay):
         self.bring(grid, server_round, config)
         waiting = self.mailbox.waiting
         asked = [m for m in self.configure_train(server_round, arrays, config, grid) if self.receiver(m) not in waiting]
-        replies = self.exchange(grid, server_round, asked, needed=not waiting)
+        replies = self.exchange(grid, server_round, asked, needed=bool(asked))
         trained = self.good
         self.deal(server_round, dict(self.released(server_round, replies)))
         self.bring(grid, server_round, config)
@@ -121,8 +123,10 @@ class Gossip(Relay):
             fault = ""
             if self.fresh and form_of(opened(answer.arrays)) != form_of(self.fresh):
                 fault = "released a model of another form than the common one"
-            elif not_finite([(member.name, reply)]) or not answer.weight > 0:
-                fault = f"released weights that are not finite, or w = {answer.weight:g}, which must be positive"
+            elif not_finite([(member.name, reply)]) or largest(opened(answer.arrays)) > HUGE:
+                fault = f"released weights that are not finite, or above {HUGE:g}"
+            elif abs(answer.weight - (w := self.mailbox.weights.get(member.name, 1.0))) > 1e-9 * w:
+                fault = f"released a model with w = {answer.weight:g}; by what it has mixed it is {w:g}"
             if fault:
                 self.recorder.failed(server_round, member.name, fault)
             else:
@@ -133,7 +137,8 @@ class Gossip(Relay):
         names = sorted(released)
         p = self.matrix(server_round, len(names))
         for k, name in enumerate(names):
-            self.mailbox.waiting[name] = Delivery(server_round, float(p[k, k]), self.mailbox.coming_back.pop(name, []))
+            back = self.mailbox.coming_back.pop(name, [])
+            self.mailbox.waiting[name] = Delivery(server_round, released[name].weight, float(p[k, k]), back)
         for k, name in enumerate(names):  # senders in the order of their names
             number, w = self.mailbox.post(opened(released[name].arrays)), released[name].weight
             for to, share in receivers(p, k)[0].items():
@@ -141,16 +146,12 @@ class Gossip(Relay):
 
     def matrix(self, server_round: int, institutions: int) -> Matrix:
         """Return P(t); of a user's own, where not all have released, the identity: all keep what they have."""
-        matrices = None
-        if self.config.topology_file:
-            size = len(self.members)
-            matrices = read_matrices(Path(self.config.topology_file), size)
-            if institutions != size:
-                self.recorder.log(f"exchange {server_round}: {institutions} of {size} released; nothing is exchanged")
-                return np.eye(institutions)
+        if self.matrices is not None and institutions != self.matrices.shape[1]:
+            self.recorder.log(f"exchange {server_round}: {institutions} have released; the file's matrix is of others")
+            return np.eye(institutions)
         if not institutions:
             return np.eye(0)
-        return mixing_matrix(self.config.topology, institutions, server_round - 1, self.settings.seed, matrices)
+        return mixing_matrix(self.config.topology, institutions, server_round - 1, self.settings.seed, self.matrices)
 
     def bring(self, grid: Grid, server_round: int, config: ConfigRecord) -> None:
         """Bring what waits; forget what is acknowledged; give back what waits for somebody who stays away."""
@@ -162,8 +163,8 @@ class Gossip(Relay):
                 self.recorder.log(f"{member.name} holds {len(lost)} parcels that went back to the sender too")
             self.mailbox.acknowledged(member.name)
         for name, waiting in self.mailbox.waiting.items():
-            if self.members.get(name) is None and server_round - waiting.exchange >= PATIENCE and waiting.parcels:
-                self.recorder.log(f"{name} stays away: what waits for it goes back to its senders")
+            if server_round - waiting.exchange >= PATIENCE and waiting.parcels:
+                self.recorder.log(f"{name} does not acknowledge: what waits for it goes back to its senders")
                 self.mailbox.give_back(name)
 
     def delivery(self, server_round: int, waiting: Delivery) -> Deliver:
@@ -208,3 +209,8 @@ class Gossip(Relay):
                 found.append((member, request, Committed(num_examples=0, weight=1.0, parcels=request.parcels), 1))
         self.mailbox = Mailbox()
         return found
+
+
+def largest(arrays: StateDict) -> float:
+    """Return the largest size of any number."""
+    return max((float(np.abs(array).max()) for array in arrays.values() if array.size), default=0.0)

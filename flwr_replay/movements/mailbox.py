@@ -29,6 +29,7 @@ class Delivery:
     """What one institution must mix and acknowledge before it trains again."""
 
     exchange: int  # in which it released its own model
+    weight: float  # its w then
     kept: float  # share of that which it keeps
     parcels: list[Parcel] = field(default_factory=list)
 
@@ -45,6 +46,8 @@ class Mailbox:
         By sender: what nobody fetched, for its next delivery.
     committed : dict of str to int
         By institution, the exchange of its last acknowledged delivery.
+    weights : dict of str to float
+        By institution, its w after that; 1 before.
     models : dict of int to StateDict
         By number of a parcel.
     posted : int
@@ -54,6 +57,7 @@ class Mailbox:
     waiting: dict[str, Delivery] = field(default_factory=dict)
     coming_back: dict[str, list[Parcel]] = field(default_factory=dict)
     committed: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
     models: dict[int, StateDict] = field(default_factory=dict)
     posted: int = 0
 
@@ -65,13 +69,16 @@ class Mailbox:
 
     def acknowledged(self, name: str) -> None:
         """Forget a delivery that lies at its receiver."""
-        self.committed[name] = self.waiting.pop(name).exchange
+        delivery = self.waiting.pop(name)
+        arrived = [parcel.weight * parcel.share for parcel in delivery.parcels]
+        self.committed[name] = delivery.exchange
+        self.weights[name] = delivery.weight * delivery.kept + sum(arrived)
 
     def give_back(self, name: str) -> None:
         """Send an institution's parcels back; if it comes again, it goes on with all it had."""
         for parcel in self.waiting[name].parcels:
             self.coming_back.setdefault(parcel.sender, []).append(parcel)
-        self.waiting[name] = Delivery(self.waiting[name].exchange, 1.0)
+        self.waiting[name] = Delivery(self.waiting[name].exchange, self.waiting[name].weight, 1.0)
 
     def keep(self, folder: Path) -> None:
         """Write the models that still wait to files, and forget all others."""
@@ -86,7 +93,8 @@ class Mailbox:
         return {
             "waiting": {name: asdict(delivery) for name, delivery in self.waiting.items()},
             "coming_back": {name: [asdict(parcel) for parcel in some] for name, some in self.coming_back.items()},
-            "committed": self.committed,
+            "committed": dict(self.committed),  # a checkpoint is written while the next round goes on
+            "weights": dict(self.weights),
             "models": sorted(self.models),
             "posted": self.posted,
         }
@@ -103,9 +111,9 @@ class Mailbox:
             Where `keep` has written.
         """
         waiting = {
-            name: Delivery(one["exchange"], one["kept"], [Parcel(**parcel) for parcel in one["parcels"]])
+            name: Delivery(**{**one, "parcels": [Parcel(**parcel) for parcel in one["parcels"]]})
             for name, one in values["waiting"].items()
         }
         back = {name: [Parcel(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
         models = {number: load_file(folder / f"{number:06d}.safetensors") for number in values["models"]}
-        return cls(waiting, back, dict(values["committed"]), models, values["posted"])
+        return cls(waiting, back, values["committed"], values["weights"], models, values["posted"])

@@ -223,7 +223,7 @@ def mixed(
     return result, total
 
 
-def read_matrices(path: Path, institutions: int) -> Matrix:
+def read_matrices(path: Path, institutions: int = 0) -> Matrix:
     """Read a user's own mixing matrices and check them.
 
     Parameters
@@ -232,7 +232,7 @@ def read_matrices(path: Path, institutions: int) -> Matrix:
         A .npy file of one array, a .json file of nested lists, or a .csv file without a header: one (K, K) matrix, or
         T of them, (T, K, K), taken in turns over the rounds. A .csv file holds the T matrices below each other.
     institutions : int
-        K.
+        K; 0: of any number.
 
     Returns
     -------
@@ -256,7 +256,8 @@ def read_matrices(path: Path, institutions: int) -> Matrix:
         f"{path} must hold one square matrix or several of one size, (K, K) or (T, K, K); got shape {given.shape}: one "
         "row and one column for each institution",
     )
-    _fits(matrices, institutions, str(path))
+    if institutions:
+        _fits(matrices, institutions, str(path))
 
     def place(index: NDArray[np.intp], *axes: str) -> str:
         names = ("matrix", *axes) if stacked else axes

@@ -161,7 +161,8 @@ class PrivacyPlan:
     def protected(self, found: Iterable[Row], declared: type[Payload] | None, told: Mapping[str, Any]) -> list[Row]:
         """Write into an answer's rows what protects them; `told` holds the epsilon that it states, if it states one."""
         known = declared.by_key() if declared else {}
-        stated = float(told.get("epsilon", float("inf"))), float(told.get("delta", 1.0))
+        nothing = 0.0 if "delta" not in told else inf  # charged so far; else the noise is not secret
+        stated = float(told.get("epsilon", nothing)), float(told.get("delta", 0.0))
         return [
             row._replace(protection=self.protection(known[row.field], *stated)) if row.field in known else row
             for row in found

@@ -22,6 +22,8 @@ from flwr_replay.training import as_input
 
 __all__ = ["PrivateVisit", "Purse"]
 
+TRAINED = ("optimizer", "model", "private", "released", "mixed")  # keys of state that training leaves
+
 
 class Purse:
     """What an institution may spend in a run, and what it has spent.
@@ -46,8 +48,8 @@ class Purse:
         config, folder = self.plan.config, self.state.of_run(run)
         return Account(folder, delta=config.delta_for(len(self.institution.train)), limit=config.limit)
 
-    def check_first_steps(self) -> None:
-        """Refuse to take part where not one step of some mechanism could be taken.
+    def check_first_passes(self) -> None:
+        """Refuse to take part where not one pass of some mechanism could be taken.
 
         Raises
         ------
@@ -57,14 +59,14 @@ class Purse:
         examples, config = len(self.institution.train), self.plan.config
         for mechanism, _, _ in self.plan.passes:
             try:
-                step = replace(self.plan.cost(mechanism, examples, 1), steps=1)
+                first = self.plan.cost(mechanism, examples, 1)
             except ConfigError as error:
                 raise PrivacyError(str(error)) from None
-            least = epsilon([step, *self.plan.fixed()], config.delta_for(examples))
+            least = epsilon([first, *self.plan.fixed()], config.delta_for(examples))
             if least > config.limit:
                 raise BudgetError(
                     f"the privacy budget is epsilon {config.limit:g} at delta {config.delta_for(examples):.2g}; the "
-                    f"first step of {mechanism} alone makes {least:.2f}: choose more noise or a larger privacy.epsilon"
+                    f"first pass of {mechanism} alone makes {least:.2f}: choose more noise or a larger privacy.epsilon"
                 )
 
     def begin(self, mechanism: str, epochs: int, request: Any) -> PrivateVisit | None:
@@ -79,9 +81,26 @@ class Purse:
             return None
         data = self.institution.pooled if getattr(request, "pooled", False) else self.institution.train
         cost = self.plan.cost(mechanism, len(data), epochs)
+        self.check_beginning(request.run)
         self.account(request.run).charge(mechanism, cost, self.plan.config.noise)
         stream = self.stream(mechanism, request)
         return PrivateVisit(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
+
+    def check_beginning(self, run: str) -> None:
+        """Refuse to begin with what the same run has trained without noise, such as an optimizer's momentum.
+
+        Raises
+        ------
+        PrivacyError
+            If there are such files, and nothing was charged yet.
+        """
+        folder = self.state.of_run(run)
+        trained = sorted(path.name for key in TRAINED for path in folder.glob(f"{key}*.safetensors"))
+        if trained and not self.account(run).spent:
+            raise PrivacyError(
+                f"a private training must not go on from one without noise; {trained[0]} of run {run!r} is there and "
+                "nothing was charged: begin a new run"
+            )
 
     def noisy_counts(self, counts: Tensor, request: Any) -> Tensor:
         """Return the numbers of examples of each label with noise, rounded, none negative, at least one in all."""

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from flwr_replay.client_app import backbone
 from flwr_replay.compose import compose
-from flwr_replay.errors import ConfigError, RefusedError
+from flwr_replay.errors import ConfigError, RefusedError, RunError
 from flwr_replay.forecast import forecast_page
 from flwr_replay.privacy.budget import Account
 from flwr_replay.rng import derived_seed
@@ -126,7 +126,7 @@ def test_an_epsilon_says_whether_it_is_proven(folder, beta, proven):
 
 def test_a_policy_takes_an_unproven_epsilon_for_none(folder):
     rules = folder / "policy.yaml"
-    rules.write_text("allow: [model, statistic, notice]\nmax-epsilon: 100\n")
+    rules.write_text("kinds: [model, statistic]\nmax-epsilon: 100\n")
 
     class Ruled(Grid):
         def __init__(self, app, run_config, configs):
@@ -135,6 +135,7 @@ def test_a_policy_takes_an_unproven_epsilon_for_none(folder):
 
     ran = run(folder, *PROXYFL, *DP, "epsilon=50", grid_type=Ruled)
     assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
+    assert all("policy asks for epsilon <= 100" in failure["reason"] for failure in ran.result["failures"])
 
 
 def test_who_has_used_up_its_budget_receives_and_learns_on(folder):
@@ -152,7 +153,7 @@ def test_who_has_used_up_its_budget_receives_and_learns_on(folder):
 
 
 def test_a_budget_below_the_first_step_is_refused_before_any_training(folder):
-    with pytest.raises(RefusedError, match=r"privacy budget is epsilon 0\.01 .*the first step of proxy alone"):
+    with pytest.raises(RefusedError, match=r"privacy budget is epsilon 0\.01 .*the first pass of proxy alone"):
         run(folder, *PROXYFL, *DP, "epsilon=0.01", name="poor")
     known = (folder / "runs" / "poor" / "run-id").read_text().strip()
     assert not [path for path in folder.glob(f"state/*/{known}/*") if path.suffix == ".safetensors"]
@@ -204,3 +205,26 @@ def test_the_noise_for_a_target_keeps_the_whole_run_within_it(folder):
 def test_bad_options_are_refused_before_any_training(folder, options, says):
     with pytest.raises((ConfigError, RefusedError), match=says):
         run(folder, *PROXYFL, *options)
+
+
+def test_a_server_that_asks_for_another_beta_than_was_configured_is_refused(folder):
+    class Lying(Grid):
+        def _answer(self, message):
+            if "beta" in message.content["config"]:
+                message.content["config"]["beta"] = 0.5
+            return super()._answer(message)
+
+    with pytest.raises(RunError, match=r"configuration has strategy\.beta=0.*asks for beta=0\.5"):
+        run(folder, *PROXYFL, *DP, "beta=0", grid_type=Lying)
+
+
+def test_a_private_training_does_not_go_on_from_one_without_noise(folder):
+    first = run(folder, *PROXYFL, "dp=none", "rounds=1", name="first")
+
+    class Under(Grid):
+        def _answer(self, message):
+            message.content["config"]["run"] = first.run
+            return super()._answer(message)
+
+    with pytest.raises(RunError, match="must not go on from one without noise"):
+        run(folder, *PROXYFL, *DP, grid_type=Under)

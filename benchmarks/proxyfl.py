@@ -1,0 +1,112 @@
+"""What Flower's rounds cost ProxyFL: this package's run beside a plain loop that takes the same steps in one process.
+
+    python benchmarks/proxyfl.py inline --data ../shared/data/mnist [--rounds 30] [--evaluate-every 1]
+    python benchmarks/proxyfl.py ray --data ../shared/data/mnist
+
+Kalra et al.'s settings on 8 x 900 digits, MLP and MLP: three steps of both models a round, the proxy's by DP-SGD. The
+plain loop keeps all models and optimizers in memory; it draws, clips and noises by the same functions, and passes the
+proxies on. Left out there are messages, ledgers, accounts on the disk, the institutions' state, checkpoints, progress.
+In process the two alternate round by round and the median of the paired ratios counts; Ray's rounds are reported beside
+the same plain loop, which is one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from engine import Pairing, shards
+
+from flwr_replay.client_app import backbone
+from flwr_replay.compose import compose
+from flwr_replay.config import RunConfig
+from flwr_replay.movements.topology import mixing_matrix
+from flwr_replay.mutual import Learning, MutualLearner
+from flwr_replay.privacy.accounting import SampledGaussian
+from flwr_replay.privacy.secret import Stream
+from flwr_replay.privacy.visit import PrivateVisit
+from flwr_replay.rng import derived_seed
+from flwr_replay.simulate import run_inline, run_ray
+from flwr_replay.tasks import make_task
+from flwr_replay.training import make_optimizer
+
+
+def plain(config: RunConfig) -> Iterator[None]:
+    """Run ProxyFL without Flower; each step of the iterator is a round."""
+    owned, task, b = shards(config), make_task(config.task), config.training.batch_size
+    fresh, stream = backbone(config.model, config.task), Stream(os.urandom(32))
+    learners = []
+    for train, _ in owned:
+        halves = []
+        for purpose in ("model", "proxy"):
+            model = fresh(derived_seed(config.seed, purpose))
+            halves.append(Learning(model, make_optimizer(model, config.training, config.training.lr)))
+        cost = SampledGaussian.of_epochs(examples=len(train), batch=b, sigma=config.privacy.sigma, epochs=1)
+        request = SimpleNamespace(alpha=config.strategy.alpha, beta=config.strategy.beta)
+        visit = PrivateVisit(config.privacy.clip, cost, stream)
+        learners.append(MutualLearner(*halves, task, request, b, lambda visit=visit: visit))  # type: ignore[misc]
+    for server_round in range(config.rounds):
+        for learner, (train, _) in zip(learners, owned, strict=True):
+            learner.losses.clear()
+            for x_B, y_B in learner.batches(train, torch.Generator()):
+                learner.step(x_B, y_B)
+        p = torch.from_numpy(mixing_matrix(config.strategy.topology, len(owned), server_round))
+        with torch.no_grad():
+            for parameters in zip(*(learner.proxy.model.parameters() for learner in learners), strict=True):
+                mixed = torch.tensordot(p, torch.stack(parameters).double(), dims=1)
+                for parameter, value in zip(parameters, mixed, strict=True):
+                    parameter.copy_(value)
+        if (server_round + 1) % config.evaluate_every == 0:
+            for half in ("private", "proxy"):
+                models = [getattr(learner, half).model for learner in learners]
+                task.pool([task.evaluate(m, t.x, t.y) for m, (_, t) in zip(models, owned, strict=True)])
+                for model in models:
+                    model.train()
+        yield
+
+
+def main() -> None:
+    """Measure and print medians and ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=["inline", "ray"])
+    parser.add_argument("--data", required=True, help="folder with MNIST's idx files")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--evaluate-every", type=int, default=1)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FLWR_REPLAY_HOME"] = folder
+        data = Path(asked.data).absolute()
+        overrides = ["strategy=proxyfl", "preset=paper", "task=mnist", f"task.data-dir={data}", "partition.size=900"]
+        overrides += ["majors=distinct", "private_models=[mlp]", f"rounds={asked.rounds}", f"runs_dir={folder}"]
+        overrides += [f"evaluate_every={asked.evaluate_every}"]
+        config = compose(overrides)
+        if asked.engine == "inline":
+            pairing = Pairing(plain(config))
+            run_inline(overrides, pairing)
+            theirs, ours = pairing.theirs, pairing.ours
+            ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        else:
+            _, run = run_ray(overrides)
+            stamps = [json.loads(line)["seconds"] for line in (run / "timings.jsonl").read_text().splitlines()]
+            ours, loop, theirs = [b - a for a, b in itertools.pairwise(stamps)], plain(config), []
+            for _ in range(asked.rounds):
+                begun = time.perf_counter()
+                next(loop)
+                theirs.append(time.perf_counter() - begun)
+            ratio = statistics.median(ours) / statistics.median(theirs[1:])
+    medians = statistics.median(theirs), statistics.median(ours)
+    print(f"plain {medians[0]:.3f} s a round, {asked.engine} {medians[1]:.3f} s: x {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()
