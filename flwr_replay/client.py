@@ -113,6 +113,8 @@ class InstitutionClient(NumPyClient):
         asked = request.of(arrays, config)
         if isinstance(asked, LabelScale) and asked.label_mean is not None and asked.label_scale is not None:
             self.task = self.task.scaled(asked.label_mean, asked.label_scale)
+        if run := getattr(asked, "run", ""):
+            self.state.settle(run, repr(self.purse.plan.config) if self.purse else "none")
         answer = method(asked)
         if type(answer) is not request.answer:
             raise WireError(

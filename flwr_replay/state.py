@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.numpy import load_file, save
 
-from flwr_replay.errors import WireError
+from flwr_replay.errors import PrivacyError, WireError
 from flwr_replay.files import NAME, write_atomic
 from flwr_replay.institution import Institution
 from flwr_replay.wire import StateDict
@@ -37,6 +37,24 @@ class StateStore:
         if not NAME.fullmatch(run):  # it comes from the server and must not lead out of the state directory
             raise WireError(f"a run's id has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
         return self.folder / run
+
+    def settle(self, run: str, setting: str) -> None:
+        """Note at the first message of a run under which setting it is made; later ones must have the same.
+
+        Raises
+        ------
+        PrivacyError
+            If this run was begun under another: what it has left here may depend on data without noise.
+        """
+        path = self.of_run(run) / "setting"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, setting)
+        elif path.read_text(encoding="utf-8") != setting:
+            raise PrivacyError(
+                f"a run keeps its privacy options, since what it has left here may depend on data without noise; {run!r} "
+                "was begun with others: begin a new run"
+            )
 
     def save(self, key: str, run: str, server_round: int, arrays: StateDict, to_disk: bool = True) -> None:
         """Keep arrays as they stand after exchange `server_round`; forget all but the last three.

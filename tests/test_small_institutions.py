@@ -32,7 +32,7 @@ def test_one_example_or_one_class_does_no_harm(tmp_path, strategy):
         x = (rng.integers(0, 60, (len(y), 8, 8)) + 150 * y[:, None, None]).astype(np.uint8)
         parts = {"train_images": x, "train_labels": y, "test_images": x[:5], "test_labels": y[:5]}
         np.savez(tmp_path / f"{name}.npz", **parts)
-    overrides = [f"strategy={strategy}", *JOB, "lr=0.05"]
+    overrides = [f"strategy={strategy}", *JOB, "lr=0.05", "dp=none"]  # which needs a batch of examples
     config, recorder = compose(overrides), Kept()
     settings = Settings(
         training=config.training,

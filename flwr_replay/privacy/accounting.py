@@ -136,7 +136,8 @@ def _rdp(steps: dict[tuple[float, float], int], delta: float, orders: tuple[floa
     orders_A = np.array(orders, float)
     rdp_A = sum(count * _rdp_of_step(rate, sigma, orders) for (rate, sigma), count in steps.items())
     epsilons_A = rdp_A + np.log1p(-1 / orders_A) - (np.log(delta) + np.log(orders_A)) / (orders_A - 1)
-    return max(0.0, float(np.nanmin(epsilons_A)))
+    finite_A = epsilons_A[np.isfinite(epsilons_A)]
+    return max(0.0, float(finite_A.min())) if len(finite_A) else inf
 
 
 @lru_cache(maxsize=256)

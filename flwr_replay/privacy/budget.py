@@ -29,8 +29,8 @@ class Account:
     """The charges of one institution in one run, over all of its mechanisms, and its budget.
 
     The budget is kept by Rényi DP, which stays true where steps and noise are chosen while the run goes on (Lécuyer
-    2021, arXiv 2103.01379), as a server does. Runs on the same examples add up beyond it: `Account(...).spent` of all
-    their folders together.
+    2021, arXiv 2103.01379), as a server does; without a limit, epsilon is that of steps that were chosen beforehand.
+    Runs on the same examples add up beyond it: `Account(...).spent` of all their folders together.
 
     Parameters
     ----------
@@ -76,6 +76,7 @@ class Account:
             lines.flush(to_disk=True)
             lines.close()
             _sync(self.folder)
+            _sync(self.folder.parent)
 
     def affordable(self, cost: SampledGaussian) -> int:
         """Return how many of these steps the budget still allows."""

@@ -32,7 +32,6 @@ class PrivacyConfig:
 
     def __post_init__(self) -> None:
         one_of("privacy.noise", self.noise, ("secret", "seeded"))
-        require(0 < self.sigma < inf, f"privacy.sigma must be positive and finite; got {self.sigma}")
         if self.dp not in ("none", "end-to-end"):
             for name in self.mechanisms:
                 one_of("privacy.dp", name, ("none", *MECHANISMS, "end-to-end"))
@@ -41,7 +40,10 @@ class PrivacyConfig:
                 f"privacy.dp is none, end-to-end, or names {', '.join(MECHANISMS)} once each, joined by +; got "
                 f"{self.dp!r}",
             )
-        for name in ("clip", "generator_clip", "prior_clip", "count_sigma"):
+        for name in ("sigma", "count_sigma"):
+            option = f"privacy.{name.replace('_', '-')}"
+            require(0.01 <= getattr(self, name) <= 1e6, f"{option} lies in [0.01, 1e6]; got {getattr(self, name)}")
+        for name in ("clip", "generator_clip", "prior_clip"):
             option = f"privacy.{name.replace('_', '-')}"
             require(0 < getattr(self, name) < inf, f"{option} must be positive and finite; got {getattr(self, name)}")
         for name in ("epsilon", "target_epsilon"):

@@ -1,16 +1,18 @@
-"""Sums of clipped gradients of single examples, without these gradients themselves.
+"""Sums of clipped gradients of single examples, most of them without these gradients themselves.
 
-Source: the gradient of one example at a linear layer is an outer product of what came in and the gradient at what went
-out, so its norm follows from theirs (Goodfellow 2015, arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679; convolutions
-and the choice below: Bu et al. 2022, arXiv 2205.10683). The clipped sum is then one product of matrices per layer, from
-the same backward pass (Bu et al. 2023, arXiv 2210.00038).
+Source: the gradient of one example at a layer of units is an outer product of what came in and the gradient at what
+went out, so its norm is the product of their norms (Goodfellow 2015, arXiv 1510.01799); the clipped sum is then one
+product of matrices, from the same backward pass (Bu et al. 2023, arXiv 2210.00038). At a convolution an example's
+gradient is a sum of such products over places, and is made.
 
     for each example i, at each layer:  a_i what came in, (p, T);  g_i = ∂loss_i / ∂out_i, (q, T)
-    ‖∂loss_i/∂W‖² = Σ_tt' (a_it · a_it') (g_it · g_it')     where 2T² < pq
-                  = ‖g_i a_iᵀ‖²                               elsewhere
+    ‖∂loss_i/∂W‖ = ‖a_i‖ ‖g_i‖              where T = 1
+                 = ‖g_i a_iᵀ‖                elsewhere
     Σ_i c_i ∂loss_i/∂W = Σ_i c_i g_i a_iᵀ
 
-T is 1 for a layer of units and the number of pixels for a convolution.
+T is 1 for a layer of units and the number of places for a convolution. The norm could be had from inner products of
+places, too (Bu et al. 2022, arXiv 2205.10683), but in float32 these cancel where activations share a large mean: the
+norm then seems to be 0, and nothing is clipped.
 
 It is right where every parameter belongs to a layer that the model calls once, which is so in `StagedModel`s; all
 others are left to Opacus' hooks (`flwr_replay.privacy.dpsgd`).
@@ -41,7 +43,7 @@ class Seen:
     outputs: Tensor
     a_BpT: Tensor = field(init=False)
     g_BqT: Tensor = field(init=False)
-    single_Bqp: Tensor | None = None  # the examples' own gradients, where these are small
+    single_Bqp: Tensor | None = None  # of a layer with several places, the examples' own gradients
 
 
 class Ghost:
@@ -155,9 +157,6 @@ def squared_norms(one: Seen, weight: bool, bias: bool) -> Tensor:
     T, squares_B = a_BpT.shape[2], a_BpT.new_zeros(len(a_BpT))
     if weight and T == 1:
         squares_B = a_BpT.square().sum((1, 2)) * g_BqT.square().sum((1, 2))
-    elif weight and a_BpT.shape[1] * g_BqT.shape[1] > 2 * T**2:
-        products_BTT = (a_BpT.transpose(1, 2) @ a_BpT) * (g_BqT.transpose(1, 2) @ g_BqT)
-        squares_B = products_BTT.sum((1, 2)).clamp(min=0)
     elif weight:
         one.single_Bqp = g_BqT @ a_BpT.transpose(1, 2)
         squares_B = one.single_Bqp.square().sum((1, 2))

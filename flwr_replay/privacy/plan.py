@@ -57,6 +57,11 @@ class PrivacyPlan:
         if privacy.end_to_end:
             _check_end_to_end(config)
         require(
+            config.task.format != "heart_disease",
+            "task=heart_disease fills gaps with medians of the training rows, which has no noise and mixes patients: "
+            "choose dp=none or another task",
+        )
+        require(
             "generator" not in wanted or config.replay.name != "none",
             f"dp=generator needs a generator; got replay={config.replay.name}: choose replay=vqvae2 or pixelcnn",
         )
@@ -177,8 +182,8 @@ class PrivacyPlan:
         if self.config.end_to_end:
             return (
                 f"All that depends on training examples is differentially private: {covered} and label counts "
-                "together, for each institution by itself. Declared public: numbers of examples, names, who takes part "
-                "and when. Not covered: metrics on test examples."
+                "together, for each institution by itself. Declared public: numbers and bytes of examples, names, who "
+                "takes part and when. Not covered: metrics on test examples."
             )
         samples, weights, numbers = [], [], False
         for stage, answer in stages.items():
@@ -189,7 +194,7 @@ class PrivacyPlan:
                 numbers |= field.kind == "statistic" and not free
         left = [f"{' and '.join(samples)} of single patients"] if samples else []
         left += [f"the weights that stage {stage} returns" for stage in weights]
-        left += ["losses, metrics and counts"] if numbers else []
+        left += ["losses, metrics, counts and, of a regression, sums of labels"] if numbers else []
         learns_replays = "generator" in named and "prior" not in named
         others = " It also learns replays of the others' images, which are not protected." if learns_replays else ""
         if self.unproven:

@@ -22,8 +22,6 @@ from flwr_replay.training import as_input
 
 __all__ = ["PrivateVisit", "Purse"]
 
-TRAINED = ("optimizer", "model", "private", "released", "mixed")  # keys of state that training leaves
-
 
 class Purse:
     """What an institution may spend in a run, and what it has spent.
@@ -49,15 +47,20 @@ class Purse:
         return Account(folder, delta=config.delta_for(len(self.institution.train)), limit=config.limit)
 
     def check_first_passes(self) -> None:
-        """Refuse to take part where not one pass of some mechanism could be taken.
+        """Refuse to take part where not one pass of what every round trains could be taken.
 
         Raises
         ------
         PrivacyError
-            If the budget does not allow it, or there are fewer examples than a batch has.
+            If the budget does not allow it, delta is too large, or there are fewer examples than a batch has.
         """
         examples, config = len(self.institution.train), self.plan.config
-        for mechanism, _, _ in self.plan.passes:
+        if config.delta > 1 / examples:
+            raise PrivacyError(
+                f"delta may be at most one over the number of examples, {1 / examples:.2g} here; got {config.delta:g}: "
+                "lower privacy.delta, or leave it out"
+            )
+        for mechanism in [name for name, _, _ in self.plan.passes if name in ("classifier", "proxy")]:
             try:
                 first = self.plan.cost(mechanism, examples, 1)
             except ConfigError as error:
@@ -75,32 +78,17 @@ class Purse:
         Raises
         ------
         PrivacyError
-            If the budget does not allow all of them. None may then be taken.
+            If the budget does not allow all of them, or none is asked for. None may then be taken.
         """
         if not self.plan.covers(mechanism):
             return None
+        if epochs < 1:
+            raise PrivacyError(f"a private training has at least one epoch; {epochs} were asked for")
         data = self.institution.pooled if getattr(request, "pooled", False) else self.institution.train
         cost = self.plan.cost(mechanism, len(data), epochs)
-        self.check_beginning(request.run)
         self.account(request.run).charge(mechanism, cost, self.plan.config.noise)
         stream = self.stream(mechanism, request)
         return PrivateVisit(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
-
-    def check_beginning(self, run: str) -> None:
-        """Refuse to begin with what the same run has trained without noise, such as an optimizer's momentum.
-
-        Raises
-        ------
-        PrivacyError
-            If there are such files, and nothing was charged yet.
-        """
-        folder = self.state.of_run(run)
-        trained = sorted(path.name for key in TRAINED for path in folder.glob(f"{key}*.safetensors"))
-        if trained and not self.account(run).spent:
-            raise PrivacyError(
-                f"a private training must not go on from one without noise; {trained[0]} of run {run!r} is there and "
-                "nothing was charged: begin a new run"
-            )
 
     def noisy_counts(self, counts: Tensor, request: Any) -> Tensor:
         """Return the numbers of examples of each label with noise, rounded, none negative, at least one in all."""

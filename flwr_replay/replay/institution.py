@@ -69,13 +69,16 @@ class GenerativeStages:
         for epoch in range(config.epochs):  # line 9
             set_rate(optimizer, config.lr, epoch, config.lr_halving)
             draws, of_epoch = self.draws("generator", epoch), []
+            apart = (
+                self.draws("generator", epoch, "private") if private else draws
+            )  # drawn from as often as batches ask
             again = old.batches(beside, draws) if old else None
             real = private.batches(data) if private else batches(data.x, data.y, config.batch_size, draws)
             for x_B, y_B in real:  # line 10
                 x_k = self.replaying.joined(x_B, y_B)
                 x_U = torch.cat([next(again)[0], x_k]) if again else x_k  # lines 11-12
                 if private:  # Algorithm 3, noise once on the sum
-                    example_losses = partial(summed_loss, model, draws)
+                    example_losses = partial(summed_loss, model, apart)
                     private.step(model, optimizer, example_losses, (x_U,), config.batch_size, beside)
                 else:
                     loss, parts = model.loss(x_U, draws)  # lines 13-17

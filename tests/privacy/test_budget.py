@@ -65,16 +65,16 @@ def test_a_charge_is_on_the_disk_before_it_returns_and_after_a_kill(tmp_path):
     assert Account(tmp_path, delta=1e-5).epsilon() == epsilon([visit(30)], 1e-5) > epsilon([visit(20)], 1e-5)
 
 
-def test_file_and_folder_are_flushed(tmp_path, monkeypatch):
-    flushed, fsync = [], os.fsync
+def test_file_and_folders_are_flushed(tmp_path, monkeypatch):
+    folder, flushed, fsync = tmp_path / "run", [], os.fsync
 
     def watch(descriptor):
-        flushed.append((os.readlink(f"/proc/self/fd/{descriptor}"), (tmp_path / CHARGES).read_text().count("\n")))
+        flushed.append((os.readlink(f"/proc/self/fd/{descriptor}"), (folder / CHARGES).read_text().count("\n")))
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", watch)
-    Account(tmp_path, delta=1e-5).charge("generator", visit(10))
-    assert flushed == [(str(tmp_path / CHARGES), 1), (str(tmp_path), 1)]
+    Account(folder, delta=1e-5).charge("generator", visit(10))
+    assert flushed == [(str(folder / CHARGES), 1), (str(folder), 1), (str(tmp_path), 1)]
 
 
 def test_a_line_that_a_crash_tore_was_never_released(tmp_path):

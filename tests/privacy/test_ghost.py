@@ -78,3 +78,18 @@ def test_a_parameter_that_the_loss_does_not_need_gets_nothing():
     model = units()
     sums, _ = clipped_sums(model, lambda x: model.layer0(x).sum(1), (torch.ones(2, 6),), 1.0)
     assert [bool(summed.any()) for summed in sums] == [True, True, False]
+
+
+def test_a_large_common_activation_does_not_hide_a_gradient():
+    """Inner products of places would cancel here, and the norm seem to be 0."""
+    model = staged(nn.Conv2d(1, 4, 1), nn.Conv2d(4, 40, 1, bias=False), nn.Flatten())
+    with torch.no_grad():
+        model.layer0[0].weight.fill_(1.0)
+        model.layer0[0].bias.fill_(1e4)
+    x, signs = torch.rand(3, 1, 4, 4), torch.tensor([1.0, -1.0]).repeat(320)
+
+    def losses(x):
+        return model(x) @ signs
+
+    sums, _ = clipped_sums(model, losses, (x[:1],), 1.0)
+    assert torch.cat([one.flatten() for one in sums]).norm() <= 1 + 1e-5

@@ -119,7 +119,7 @@ def test_the_configuration_gives_limit_delta_and_noise():
         ({"clip": 0}, r"privacy\.clip"),
         ({"epsilon": float("nan")}, r"privacy\.epsilon"),
         ({"delta": 1}, r"privacy\.delta"),
-        ({"sigma": 0}, "must be positive"),
+        ({"sigma": 0}, r"privacy\.sigma lies in"),
         ({"epsilon": 8, "target_epsilon": 8}, "leave one of them out"),
     ],
 )

@@ -226,5 +226,5 @@ def test_a_private_training_does_not_go_on_from_one_without_noise(folder):
             message.content["config"]["run"] = first.run
             return super()._answer(message)
 
-    with pytest.raises(RunError, match="must not go on from one without noise"):
+    with pytest.raises(RefusedError, match="was begun with others: begin a new run"):
         run(folder, *PROXYFL, *DP, grid_type=Under)
