@@ -52,8 +52,8 @@ class StateStore:
             write_atomic(path, setting)
         elif path.read_text(encoding="utf-8") != setting:
             raise PrivacyError(
-                f"a run keeps its privacy options, since what it has left here may depend on data without noise; {run!r} "
-                "was begun with others: begin a new run"
+                "a run keeps its privacy options, since what it has left here may depend on data without noise; "
+                f"{run!r} was begun with others: begin a new run"
             )
 
     def save(self, key: str, run: str, server_round: int, arrays: StateDict, to_disk: bool = True) -> None:
