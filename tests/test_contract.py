@@ -37,10 +37,7 @@ def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
         ("splitnn", "strategy.share_labels=false"),
         ("splitnn", "strategy.micro_batches=4"),
         ("avgpush", "strategy.topology=complete"),
-        ("avgpush", "strategy.topology=random-half"),
         ("proxyfl", "strategy.private_models=[mlp,lenet5]"),
-        ("proxyfl", "strategy.private_epochs=1"),
-        ("fml", "privacy.dp=none"),
     ],
 )
 def test_options_keep_the_contract(name, override, monkeypatch, tmp_path):
@@ -60,7 +57,6 @@ def test_options_keep_the_contract(name, override, monkeypatch, tmp_path):
         "fedreplay dp=encoder model.norm=group noise=seeded strategy.encoder_epochs=2",
         "local dp=classifier model.norm=group noise=seeded",
         "central dp=classifier model.norm=group noise=seeded",
-        "avgpush dp=classifier model.norm=group noise=seeded",
     ],
 )
 def test_replay_and_privacy_keep_the_contract(job, monkeypatch, tmp_path):
