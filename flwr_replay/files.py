@@ -47,7 +47,7 @@ def alone(folder: Path, wait: bool = False) -> Iterator[None]:
     Raises
     ------
     RunError
-        If another holds it, and this process is not to wait.
+        If another holds it, and this process is not to wait; or if it is, and there are no locks here.
     """
     with open(folder / ".lock", "w") as lock:
         try:
@@ -57,7 +57,11 @@ def alone(folder: Path, wait: bool = False) -> Iterator[None]:
         except BlockingIOError:
             raise RunError(f"only one process may work in {folder}; another does: wait until it ends") from None
         except (ImportError, OSError):  # Windows, or a file system without locks
-            pass
+            if wait:  # an account that two write at once would allow both what one of them may have
+                raise RunError(
+                    f"accounts and keys of privacy need a lock, and {folder} has none: put the state directory on a "
+                    "file system with locks"
+                ) from None
         yield
 
 

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from flwr_replay.errors import PrivacyError
+from flwr_replay.errors import PrivacyError, RunError
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.budget import CHARGES, Account
 
@@ -111,3 +111,15 @@ def test_noise_that_the_seed_gives_protects_nothing(tmp_path):
     assert account.epsilon() == inf
     with pytest.raises(PrivacyError, match="budget"):  # the budget works as it would with secret noise
         account.charge("generator", visit(10_000), noise="seeded")
+
+
+def test_without_locks_nothing_is_charged(tmp_path, monkeypatch):
+    import fcntl
+
+    def fails(*_):
+        raise OSError("no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(RunError, match="file system with locks"):
+        Account(tmp_path, delta=1e-5).charge("generator", visit(10))
+    assert not (tmp_path / CHARGES).exists()

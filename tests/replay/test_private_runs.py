@@ -21,7 +21,9 @@ from flwr_replay.payloads.replay import EncodeImages
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.dpsgd import clipped_sums, example_losses
 from flwr_replay.privacy.secret import noise_stream
+from flwr_replay.privacy.visit import PrivateVisit
 from flwr_replay.replay.plan import Replaying
+from flwr_replay.replay.replayer import Replayer
 from flwr_replay.rng import derived_seed
 from flwr_replay.server_app import settings_of
 from flwr_replay.tasks import make_task
@@ -286,3 +288,21 @@ def ask(folder, request, *options):
     grid = InlineGrid(app, config, node_configs(folder, folder / "asked", names="a"))
     message = Message(request.encode(), 2, request.message_type, group_id="0")
     return grid.send_and_receive([message])[0].content
+
+
+def test_what_is_replayed_does_not_depend_on_the_private_batches(folder, monkeypatch):
+    """It is neither clipped nor noised, so one example more or less in a batch must not change it."""
+    take, found = Replayer.take, []
+
+    def watched(self, rows):
+        found[-1].append(rows.tolist())
+        return take(self, rows)
+
+    monkeypatch.setattr(Replayer, "take", watched)
+    for sizes in ((0, 3), (5, 3)):
+        found.append([])
+        monkeypatch.setattr(PrivateVisit, "rows", lambda self, n, sizes=sizes: (torch.arange(size) for size in sizes))
+        run(folder, *GENERATOR, "replay.ratio=6", "sigma=2", "delta=0.01")
+    drawn = [[rows for rows in of_run if len(rows) == 6 * B] for of_run in found]
+    assert drawn[0] == drawn[1]
+    assert len(drawn[0]) >= 4
