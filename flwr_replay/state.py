@@ -8,6 +8,7 @@ the same bits.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -46,15 +47,7 @@ class StateStore:
         PrivacyError
             If this run was begun under another: what it has left here may depend on data without noise.
         """
-        path = self.of_run(run) / "setting"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, setting)
-        elif path.read_text(encoding="utf-8") != setting:
-            raise PrivacyError(
-                "a run keeps its privacy options, since what it has left here may depend on data without noise; "
-                f"{run!r} was begun with others: begin a new run"
-            )
+        _settle(self.of_run(run), setting)
 
     def save(self, key: str, run: str, server_round: int, arrays: StateDict, to_disk: bool = True) -> None:
         """Keep arrays as they stand after exchange `server_round`; forget all but the last three.
@@ -88,6 +81,19 @@ class StateStore:
         """Remove all that was kept under keys that begin so."""
         for old in self.of_run(run).glob(f"{key}-*.safetensors"):
             old.unlink()
+
+
+@lru_cache(maxsize=1024)  # a process looks once
+def _settle(folder: Path, setting: str) -> None:
+    path = folder / "setting"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, setting)
+    elif path.read_text(encoding="utf-8") != setting:
+        raise PrivacyError(
+            "a run keeps its privacy options, since what it has left here may depend on data without noise; "
+            f"{folder.name!r} was begun with others: begin a new run"
+        )
 
 
 def optimizer_arrays(optimizer: torch.optim.Optimizer) -> StateDict:
