@@ -34,5 +34,4 @@ class AvgPushClient(PeerClient):
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
         """Test θ as it stands after this round's mixing."""
         shard = self.institution.shard(request.split)
-        theta = self.latest("mixed", request.run, request.server_round)
-        return self.task.evaluate(self.scratch_model(theta), shard.x, shard.y)
+        return self.task.evaluate(self.scratch_model(self.own_theta(request)), shard.x, shard.y)

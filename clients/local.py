@@ -6,7 +6,6 @@ Source: "Regular" in Kalra et al. 2023, section 4. The model lives in the instit
 from __future__ import annotations
 
 from flwr_replay.client import InstitutionClient
-from flwr_replay.errors import TrainingError
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
 from flwr_replay.training import refuse_single_batches, to_arrays
@@ -33,10 +32,5 @@ class LocalClient(InstitutionClient):
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
         """Test the institution's own model, as it stands after this round."""
-        kept = self.state.load("model", request.run, request.server_round + 1)
-        if kept is None:
-            raise TrainingError(
-                f"institution {self.institution.name!r} has no model yet: its training has failed so far"
-            )
         shard = self.institution.shard(request.split)
-        return self.task.evaluate(self.scratch_model(kept), shard.x, shard.y)
+        return self.task.evaluate(self.scratch_model(self.latest("model", request)), shard.x, shard.y)

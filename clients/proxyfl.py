@@ -29,4 +29,4 @@ class ProxyFLClient(PairClient, PeerClient):
 
     def evaluate_pair(self, request: EvaluatePair) -> PairEvaluation:
         """Test the private model, and the proxy after this round's mixing."""
-        return self.tested(request, self.latest("mixed", request.run, request.server_round))
+        return self.tested(request, self.own_theta(request))

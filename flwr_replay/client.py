@@ -114,7 +114,7 @@ class InstitutionClient(NumPyClient):
         if isinstance(asked, LabelScale) and asked.label_mean is not None and asked.label_scale is not None:
             self.task = self.task.scaled(asked.label_mean, asked.label_scale)
         if run := getattr(asked, "run", ""):
-            self.state.settle(run, repr(self.purse.plan.config) if self.purse else "none")
+            self.state.settle(run, self.purse.plan.setting if self.purse else "none")
         answer = method(asked)
         if type(answer) is not request.answer:
             raise WireError(
@@ -233,6 +233,21 @@ class InstitutionClient(NumPyClient):
             raise TrainingError(
                 f"an institution goes on with the state that it saved in its previous visit; the {key} of run "
                 f"{visit.run!r} is gone: restore the state directory, or begin a new run"
+            )
+        return kept
+
+    def latest(self, key: str, request: Any) -> StateDict:
+        """Return a model of the institution's own as it stands after this exchange, perhaps from an earlier one.
+
+        Raises
+        ------
+        TrainingError
+            If it has none yet.
+        """
+        kept = self.state.load(key, request.run, request.server_round + 1)
+        if kept is None:
+            raise TrainingError(
+                f"institution {self.institution.name!r} has no model yet: its training has failed so far"
             )
         return kept
 

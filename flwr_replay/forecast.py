@@ -62,7 +62,8 @@ def forecast(config: RunConfig) -> list[Line]:
     for member, request, answer, times in exchanges:
         for direction, payload in (("down", strategy.addressed(member, request)), ("up", answer)):
             if plan and direction == "up":
-                payload = plan.answered(payload, member.num_examples)
+                whole = sum(one.num_examples for one in strategy.members) if plan.pooled else member.num_examples
+                payload = plan.answered(payload, whole)
             content = payload.encode()
             found = list(rows(content, type(payload)))
             if plan and direction == "up":

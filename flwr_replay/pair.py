@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from flwr_replay.client import InstitutionClient
-from flwr_replay.errors import PrivacyError, TrainingError
+from flwr_replay.errors import PrivacyError
 from flwr_replay.mutual import Learning, MutualLearner
 from flwr_replay.payloads.mutual import PairEvaluation
 from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
@@ -30,6 +30,8 @@ class PairClient(InstitutionClient):
         phi = self.scratch_model(kept or to_arrays(self.fresh_private(visit.private_seed)), "private")
         for model in (phi, proxy):
             refuse_single_batches(model, len(self.institution.train), self.batch_size)
+        if visit.private_epochs:
+            refuse_single_batches(phi, len(self.institution.train), visit.private_batch_size)
         training = replace(self.training, optimizer=visit.private_optimizer)
         halves = {
             "private": Learning(phi, make_optimizer(phi, training, visit.private_lr)),
@@ -59,11 +61,6 @@ class PairClient(InstitutionClient):
 
     def tested(self, request: Any, theta: Weights) -> PairEvaluation:
         """Test φ as it stands after this round, and a proxy."""
-        kept = self.state.load("private", request.run, request.server_round + 1)
-        if kept is None:
-            raise TrainingError(
-                f"institution {self.institution.name!r} has no model yet: its training has failed so far"
-            )
         shard = self.institution.shard(request.split)
-        private = self.task.evaluate(self.scratch_model(kept, "private"), shard.x, shard.y)
+        private = self.task.evaluate(self.scratch_model(self.latest("private", request), "private"), shard.x, shard.y)
         return PairEvaluation.of_pair(private, self.task.evaluate(self.scratch_model(theta), shard.x, shard.y))

@@ -80,20 +80,9 @@ class PeerClient(InstitutionClient):
         _, w, parcels = apart(done)
         return Committed(num_examples=len(self.institution.train), weight=w, parcels=parcels)
 
-    def latest(self, key: str, run: str, server_round: int) -> StateDict:
-        """Return the institution's model as it stands after an exchange, perhaps an earlier one.
-
-        Raises
-        ------
-        TrainingError
-            If it has none yet.
-        """
-        kept = self.state.load(key, run, server_round + 1)
-        if kept is None:
-            raise TrainingError(
-                f"institution {self.institution.name!r} has no model yet: its training has failed so far"
-            )
-        return apart(kept)[0] if key == "mixed" else kept
+    def own_theta(self, request: Any) -> StateDict:
+        """Return θ as it stands after this exchange's mixing."""
+        return apart(self.latest("mixed", request))[0]
 
 
 def together(theta: StateDict, w: float, parcels: Sequence[int] = ()) -> StateDict:

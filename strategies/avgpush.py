@@ -17,10 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flwr_replay.config import one_of
-from flwr_replay.movements.gossip import Gossip
+from flwr_replay.movements.gossip import Gossip, GossipConfig
 from flwr_replay.movements.members import Member
-from flwr_replay.movements.topology import TOPOLOGIES
 from flwr_replay.payloads.avgpush import Push
 from flwr_replay.payloads.local import EvaluateOwn
 from flwr_replay.payloads.relay import Released
@@ -30,17 +28,10 @@ __all__ = ["AvgPush", "AvgPushConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AvgPushConfig:
+class AvgPushConfig(GossipConfig):
     """Options of AvgPush."""
 
     name: ClassVar[str] = "avgpush"
-    topology: str = "exponential"  # who sends to whom, see flwr_replay.movements.topology; file: topology-file
-    topology_file: str = ""  # .npy, .json or .csv with one mixing matrix, or several that take turns
-    optimizer_state: str = "keep"  # keep: momentum stays at the institution | reset: fresh every round
-
-    def __post_init__(self) -> None:
-        one_of("strategy.topology", self.topology, TOPOLOGIES)
-        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
 
 
 class AvgPush(Gossip):

@@ -27,6 +27,7 @@ class CentralConfig:
     """Options of Central."""
 
     name: ClassVar[str] = "central"
+    pooled: ClassVar[bool] = True  # one trains on the examples of all
     optimizer_state: str = "keep"  # keep: one uninterrupted training | reset: fresh momentum every round
 
     def __post_init__(self) -> None:

@@ -26,11 +26,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flwr_replay.config import one_of
-from flwr_replay.movements.gossip import Gossip
+from flwr_replay.movements.gossip import Gossip, GossipConfig
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.settings import Settings
-from flwr_replay.movements.topology import TOPOLOGIES
 from flwr_replay.mutual import MutualConfig, check_pair
 from flwr_replay.payloads.mutual import EvaluatePair, PairEvaluation, ReleasedProxy, TrainProxy
 from flwr_replay.rng import derived_seed
@@ -40,18 +38,14 @@ __all__ = ["ProxyFL", "ProxyFLConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProxyFLConfig(MutualConfig):
+class ProxyFLConfig(MutualConfig, GossipConfig):
     """Options of ProxyFL."""
 
     name: ClassVar[str] = "proxyfl"
-    topology: str = "exponential"  # who sends to whom, see flwr_replay.movements.topology; file: topology-file
-    topology_file: str = ""  # .npy, .json or .csv with one mixing matrix, or several that take turns
-    optimizer_state: str = "keep"  # keep: both optimizers go on | reset: fresh every round
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("strategy.topology", self.topology, TOPOLOGIES)
-        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+        MutualConfig.__post_init__(self)
+        GossipConfig.__post_init__(self)
 
 
 class ProxyFL(Gossip):

@@ -215,3 +215,10 @@ def test_who_is_there_but_does_not_acknowledge_is_not_waited_for_for_ever(folder
     ran = run(folder, *JOB, "lr=0.05", "rounds=6", failing=failing)
     assert ("push", "b", 5) in ran.grid.asked
     assert conserved(ran, 6) == pytest.approx(len(NAMES) + 0.5)
+
+
+def test_who_had_mixed_what_went_back_is_believed_when_it_is_heard_again(folder):
+    ran = run(folder, *JOB, "lr=0.05", "rounds=6", losing=[("deliver", "b", at) for at in (1, 2, 3, 4)])
+    assert ("push", "b", 5) in ran.grid.asked
+    assert max(failure["round"] for failure in ran.result["failures"]) == 4
+    assert conserved(ran, 6) == pytest.approx(len(NAMES) + 0.5)  # the half that a had sent counts twice

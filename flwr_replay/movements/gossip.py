@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,23 +29,35 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from flwr_replay.config import require
-from flwr_replay.movements.answers import not_finite
+from flwr_replay.config import one_of, require
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.mailbox import Delivery, Mailbox, Parcel
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.settings import Settings
-from flwr_replay.movements.topology import Matrix, mixing_matrix, read_matrices, receivers
+from flwr_replay.movements.topology import TOPOLOGIES, Matrix, mixing_matrix, read_matrices, receivers
 from flwr_replay.payloads.relay import Committed, Deliver, Released
 from flwr_replay.rng import derived_seed
 from flwr_replay.training import form_of, to_arrays
 from flwr_replay.wire import StateDict, opened
 
-__all__ = ["Gossip"]
+__all__ = ["Gossip", "GossipConfig"]
 
 PATIENCE = 3  # rounds without an acknowledgement after which parcels go back
 HUGE = 1e18  # a weight's size, beyond which sums of squares overflow in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class GossipConfig:
+    """Options that all methods of this kind have."""
+
+    topology: str = "exponential"  # who sends to whom, see flwr_replay.movements.topology; file: topology-file
+    topology_file: str = ""  # .npy, .json or .csv with one mixing matrix, or several that take turns
+    optimizer_state: str = "keep"  # keep: optimizers go on | reset: fresh every round
+
+    def __post_init__(self) -> None:
+        one_of("strategy.topology", self.topology, TOPOLOGIES)
+        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
 
 
 class Gossip(Relay):
@@ -58,9 +71,9 @@ class Gossip(Relay):
         self.mailbox = Mailbox()
         file = self.config.topology_file
         self.matrices = read_matrices(Path(file)) if file else None
-        self.fresh: StateDict = {}
+        self.form = ""  # of the common model; without a model in the settings nobody's is refused
         if self.settings.model is not None:
-            self.fresh = to_arrays(self.settings.model(self.init_seed))
+            self.form = form_of(to_arrays(self.settings.model(self.init_seed)))
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -90,7 +103,7 @@ class Gossip(Relay):
             "run": self.settings.run,
             "lr": self.lr(server_round),
             "init_seed": self.init_seed,
-            "form": form_of(self.fresh),
+            "form": self.form,
             "committed": self.mailbox.committed.get(member.name, 0),
         }
 
@@ -121,9 +134,10 @@ class Gossip(Relay):
         for member, reply in self.answers(replies):
             answer = self.answer.decode(reply.content)
             fault = ""
-            if self.fresh and form_of(opened(answer.arrays)) != form_of(self.fresh):
+            arrays = opened(answer.arrays)
+            if self.form and form_of(arrays) != self.form:
                 fault = "released a model of another form than the common one"
-            elif not_finite([(member.name, reply)]) or largest(opened(answer.arrays)) > HUGE:
+            elif not largest(arrays) <= HUGE:  # nor NaN
                 fault = f"released weights that are not finite, or above {HUGE:g}"
             elif abs(answer.weight - (w := self.mailbox.weights.get(member.name, 1.0))) > 1e-9 * w:
                 fault = f"released a model with w = {answer.weight:g}; by what it has mixed it is {w:g}"
@@ -158,10 +172,8 @@ class Gossip(Relay):
         present = [(member, self.mailbox.waiting.get(member.name)) for member in self.members]
         asked = [self.message(m, self.delivery(server_round, waiting), config) for m, waiting in present if waiting]
         for member, reply in self.answers(self.exchange(grid, server_round, asked, needed=False)):
-            held = set(Committed.decode(reply.content).parcels)
-            if lost := held - {parcel.number for parcel in self.mailbox.waiting[member.name].parcels}:
-                self.recorder.log(f"{member.name} holds {len(lost)} parcels that went back to the sender too")
-            self.mailbox.acknowledged(member.name)
+            if twice := self.mailbox.acknowledged(member.name, Committed.decode(reply.content).parcels):
+                self.recorder.log(f"{member.name} holds {twice} parcels that went back to their senders too")
         for name, waiting in self.mailbox.waiting.items():
             if server_round - waiting.exchange >= PATIENCE and waiting.parcels:
                 self.recorder.log(f"{name} does not acknowledge: what waits for it goes back to its senders")
@@ -171,7 +183,7 @@ class Gossip(Relay):
         """Return what brings an institution its parcels."""
         parcels = waiting.parcels
         models = {
-            f"{i:03d}.{name}": array
+            f"{i:05d}.{name}": array
             for i, parcel in enumerate(parcels)
             for name, array in self.mailbox.models[parcel.number].items()
         }
@@ -212,5 +224,5 @@ class Gossip(Relay):
 
 
 def largest(arrays: StateDict) -> float:
-    """Return the largest size of any number."""
-    return max((float(np.abs(array).max()) for array in arrays.values() if array.size), default=0.0)
+    """Return the largest size of any number; NaN if one is."""
+    return float(np.max([np.abs(array).max() for array in arrays.values() if array.size], initial=0.0))

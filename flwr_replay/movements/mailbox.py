@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -32,6 +33,18 @@ class Delivery:
     weight: float  # its w then
     kept: float  # share of that which it keeps
     parcels: list[Parcel] = field(default_factory=list)
+    given_back: Delivery | None = None  # what it was before its parcels went back; the receiver may have mixed them
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """Read one back from what `asdict` gave."""
+        before = cls.of(values["given_back"]) if values["given_back"] else None
+        return cls(**{**values, "parcels": [Parcel(**one) for one in values["parcels"]], "given_back": before})
+
+    @property
+    def mixed_weight(self) -> float:
+        """Return its receiver's w after mixing."""
+        return self.weight * self.kept + sum(parcel.weight * parcel.share for parcel in self.parcels)
 
 
 @dataclass
@@ -67,18 +80,19 @@ class Mailbox:
         self.models[self.posted] = model
         return self.posted
 
-    def acknowledged(self, name: str) -> None:
-        """Forget a delivery that lies at its receiver."""
+    def acknowledged(self, name: str, held: Sequence[int]) -> int:
+        """Forget a delivery that lies at its receiver, which holds these numbers; return how many went back besides."""
         delivery = self.waiting.pop(name)
-        arrived = [parcel.weight * parcel.share for parcel in delivery.parcels]
-        self.committed[name] = delivery.exchange
-        self.weights[name] = delivery.weight * delivery.kept + sum(arrived)
+        mixed = delivery.given_back if delivery.given_back and held else delivery
+        self.committed[name], self.weights[name] = delivery.exchange, mixed.mixed_weight
+        return len(held) if mixed is not delivery else 0
 
     def give_back(self, name: str) -> None:
         """Send an institution's parcels back; if it comes again, it goes on with all it had."""
         for parcel in self.waiting[name].parcels:
             self.coming_back.setdefault(parcel.sender, []).append(parcel)
-        self.waiting[name] = Delivery(self.waiting[name].exchange, self.waiting[name].weight, 1.0)
+        before = self.waiting[name]
+        self.waiting[name] = Delivery(before.exchange, before.weight, 1.0, given_back=before)
 
     def keep(self, folder: Path) -> None:
         """Write the models that still wait to files, and forget all others."""
@@ -110,10 +124,7 @@ class Mailbox:
         folder : Path
             Where `keep` has written.
         """
-        waiting = {
-            name: Delivery(**{**one, "parcels": [Parcel(**parcel) for parcel in one["parcels"]]})
-            for name, one in values["waiting"].items()
-        }
+        waiting = {name: Delivery.of(one) for name, one in values["waiting"].items()}
         back = {name: [Parcel(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
         models = {number: load_file(folder / f"{number:06d}.safetensors") for number in values["models"]}
         return cls(waiting, back, values["committed"], values["weights"], models, values["posted"])

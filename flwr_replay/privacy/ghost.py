@@ -91,11 +91,12 @@ class Ghost:
         called = [(layer, seen[layer]) for layer in self.layers if layer in seen]
         gradients = torch.autograd.grad(loss, [one.outputs for _, one in called], allow_unused=True)
         used = [(*pair, g) for pair, g in zip(called, gradients, strict=True) if g is not None]
-        squares: list[Tensor] = []
+        parts: list[Tensor] = []
         for layer, one, g in used:
             one.a_BpT, one.g_BqT = matrices(layer, one.inputs, g)
-            squares.append(squared_norms(one, layer.weight.requires_grad, trains_bias(layer)))
-        factors_B, counts_B = scales(torch.stack(squares).sum(0).sqrt())
+            parts.append(norms(one, layer.weight.requires_grad, trains_bias(layer)))
+        factors_B, counts_B = scales(torch.linalg.vector_norm(torch.stack(parts), dim=0))
+        factors_B = factors_B.to(loss.dtype)
         rows = slice(None) if counts_B.all() else counts_B
         for layer, one, _ in used:
             if layer.weight.requires_grad:
@@ -151,16 +152,24 @@ def matrices(layer: nn.Linear | nn.Conv2d, inputs: Tensor, gradients: Tensor) ->
     return a_BpT, gradients.flatten(2)
 
 
-def squared_norms(one: Seen, weight: bool, bias: bool) -> Tensor:
-    """Return each example's squared gradient norm at a layer, (B,)."""
-    a_BpT, g_BqT = one.a_BpT, one.g_BqT
-    T, squares_B = a_BpT.shape[2], a_BpT.new_zeros(len(a_BpT))
-    if weight and T == 1:
-        squares_B = a_BpT.square().sum((1, 2)) * g_BqT.square().sum((1, 2))
+def norms(one: Seen, weight: bool, bias: bool) -> Tensor:
+    """Return each example's gradient norm at a layer, (B,), float64: products of squares leave float32's range."""
+    found = []
+    if weight and one.a_BpT.shape[2] == 1:
+        found.append(norms_of(one.a_BpT) * norms_of(one.g_BqT))
     elif weight:
-        one.single_Bqp = g_BqT @ a_BpT.transpose(1, 2)
-        squares_B = one.single_Bqp.square().sum((1, 2))
-    return squares_B + g_BqT.sum(2).square().sum(1) if bias else squares_B
+        one.single_Bqp = one.g_BqT @ one.a_BpT.transpose(1, 2)
+        found.append(norms_of(one.single_Bqp))
+    if bias:
+        found.append(norms_of(one.g_BqT.sum(2)))
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(found), dim=0)
+    return whole
+
+
+def norms_of(parts: Tensor) -> Tensor:
+    """Return the L2 norm of each row's numbers, float64."""
+    found: Tensor = torch.linalg.vector_norm(parts.flatten(1), dim=1, dtype=torch.float64)
+    return found
 
 
 def summed(one: Seen, factors_B: Tensor, rows: Rows) -> Tensor:

@@ -35,11 +35,14 @@ class PrivacyPlan:
         Of every mechanism that is trained by DP-SGD: its name, its epochs in the whole run, b.
     unproven : str
         Why the epsilon that is computed is none; empty: it is proven.
+    pooled : bool
+        Whether one institution trains on the examples of all, in a simulation.
     """
 
     config: PrivacyConfig
     passes: tuple[tuple[str, int, int], ...]
     unproven: str = ""
+    pooled: bool = False
 
     @classmethod
     def of(cls, config: RunConfig) -> Self | None:
@@ -95,8 +98,9 @@ class PrivacyPlan:
             "classifier": (config.rounds * getattr(strategy, "local_epochs", 1), config.training.batch_size),
             "proxy": (config.rounds, config.training.batch_size),
         }
+        pooled = getattr(strategy, "pooled", False)
         learns = "proxy" in wanted and getattr(strategy, "beta", 0) > 0
-        return cls(privacy, tuple((name, *epochs[name]) for name in wanted), UNPROVEN if learns else "")
+        return cls(privacy, tuple((name, *epochs[name]) for name in wanted), UNPROVEN if learns else "", pooled)
 
     def covers(self, mechanism: str) -> bool:
         """Say whether what a mechanism releases is private; the counts of labels belong to the prior."""
@@ -121,6 +125,11 @@ class PrivacyPlan:
     def fixed(self) -> list[SampledGaussian]:
         """Return what is released with noise of its own."""
         return [self.counts()] if self.covers("prior") else []
+
+    @property
+    def setting(self) -> str:
+        """What a run's promise rests on; it cannot change while the run goes on."""
+        return f"{self.config!r}, {'unproven' if self.unproven else 'proven'}"
 
     @property
     def mechanism(self) -> str:

@@ -41,10 +41,16 @@ class Purse:
     def __init__(self, plan: PrivacyPlan, institution: Institution, state: StateStore, seed: int) -> None:
         self.plan, self.institution, self.state, self.seed = plan, institution, state, seed
 
+    @property
+    def examples(self) -> int:
+        """|D|, from which batches are drawn."""
+        pooled = self.plan.pooled and self.institution.read_pooled is not None
+        return len(self.institution.pooled if pooled else self.institution.train)
+
     def account(self, run: str) -> Account:
         """Return the account of a run."""
         config, folder = self.plan.config, self.state.of_run(run)
-        return Account(folder, delta=config.delta_for(len(self.institution.train)), limit=config.limit)
+        return Account(folder, delta=config.delta_for(self.examples), limit=config.limit)
 
     def check_first_passes(self) -> None:
         """Refuse to take part where not one pass of what every round trains could be taken.
@@ -54,7 +60,7 @@ class Purse:
         PrivacyError
             If the budget does not allow it, delta is too large, or there are fewer examples than a batch has.
         """
-        examples, config = len(self.institution.train), self.plan.config
+        examples, config = self.examples, self.plan.config
         if config.delta > 1 / examples:
             raise PrivacyError(
                 f"delta may be at most one over the number of examples, {1 / examples:.2g} here; got {config.delta:g}: "
@@ -84,8 +90,7 @@ class Purse:
             return None
         if epochs < 1:
             raise PrivacyError(f"a private training has at least one epoch; {epochs} were asked for")
-        data = self.institution.pooled if getattr(request, "pooled", False) else self.institution.train
-        cost = self.plan.cost(mechanism, len(data), epochs)
+        cost = self.plan.cost(mechanism, self.examples, epochs)
         self.account(request.run).charge(mechanism, cost, self.plan.config.noise)
         stream = self.stream(mechanism, request)
         return PrivateVisit(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)

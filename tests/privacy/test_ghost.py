@@ -93,3 +93,13 @@ def test_a_large_common_activation_does_not_hide_a_gradient():
 
     sums, _ = clipped_sums(model, losses, (x[:1],), 1.0)
     assert torch.cat([one.flatten() for one in sums]).norm() <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("size", [1e-23, 1e23])
+def test_norms_neither_vanish_nor_overflow(size):
+    """Squares of these activations, and of these gradients, leave float32."""
+    model = staged(nn.Linear(4, 3, bias=False))
+    x = torch.rand(2, 4) + 1
+    sums, _ = clipped_sums(model, lambda x: model(x * size).sum(1) / size * 10, (x,), 1.0)
+    expected = (x / (x.norm(dim=1, keepdim=True) * 3**0.5)).sum(0)
+    torch.testing.assert_close(sums[0], expected.expand(3, 4))

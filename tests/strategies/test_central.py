@@ -1,5 +1,6 @@
 """Central through real messages against a plain loop over the union of all data."""
 
+import json
 import shlex
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from flwr_replay.client_app import app, backbone
 from flwr_replay.compose import compose
 from flwr_replay.engine import InlineGrid
-from flwr_replay.errors import RunError
+from flwr_replay.errors import RefusedError, RunError
 from flwr_replay.institution import dealt
 from flwr_replay.movements.base import Settings
 from flwr_replay.rng import derived_seed
@@ -89,3 +90,15 @@ def test_who_owns_its_own_data_only_cannot_pool(job, tmp_path):
     with pytest.raises(RunError, match="institution 'a' owns its own data only; strategy=central needs one"):
         run(job, nodes)
     run(job, nodes[:1])
+
+
+def test_privacy_is_counted_over_the_union(job, tmp_path, monkeypatch):
+    private = [*job, "dp=classifier", "model.norm=group"]
+    with pytest.raises(RefusedError, match="delta may be at most one over the number of examples"):
+        run([*private, "delta=0.02"], simulated(3))  # above 1/90, below 1/30
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "other"))
+    run(private, simulated(3))
+    (account,) = tmp_path.rglob("privacy.jsonl")
+    charge = json.loads(account.read_text().splitlines()[0])
+    assert charge["rate"] == pytest.approx(B / N)
+    assert charge["steps"] == N // B

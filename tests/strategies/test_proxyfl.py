@@ -228,3 +228,15 @@ def test_a_private_training_does_not_go_on_from_one_without_noise(folder):
 
     with pytest.raises(RefusedError, match="was begun with others: begin a new run"):
         run(folder, *PROXYFL, *DP, grid_type=Under)
+
+
+def test_under_one_run_a_proxy_does_not_change_from_unproven_to_proven(folder):
+    first = run(folder, *PROXYFL, *DP, "beta=0.5", "rounds=1", name="unproven")
+
+    class Under(Grid):
+        def _answer(self, message):
+            message.content["config"]["run"] = first.run
+            return super()._answer(message)
+
+    with pytest.raises(RefusedError, match="was begun with others: begin a new run"):
+        run(folder, *PROXYFL, *DP, "beta=0", grid_type=Under)
