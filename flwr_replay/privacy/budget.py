@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class Account:
         """
         with self._held() as charges:
             spent = _costs(charges)
-            if (total := epsilon([*spent, cost], self.delta)) > self.limit:
+            if self.limit < inf and (total := epsilon([*spent, cost], self.delta)) > self.limit:
                 raise BudgetError(
                     f"the privacy budget is epsilon {self.limit:g} at delta {self.delta:.2g}; {cost.steps} steps of "
                     f"{mechanism} would make {total:.2f}, {self._affordable(spent, cost)} of them are left: end the "
@@ -76,7 +77,6 @@ class Account:
             lines.flush(to_disk=True)
             lines.close()
             _sync(self.folder)
-            _sync(self.folder.parent)
 
     def affordable(self, cost: SampledGaussian) -> int:
         """Return how many of these steps the budget still allows."""
@@ -96,15 +96,11 @@ class Account:
         with self._held() as charges:
             return _costs(charges)
 
-    @property
-    def protected(self) -> bool:
-        """Say whether all noise came from the secret key."""
-        with self._held() as charges:
-            return all(charge["noise"] == "secret" for charge in charges)
-
     def epsilon(self, accountant: str = "rdp") -> float:
         """Return epsilon of all that was charged; infinite where some noise came from the run's seed."""
-        return epsilon(self.spent, self.delta, accountant) if self.protected else inf
+        with self._held() as charges:
+            protected = all(charge["noise"] == "secret" for charge in charges)
+        return epsilon(_costs(charges), self.delta, accountant) if protected else inf
 
     @contextmanager
     def _held(self) -> Iterator[list[dict[str, Any]]]:
@@ -118,9 +114,11 @@ def _costs(charges: list[dict[str, Any]]) -> list[SampledGaussian]:
     return [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
 
 
+@lru_cache(maxsize=1024)  # once in a process: entries that are on the disk stay there
 def _sync(folder: Path) -> None:
-    """Put a folder's entries on the disk: a new file's own flush does not."""
+    """Put the entries of a folder, and its own, on the disk: a new file's own flush does not."""
     if os.name == "posix":
-        entry = os.open(folder, os.O_RDONLY)
-        os.fsync(entry)
-        os.close(entry)
+        for holder in (folder, folder.parent):
+            entry = os.open(holder, os.O_RDONLY)
+            os.fsync(entry)
+            os.close(entry)
