@@ -3,10 +3,11 @@
 Sources: Kalra et al. 2023, sections 4.1 and 4.2, appendix B.
 
 `main` and `mlp` have the paper's settings (`preset=paper`) but for 900 examples each and distinct major classes: three
-steps a round with a sampling rate of 0.28. Their epsilon is no proof where a proxy learns from a private model. `sound`
-has beta=0 and a proven epsilon (`preset=sound`): full batches, SGD, the complete graph, and private models that learn
-from the proxies in passes of their own. The ablations have 50 rounds. Accuracy is the private models', each on a share
-of the test examples; parts named `-proxies` show the same runs' proxies.
+steps a round with a sampling rate of 0.28. Their epsilon is no proof where a proxy learns from a private model. Parts
+`epsilon-...` have beta=0 and a proven epsilon (`preset=sound`): full batches, SGD, the complete graph, and private
+models that learn from the proxies in passes of their own; `alpha 0` are such private models without a teacher, with the
+same passes on shifted images and without them. The ablations have 50 rounds. Accuracy is the private models', each on a
+share of the test examples; parts named `-proxies` show the same runs' proxies.
 """
 
 from __future__ import annotations
@@ -21,56 +22,78 @@ MNIST = ["task=mnist", "partition=majority", "p=0.8", "majors=distinct", "partit
 PAPER = [*MNIST, "preset=paper", "evaluate_every=10"]
 SOUND = [*MNIST, "preset=sound", "batch_size=900", "evaluate_every=10", "seeds=5"]
 MLP = "private_models=[mlp]"
+MIXED = "private_models=[mlp,lenet5,cnn1,cnn2]"
 PAIRS = [f"ProxyFL := proxyfl:{MLP}", f"FML := fml:{MLP}"]
+LENET = ["ProxyFL := proxyfl", "FML := fml"]
 OTHERS = [
     "AvgPush := avgpush:dp=classifier",
     "FedAvg := fedavg:dp=classifier:optimizer_state=keep",
     "Regular := local:dp=classifier",
     "Joint := central:dp=classifier",
 ]
-BUDGETS = {8: "", 4: "", 2: ":lr=0.3:rounds=70:lr_step=50", 1: ":lr=0.3:rounds=50:lr_step=40"}
+OPEN = [method.replace(":dp=classifier", "") for method in OTHERS]  # Fig. 7, without privacy
+BUDGETS = {1: ":lr=0.3:rounds=50:lr_step=40", 2: ":lr=0.3:rounds=70:lr_step=50", 4: "", 8: ""}
+ALONE = ["alpha 0 := proxyfl:alpha=0", "alpha 0, one pass := proxyfl:alpha=0:private_epochs=0"]
 
 
-def part(name: str, about: str, methods: Sequence[str], options: Sequence[str], metric: str = "") -> Part:
+def part(
+    name: str, about: str, methods: Sequence[str], options: Sequence[str], metric: str = "", group: str = ""
+) -> Part:
     """Return a part whose first method is what the others are compared with."""
     first = methods[0].split(" := ")[0]
-    return Part(name=name, about=about, methods=methods, options=options, against=first, metric=metric, data="mnist")
+    return Part(
+        name=name,
+        about=about,
+        methods=methods,
+        options=options,
+        against=first,
+        metric=metric,
+        data="mnist",
+        group=group,
+    )
 
 
-def ablation(name: str, about: str, options: Sequence[str], methods: Sequence[str] = (*PAIRS, *OTHERS)) -> Part:
-    """Return a part of 50 rounds with all models an MLP."""
-    return part(name, about, methods, [*PAPER, "rounds=50", "seeds=3", *options])
+def ablation(about: str, name: str, options: Sequence[str] = (), methods: Sequence[str] = (*PAIRS, *OTHERS)) -> Part:
+    """Return a part of 50 rounds with all models an MLP; parts of one figure have a picture together."""
+    group = f"{name.partition('-')[0]}, {about.partition(':')[0]}"
+    return part(name, about, methods, [*PAPER, "rounds=50", "seeds=3", *options], group=group)
 
 
-LENET = ["ProxyFL := proxyfl", "FML := fml"]
-BUDGETED = [f"epsilon {epsilon} := proxyfl:target_epsilon={epsilon}{rest}" for epsilon, rest in BUDGETS.items()]
+def sound(budget: int, metric: str = "") -> Part:
+    """Return a part with a proven epsilon; where it is 8, beside private models that learn from nobody."""
+    name, other = f"epsilon-{budget}", ALONE if budget == max(BUDGETS) and not metric else []
+    methods = [f"ProxyFL := proxyfl:target_epsilon={budget}{BUDGETS[budget]}", *other]
+    if metric:
+        return part(f"{name}-proxies", "The proxies of these runs.", methods, SOUND, metric, "Proxies, proven epsilon")
+    return part(name, "A proven epsilon, and what it buys.", methods, SOUND, group="Private models, proven epsilon")
+
+
+def mutual(weight: float) -> Part:
+    """Return a part with another alpha and beta; at 0.5 they are the paper's."""
+    own = "" if weight == 0.5 else f":alpha={weight}:beta={weight}"
+    return ablation("Fig. 13: alpha and beta.", f"dml-{weight}", methods=[f"{method}{own}" for method in PAIRS])
+
+
 PARTS = [
+    *(sound(budget) for budget in BUDGETS),
+    *(sound(budget, "proxy-accuracy") for budget in BUDGETS),
     part("mlp", "Fig. 11: private models and proxies are MLPs.", [*PAIRS, *OTHERS], [*PAPER, "seeds=5"]),
     part("mlp-proxies", "The proxies of these runs.", PAIRS, [*PAPER, "seeds=5"], "proxy-accuracy"),
-    part("main", "Fig. 3: private models are LeNet-5, proxies MLPs; the others as above.", LENET, [*PAPER, "seeds=5"]),
+    part("main", "Fig. 3: private models are LeNet-5, all others MLPs.", [*LENET, *OTHERS], [*PAPER, "seeds=5"]),
     part("main-proxies", "The proxies of these runs.", LENET, [*PAPER, "seeds=5"], "proxy-accuracy"),
-    part("sound", "A proven epsilon, and what it buys.", [*BUDGETED, "alpha 0 := proxyfl:alpha=0"], SOUND),
-    part("sound-proxies", "The proxies of these runs.", BUDGETED, SOUND, "proxy-accuracy"),
-    ablation("skew-iid", "Fig. 5: without skew.", ["p=0.1"]),
-    ablation("skew-half", "Fig. 5: half of the examples of one class.", ["p=0.5"]),
-    ablation("skew-most", "Fig. 5: as everywhere else.", []),
+    ablation("Fig. 5: skew, none.", "skew-0.1", ["p=0.1"]),
+    ablation("Fig. 5: skew, half of the examples of one class.", "skew-0.5", ["p=0.5"]),
+    ablation("Fig. 5: skew, as everywhere else.", "skew-0.8"),
     ablation(
-        "without-dp", "Fig. 7: no clipping, no noise.", ["dp=none"], [*PAIRS, *(m.split(":dp")[0] for m in OTHERS)]
-    ),
-    ablation(
-        "mixed",
         "Fig. 6: two institutions each have MLP, LeNet-5, CNN1 and CNN2.",
-        [],
-        [
-            "ProxyFL := proxyfl:private_models=[mlp,lenet5,cnn1,cnn2]",
-            "FML := fml:private_models=[mlp,lenet5,cnn1,cnn2]",
-        ],
+        "mixed",
+        methods=[f"ProxyFL := proxyfl:{MIXED}", f"FML := fml:{MIXED}"],
     ),
-    *(ablation(f"batch-{size}", "Fig. 12: batch size.", [f"batch_size={size}"], PAIRS[:1]) for size in (50, 100, 450)),
-    *(
-        ablation(
-            f"dml-{weight}", "Fig. 13: alpha and beta.", [], [f"ProxyFL := proxyfl:{MLP}:alpha={weight}:beta={weight}"]
-        )
-        for weight in (0.1, 0.3, 0.7, 0.9)
-    ),
+    ablation("Fig. 7: with differential privacy.", "privacy-on"),
+    ablation("Fig. 7: no clipping, no noise.", "privacy-off", ["dp=none"], [*PAIRS, *OPEN]),
+    ablation("Fig. 12: batch size.", "batch-50", ["batch_size=50"], PAIRS),
+    ablation("Fig. 12: batch size.", "batch-100", ["batch_size=100"], PAIRS),
+    ablation("Fig. 12: batch size, as everywhere else.", "batch-250", methods=PAIRS),
+    ablation("Fig. 12: batch size.", "batch-450", ["batch_size=450"], PAIRS),
+    *(mutual(weight) for weight in (0.1, 0.3, 0.5, 0.7, 0.9)),
 ]
