@@ -1,0 +1,168 @@
+"""What a `manifest.csv` says of the files in a folder: which there are, their labels, their sites, their splits.
+
+Without given splits each site's examples are divided four to one. The division depends on the number and the order
+of that site's rows only: an institution that holds its own rows gets the bits that a simulation over all rows gets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from flwr_replay.config import TaskConfig
+from flwr_replay.data.readers import Raw, csv_rows
+from flwr_replay.errors import DataError, nearest
+from flwr_replay.rng import derived_rng
+
+__all__ = ["SPLITS", "Row", "manifest_rows", "raws_of"]
+
+SPLITS = ("train", "test", "val")
+INTEGER = re.compile(r"[+-]?\d+(\.0+)?")  # spreadsheets write 1 as 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example."""
+
+    file: Path
+    label: str
+    where: str  # for error lines
+    site: str | None = None
+    split: str | None = None
+
+
+def manifest_rows(path: Path, task: TaskConfig, column: str, known: Sequence[str] = SPLITS) -> list[Row]:
+    """Read a manifest.
+
+    Parameters
+    ----------
+    path : Path
+        Of the manifest; files are relative to its folder.
+    task : TaskConfig
+        Its `site_column` names the institution.
+    column : str
+        That names the file: image or bag.
+    known : sequence of str
+        What the column split may say.
+
+    Raises
+    ------
+    DataError
+        For an empty cell, an unknown split, or a file that is listed twice; the line names it.
+    """
+    wanted = [column, "label", *([task.site_column] if task.site_column != "site" else [])]
+    lines = csv_rows(path, wanted)
+    present = list(lines[0][1]) if lines else []
+    used = {*wanted, *(name for name in (task.site_column, "split") if name in present)}
+    rows, listed = [], {}  # type: list[Row], dict[Path, str]
+    for where, cells in lines:
+        values = {name: cells[name] for name in used}
+        for name, value in values.items():
+            if not value:
+                raise DataError(f"every row must have a value for {name!r}; {where} has none")
+        if "split" in values and values["split"] not in known:
+            raise DataError(f"split must be one of {', '.join(known)}; got {values['split']!r} in {where}")
+        file = path.parent / values[column]
+        if (earlier := listed.setdefault(file, where)) != where:
+            raise DataError(f"a file must be listed once; {file} is in {earlier} and in {where}")
+        rows.append(Row(file, values["label"], where, values.get(task.site_column), values.get("split")))
+    return rows
+
+
+def raws_of(
+    rows: list[Row],
+    task: TaskConfig,
+    source: str,
+    read: Callable[[Row, TaskConfig], NDArray[Any]],
+    dtype: DTypeLike = np.uint8,
+    known: Sequence[str] = SPLITS,
+) -> dict[str, Raw]:
+    """Read all files, split by split.
+
+    Parameters
+    ----------
+    rows : list of Row
+        Of a manifest, or of folders.
+    task : TaskConfig
+        Labels are numbers, or names: resolved by its `class_names`, else numbered in sorted order.
+    source : str
+        Where the rows come from, for error lines.
+    read : Callable
+        Reads a row's file as (C, H, W).
+    dtype : dtype
+        Of what it reads.
+    known : sequence of str
+        The splits.
+
+    Raises
+    ------
+    DataError
+        For a label that is not as said, or if there are no rows.
+    """
+    if not rows:
+        raise DataError(f"task={task.name} needs examples; got none in {source}")
+    y = _labels(rows, task, source)
+    sites = None if rows[0].site is None else np.asarray([row.site for row in rows], dtype=np.str_)
+    splits = _splits(rows, sites)
+    found = {}
+    for split in known:
+        # Row order within a split: restricted to one site it is the order that this site's own folder gives.
+        members = np.flatnonzero(splits == split)
+        x = np.empty((len(members), task.channels, task.size, task.size), dtype)
+        for n, member in enumerate(members):
+            x[n] = read(rows[member], task)
+        found[split] = Raw(x, y[members], source, source, None if sites is None else sites[members])
+    return found
+
+
+def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[np.int64]:
+    """Turn labels into class numbers; a wrong one is reported with its row."""
+    numbers = {name: number for number, name in enumerate(task.class_names)}
+    found = sorted({row.label for row in rows})
+    named = any(not INTEGER.fullmatch(label) for label in found)
+    if not numbers and named:
+        # With fewer names than classes, an institution that lacks a class would number the others differently.
+        if len(found) != task.classes:
+            raise DataError(
+                f"task={task.name} has {task.classes} classes; got {len(found)} class names in {source} "
+                f"({_some(found)}): set task.class-names to all of them, in the order of the labels"
+            )
+        numbers = {name: number for number, name in enumerate(found)}
+    y = np.empty(len(rows), np.int64)
+    for n, row in enumerate(rows):
+        if row.label in numbers:
+            y[n] = numbers[row.label]
+            continue
+        if not INTEGER.fullmatch(row.label):
+            raise DataError(f"unknown class {row.label!r} ({row.where}): {nearest(row.label, numbers)}")
+        number = int(row.label.split(".")[0])
+        if not 0 <= number < task.classes:
+            raise DataError(
+                f"labels of task={task.name} must lie in 0..{task.classes - 1}; got {row.label} ({row.where}): "
+                "set task.classes, or correct the label"
+            )
+        y[n] = number
+    return y
+
+
+def _splits(rows: list[Row], sites: NDArray[np.str_] | None) -> NDArray[np.str_]:
+    if rows[0].split is not None:
+        return np.asarray([row.split for row in rows])
+    splits = np.full(len(rows), "train", dtype="<U5")
+    for site in [None] if sites is None else np.unique(sites):
+        members = np.arange(len(rows)) if sites is None else np.flatnonzero(sites == site)
+        tested = max(1, round(len(members) / 5)) if len(members) > 1 else 0
+        # Seeded by nothing but the count, so that it holds with or without a site column in the site's own manifest.
+        order = derived_rng(0, "folder", "split", len(members)).permutation(len(members))
+        splits[members[order[:tested]]] = "test"
+    return splits
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
