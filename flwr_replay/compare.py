@@ -95,6 +95,8 @@ def compare_strategies(
     metric = metric or task.metric
     told = [load_strategy(method.strategy)[0].evaluated.metrics(task) for method in methods]
     known = [name for name in told[0] if all(name in names for names in told)]
+    if config.external:
+        known += [f"external-{name}" for name in known]
     if metric not in known:
         raise ConfigError(f"--metric must be one that all methods have; got {metric!r}: {nearest(metric, known)}")
     make_folder(folder, "--runs-dir")
@@ -104,7 +106,7 @@ def compare_strategies(
         "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config)}: {config.model.name}, "
         f"{config.rounds} round{'s' * (config.rounds > 1)}",
         "metric": metric,
-        "higher-is-better": metric.removeprefix("proxy-") not in ERRORS,
+        "higher-is-better": metric.removeprefix("external-").removeprefix("proxy-") not in ERRORS,
         "against": against,
         "seeds": list(seeds),
         "options": shared,

@@ -38,6 +38,9 @@ def one_of(option: str, value: str, known: tuple[str, ...]) -> None:
     require(value in known, f"{option} must be one of {', '.join(known)}; got {value!r}: {hint}")
 
 
+MODELS = ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "deepset", "resnet18", "resnet34", "unet")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """A data set and what is learned from it."""
@@ -51,8 +54,9 @@ class TaskConfig:
     size: int  # height and width of an image, pixels; a table's rows have 1
     classes: int = 1  # classification: C >= 2; otherwise 1
     unit: str = ""  # regression: of the label
-    class_names: tuple[str, ...] = ()  # folder: the class folders in the order of the labels; empty: sorted
-    site_column: str = "site"  # folder: the manifest's column that names the institution
+    class_names: tuple[str, ...] = ()  # of a manifest, or class folders, in the order of the labels; empty: sorted
+    class_groups: tuple[str, ...] = ()  # one for each class, where classes of a group are told apart; empty: not so
+    site_column: str = "site"  # the manifest's column that names the institution
     train_size: int = 0  # flwr_replay.data.clinical: subjects to train on; 0: all that are left
     val_size: int = 0  # flwr_replay.data.clinical: subjects to validate on
     test_size: int = 0  # flwr_replay.data.clinical: subjects to test on; 0: the set's own test part, else one in five
@@ -76,6 +80,10 @@ class TaskConfig:
         require(
             not self.class_names or len(self.class_names) == self.classes,
             f"task.class-names must name all {self.classes} classes; got {len(self.class_names)}",
+        )
+        require(
+            not self.class_groups or (self.kind == "classification" and len(self.class_groups) == self.classes),
+            f"task.class-groups must name a group for each of the {self.classes} classes; got {len(self.class_groups)}",
         )
 
 
@@ -115,7 +123,7 @@ class ModelConfig:
     weights: str = ""  # a file of pretrained weights to begin with, read by the server; empty: fresh weights
 
     def __post_init__(self) -> None:
-        one_of("model.name", self.name, ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "resnet18", "resnet34", "unet"))
+        one_of("model.name", self.name, MODELS)
         one_of("model.stem", self.stem, ("published", "small"))
         one_of("model.norm", self.norm, ("batch", "group"))
         require(self.width >= 1, f"model.width must be at least 1; got {self.width}")
@@ -230,6 +238,7 @@ class RunConfig:
     rounds: int  # passes over the institutions' data
     seed: int
     evaluate_every: int  # rounds; the last round is always evaluated
+    external: bool  # whenever a model is tested, test it on other institutions' examples too
     forgetting: bool  # after every exchange, test the model on each institution's own training examples too
     threads: int  # torch threads of every process; equal numbers give equal bits
     device: str  # auto | cpu | cuda | cuda:N

@@ -61,6 +61,7 @@ class Institution:
     read: Callable[[], Dataset]
     device: torch.device
     read_pooled: Callable[[], Dataset] | None = None  # simulation only: the union of all institutions
+    read_external: Callable[[], Examples] | None = None  # simulation only: other institutions' test examples
     policy: Policy = field(default_factory=Policy)
     state_root: Path = field(default_factory=lambda: home() / "state")
     private_model: str = ""  # of conf/model, where a method has a model that never leaves; empty: as the common one
@@ -115,9 +116,24 @@ class Institution:
         """Validation examples, where the data set has a split for them."""
         return Shard.of(self.data.val, self.device) if self.data.val is not None and len(self.data.val) else None
 
+    @cached_property
+    def external(self) -> Shard:
+        """Test examples of other institutions."""
+        found = self.read_external() if self.read_external else self.data.external
+        if found is None or not len(found):
+            raise DataError(
+                f"external=true tests on other institutions' examples; {self.name!r} holds none of classes that it "
+                "trains on: add rows with split=external to its manifest"
+            )
+        return Shard.of(found, self.device)
+
     def shard(self, split: str) -> Shard:
-        """Return the training or the test examples."""
-        return self.train if split == "train" else self.test
+        """Return the training, the test or the external examples."""
+        shards = {"train": "train", "test": "test", "external": "external"}
+        if split not in shards:
+            raise DataError(f"an institution holds train, test and external examples; got {split!r}")
+        found: Shard = getattr(self, shards[split])
+        return found
 
     @cached_property
     def pooled(self) -> Shard:
@@ -204,6 +220,7 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         name=names[k] if names else institution_name(k, nodes),
         read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(loaded(config.task), k),
         read_pooled=lambda: _union(config, nodes),
+        read_external=lambda: dealt(config.task, config.partition, nodes, config.seed).external(loaded(config.task), k),
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation",

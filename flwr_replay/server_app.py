@@ -63,6 +63,7 @@ def settings_of(config: RunConfig) -> Settings:
         nodes=config.nodes,
         seed=config.seed,
         evaluate_every=config.evaluate_every,
+        external=config.external,
         forgetting=config.forgetting,
         timeout=config.timeout,
         wait=config.wait,

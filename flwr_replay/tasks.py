@@ -117,15 +117,26 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class Classification(Task):
-    """One label of C per example; cross-entropy, nats; accuracy leads."""
+    """One label of C per example; cross-entropy, nats; accuracy leads.
+
+    Parameters
+    ----------
+    classes : int
+        C.
+    groups : tuple of str
+        One for each class, such as its tumour type, or none. Where an example's group is known, its class is to be
+        told from the others of this group: subtype-accuracy (Kalra et al. 2023, section 4.3).
+    """
 
     classes: int
+    groups: tuple[str, ...] = ()
     metric: ClassVar[str] = "accuracy"
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """All metrics; with two classes also the AUC of class 1."""
-        return ("accuracy", "balanced-accuracy", "macro-f1", *(["auc"] if self.classes == 2 else []), "loss")
+        """All metrics; with two classes also the AUC of class 1, with groups accuracy within the label's group."""
+        more = [*(["subtype-accuracy"] if self.groups else []), *(["auc"] if self.classes == 2 else [])]
+        return ("accuracy", "balanced-accuracy", "macro-f1", *more, "loss")
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean cross-entropy of logits (B, C) and labels (B,), nats."""
@@ -138,6 +149,10 @@ class Classification(Task):
             "loss": functional.cross_entropy(outputs, y, reduction="sum"),
             "confusion": torch.bincount(y * C + outputs.argmax(1), minlength=C * C),
         }
+        if self.groups:
+            numbers_C = torch.tensor([self.groups.index(group) for group in self.groups], device=y.device)
+            elsewhere_BC = numbers_C[y].unsqueeze(1) != numbers_C
+            sums["hits_in_group"] = (outputs.masked_fill(elsewhere_BC, -torch.inf).argmax(1) == y).sum()
         if C == 2:
             margins_B = outputs[:, 1] - outputs[:, 0]
             squashed_B = margins_B / (HALFWAY + margins_B.abs())  # keeps the order, however confident the model
@@ -148,7 +163,9 @@ class Classification(Task):
     def empty(self) -> Evaluation:
         """Return an evaluation of no example."""
         scores = [0] * (2 * BINS) if self.classes == 2 else []
-        return Evaluation(num_examples=0, loss=0.0, confusion=[0] * self.classes**2, scores=scores)
+        hits = 0 if self.groups else None
+        confusion = [0] * self.classes**2
+        return Evaluation(num_examples=0, loss=0.0, confusion=confusion, hits_in_group=hits, scores=scores)
 
     def pooled(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
         """Compute the metrics from the summed confusion matrices and histograms.
@@ -170,6 +187,8 @@ class Classification(Task):
             "balanced-accuracy": float((hits_C[held] / labels_C[held]).mean()),
             "macro-f1": float((2 * hits_C[held] / (labels_C + guesses_C)[held]).mean()),
         }
+        if self.groups:
+            metrics["subtype-accuracy"] = _hits_in_group(evaluations) / float(confusion_CC.sum())
         if C == 2 and held.all() and all(len(evaluation.scores) for evaluation in evaluations):
             metrics["auc"] = _auc(_summed(evaluations, "scores", 2 * BINS).reshape(2, BINS))
         return metrics
@@ -181,6 +200,15 @@ class Classification(Task):
     def blank_labels(self, n: int, input_shape: tuple[int, ...]) -> NDArray[Any]:
         """Return n class numbers."""
         return np.zeros(n, np.int64)
+
+
+def _hits_in_group(evaluations: Sequence[Evaluation]) -> int:
+    total = 0
+    for one in evaluations:
+        if one.hits_in_group is None or not 0 <= one.hits_in_group <= one.num_examples:
+            raise WireError(f"hits-in-group must count examples of the shard; got {one.hits_in_group}")
+        total += one.hits_in_group
+    return total
 
 
 def _auc(scores_2S: NDArray[np.int64]) -> float:
@@ -342,4 +370,4 @@ def make_task(config: TaskConfig) -> Task:
     """Build the task that a configuration names."""
     if config.kind == "regression":
         return Regression()
-    return Segmentation() if config.kind == "segmentation" else Classification(config.classes)
+    return Segmentation() if config.kind == "segmentation" else Classification(config.classes, config.class_groups)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config import TaskConfig, one_of
+from flwr_replay.data.bags import read_bags
 from flwr_replay.data.clinical import read_boneage, read_brats, read_isic, read_retina, read_tuberculosis
 from flwr_replay.data.folder import read_folder
 from flwr_replay.data.readers import Raw, read_cifar10, read_digits, read_idx, read_medmnist
@@ -28,6 +29,7 @@ READERS: dict[str, Callable[[TaskConfig], dict[str, Raw]]] = {
     "cifar10": read_cifar10,
     "medmnist": read_medmnist,
     "folder": read_folder,
+    "bags": read_bags,
     "diabetes": read_diabetes,
     "heart_disease": read_heart_disease,
     "isbi2012": read_isbi2012,
@@ -47,7 +49,7 @@ class Examples:
     ----------
     x : ndarray of uint8 or float32, shape (N, C, H, W)
         Images: bytes 0..255, which models see as 0..1, or numbers as they are. A table's rows have the shape
-        (features, 1, 1).
+        (features, 1, 1), bags of vectors (features, H, W) with a vector at each place.
     y : ndarray, shape (N,), int64 (classes) or float32 (continuous labels); or (N, H, W), uint8 (masks of 0 and 1)
         Labels.
     sites : ndarray of str, shape (N,), or None
@@ -101,12 +103,13 @@ class Examples:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Examples to train on, to test on and, where the source has them, to validate on."""
+    """Examples to train on, to test on and, where the source has them, to validate on, and of other institutions."""
 
     name: str
     train: Examples
     test: Examples
     val: Examples | None = None
+    external: Examples | None = None
 
 
 def load(task: TaskConfig) -> Dataset:
@@ -143,8 +146,8 @@ def load(task: TaskConfig) -> Dataset:
             raise DataError(
                 f"task={task.name} needs {split} examples; got none in {source and source.images}: add some"
             )
-    val = splits.get("val")
-    return Dataset(task.name, splits["train"], splits["test"], val if val is not None and len(val) else None)
+    rest = {split: splits[split] for split in ("val", "external") if split in splits and len(splits[split])}
+    return Dataset(task.name, splits["train"], splits["test"], **rest)
 
 
 def _divided(examples: Examples) -> dict[str, Examples]:

@@ -67,6 +67,15 @@ class Partition:
         train, test = self._taken(dataset.train, self.train[k], k), self._taken(dataset.test, self.test[k], k)
         return Dataset(self.names[k], train, test, val)
 
+    def external(self, dataset: Dataset, k: int) -> Examples:
+        """Return the other institutions' test examples of the classes that the k-th one trains on.
+
+        Kalra et al. 2023, section 4.3, note 4: with classes that it has never seen, nothing would be measured.
+        """
+        others = np.sort(np.concatenate([own for at, own in enumerate(self.test) if at != k] or [np.arange(0)]))
+        seen = np.isin(dataset.test.labels[others], np.unique(dataset.train.labels[self.train[k]]))
+        return dataset.test.take(others[seen])
+
     def _taken(self, examples: Examples, indices: Indices, k: int) -> Examples:
         """Take the k-th institution's examples, as its devices would show them."""
         own = examples.take(indices)

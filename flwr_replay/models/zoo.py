@@ -10,6 +10,7 @@ model        stages                                     source
 `cnn`        conv1, conv2, head                         CNN2 of any width, padded, with a norm layer
 `resnet18`   conv1, layer1 .. layer4, head              He et al. 2016; `flwr_replay.models.resnet`
 `resnet34`   conv1, layer1 .. layer4, head              the same
+`deepset`    elements, hidden1, hidden2, head           ProxyFL, appendix A.3; `flwr_replay.models.deepset`
 `unet`       enc1, rest, head                           Ronneberger et al. 2015; `flwr_replay.models.unet`
 ===========  =========================================  =====================================================
 
@@ -30,6 +31,7 @@ import torch
 from torch import nn
 
 from flwr_replay.config import ModelConfig, TaskConfig, require
+from flwr_replay.models.deepset import deepset
 from flwr_replay.models.layers import norm_layer, stage
 from flwr_replay.models.seeding import seeded
 from flwr_replay.models.staged import StagedModel
@@ -83,6 +85,8 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
             return _proxyfl_cnn(model.name, task)
         if model.name == "cnn":
             return _cnn(model, task)
+        if model.name == "deepset":
+            return deepset(model, task)
         if model.name == "unet":
             return unet(model, task)
         from flwr_replay.models.resnet import resnet  # torchvision takes seconds to import
@@ -92,7 +96,7 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
 
 def _smallest(model: ModelConfig) -> int:
     """Return the smallest image, pixels, of which the poolings (ResNet: the stem) leave at least one pixel."""
-    if model.name in ("mlp", "unet"):
+    if model.name in ("mlp", "deepset", "unet"):
         return 1
     if model.name in ("cnn1", "cnn2"):
         return 10

@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Result
 
 from flwr_replay.config import require
 from flwr_replay.errors import RefusedError, RunError
-from flwr_replay.movements.evaluation import pool_answers
+from flwr_replay.movements.evaluation import Pooled, beside, pool_answers
 from flwr_replay.movements.exchange import Exchanging
 from flwr_replay.movements.members import Member, wait_for_nodes
 from flwr_replay.movements.recorder import Recorder, Snapshot
@@ -55,6 +55,7 @@ class Movement(Exchanging):
         super().__init__(config, settings, recorder)
         plan = self.settings.replaying
         self.replay = GenerativeReplay(self, plan) if plan else None
+        self.elsewhere: Pooled | None = None  # the last metrics on other institutions' examples
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -112,9 +113,9 @@ class Movement(Exchanging):
         """Return what each institution is asked to evaluate."""
         return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
 
-    def looking_back(self, server_round: int, arrays: Weights) -> Request:
-        """Return the same for the institution's own training examples."""
-        return replace(self.evaluation(server_round, arrays), split="train")  # type: ignore[call-arg]
+    def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
+        """Return the same for other examples than the institution's test shard: train or external."""
+        return replace(self.evaluation(server_round, arrays), split=split)  # type: ignore[call-arg]
 
     @abstractmethod
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
@@ -131,8 +132,10 @@ class Movement(Exchanging):
         """Return what evaluation will send."""
         every, answer = self.settings.evaluate_every, self.evaluated.empty(self.settings.task)
         kinds = [(self.evaluation(0, arrays), num_rounds // every + (1 if num_rounds % every else 0))]
+        if self.settings.external:
+            kinds.append((self.evaluation_on("external", 0, arrays), kinds[0][1]))
         if self.settings.forgetting:
-            kinds.append((self.looking_back(0, arrays), num_rounds * self.exchanges_per_round()))
+            kinds.append((self.evaluation_on("train", 0, arrays), num_rounds * self.exchanges_per_round()))
         return [(member, request, answer, times) for request, times in kinds for member in self.members]
 
     def all_stages(self) -> list[str]:
@@ -224,6 +227,8 @@ class Movement(Exchanging):
             completed, rest = divmod(server_round, per_round)
             due = rest == 0 and (completed % self.settings.evaluate_every == 0 or completed == num_rounds)
             if due:
+                if self.settings.external:
+                    self.elsewhere = self.tested_on("external", grid, server_round, arrays, evaluate_config)
                 asked = self.configure_evaluate(server_round, arrays, evaluate_config, grid)
                 answers = self.exchange(grid, server_round, asked, needed=False)
                 pooled = self.aggregate_evaluate(server_round, answers)
@@ -251,12 +256,17 @@ class Movement(Exchanging):
     def look_back(self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
         """Have every institution test the model on its own training examples: a row of the forgetting matrix."""
         taught = self.taught([name for name, _ in self.good])
-        request = self.looking_back(server_round, arrays)
+        if found := self.tested_on("train", grid, server_round, arrays, config):
+            self.recorder.looked_back(server_round, taught, found[1])
+
+    def tested_on(
+        self, split: str, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> Pooled | None:
+        """Have every institution test the model on other examples than its test shard."""
+        request = self.evaluation_on(split, server_round, arrays)
         asked = [self.message(member, request, config) for member in self.members]
         answers = self.answers(self.exchange(grid, server_round, asked, needed=False))
-        refuse = partial(self.recorder.failed, server_round)
-        if found := pool_answers(answers, self.settings.task, refuse, self.evaluated):
-            self.recorder.looked_back(server_round, taught, found[1])
+        return pool_answers(answers, self.settings.task, partial(self.recorder.failed, server_round), self.evaluated)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the metrics over the test shards: by summed counts, or weighted means for a user's own ClientApp."""
@@ -265,6 +275,8 @@ class Movement(Exchanging):
         if found is None:
             return None
         pooled, own = found
+        if self.elsewhere:
+            pooled, own = beside(found, self.elsewhere)
         self.recorder.evaluated(server_round, pooled, own)
         return MetricRecord(dict(pooled))
 

@@ -11,9 +11,10 @@ from flwr_replay.errors import WireError
 from flwr_replay.movements.members import Member
 from flwr_replay.payloads.common import Evaluation
 
-__all__ = ["pool_answers"]
+__all__ = ["Pooled", "beside", "pool_answers"]
 
 Metrics = dict[str, float]
+Pooled = tuple[Metrics, dict[str, Metrics]]
 
 
 def pool_answers(
@@ -21,7 +22,7 @@ def pool_answers(
     task: Any,
     refuse: Callable[[str, str], None],
     declared: type[Evaluation] = Evaluation,
-) -> tuple[Metrics, dict[str, Metrics]] | None:
+) -> Pooled | None:
     """Pool over the test shards: by summed counts, or by weighted means where nobody runs this package's ClientApp.
 
     Parameters
@@ -56,6 +57,17 @@ def pool_answers(
     if not own:
         return None
     return (declared.pool(task, evaluations) if evaluations else _weighted_means(list(own.values()))), own
+
+
+def beside(found: Pooled, elsewhere: Pooled) -> Pooled:
+    """Put metrics on other institutions' examples beside those on the test shards, under names with external-."""
+    (pooled, own), (there, theirs) = found, elsewhere
+    put = {name: {**metrics, **_external(theirs.get(name, {}))} for name, metrics in own.items()}
+    return {**pooled, **_external(there)}, put
+
+
+def _external(metrics: Metrics) -> Metrics:
+    return {f"external-{name}": value for name, value in metrics.items()}
 
 
 def _scalars(reply: Message) -> Metrics:

@@ -24,6 +24,7 @@ class Settings:
     nodes: int = 1  # institutions to wait for
     seed: int = 0
     evaluate_every: int = 1  # rounds
+    external: bool = False  # whenever a model is tested, test it on other institutions' examples too
     forgetting: bool = False  # after every exchange, evaluate on each institution's own training examples too
     timeout: float = 3600  # seconds to wait for an institution's answer
     wait: float = 120  # seconds to wait for `nodes` institutions

@@ -143,6 +143,9 @@ class Evaluation(Payload):
     confusion: Sequence[int] = statistic(
         "examples, or pixels of masks; C x C, row = label, column = prediction, row by row", default=()
     )
+    hits_in_group: int | None = statistic(
+        "examples; with task.class-groups only: right among the classes of the label's group", default=None
+    )
     scores: Sequence[int] = statistic("examples; two classes only: label by bin of the score, row by row", default=())
     absolute_error: float | None = statistic("label's unit; regression only: sum over the shard", default=None)
     squared_error: float | None = statistic("label's unit squared; regression only: sum", default=None)
@@ -172,4 +175,4 @@ class Evaluate(LabelScale, Request, stage="evaluate", answer=Evaluation, message
 
     arrays: Weights = model()
     run: str = instruction()
-    split: str = instruction("test or train", default="test")
+    split: str = instruction("test, train or external", default="test")

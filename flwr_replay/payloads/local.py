@@ -38,4 +38,4 @@ class EvaluateOwn(LabelScale, Request, stage="evaluate-own", answer=Evaluation, 
     """Test the model that you keep on your test shard."""
 
     run: str = instruction()
-    split: str = instruction("test or train", default="test")
+    split: str = instruction("test, train or external", default="test")

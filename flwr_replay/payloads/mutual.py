@@ -14,7 +14,7 @@ from flwr_replay.wire import Request, Weights
 __all__ = ["EvaluatePair", "EvaluateWithProxy", "Mutual", "MutualVisited", "PairEvaluation", "ReleasedProxy"]
 
 STEPS = "of DP-SGD that the proxy took, or plain ones; 0: the institution's budget is used up"
-HALVES = ("loss", "confusion", "scores")  # of an evaluation
+HALVES = ("loss", "confusion", "hits_in_group", "scores")  # of an evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ class PairEvaluation(Evaluation):
 
     proxy_loss: float = statistic("as the task has it, mean over the shard", default=0.0)
     proxy_confusion: Sequence[int] = statistic("examples; C x C, as above", default=())
+    proxy_hits_in_group: int | None = statistic("examples; with task.class-groups only, as above", default=None)
     proxy_scores: Sequence[int] = statistic("examples; two classes only, as above", default=())
 
     @classmethod
@@ -102,7 +103,7 @@ class EvaluatePair(LabelScale, Request, stage="evaluate-pair", answer=PairEvalua
     """Test the private model and the proxy that you keep on your test shard."""
 
     run: str = instruction()
-    split: str = instruction("test or train", default="test")
+    split: str = instruction("test, train or external", default="test")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,4 +114,4 @@ class EvaluateWithProxy(
 
     arrays: Weights = model()
     run: str = instruction()
-    split: str = instruction("test or train", default="test")
+    split: str = instruction("test, train or external", default="test")

@@ -48,7 +48,11 @@ class Replaying:
         replay, task = config.replay, config.task
         if replay.name == "none":
             return None
-        require(task.size > 1, f"replay needs images; task={task.name} has tables: choose replay=none")
+        things = "bags" if task.format == "bags" else "tables"
+        require(
+            task.size > 1 and things == "tables",
+            f"replay needs images; task={task.name} has {things}: choose replay=none",
+        )
         require(
             replay.name != "pixelcnn" or task.kind != "segmentation",
             f"replay=pixelcnn draws codes for a class or a number; task={task.name} has masks: choose replay=vqvae2",

@@ -16,7 +16,7 @@ from flwr_replay.models import StagedModel, build
 from flwr_replay.models.zoo import norm_layer
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
-NAMES = ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "resnet18", "resnet34")
+NAMES = ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "deepset", "resnet18", "resnet34")
 RESNET = ("conv1", "layer1", "layer2", "layer3", "layer4", "head")
 STAGES = {
     "mlp": ("hidden1", "hidden2", "head"),
@@ -24,6 +24,7 @@ STAGES = {
     "cnn": ("conv1", "conv2", "head"),
     "cnn1": ("conv1", "conv2", "hidden", "head"),
     "cnn2": ("conv1", "conv2", "head"),
+    "deepset": ("elements", "hidden1", "hidden2", "head"),
     "resnet18": RESNET,
     "resnet34": RESNET,
 }
@@ -33,6 +34,7 @@ QUICK = [
     ModelConfig(name="lenet5"),
     ModelConfig(name="cnn1"),
     ModelConfig(name="cnn2"),
+    ModelConfig(name="deepset", width=8),
     *(ModelConfig(name="cnn", width=8, norm=norm) for norm in ("batch", "group")),
     *(
         ModelConfig(name=name, width=16, stem=stem, norm=norm)
@@ -249,7 +251,12 @@ def test_yaml_files_are_the_models() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_yaml_keys_are_fields(name: str) -> None:
     keys = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    matter = {"mlp": {"width"}, "cnn": {"width", "norm"}, **{key: set() for key in ("lenet5", "cnn1", "cnn2")}}
+    matter = {
+        "mlp": {"width"},
+        "deepset": {"width"},
+        "cnn": {"width", "norm"},
+        **{key: set() for key in ("lenet5", "cnn1", "cnn2")},
+    }
     assert keys.keys() == {"name", "weights"} | matter.get(name, {"width", "stem", "norm"})
     assert keys.keys() <= {field.name for field in fields(ModelConfig)}
     assert ModelConfig(**keys).name == name

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from flwr_replay.models.deepset import Elements
 from flwr_replay.models.layers import stage
 from flwr_replay.models.staged import StagedModel
 from flwr_replay.privacy.dpsgd import clipped_sums
@@ -35,7 +36,12 @@ def sets():
     return staged(nn.Linear(4, 30), nn.ReLU(), nn.Linear(30, 2), nn.Flatten())
 
 
-CASES = [(units, (6,)), (few_pixels, (2, 4, 4)), (many_pixels, (2, 9, 9)), (sets, (3, 4))]
+def bags():
+    """A DeepSet: units on every place, and a mean over those that are there."""
+    return staged(Elements(2, 7), nn.ReLU(), nn.Linear(7, 2))
+
+
+CASES = [(bags, (2, 3, 3)), (units, (6,)), (few_pixels, (2, 4, 4)), (many_pixels, (2, 9, 9)), (sets, (3, 4))]
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

@@ -1,0 +1,70 @@
+"""Reader of bags: an example is a set of feature vectors, such as those of a slide's patches (Kalra et al. 2023, 4.3).
+
+    <data-dir>/manifest.csv      columns bag,label[,site][,split]; bags relative to it
+    <data-dir>/<bag>.npz         one array `features`, (n, task.channels), n from 1 to task.size squared
+
+A bag becomes an image of task.channels channels and task.size x task.size places, one for each vector, in the order of
+the file; places that are left over are all zero, which `flwr_replay.models.deepset` takes for nobody there. The split
+may also be `external`: test examples of other institutions, for `external=true`.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_replay.config import TaskConfig
+from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of
+from flwr_replay.data.readers import Raw
+from flwr_replay.errors import ConfigError, DataError
+
+__all__ = ["read_bags"]
+
+
+def read_bags(task: TaskConfig) -> dict[str, Raw]:
+    """Read a folder of bags as the module's docstring lays it out.
+
+    Raises
+    ------
+    DataError
+        For a row, label or bag that is not as said; the line names it.
+    ConfigError
+        Without `task.data_dir`.
+    """
+    if not task.data_dir:
+        raise ConfigError(f"task={task.name} reads a folder of bags: set task.data-dir=FOLDER")
+    manifest, known = Path(task.data_dir).expanduser().absolute() / "manifest.csv", (*SPLITS, "external")
+    return raws_of(manifest_rows(manifest, task, "bag", known), task, str(manifest), _read_bag, np.float32, known)
+
+
+def _read_bag(row: Row, task: TaskConfig) -> NDArray[np.float32]:
+    """Read one bag as (F, H, W)."""
+    places = task.size**2
+    try:
+        with np.load(row.file, allow_pickle=False) as file:
+            features_nF = file["features"]
+    except FileNotFoundError:
+        raise DataError(f"{row.file} does not exist ({row.where}): add it, or remove the row") from None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        reason = str(error) or type(error).__name__
+        raise DataError(f"a bag must be an .npz file with an array features; {row.file} is not ({reason})") from None
+    if features_nF.ndim != 2 or features_nF.shape[1] != task.channels or features_nF.dtype.kind not in "fiu":
+        raise DataError(
+            f"features must be numbers of shape (n, task.channels) = (n, {task.channels}); got {features_nF.dtype} of "
+            f"shape {features_nF.shape} in {row.file}: set task.channels, or convert the bag"
+        )
+    if not 1 <= len(features_nF) <= places:
+        raise DataError(
+            f"a bag holds 1 to task.size squared = {places} vectors; {row.file} has {len(features_nF)}: set task.size"
+        )
+    if not features_nF.any(axis=1).all():
+        raise DataError(
+            f"a vector of a bag must not be all zero, which stands for none; one of {row.file} is: leave it out"
+        )
+    x_FP = np.zeros((task.channels, places), np.float32)
+    x_FP[:, : len(features_nF)] = features_nF.T
+    return x_FP.reshape(task.channels, task.size, task.size)

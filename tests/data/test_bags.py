@@ -1,0 +1,86 @@
+"""Bags of feature vectors: what is read, what is refused, and whose examples are external."""
+
+import numpy as np
+import pytest
+from slides import CLASSES, TASK, F, write_slides
+
+from flwr_replay.compose import compose
+from flwr_replay.data import load, partition
+from flwr_replay.errors import ConfigError, DataError
+
+
+def task(folder, *more):
+    return compose([*TASK, f"task.data-dir={folder}", *more]).task
+
+
+def test_a_bag_is_an_image_of_its_vectors_and_of_empty_places(tmp_path):
+    rows = write_slides(tmp_path)
+    dataset = load(task(tmp_path))
+    assert (len(dataset.train), len(dataset.test)) == (60, 20)
+    first = np.load(tmp_path / rows[0][0])["features"]
+    x_FP = dataset.train.x[0].reshape(F, 9)
+    np.testing.assert_array_equal(x_FP[:, : len(first)], first.T)
+    assert not x_FP[:, len(first) :].any()
+    assert dataset.external is None
+
+
+def test_external_examples_are_the_others_of_classes_that_one_trains_on(tmp_path):
+    rows = write_slides(tmp_path)
+    dataset, config = load(task(tmp_path)), compose([*TASK, "partition=natural"])
+    part = partition(dataset, config.partition, 4, 0)
+    assert part.names == ("asterand", "indivumed", "mskcc", "pittsburgh")
+    for k, name in enumerate(part.names):
+        seen = {row[1] for row in rows if row[2] == name and row[3] == "train"}
+        others = [row for row in rows if row[2] != name and row[3] == "test" and row[1] in seen]
+        found = part.external(dataset, k)
+        assert sorted(found.y.tolist()) == sorted(row[1] for row in others)
+        assert name not in set(found.sites)
+
+
+def test_an_institution_may_bring_external_examples_of_its_own(tmp_path):
+    write_slides(tmp_path, sites={"a": (0, 1)}, external=True)
+    dataset = load(task(tmp_path))
+    assert [len(part) for part in (dataset.train, dataset.test, dataset.external)] == [10, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("features", "says"),
+    [
+        (np.ones((2, F + 1)), rf"\(n, {F}\); got float64 of shape \(2, {F + 1}\)"),
+        (np.ones((10, F)), "1 to task.size squared = 9 vectors; .* has 10"),
+        (np.ones((0, F)), "has 0"),
+        (np.eye(3, F) * [[1], [0], [1]], "must not be all zero"),
+        (np.full((2, F), np.inf), "must be finite"),
+        (np.array([["a"] * F]), "must be numbers"),
+    ],
+)
+def test_a_bag_that_is_none_is_named(tmp_path, features, says):
+    rows = write_slides(tmp_path, each=4)
+    np.savez(tmp_path / rows[1][0], features=features)
+    with pytest.raises(DataError, match=says):
+        load(task(tmp_path))
+
+
+def test_files_that_cannot_be_are_named(tmp_path):
+    rows = write_slides(tmp_path, each=4)
+    file = tmp_path / rows[0][0]
+    np.savez(file, other=np.ones((2, F)))
+    with pytest.raises(DataError, match=r"an array features; .*asterand-0\.npz is not"):
+        load(task(tmp_path))
+    file.write_bytes(b"no zip")
+    with pytest.raises(DataError, match=r"asterand-0\.npz is not"):
+        load(task(tmp_path))
+    file.unlink()
+    with pytest.raises(DataError, match=r"does not exist .*line 2"):
+        load(task(tmp_path))
+    with pytest.raises(ConfigError, match=f"a group for each of the {CLASSES} classes; got 2"):
+        task(tmp_path, "class_groups=[lung,kidney]")
+    with pytest.raises(ConfigError, match=r"set task\.data-dir=FOLDER"):
+        load(compose(TASK).task)
+
+
+def test_bags_are_not_replayed(tmp_path):
+    from flwr_replay.replay.plan import Replaying
+
+    with pytest.raises(ConfigError, match="replay needs images; task=histopathology has bags"):
+        Replaying.of(compose([*TASK, "strategy=cwt", "replay=vqvae2"]))

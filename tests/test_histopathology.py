@@ -1,0 +1,57 @@
+"""Kalra et al.'s second experiment in small: slides of four hospitals, tested at home and on the others' patients."""
+
+import json
+
+import pytest
+from slides import TASK, write_slides
+
+from flwr_replay.compose import compose
+from flwr_replay.forecast import forecast
+from flwr_replay.progress import Display
+from flwr_replay.simulate import run_inline
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    write_slides(tmp_path)
+    folders = [f"task.data-dir={tmp_path}", f"runs_dir={tmp_path}/runs"]
+    return ["preset=paper", *TASK, *folders, "nodes=4", "device=cpu", "evaluate_every=2"]
+
+
+def test_the_preset_is_the_paper_s():
+    config = compose(["strategy=proxyfl", "task=histopathology", "preset=paper"])
+    assert (config.rounds, config.training.batch_size, config.privacy.sigma, config.privacy.clip) == (50, 16, 1.4, 0.7)
+    assert (config.training.optimizer, config.training.lr, config.model.width) == ("sgd", 0.01, 256)
+    assert (config.strategy.private_optimizer, config.strategy.private_lr) == ("adam", 0.001)
+    assert config.external
+
+
+@pytest.mark.parametrize("method", ["proxyfl", "fml", "fedavg dp=classifier"])
+def test_all_methods_are_tested_at_home_and_elsewhere(job, method):
+    strategy, *options = method.split()
+    overrides = [f"strategy={strategy}", *job, *options, "rounds=3", "batch_size=5"]
+    result, folder = run_inline(overrides, Display())
+    names = {"accuracy", "subtype-accuracy"}
+    names |= {f"proxy-{name}" for name in names} if strategy != "fedavg" else set()
+    names |= {f"external-{name}" for name in names}
+    assert names <= set(result["final"]["global"])
+    assert all(names <= set(own) for own in result["final"]["institutions"].values())
+    known = result["final"]["global"]
+    assert known["accuracy"] <= known["subtype-accuracy"] <= 1
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    told = sum(line.bytes for line in forecast(compose(overrides)))
+    assert told == sum(line["bytes"] for line in lines)
+
+
+def test_it_is_learned(job):
+    result, _ = run_inline(["strategy=proxyfl", *job, "rounds=30", "batch_size=5", "private_lr=0.01"], Display())
+    assert result["final"]["global"]["external-subtype-accuracy"] > 0.8
+
+
+def test_who_has_no_external_examples_says_so(job, tmp_path):
+    write_slides(tmp_path, sites={"a": (0,), "b": (1,)})
+    overrides = ["strategy=proxyfl", *job, "nodes=2", "rounds=1", "batch_size=5"]
+    result, _ = run_inline(overrides, Display())
+    assert "external=true tests on other institutions' examples" in result["failures"][0]["reason"]
+    assert "external-accuracy" not in result["final"]["global"]
