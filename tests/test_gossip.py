@@ -104,6 +104,14 @@ def test_what_waits_outlives_a_restart_of_the_server(folder):
     assert list((resumed.folder / "mailbox").iterdir())
 
 
+def test_models_that_nobody_waits_for_do_not_fill_the_disk(tmp_path):
+    box = Mailbox()
+    for exchange in range(1, 8):
+        box.waiting["b"] = Delivery(exchange, 1.0, 0.5, [Parcel(box.post({"w": np.ones(3)}), "a", 0.5, 1.0)])
+        box.keep(tmp_path)
+    assert sorted(file.stem for file in tmp_path.iterdir()) == ["000005", "000006", "000007"]
+
+
 class Losing(Grid):
     """Somebody empties b's state directory before the second exchange."""
 

@@ -65,6 +65,8 @@ class Mailbox:
         By number of a parcel.
     posted : int
         Models so far.
+    lately : list of set of int
+        The numbers of the models that waited when they were kept, of the last times.
     """
 
     waiting: dict[str, Delivery] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Mailbox:
     weights: dict[str, float] = field(default_factory=dict)
     models: dict[int, StateDict] = field(default_factory=dict)
     posted: int = 0
+    lately: list[set[int]] = field(default_factory=list)
 
     def post(self, model: StateDict) -> int:
         """Take a model in; return its number."""
@@ -95,12 +98,19 @@ class Mailbox:
         self.waiting[name] = Delivery(before.exchange, before.weight, 1.0, given_back=before)
 
     def keep(self, folder: Path) -> None:
-        """Write the models that still wait to files, and forget all others."""
+        """Write the models that still wait to files, and forget all others; on the disk those of the last three times.
+
+        The server writes a checkpoint beside the next exchange, so a crash may lose two.
+        """
         piles = [*(delivery.parcels for delivery in self.waiting.values()), *self.coming_back.values()]
         needed = {parcel.number for pile in piles for parcel in pile}
         self.models = {number: self.models[number] for number in sorted(needed)}
         for number, arrays in self.models.items():
             write_atomic(folder / f"{number:06d}.safetensors", save(arrays))
+        self.lately = [*self.lately[-2:], needed]
+        for file in folder.glob("*.safetensors"):
+            if not any(int(file.stem) in numbers for numbers in self.lately):
+                file.unlink()
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold; `keep` has written the models."""
@@ -127,4 +137,4 @@ class Mailbox:
         waiting = {name: Delivery.of(one) for name, one in values["waiting"].items()}
         back = {name: [Parcel(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
         models = {number: load_file(folder / f"{number:06d}.safetensors") for number in values["models"]}
-        return cls(waiting, back, values["committed"], values["weights"], models, values["posted"])
+        return cls(waiting, back, values["committed"], values["weights"], models, values["posted"], [{*models}])

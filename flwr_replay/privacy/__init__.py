@@ -2,3 +2,19 @@
 
 Everywhere two data sets are neighbours if one has one *example* more than the other; their number is taken as known.
 """
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["importing_opacus"]
+
+
+@contextmanager
+def importing_opacus() -> Iterator[None]:
+    """Keep the root logger as it is: Opacus' first import gives it a handler, and Flower's lines would come twice."""
+    handlers = list(logging.root.handlers)
+    yield
+    logging.root.handlers[:] = handlers

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config import one_of, require
 from flwr_replay.errors import ConfigError
+from flwr_replay.privacy import importing_opacus
 
 __all__ = ["ORDERS", "SampledGaussian", "epsilon", "noise_for"]
 
@@ -142,13 +143,15 @@ def _rdp(steps: dict[tuple[float, float], int], delta: float, orders: tuple[floa
 
 @lru_cache(maxsize=256)
 def _rdp_of_step(rate: float, sigma: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    from opacus.accountants.analysis.rdp import compute_rdp  # seconds to import
+    with importing_opacus():  # which takes seconds
+        from opacus.accountants.analysis.rdp import compute_rdp
 
     return np.asarray(compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders)))
 
 
 def _prv(steps: dict[tuple[float, float], int], delta: float, bound: float) -> float:
-    from opacus.accountants import PRVAccountant
+    with importing_opacus():
+        from opacus.accountants import PRVAccountant
 
     if bound > MOST:
         raise ConfigError(f"the PRV accountant is for epsilons up to {MOST:.0f}; RDP gives {bound:.0f}: use RDP")

@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_replay.config import require
 from flwr_replay.errors import ConfigError
+from flwr_replay.privacy import importing_opacus
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.ghost import Ghost
 from flwr_replay.privacy.secret import Stream
@@ -43,7 +44,8 @@ def refuse_mixing(module: nn.Module) -> None:
     that move by averages. Layers in evaluation mode, as `flwr_replay.models.freeze` leaves norm layers, mix nothing.
     A buffer that never changes must be no floating-point number, or not persistent.
     """
-    from opacus.validators import ModuleValidator
+    with importing_opacus():
+        from opacus.validators import ModuleValidator
 
     for name, layer in module.named_modules():
         kept = [
@@ -151,7 +153,8 @@ def clipped_sums(
 @contextmanager
 def _single_gradients(module: nn.Module) -> Iterator[Callable[[], None]]:
     """Let backward passes fill each parameter's `grad_sample`; yield what empties it again."""
-    from opacus import GradSampleModule
+    with importing_opacus():
+        from opacus import GradSampleModule
 
     convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
     hooks = [layer.register_forward_pre_hook(_contiguous) for layer in convolutions]

@@ -68,7 +68,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     root = tmp_path_factory.mktemp("deployment")
     runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](root / "data")
     (root / "link").mkdir()
-    open_policy, closed_policy = HOSPITALS / "policy.yaml", root / "closed.yaml"
+    open_policy, closed_policy = root / "policy.yaml", root / "closed.yaml"
+    example = (HOSPITALS / "policy.yaml").read_text()
+    open_policy.write_text(example.replace("[fedreplay, cwt]", "[fedreplay, cwt, proxyfl]"))
     closed_policy.write_text("kinds: [statistic]\n")
     with ExitStack() as stack:
         link = stack.enter_context(superlink(root / "link", simulation=False))

@@ -1,6 +1,6 @@
-"""FedReplay and CWT+Replay on a SuperLink and SuperNode processes: the weights of in process, an honest ledger.
+"""FedReplay, CWT+Replay and ProxyFL on a SuperLink and SuperNode processes: the weights of in process, honest ledgers.
 
-Both runs share the deployment and go at the same time, since a deployed message mostly waits.
+The runs share the deployment and go at the same time, since a deployed message mostly waits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ CLINICS = ("clinic-a", "clinic-b", "clinic-c")
 REFUSES = "clinic-d"
 RUNS = {
     "fedreplay": ("rounds=8", "encoder_epochs=4"),  # rounds at the server cost no messages
+    "proxyfl": ("rounds=1", "model=mlp", "private_models=[lenet5]", "noise=seeded", "epsilon=50"),
     "cwt": ("rounds=1", "replay=vqvae2", "generator.epochs=1", "generator.width=8"),
 }
 
@@ -58,12 +59,21 @@ def simulated(deployment: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_weights_equal_the_simulation(
     name: str, deployment: Any, said: dict[str, str], simulated: dict[str, Path]
 ) -> None:
-    deployed = load_file(deployment.runs / name / "models" / "global.safetensors")
-    expected = load_file(simulated[name] / "models" / "global.safetensors")
+    deployed = _models(name, deployment.runs / name, deployment.state)
+    expected = _models(name, simulated[name], simulated[name].parent / "state" / "simulation")
     assert deployed.keys() == expected.keys()
     for key, array in expected.items():
         assert deployed[key].dtype == array.dtype
-        np.testing.assert_allclose(deployed[key], array, rtol=1e-5, err_msg=key)
+        np.testing.assert_allclose(deployed[key], array, rtol=1e-5, atol=1e-7, err_msg=key)
+
+
+def test_private_models_and_accounts_stay_at_the_institutions(deployment: Any, said: dict[str, str]) -> None:
+    run = (deployment.runs / "proxyfl" / "run-id").read_text().strip()
+    for clinic in CLINICS:
+        charges = (deployment.state / clinic / run / "privacy.jsonl").read_text().splitlines()
+        assert len(charges) == 1
+        fields = {row["field"] for row in deployment.server_ledger("proxyfl") if row["institution"] == clinic}
+        assert not any("private" in field and "arrays" in field for field in fields)
 
 
 @pytest.mark.parametrize("clinic", CLINICS)
@@ -78,9 +88,13 @@ def test_own_ledger_equals_the_servers(clinic: str, deployment: Any, said: dict[
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_forbidding_policy_is_told_and_the_run_goes_on(name: str, deployment: Any, said: dict[str, str]) -> None:
-    field = {"fedreplay": "Latents.latents is per-sample", "cwt": "Generated.arrays is model"}[name]
+    field = {
+        "fedreplay": "Latents.latents is per-sample",
+        "cwt": "Generated.arrays is model",
+        "proxyfl": "ReleasedProxy.arrays is model",
+    }[name]
     refusals = [line for line in said[name].splitlines() if "takes no part" in line]
-    assert len(refusals) == 1
+    assert len(refusals) == 1, "\n".join(refusals)
     assert f"policy lets fields of kind statistic leave; {field}" in refusals[0]
     assert {row["institution"] for row in deployment.server_ledger(name) if row["stage"] != "roll-call"} == set(CLINICS)
 
@@ -99,6 +113,17 @@ def test_a_nodes_log_says_which_policy_is_in_force(clinic: str, deployment: Any,
     lines = [line for line in log.splitlines() if f"{clinic}: data " in line]
     assert lines
     assert all(line.endswith(policy) for line in lines)
+
+
+def _models(name: str, run: Path, state: Path) -> dict[str, Any]:
+    """Return the weights that a run has left: the server's, or of ProxyFL the institutions' own."""
+    if name != "proxyfl":
+        return load_file(run / "models" / "global.safetensors")
+    run_id = (run / "run-id").read_text().strip()
+    files = [
+        (c, key, state / c / run_id / f"{key}-000001.safetensors") for c in CLINICS for key in ("private", "mixed")
+    ]
+    return {f"{c} {key} {part}": array for c, key, file in files for part, array in load_file(file).items()}
 
 
 def _what_left(row: dict[str, Any]) -> tuple[str, str, str, int]:

@@ -1,5 +1,7 @@
 """DP-SGD beside a slow loop over single examples, plain SGD, and its formula."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -350,3 +352,9 @@ def test_a_model_is_as_before_also_where_the_loss_fails():
     assert not any(hasattr(parameter, "grad_sample") for parameter in model.parameters())
     hooks = [(layer._forward_pre_hooks, layer._forward_hooks, layer._backward_hooks) for layer in model.modules()]
     assert not any(map(any, hooks))
+
+
+def test_opacus_leaves_the_root_logger_as_it_is():
+    code = "import logging, torch; from flwr_replay.privacy.dpsgd import refuse_mixing as check; "
+    code += "check(torch.nn.Linear(2, 2)); print(logging.root.handlers)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
