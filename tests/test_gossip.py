@@ -1,16 +1,22 @@
 """Parcels wait until they are acknowledged, and nothing of Σ w θ gets lost or doubled."""
 
 import shlex
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from flwr.app import Array
+from flwr.app import Array, ArrayRecord
+from hospitals import node_configs
 from peers import JOB as SMALL
 from peers import NAMES, Grid, broken, hospitals, run, same, total
 from safetensors.numpy import load_file
 
+from flwr_replay.client_app import app
+from flwr_replay.compose import compose
 from flwr_replay.errors import ConfigError
 from flwr_replay.movements.mailbox import Delivery, Mailbox, Parcel
+from flwr_replay.server_app import settings_of
+from flwr_replay.strategies.avgpush import AvgPush
 from flwr_replay.wire import config_in
 
 JOB = ["strategy=avgpush", "topology=exponential-half", "rounds=3"]
@@ -169,6 +175,41 @@ def test_a_users_own_matrix_is_followed(folder):
     ran = run(folder, *JOB, "topology=file", f"topology-file={folder}/own.npy", "nodes=4", "rounds=1")
     assert [ran.model(name, 1)[1] for name in NAMES] == [1.0, 1.5, 1.0, 0.5]
     conserved(ran, 1)
+
+
+def with_matrix(folder, matrix):
+    """Return AvgPush with a P(t) that a class of the user's own gives, and where it runs."""
+
+    class Own(AvgPush):
+        def matrix(self, server_round, institutions):
+            return matrix
+
+    overrides = [*SMALL, *JOB]
+    grid = Grid(app, {"overrides": shlex.join(overrides)}, node_configs(folder, folder / "own", NAMES))
+    config = replace(compose(overrides), nodes=4)
+    return Own(config.strategy, settings_of(config)), grid
+
+
+def test_a_class_of_ones_own_says_who_sends_to_whom(folder):
+    own = np.array([[0.5, 0, 0, 0.5], [0.5, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0.5]])
+    strategy, grid = with_matrix(folder, own)
+    strategy.start(grid, ArrayRecord(), 1)
+    assert strategy.mailbox.weights == {"a": 1.0, "b": 1.5, "c": 1.0, "d": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("matrix", "says"),
+    [
+        (np.eye(4) * 0.9, r"every column of Own\.matrix must sum to one, .* column 1 .* sums to 0\.9"),
+        (np.eye(3), r"one row and one column for each of 4 institutions; got \(3, 3\)"),
+        (np.full((4, 4), np.nan), "finite and not negative"),
+    ],
+)
+def test_a_class_that_cannot_be_is_refused_before_anybody_trains(folder, matrix, says):
+    strategy, grid = with_matrix(folder, matrix)
+    with pytest.raises(ConfigError, match=says):
+        strategy.start(grid, ArrayRecord(), 1)
+    assert {stage for stage, _, _ in grid.asked} == {"roll-call"}
 
 
 class Mixed(Grid):

@@ -68,7 +68,7 @@ EXAMPLES = [
     ("p.npy", [[THREE]], r"one square matrix .* got shape \(1, 1, 3, 3\)"),
     ("p.npy", np.eye(4), r"got 4 x 4 for 3 institutions: give a matrix of that size, or choose a topology by name"),
     ("p.json", [np.eye(2).tolist()] * 3, r"got 2 x 2 for 3 institutions"),
-    ("p.npy", with_entry(0, 2, -0.5), r"not negative; row 1, column 3 \(from 1\) is -0\.5: mend the file"),
+    ("p.npy", with_entry(0, 2, -0.5), r"not negative; row 1, column 3 \(from 1\) is -0\.5: mend it"),
     ("p.csv", with_entry(2, 1, "nan"), r"must be finite .*; row 3, column 2 \(from 1\) is nan"),
     ("p.json", [OTHER, with_entry(1, 0, float("inf"))], r"matrix 2, row 2, column 1 \(from 1\) is inf"),
     ("p.csv", [OTHER, with_entry(1, 0, "-inf")], r"matrix 2, row 2, column 1 \(from 1\) is -inf"),

@@ -35,7 +35,7 @@ from flwr_replay.movements.mailbox import Delivery, Mailbox, Parcel
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.settings import Settings
-from flwr_replay.movements.topology import TOPOLOGIES, Matrix, mixing_matrix, read_matrices, receivers
+from flwr_replay.movements.topology import TOPOLOGIES, Matrix, checked, mixing_matrix, read_matrices, receivers
 from flwr_replay.payloads.relay import Committed, Deliver, Released
 from flwr_replay.rng import derived_seed
 from flwr_replay.training import form_of, to_arrays
@@ -114,6 +114,7 @@ class Gossip(Relay):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Bring what waits, have the others train, deal out what they release, bring that."""
         self.bring(grid, server_round, config)
+        self.shares(server_round, len(self.members))  # a P(t) that cannot be is refused before anybody trains
         waiting = self.mailbox.waiting
         asked = [m for m in self.configure_train(server_round, arrays, config, grid) if self.receiver(m) not in waiting]
         replies = self.exchange(grid, server_round, asked, needed=bool(asked))
@@ -149,7 +150,7 @@ class Gossip(Relay):
     def deal(self, server_round: int, released: dict[str, Released]) -> None:
         """Put everyone's shares into the mailbox: the column of each sender in P(t)."""
         names = sorted(released)
-        p = self.matrix(server_round, len(names))
+        p = self.shares(server_round, len(names))
         for k, name in enumerate(names):
             back = self.mailbox.coming_back.pop(name, [])
             self.mailbox.waiting[name] = Delivery(server_round, released[name].weight, float(p[k, k]), back)
@@ -158,8 +159,22 @@ class Gossip(Relay):
             for to, share in receivers(p, k)[0].items():
                 self.mailbox.waiting[names[to]].parcels.append(Parcel(number, name, share, w))
 
+    def shares(self, server_round: int, institutions: int) -> Matrix:
+        """Return P(t), checked, since a method of a user's own may have another `matrix`."""
+        p = np.asarray(self.matrix(server_round, institutions), np.float64)
+        what = f"{type(self).__name__}.matrix"
+        require(
+            p.shape == (institutions, institutions),
+            f"{what} must be square, one row and one column for each of {institutions} institutions; got {p.shape}",
+        )
+        found: Matrix = checked(p[None], what, stacked=False)[0]
+        return found
+
     def matrix(self, server_round: int, institutions: int) -> Matrix:
-        """Return P(t); of a user's own, where not all have released, the identity: all keep what they have."""
+        """Return P(t): P[k', k] is what k sends to k', institutions in the order of their names. To be overridden.
+
+        Of a file's matrices, where not all have released, the identity: all keep what they have.
+        """
         if self.matrices is not None and institutions != self.matrices.shape[1]:
             self.recorder.log(f"exchange {server_round}: {institutions} have released; the file's matrix is of others")
             return np.eye(institutions)

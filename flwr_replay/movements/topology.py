@@ -43,7 +43,7 @@ from flwr_replay.rng import derived_rng
 if TYPE_CHECKING:
     from flwr_replay.wire import StateDict
 
-__all__ = ["TOPOLOGIES", "Matrix", "mixed", "mixing_matrix", "parcel", "read_matrices", "receivers"]
+__all__ = ["TOPOLOGIES", "Matrix", "checked", "mixed", "mixing_matrix", "parcel", "read_matrices", "receivers"]
 
 Matrix = NDArray[np.float64]
 
@@ -256,8 +256,35 @@ def read_matrices(path: Path, institutions: int = 0) -> Matrix:
         f"{path} must hold one square matrix or several of one size, (K, K) or (T, K, K); got shape {given.shape}: one "
         "row and one column for each institution",
     )
+    return checked(matrices, str(path), institutions, stacked)
+
+
+def checked(matrices: Matrix, what: str, institutions: int = 0, stacked: bool = True) -> Matrix:
+    """Check mixing matrices, (T, K, K).
+
+    Parameters
+    ----------
+    matrices : Matrix
+        Where column k of each says how institution k deals out what it has.
+    what : str
+        Where they come from, for error lines.
+    institutions : int
+        K; 0: of any number.
+    stacked : bool
+        Whether error lines say which of several it is.
+
+    Returns
+    -------
+    Matrix
+        Every column divided by its sum, so that rounding does not add up.
+
+    Raises
+    ------
+    ConfigError
+        As `read_matrices` does.
+    """
     if institutions:
-        _fits(matrices, institutions, str(path))
+        _fits(matrices, institutions, what)
 
     def place(index: NDArray[np.intp], *axes: str) -> str:
         names = ("matrix", *axes) if stacked else axes
@@ -265,19 +292,19 @@ def read_matrices(path: Path, institutions: int = 0) -> Matrix:
 
     for bad in np.argwhere(~(np.isfinite(matrices) & (matrices >= 0))):
         raise ConfigError(
-            f"shares in {path} must be finite and not negative; {place(bad, 'row', 'column')} (from 1) is "
-            f"{matrices[tuple(bad)]:g}: mend the file"
+            f"shares in {what} must be finite and not negative; {place(bad, 'row', 'column')} (from 1) is "
+            f"{matrices[tuple(bad)]:g}: mend it"
         )
     sums = matrices.sum(1)
     for bad in np.argwhere(np.abs(sums - 1) > TOLERANCE):
         raise ConfigError(
-            f"every column of {path} must sum to one, for an institution deals out all it has; "
+            f"every column of {what} must sum to one, for an institution deals out all it has; "
             f"{place(bad, 'column')} (from 1) sums to {sums[tuple(bad)]:.12g}: column k holds what k keeps and sends, "
             "transpose the matrix if its rows do"
         )
     for bad in np.argwhere(~matrices.any(2)):
         raise ConfigError(
-            f"every row of {path} must have a positive entry, for an institution without any share has no model left; "
+            f"every row of {what} must have a positive entry, for an institution without any share has no model left; "
             f"{place(bad, 'row')} (from 1) is all zeros: let it keep a share or receive one"
         )
     exact: Matrix = matrices / sums[:, None]
