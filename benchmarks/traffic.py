@@ -4,8 +4,9 @@
 
 Bytes between the server and the institutions are those of the forecast, which equals a run's ledger (the contract
 tests compare them): a round of MLPs (proxies, and FedAvg's model), no evaluation. Flower's envelopes are not counted.
-Bytes over the links of a true peer-to-peer network are computed, not measured: what a sender releases, once for each of
-its receivers in that round's graph. The paper shows seconds on its network; bytes are what this package can say.
+What a true peer-to-peer network would carry is computed, not measured: over a link one released model; from a sender
+that, once for each of its receivers in that round's graph. The paper shows seconds on its network, where a server is
+the bottleneck; through a relay all methods look alike, and bytes are what this package can say.
 """
 
 from __future__ import annotations
@@ -48,25 +49,25 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="folder with MNIST's idx files")
     parser.add_argument("--picture", default="", help="a PNG file to write")
     asked = parser.parse_args()
-    print("| method | institutions | MB of an institution | MB through the server | MB over a link (computed) |")
+    print("| method | institutions | MB of an institution | of the server | over a link, from a sender (computed) |")
     print("|---|---|---|---|---|")
     rows: dict[str, list[tuple[float, float, float | None]]] = {}
     for method, (options, graph) in METHODS.items():
         for nodes in INSTITUTIONS:
             own, released = one_round(options, nodes, str(Path(asked.data).absolute()))
-            link = None
+            sent, told = None, "–"
             if graph:
                 p = mixing_matrix(graph, nodes, 0)
-                link = released * max(len(receivers(p, k)[0]) for k in range(nodes))
-            rows.setdefault(method, []).append((own / 1e6, own * nodes / 1e6, link and link / 1e6))
-            told = "–" if link is None else f"{link / 1e6:.2f}"
+                sent = released / 1e6 * max(len(receivers(p, k)[0]) for k in range(nodes))
+                told = f"{released / 1e6:.2f}, {sent:.2f}"
+            rows.setdefault(method, []).append((own / 1e6, own * nodes / 1e6, sent))
             print(f"| {method} | {nodes} | {own / 1e6:.2f} | {own * nodes / 1e6:.1f} | {told} |")
     if asked.picture:
         draw(rows).savefig(asked.picture, dpi=110)
 
 
 def draw(rows: dict[str, list[tuple[float, float, float | None]]]) -> Figure:
-    """Draw what one institution and what the server carries, and what a link would carry without one."""
+    """Draw what one institution and what the server carries, and what a sender would send without one."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     titles = "an institution (forecast)", "the server (forecast)", "a sender, peer to peer (computed)"
     for place, (axes, title) in enumerate(zip(figure.subplots(1, 3, sharey=True), titles, strict=True)):

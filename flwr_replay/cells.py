@@ -126,7 +126,8 @@ def _outcome_line(outcome: dict[str, Any], metric: str) -> str:
     if "error" in outcome:
         return f"failed: {outcome['error']}"
     result = outcome["result"]
-    return f"{metric} {result['final']['global'][metric]:.4f}, {result['wall-seconds']:.1f} s"
+    value = result["final"]["global"].get(metric)
+    return f"{metric} {'missing' if value is None else f'{value:.4f}'}, {result['wall-seconds']:.1f} s"
 
 
 def run_cell(cell: Cell, display: Display) -> dict[str, Any]:

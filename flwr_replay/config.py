@@ -254,4 +254,8 @@ class RunConfig:
         require(self.nodes >= 0, f"nodes must not be negative; got {self.nodes}")
         require(self.seed >= 0, f"seed must not be negative; got {self.seed}")
         require(self.timeout > 0, f"timeout must be positive, in seconds; got {self.timeout}")
+        require(
+            not getattr(self.strategy, "private_shift", 0) or (self.task.size > 1 and self.task.format != "bags"),
+            f"strategy.private-shift moves images; task={self.task.name} has none: set private-shift=0",
+        )
         require(self.wait >= 0, f"wait must not be negative, in seconds; got {self.wait}")

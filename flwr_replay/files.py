@@ -72,9 +72,12 @@ def write_atomic(
 
     Without `to_disk` that holds as long as the machine does not lose power; nothing then waits for the disk. The file
     has the permissions `mode`, less the process's umask, from its first byte on. `over` names a file that is no longer
-    needed: it is written over, which is ten times as fast as a new one.
+    needed: it is written over, which is ten times as fast as a new one, unless it has other names, such as a backup's.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if over and over.stat().st_nlink > 1:
+        over.unlink()
+        over = None
     if over:
         os.replace(over, temporary)
     with open(temporary, "r+b" if over else "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:

@@ -64,6 +64,7 @@ class Institution:
     read_external: Callable[[], Examples] | None = None  # simulation only: other institutions' test examples
     policy: Policy = field(default_factory=Policy)
     state_root: Path = field(default_factory=lambda: home() / "state")
+    tested_elsewhere: bool = False  # on its external examples, too
     private_model: str = ""  # of conf/model, where a method has a model that never leaves; empty: as the common one
     durable: bool = False  # wait until ledger lines are on the disk before anything leaves
 
@@ -118,12 +119,17 @@ class Institution:
 
     @cached_property
     def external(self) -> Shard:
-        """Test examples of other institutions."""
+        """Test examples of other institutions; where there are classes, of those that this one trains on.
+
+        Kalra et al. 2023, section 4.3, note 4: of a class that it has never seen, nothing would be measured.
+        """
         found = self.read_external() if self.read_external else self.data.external
+        if found is not None and self.data.train.y.dtype == np.int64:
+            found = found.take(np.flatnonzero(np.isin(found.y, self.data.train.y)))
         if found is None or not len(found):
             raise DataError(
                 f"external=true tests on other institutions' examples; {self.name!r} holds none of classes that it "
-                "trains on: add rows with split=external to its manifest"
+                "trains on: add rows with split=external to its manifest, or leave external out"
             )
         return Shard.of(found, self.device)
 
@@ -198,6 +204,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state",
+        tested_elsewhere=config.external,
         private_model=_private_model(config, owned),
         durable=True,
     )
@@ -219,11 +226,12 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
     return Institution(
         name=names[k] if names else institution_name(k, nodes),
         read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(loaded(config.task), k),
-        read_pooled=lambda: _union(config, nodes),
+        read_pooled=lambda: _union(config.task, config.partition, nodes, config.seed),
         read_external=lambda: dealt(config.task, config.partition, nodes, config.seed).external(loaded(config.task), k),
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation",
+        tested_elsewhere=config.external,
         private_model=private[k % len(private)] if private else "",
     )
 
@@ -240,8 +248,9 @@ def dealt(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int) -> Part
     return partition(loaded(task), how, nodes, seed)
 
 
-def _union(config: RunConfig, nodes: int) -> Dataset:
-    part, dataset = dealt(config.task, config.partition, nodes, config.seed), loaded(config.task)
+@lru_cache(maxsize=1)  # one copy, however many institutions ask how many examples there are
+def _union(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int) -> Dataset:
+    part, dataset = dealt(task, how, nodes, seed), loaded(task)
     owned = [part.examples(dataset, k).train for k in range(nodes)]
     return replace(
         dataset, train=Examples(np.concatenate([own.x for own in owned]), np.concatenate([own.y for own in owned]))

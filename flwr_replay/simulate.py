@@ -92,6 +92,8 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
         place = Path(config.task.data_dir).expanduser().absolute()
         config = replace(config, task=replace(config.task, data_dir=str(place)))
         overrides.append(f"task.data_dir={_quoted(place)}")
+    if matrices := getattr(config.strategy, "topology_file", ""):
+        overrides.append(f"strategy.topology_file={_quoted(Path(matrices).expanduser().absolute())}")
     if config.model.weights:  # found again from wherever the run is resumed
         overrides.append(f"model.weights={_quoted(Path(config.model.weights).expanduser().absolute())}")
     nodes = config.nodes or (_sites(config.task) if config.partition.name == "natural" else INLINE_NODES)

@@ -212,6 +212,14 @@ def test_a_class_that_cannot_be_is_refused_before_anybody_trains(folder, matrix,
     assert {stage for stage, _, _ in grid.asked} == {"roll-call"}
 
 
+def test_a_matrix_that_fits_no_longer_when_somebody_fails_loses_nothing(folder):
+    strategy, grid = with_matrix(folder, np.full((4, 4), 0.25))
+    grid.failing = [("push", "c", 2)]
+    strategy.start(grid, ArrayRecord(), 3)
+    assert ("push", "c", 3) in grid.asked
+    assert all(w == pytest.approx(1) for w in strategy.mailbox.weights.values())
+
+
 class Mixed(Grid):
     """One institution was started with another model."""
 

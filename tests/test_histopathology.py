@@ -6,6 +6,7 @@ import pytest
 from slides import TASK, write_slides
 
 from flwr_replay.compose import compose
+from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.forecast import forecast
 from flwr_replay.progress import Display
 from flwr_replay.simulate import run_inline
@@ -49,9 +50,15 @@ def test_it_is_learned(job):
     assert result["final"]["global"]["external-subtype-accuracy"] > 0.8
 
 
-def test_who_has_no_external_examples_says_so(job, tmp_path):
+def test_who_has_no_external_examples_says_so_before_any_training(job, tmp_path):
     write_slides(tmp_path, sites={"a": (0,), "b": (1,)})
-    overrides = ["strategy=proxyfl", *job, "nodes=2", "rounds=1", "batch_size=5"]
-    result, _ = run_inline(overrides, Display())
-    assert "external=true tests on other institutions' examples" in result["failures"][0]["reason"]
-    assert "external-accuracy" not in result["final"]["global"]
+    with pytest.raises(RefusedError, match="external=true tests on other institutions' examples; 'a' holds none"):
+        run_inline(["strategy=proxyfl", *job, "nodes=2", "batch_size=5"], Display())
+
+
+def test_the_sound_preset_shifts_no_vectors():
+    config = compose(["strategy=proxyfl", "task=histopathology", "preset=sound"])
+    assert (config.model.name, config.partition.name, config.strategy.private_shift) == ("deepset", "natural", 0)
+    assert config.strategy.private_models == ("deepset",)
+    with pytest.raises(ConfigError, match="private-shift moves images; task=histopathology has none"):
+        compose(["strategy=proxyfl", "task=histopathology", "preset=sound", "private_shift=1"])

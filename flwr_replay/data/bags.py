@@ -61,6 +61,7 @@ def _read_bag(row: Row, task: TaskConfig) -> NDArray[np.float32]:
         raise DataError(
             f"a bag holds 1 to task.size squared = {places} vectors; {row.file} has {len(features_nF)}: set task.size"
         )
+    features_nF = features_nF.astype(np.float32)
     if not features_nF.any(axis=1).all():
         raise DataError(
             f"a vector of a bag must not be all zero, which stands for none; one of {row.file} is: leave it out"

@@ -68,13 +68,11 @@ class Partition:
         return Dataset(self.names[k], train, test, val)
 
     def external(self, dataset: Dataset, k: int) -> Examples:
-        """Return the other institutions' test examples of the classes that the k-th one trains on.
-
-        Kalra et al. 2023, section 4.3, note 4: with classes that it has never seen, nothing would be measured.
-        """
-        others = np.sort(np.concatenate([own for at, own in enumerate(self.test) if at != k] or [np.arange(0)]))
-        seen = np.isin(dataset.test.labels[others], np.unique(dataset.train.labels[self.train[k]]))
-        return dataset.test.take(others[seen])
+        """Return the test examples of all institutions but the k-th, as their devices show them."""
+        others = [self._taken(dataset.test, own, at) for at, own in enumerate(self.test) if at != k]
+        if not others:
+            return dataset.test.take(np.arange(0))
+        return Examples(np.concatenate([one.x for one in others]), np.concatenate([one.y for one in others]))
 
     def _taken(self, examples: Examples, indices: Indices, k: int) -> Examples:
         """Take the k-th institution's examples, as its devices would show them."""

@@ -264,7 +264,7 @@ class Movement(Exchanging):
     ) -> Pooled | None:
         """Have every institution test the model on other examples than its test shard."""
         request = self.evaluation_on(split, server_round, arrays)
-        asked = [self.message(member, request, config) for member in self.members]
+        asked = [self.message(member, request, config) for member in self.members if member.ours]
         answers = self.answers(self.exchange(grid, server_round, asked, needed=False))
         return pool_answers(answers, self.settings.task, partial(self.recorder.failed, server_round), self.evaluated)
 

@@ -30,6 +30,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.config import one_of, require
+from flwr_replay.errors import ConfigError
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.mailbox import Delivery, Mailbox, Parcel
 from flwr_replay.movements.members import Member
@@ -114,7 +115,8 @@ class Gossip(Relay):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Bring what waits, have the others train, deal out what they release, bring that."""
         self.bring(grid, server_round, config)
-        self.shares(server_round, len(self.members))  # a P(t) that cannot be is refused before anybody trains
+        if not self.mailbox.posted:
+            self.shares(server_round, len(self.members))  # one that cannot be is refused before anybody trains
         waiting = self.mailbox.waiting
         asked = [m for m in self.configure_train(server_round, arrays, config, grid) if self.receiver(m) not in waiting]
         replies = self.exchange(grid, server_round, asked, needed=bool(asked))
@@ -150,7 +152,11 @@ class Gossip(Relay):
     def deal(self, server_round: int, released: dict[str, Released]) -> None:
         """Put everyone's shares into the mailbox: the column of each sender in P(t)."""
         names = sorted(released)
-        p = self.shares(server_round, len(names))
+        try:
+            p = self.shares(server_round, len(names))
+        except ConfigError as error:  # of a user's own; after training nothing may be lost to it
+            self.recorder.log(f"exchange {server_round}: all keep what they have, since {error}")
+            p = np.eye(len(names))
         for k, name in enumerate(names):
             back = self.mailbox.coming_back.pop(name, [])
             self.mailbox.waiting[name] = Delivery(server_round, released[name].weight, float(p[k, k]), back)
@@ -161,6 +167,8 @@ class Gossip(Relay):
 
     def shares(self, server_round: int, institutions: int) -> Matrix:
         """Return P(t), checked, since a method of a user's own may have another `matrix`."""
+        if not institutions:
+            return np.eye(0)
         p = np.asarray(self.matrix(server_round, institutions), np.float64)
         what = f"{type(self).__name__}.matrix"
         require(
@@ -173,13 +181,8 @@ class Gossip(Relay):
     def matrix(self, server_round: int, institutions: int) -> Matrix:
         """Return P(t): P[k', k] is what k sends to k', institutions in the order of their names. To be overridden.
 
-        Of a file's matrices, where not all have released, the identity: all keep what they have.
+        Where it cannot be, since not all have released, all keep what they have.
         """
-        if self.matrices is not None and institutions != self.matrices.shape[1]:
-            self.recorder.log(f"exchange {server_round}: {institutions} have released; the file's matrix is of others")
-            return np.eye(institutions)
-        if not institutions:
-            return np.eye(0)
         return mixing_matrix(self.config.topology, institutions, server_round - 1, self.settings.seed, self.matrices)
 
     def bring(self, grid: Grid, server_round: int, config: ConfigRecord) -> None:

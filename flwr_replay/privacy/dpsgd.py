@@ -136,7 +136,7 @@ def clipped_sums(
         )
         for part in zip(*(torch.split(tensor, at_once) for tensor in batch), strict=True):
             if len(part[0]):
-                total += ghost.add(by_id, losses, part, partial(_scales, clip, len(part[0])))
+                total += ghost.add(by_id, losses, part, partial(_scales, clip, len(part[0]), sums[0].dtype))
         return sums, total
     with _single_gradients(module) as forget, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Full backward hook is firing")  # no gradient at the images is wanted
@@ -179,21 +179,25 @@ def _trained(module: nn.Module) -> list[Any]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _scales(clip: float, examples: int, norms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return by what each example's gradient is multiplied, and whether it is finite."""
+def _scales(clip: float, examples: int, dtype: torch.dtype, norms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return by what each example's gradient is multiplied, and whether it is finite.
+
+    Norms are in float64; a factor that its dtype could only hold with an error is 0.
+    """
     require(
         len(norms_B) == examples,
         "every layer must see an example as one row of its batch; some layer sees parts of examples as rows, which "
         "would be clipped one by one: do not fold other axes into the batch's",
     )
-    return (clip / (norms_B * ROUNDING)).clamp(max=1), norms_B.isfinite()
+    factors_B = (clip / (norms_B * ROUNDING)).clamp(max=1)
+    return factors_B.where(factors_B >= torch.finfo(dtype).tiny, 0).to(dtype), norms_B.isfinite()
 
 
 def _add_clipped(sums: list[Tensor], found: list[Tensor | None], clip: float, examples: int) -> None:
     """Add the clipped gradients of some examples, each (B, ...); None where the loss does not depend on a parameter."""
     kept = [(summed, gradient) for summed, gradient in zip(sums, found, strict=True) if gradient is not None]
-    norms_B = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for _, gradient in kept]).norm(dim=0)
-    scale_B, finite_B = _scales(clip, examples, norms_B)
+    parts = [torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float64) for _, gradient in kept]
+    scale_B, finite_B = _scales(clip, examples, sums[0].dtype, torch.linalg.vector_norm(torch.stack(parts), dim=0))
     for summed, gradient in kept:
         summed += torch.tensordot(scale_B[finite_B], gradient if finite_B.all() else gradient[finite_B], dims=1)
 

@@ -96,7 +96,6 @@ class Ghost:
             one.a_BpT, one.g_BqT = matrices(layer, one.inputs, g)
             parts.append(norms(one, layer.weight.requires_grad, trains_bias(layer)))
         factors_B, counts_B = scales(torch.linalg.vector_norm(torch.stack(parts), dim=0))
-        factors_B = factors_B.to(loss.dtype)
         rows = slice(None) if counts_B.all() else counts_B
         for layer, one, _ in used:
             if layer.weight.requires_grad:

@@ -1,12 +1,18 @@
 """Bags of feature vectors: what is read, what is refused, and whose examples are external."""
 
+import shlex
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
-from slides import CLASSES, TASK, F, write_slides
+import torch
+from slides import CLASSES, SEEN, TASK, F, write_slides
 
 from flwr_replay.compose import compose
-from flwr_replay.data import load, partition
+from flwr_replay.data import Examples, load
 from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.institution import Institution, institution_of
 
 
 def task(folder, *more):
@@ -24,23 +30,44 @@ def test_a_bag_is_an_image_of_its_vectors_and_of_empty_places(tmp_path):
     assert dataset.external is None
 
 
+def simulated(overrides, k, nodes=4):
+    """Return the k-th institution of a simulation."""
+    config = shlex.join([*overrides, "device=cpu"])
+    context = SimpleNamespace(
+        run_config={"overrides": config}, node_config={"partition-id": k, "num-partitions": nodes}
+    )
+    return institution_of(context)[0]
+
+
 def test_external_examples_are_the_others_of_classes_that_one_trains_on(tmp_path):
     rows = write_slides(tmp_path)
-    dataset, config = load(task(tmp_path)), compose([*TASK, "partition=natural"])
-    part = partition(dataset, config.partition, 4, 0)
-    assert part.names == ("asterand", "indivumed", "mskcc", "pittsburgh")
-    for k, name in enumerate(part.names):
+    for k, name in enumerate(sorted(SEEN)):
+        institution = simulated([*TASK, f"task.data-dir={tmp_path}", "partition=natural"], k)
         seen = {row[1] for row in rows if row[2] == name and row[3] == "train"}
-        others = [row for row in rows if row[2] != name and row[3] == "test" and row[1] in seen]
-        found = part.external(dataset, k)
-        assert sorted(found.y.tolist()) == sorted(row[1] for row in others)
-        assert name not in set(found.sites)
+        others = [row[1] for row in rows if row[2] != name and row[3] == "test" and row[1] in seen]
+        assert institution.name == name
+        assert sorted(institution.external.y.tolist()) == sorted(others)
+
+
+def test_external_examples_look_as_they_do_where_they_are(tmp_path):
+    options = ["task=digits", "partition=iid", "contrast=0.5"]
+    first, second = (simulated(options, k, nodes=2) for k in range(2))
+    assert torch.equal(first.external.x, second.test.x)
+    assert not torch.equal(first.external.x, simulated(options[:2], 0, nodes=2).external.x)
+
+
+def test_of_numbers_all_external_examples_count():
+    one, *others = (simulated(["task=diabetes", "partition=iid"], k) for k in range(4))
+    assert len(one.external) == sum(len(other.test) for other in others)
 
 
 def test_an_institution_may_bring_external_examples_of_its_own(tmp_path):
     write_slides(tmp_path, sites={"a": (0, 1)}, external=True)
     dataset = load(task(tmp_path))
     assert [len(part) for part in (dataset.train, dataset.test, dataset.external)] == [10, 5, 5]
+    stranger = Examples(np.concatenate([dataset.external.x] * 2), np.r_[dataset.external.y, [3] * 5])
+    institution = Institution("a", lambda: replace(dataset, external=stranger), torch.device("cpu"))
+    assert len(institution.external) == 5  # none of a class that it has never seen
 
 
 @pytest.mark.parametrize(

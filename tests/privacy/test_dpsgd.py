@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 from flwr_replay.config import ModelConfig, TaskConfig
 from flwr_replay.errors import ConfigError
-from flwr_replay.models import build, freeze
+from flwr_replay.models import StagedModel, build, freeze
 from flwr_replay.privacy import dpsgd
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.dpsgd import clipped_sums, example_losses, noisy_step, poisson_batches, refuse_mixing
@@ -222,11 +223,21 @@ def test_one_example_changes_the_sum_by_at_most_the_clip(clip, wild):
         assert distance(with_it, without) > clip / 2
 
 
-@pytest.mark.parametrize("wild", [float("inf"), float("nan"), 1e30])
-def test_a_gradient_that_is_not_finite_adds_nothing(wild):
-    model = nn.Linear(2, 1, bias=False)  # whose gradient is the example; the square of 1e30 is no float32
+@pytest.mark.parametrize("wild", [float("inf"), float("nan"), 3e38])
+def test_a_gradient_that_cannot_be_clipped_adds_nothing(wild):
+    """Neither one that is not finite nor one whose factor would be no normal float32."""
+    model = nn.Linear(2, 1, bias=False)  # whose gradient is the example
     sums, _ = clipped_sums(model, lambda x: model(x)[:, 0], (torch.tensor([[wild, 1.0], [0.3, 0.4]]),), 1.0)
     assert sums[0].tolist() == [pytest.approx([0.3, 0.4])]
+
+
+@pytest.mark.parametrize("ghost", [False, True])
+@pytest.mark.parametrize("size", [1e20, 1e30, 1e37, 1e38])
+def test_a_huge_gradient_is_clipped_to_the_bound(ghost, size):
+    layer = nn.Linear(2, 1, bias=False)
+    model = StagedModel(OrderedDict(only=layer)) if ghost else layer
+    sums, _ = clipped_sums(model, lambda x: model(x)[:, 0], (torch.tensor([[size, size]]),), 1.0)
+    assert sums[0].norm() <= 1 + 1e-6
 
 
 def test_two_runs_with_one_seed_differ_in_their_noise(tmp_path):
