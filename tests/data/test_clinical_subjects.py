@@ -93,12 +93,12 @@ def test_more_than_there_is_is_refused_with_both_numbers():
 @pytest.mark.parametrize("name", choices("task"))
 def test_every_task_composes_with_the_presets_that_know_it(name):
     assert compose([f"task={name}", "preset=quick"]).task.name == name
-    if name in ("retina", "boneage", "brats", "mnist", "fashion_mnist", "cifar10"):
+    if name in ("retina", "boneage", "brats", "mnist", "fashion_mnist", "cifar10", "histopathology"):
         assert compose([f"task={name}", "preset=paper"]).task.name == name
     else:
         with pytest.raises(
             ConfigError,
-            match="preset=paper has values for task=boneage, brats, cifar10, fashion_mnist, mnist, retina; got",
+            match="preset=paper has values for task=boneage, brats, cifar10, fashion_mnist, histopathology, mnist, retina",
         ):
             compose([f"task={name}", "preset=paper"])
 
