@@ -98,7 +98,7 @@ def test_every_task_composes_with_the_presets_that_know_it(name):
     else:
         with pytest.raises(
             ConfigError,
-            match="preset=paper has values for task=boneage, brats, cifar10, fashion_mnist, histopathology, mnist, retina",
+            match="preset=paper has values for task=boneage, brats, cifar10, fashion_mnist, histopathology, mnist",
         ):
             compose([f"task={name}", "preset=paper"])
 
