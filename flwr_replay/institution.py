@@ -135,11 +135,9 @@ class Institution:
 
     def shard(self, split: str) -> Shard:
         """Return the training, the test or the external examples."""
-        shards = {"train": "train", "test": "test", "external": "external"}
-        if split not in shards:
-            raise DataError(f"an institution holds train, test and external examples; got {split!r}")
-        found: Shard = getattr(self, shards[split])
-        return found
+        if split == "external":
+            return self.external
+        return self.train if split == "train" else self.test
 
     @cached_property
     def pooled(self) -> Shard:
