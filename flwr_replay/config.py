@@ -53,6 +53,8 @@ class TaskConfig:
     channels: int  # of an image; a table's features
     size: int  # height and width of an image, pixels; a table's rows have 1
     classes: int = 1  # classification: C >= 2; otherwise 1
+    mean: tuple[float, ...] = ()  # of each channel of images, where bytes are numbers in [0, 1]: what models subtract
+    std: tuple[float, ...] = ()  # and divide by; known numbers, since private data's own would not be private
     unit: str = ""  # regression: of the label
     class_names: tuple[str, ...] = ()  # of a manifest, or class folders, in the order of the labels; empty: sorted
     class_groups: tuple[str, ...] = ()  # one for each class, where classes of a group are told apart; empty: not so
@@ -69,6 +71,15 @@ class TaskConfig:
         for name in ("train_size", "val_size", "test_size"):
             option = f"task.{name.replace('_', '-')}"
             require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
+        require(
+            len(self.mean) == len(self.std) and len(self.mean) in (0, self.channels) and all(s > 0 for s in self.std),
+            f"task.mean and task.std go together, one positive std for each of {self.channels} channels; got "
+            f"{list(self.mean)} and {list(self.std)}",
+        )
+        require(
+            not self.mean or (self.size > 1 and self.format != "bags"),
+            f"task.mean and task.std are for images; task={self.name} has none: leave them out",
+        )
         if self.kind == "classification":
             require(self.classes >= 2, f"task.classes must be at least 2; got {self.classes}")
         else:

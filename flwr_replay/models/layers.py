@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["norm_layer", "stage"]
+__all__ = ["Standardize", "norm_layer", "stage"]
+
+
+class Standardize(nn.Module):
+    """Subtract each channel's mean and divide by its standard deviation, numbers that are given and no data's own.
+
+    Parameters
+    ----------
+    mean, std : sequence of float
+        Of each channel, where bytes are numbers in [0, 1].
+    """
+
+    mean_C11: Tensor
+    std_C11: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.register_buffer("mean_C11", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std_C11", torch.tensor(std).view(-1, 1, 1), persistent=False)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Return (B, C, H, W)."""
+        return (x_BCHW - self.mean_C11) / self.std_C11
 
 
 def stage(**layers: nn.Module) -> nn.Sequential:

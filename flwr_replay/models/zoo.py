@@ -32,7 +32,7 @@ from torch import nn
 
 from flwr_replay.config import ModelConfig, TaskConfig, require
 from flwr_replay.models.deepset import deepset
-from flwr_replay.models.layers import norm_layer, stage
+from flwr_replay.models.layers import Standardize, norm_layer, stage
 from flwr_replay.models.seeding import seeded
 from flwr_replay.models.staged import StagedModel
 from flwr_replay.models.unet import unet
@@ -48,8 +48,9 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
     model : ModelConfig
         Which model, and its options.
     task : TaskConfig
-        Gives the input, float (B, C, H, W) in [0, 1] with C = ``task.channels`` and H = W = ``task.size``, and the
-        output, logits (B, ``task.classes``); of a U-Net (B, 1, H, W).
+        Gives the input, float (B, C, H, W) in [0, 1] with C = ``task.channels`` and H = W = ``task.size``, which the
+        first stage standardises where ``task.mean`` is given, and the output, logits (B, ``task.classes``); of a
+        U-Net (B, 1, H, W).
     seed : int
         The weights depend on it alone: not on PyTorch's global generator, which is left as it was, nor on the
         default device. 0 to 2**64 - 1, of which PyTorch's CPU generator reads the lower 32 bits.
@@ -77,21 +78,30 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
         "choose a model with fewer poolings, such as mlp",
     )
     with seeded(seed), torch.device("cpu"):
-        if model.name == "mlp":
-            return _mlp(model, task)
-        if model.name == "lenet5":
-            return _lenet5(task)
-        if model.name in ("cnn1", "cnn2"):
-            return _proxyfl_cnn(model.name, task)
-        if model.name == "cnn":
-            return _cnn(model, task)
-        if model.name == "deepset":
-            return deepset(model, task)
-        if model.name == "unet":
-            return unet(model, task)
-        from flwr_replay.models.resnet import resnet  # torchvision takes seconds to import
+        built = _fresh(model, task)
+    if task.mean:
+        name, first = next(iter(built.named_children()))
+        layers = OrderedDict(standardize=Standardize(task.mean, task.std), **dict(first.named_children()))
+        setattr(built, name, nn.Sequential(layers))
+    return built
 
-        return resnet(model, task)
+
+def _fresh(model: ModelConfig, task: TaskConfig) -> StagedModel:
+    if model.name == "mlp":
+        return _mlp(model, task)
+    if model.name == "lenet5":
+        return _lenet5(task)
+    if model.name in ("cnn1", "cnn2"):
+        return _proxyfl_cnn(model.name, task)
+    if model.name == "cnn":
+        return _cnn(model, task)
+    if model.name == "deepset":
+        return deepset(model, task)
+    if model.name == "unet":
+        return unet(model, task)
+    from flwr_replay.models.resnet import resnet  # torchvision takes seconds to import
+
+    return resnet(model, task)
 
 
 def _smallest(model: ModelConfig) -> int:
