@@ -6,9 +6,8 @@ Sources: Kalra et al. 2023, sections 4.1 and 4.2, appendix B.
 steps a round with a sampling rate of 0.28. Their epsilon is no proof where a proxy learns from a private model. Parts
 `epsilon-...` have beta=0 and a proven epsilon (`preset=sound`): full batches, SGD, the complete graph, and private
 models that learn from the proxies in passes of their own. Beside them stand private models without a teacher
-(`alpha 0`), with the same passes on shifted images and without them; `FML`, which averages at the server; and a graph
-with one parcel each. The ablations have 50 rounds. Accuracy is the private models', each on a share of the test
-examples; parts named `-proxies` show the same runs' proxies.
+(`alpha 0`), with the same passes on shifted images and without them. The ablations have 50 rounds. Accuracy is the
+private models', each on a share of the test examples; parts named `-proxies` show the same runs' proxies.
 """
 
 from __future__ import annotations
@@ -34,12 +33,7 @@ OTHERS = [
 ]
 OPEN = [method.replace(":dp=classifier", "") for method in OTHERS]  # Fig. 7, without privacy
 BUDGETS = {1: ":lr=0.3:rounds=50:lr_step=40", 2: ":lr=0.3:rounds=70:lr_step=50", 4: "", 8: ""}
-BESIDE = [
-    "alpha 0 := proxyfl:alpha=0",
-    "alpha 0, one pass := proxyfl:alpha=0:private_epochs=0",
-    "FML := fml:target_epsilon=8",
-    "exponential-half := proxyfl:target_epsilon=8:topology=exponential-half",
-]
+ALONE = ["alpha 0 := proxyfl:alpha=0", "alpha 0, one pass := proxyfl:alpha=0:private_epochs=0"]
 
 
 def part(
@@ -66,8 +60,8 @@ def ablation(about: str, name: str, options: Sequence[str] = (), methods: Sequen
 
 
 def sound(budget: int, metric: str = "") -> Part:
-    """Return a part with a proven epsilon; where it is 8, beside other graphs, and private models that learn alone."""
-    name, other = f"epsilon-{budget}", BESIDE if budget == max(BUDGETS) and not metric else []
+    """Return a part with a proven epsilon; where it is 8, beside private models that learn from nobody."""
+    name, other = f"epsilon-{budget}", ALONE if budget == max(BUDGETS) and not metric else []
     methods = [f"ProxyFL := proxyfl:target_epsilon={budget}{BUDGETS[budget]}", *other]
     if metric:
         return part(f"{name}-proxies", "The proxies of these runs.", methods, SOUND, metric, "Proxies, proven epsilon")
