@@ -284,3 +284,9 @@ def test_a_cell_of_other_options_is_not_taken_for_ours(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace("lr: 0.01", "lr: 0.5"))
     with pytest.raises(RunError, match=r"another training\.lr"):
         compare(tmp_path, "fedavg,local", "seeds=1", "rounds=1")
+
+
+def test_a_run_without_the_metric_asked_for_is_none_that_counts():
+    result = {"final": {"global": {"accuracy": 0.5}, "institutions": {}}}
+    found = summarise([{"label": "a", "seed": 0, "result": result}], ["a"], "a", "external-accuracy", True)
+    assert (found["a"]["values"], found["a"]["mean"]) == ({}, None)
