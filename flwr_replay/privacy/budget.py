@@ -76,7 +76,7 @@ class Account:
             lines.append([{"time": now, "mechanism": mechanism, **asdict(cost), "noise": noise}])
             lines.flush(to_disk=True)
             lines.close()
-            _sync(self.folder)
+            _sync(self.folder, (self.folder / CHARGES).stat().st_ino)
 
     def affordable(self, cost: SampledGaussian) -> int:
         """Return how many of these steps the budget still allows."""
@@ -114,8 +114,8 @@ def _costs(charges: list[dict[str, Any]]) -> list[SampledGaussian]:
     return [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
 
 
-@lru_cache(maxsize=1024)  # once in a process: entries that are on the disk stay there
-def _sync(folder: Path) -> None:
+@lru_cache(maxsize=1024)  # entries that are on the disk stay there; a file that was mended is another one
+def _sync(folder: Path, inode: int) -> None:
     """Put the entries of a folder, and its own, on the disk: a new file's own flush does not."""
     if os.name == "posix":
         for holder in (folder, folder.parent):

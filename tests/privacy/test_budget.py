@@ -8,6 +8,7 @@ from math import inf
 import pytest
 
 from flwr_replay.errors import PrivacyError, RunError
+from flwr_replay.files import write_atomic
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.budget import CHARGES, Account
 
@@ -75,6 +76,12 @@ def test_file_and_folders_are_flushed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", watch)
     Account(folder, delta=1e-5).charge("generator", visit(10))
     assert flushed == [(str(folder / CHARGES), 1), (str(folder), 1), (str(tmp_path), 1)]
+    Account(folder, delta=1e-5).charge("generator", visit(10))
+    assert flushed[3:] == [(str(folder / CHARGES), 2)]  # the folders' entries are there already
+    write_atomic(folder / CHARGES, (folder / CHARGES).read_text())  # as what a crash tore is mended
+    flushed.clear()
+    Account(folder, delta=1e-5).charge("generator", visit(10))
+    assert [name for name, _ in flushed] == [str(folder / CHARGES), str(folder), str(tmp_path)]
 
 
 def test_a_line_that_a_crash_tore_was_never_released(tmp_path):
