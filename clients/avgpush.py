@@ -10,7 +10,7 @@ from flwr_replay.payloads.common import Evaluation
 from flwr_replay.payloads.local import EvaluateOwn
 from flwr_replay.payloads.relay import Released
 from flwr_replay.peer import PeerClient
-from flwr_replay.training import refuse_single_batches, to_arrays
+from flwr_replay.training import refuse_single_batches
 
 __all__ = ["AvgPushClient"]
 
@@ -28,7 +28,7 @@ class AvgPushClient(PeerClient):
             learner.step(x_B, y_B)
         loss = learner.train_loss()
         self.suspend(visit, learner.optimizer)
-        released = self.release(visit, to_arrays(model), w)
+        released = self.release(visit, model, w)
         return Released(num_examples=len(data), examples_seen=learner.seen, train_loss=loss, **released)
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:

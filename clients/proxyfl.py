@@ -9,7 +9,6 @@ from __future__ import annotations
 from flwr_replay.pair import PairClient
 from flwr_replay.payloads.mutual import EvaluatePair, PairEvaluation, ReleasedProxy, TrainProxy
 from flwr_replay.peer import PeerClient
-from flwr_replay.training import to_arrays
 
 __all__ = ["ProxyFLClient"]
 
@@ -25,7 +24,7 @@ class ProxyFLClient(PairClient, PeerClient):
         for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):  # lines 2-3
             learner.step(x_B, y_B)  # line 4
         told = self.keep_pair(visit, learner)  # line 6
-        return ReleasedProxy(**told, **self.release(visit, to_arrays(learner.proxy.model), w))
+        return ReleasedProxy(**told, **self.release(visit, learner.proxy.model, w))
 
     def evaluate_pair(self, request: EvaluatePair) -> PairEvaluation:
         """Test the private model, and the proxy after this round's mixing."""

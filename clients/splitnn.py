@@ -166,7 +166,7 @@ class SplitNNClient(InstitutionClient):
         TrainingError
             If they are gone.
         """
-        kept = self.state.load(f"part-{request.server_round:06d}", request.run, request.message)
+        kept = self.state.take(f"part-{request.server_round:06d}", request.run, request.message)
         if kept is None:
             raise TrainingError(
                 "an institution goes on with the part of the model that it kept after the message before; that of run "

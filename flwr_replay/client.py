@@ -218,19 +218,22 @@ class InstitutionClient(NumPyClient):
     def resume_optimizer(self, model: nn.Module, visit: Any) -> torch.optim.Optimizer:
         """Build the optimizer and, under `keep`, give it its saved state."""
         optimizer = make_optimizer(model, self.training, visit.lr)
-        if visit.optimizer_state == "keep" and (kept := self.kept("optimizer", visit)):
+        if visit.optimizer_state == "keep" and (kept := self.kept("optimizer", visit, take=True)):
             load_optimizer_arrays(optimizer, kept)
         return optimizer
 
-    def kept(self, key: str, visit: Any) -> StateDict | None:
+    def kept(self, key: str, visit: Any, take: bool = False) -> StateDict | None:
         """Return what this institution saved at the end of its previous visit; None at the first.
+
+        Only what is taken may be written to.
 
         Raises
         ------
         TrainingError
             If it is gone: going on from nothing would give other results, and nobody would notice.
         """
-        kept = self.state.load(key, visit.run, visit.server_round)
+        read = self.state.take if take else self.state.load
+        kept = read(key, visit.run, visit.server_round)
         if kept is None and visit.continues:
             raise TrainingError(
                 f"an institution goes on with the state that it saved in its previous visit; the {key} of run "

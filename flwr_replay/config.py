@@ -34,8 +34,9 @@ def require(rule: bool, message: str) -> None:
 
 def one_of(option: str, value: str, known: tuple[str, ...]) -> None:
     """Raise `ConfigError` with near matches unless `value` is one of `known`."""
-    hint = near_matches(value, known) or "choose one of these"
-    require(value in known, f"{option} must be one of {', '.join(known)}; got {value!r}: {hint}")
+    if value not in known:
+        hint = near_matches(value, known) or "choose one of these"
+        raise ConfigError(f"{option} must be one of {', '.join(known)}; got {value!r}: {hint}")
 
 
 MODELS = ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "deepset", "resnet18", "resnet34", "unet")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,17 @@ from flwr_replay.errors import RunError
 
 NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run, which name folders
 
-__all__ = ["NAME", "Lines", "alone", "home", "make_folder", "read_json", "read_lines", "write_atomic"]
+__all__ = [
+    "NAME",
+    "Lines",
+    "alone",
+    "home",
+    "make_folder",
+    "read_json",
+    "read_lines",
+    "stamp",
+    "write_atomic",
+]
 
 
 def home() -> Path:
@@ -66,9 +76,13 @@ def alone(folder: Path, wait: bool = False) -> Iterator[None]:
 
 
 def write_atomic(
-    path: Path, data: bytes | str, to_disk: bool = True, mode: int = 0o666, over: Path | None = None
+    path: Path,
+    data: bytes | str | Sequence[bytes | memoryview],
+    to_disk: bool = True,
+    mode: int = 0o666,
+    over: Path | None = None,
 ) -> None:
-    """Write a file whole or not at all: temporary file, flushed to disk, then renamed.
+    """Write a file, given whole or in parts, whole or not at all: temporary file, flushed to disk, then renamed.
 
     Without `to_disk` that holds as long as the machine does not lose power; nothing then waits for the disk. The file
     has the permissions `mode`, less the process's umask, from its first byte on. `over` names a file that is no longer
@@ -80,13 +94,23 @@ def write_atomic(
         over = None
     if over:
         os.replace(over, temporary)
-    with open(temporary, "r+b" if over else "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+    parts = [data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
+    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, mode)) as file:
+        file.writelines(parts)
         file.truncate()
         if to_disk:
             file.flush()
             os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def stamp(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is written, by whomever; nothing if there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

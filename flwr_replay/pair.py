@@ -37,9 +37,11 @@ class PairClient(InstitutionClient):
             "private": Learning(phi, make_optimizer(phi, training, visit.private_lr)),
             "proxy": Learning(proxy, make_optimizer(proxy, self.training, visit.lr)),
         }
+        both = (self.kept("optimizers", visit, take=True) if visit.optimizer_state == "keep" else None) or {}
         for name, half in halves.items():
-            if visit.optimizer_state == "keep" and (arrays := self.kept(f"optimizer_{name}", visit)):
-                load_optimizer_arrays(half.optimizer, arrays)
+            own = {slot.removeprefix(f"{name}."): array for slot, array in both.items() if slot.startswith(f"{name}.")}
+            if own:
+                load_optimizer_arrays(half.optimizer, own)
         covered = self.purse is not None and self.purse.plan.covers("proxy")
         if self.purse and covered and visit.beta > 0 and not self.purse.plan.unproven:
             raise PrivacyError(
@@ -53,8 +55,12 @@ class PairClient(InstitutionClient):
         """Keep what never leaves; return what an answer says of the training."""
         loss = learner.loss()
         if visit.optimizer_state == "keep":
-            for name, half in (("private", learner.private), ("proxy", learner.proxy)):
-                self.save(f"optimizer_{name}", visit, optimizer_arrays(half.optimizer))
+            both = {
+                f"{name}.{slot}": array
+                for name, half in (("private", learner.private), ("proxy", learner.proxy))
+                for slot, array in optimizer_arrays(half.optimizer).items()
+            }
+            self.save("optimizers", visit, both)
         self.save("private", visit, to_arrays(learner.private.model))
         told = {"num_examples": len(self.institution.train), "examples_seen": learner.seen, "train_loss": loss}
         return {**told, "proxy_steps": learner.proxy_steps}

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import TrainingError, WireError
 from flwr_replay.movements.topology import mixed, parcel
 from flwr_replay.payloads.relay import Committed, Deliver, PeerVisit
-from flwr_replay.training import form_of, to_arrays
+from flwr_replay.training import encoded, form_of, to_arrays
 from flwr_replay.wire import StateDict, opened
 
 __all__ = ["PeerClient"]
@@ -53,9 +54,10 @@ class PeerClient(InstitutionClient):
         self.state.forget_after("mixed", visit.run, visit.committed)
         return theta, w
 
-    def release(self, visit: Any, theta: StateDict, w: float) -> dict[str, Any]:
+    def release(self, visit: Any, model: nn.Module, w: float) -> dict[str, Any]:
         """Keep what is given away; return what an answer says of it."""
-        self.save("released", visit, together(theta, w))
+        theta = encoded(model)
+        self.save("released", visit, together(opened(theta), w))
         return {"arrays": theta, "weight": w, **self.spent(visit.run)}
 
     def deliver(self, request: Deliver) -> Committed:

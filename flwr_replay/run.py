@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from flwr_replay.config import RunConfig
 from flwr_replay.files import Lines, read_lines, write_atomic
@@ -48,6 +47,7 @@ from flwr_replay.movements.members import Member
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.progress import Display, Progress
 from flwr_replay.tasks import make_task
+from flwr_replay.tensors import write_tensors
 from flwr_replay.wire import Row, StateDict
 
 __all__ = ["PACKAGES", "RunDirectory", "resumable"]
@@ -230,7 +230,7 @@ class RunDirectory(Recorder):
         """Write the final weights, if the server has any, and `result.json`; return what the latter holds."""
         self._writing.result()
         if arrays:
-            write_atomic(self.folder("models") / "global.safetensors", save(arrays))
+            write_tensors(self.folder("models") / "global.safetensors", arrays)
         self._draw_losses()
         server_round, pooled, own = self.history[-1]
         if metric not in pooled:  # nobody runs this package's ClientApp
@@ -315,7 +315,7 @@ class RunDirectory(Recorder):
 
 
 def _write_checkpoint(path: Path, arrays: StateDict, values: dict[str, Any]) -> None:
-    write_atomic(path, save(arrays, {"values": json.dumps(values)}))
+    write_tensors(path, arrays, {"values": json.dumps(values)})
     for old in sorted(path.parent.glob("*.safetensors"))[:-2]:
         old.unlink()
 

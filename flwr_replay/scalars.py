@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -25,15 +26,15 @@ class ScalarType:
         optional = type(None) in get_args(hint)
         return cls.of(parts[0]) if optional else cls(parts[0], True)
 
-    def fits(self, value: Any, statistic: bool) -> bool:
-        """Say whether a single value is of this type, and if it is a statistic, one that can be."""
-        if self.base in (int, float) and isinstance(value, bool):
-            return False
-        if not isinstance(value, (int, float) if self.base is float else self.base):
-            return False
-        if not statistic or not isinstance(value, (int, float)):
+    def fits(self, values: Sequence[Any], statistic: bool) -> bool:
+        """Say whether values are all of this type, and if they are a statistic, ones that can be."""
+        types = (int, float) if self.base is float else (self.base,)
+        for found in set(map(type, values)):
+            if not issubclass(found, types) or (found is bool and self.base is not bool):
+                return False
+        if not statistic or self.base not in (int, float):
             return True
-        return math.isfinite(value) and (self.base is float or value >= 0)
+        return all(map(math.isfinite, values)) if self.base is float else min(values, default=0) >= 0
 
     def __str__(self) -> str:
         return f"a list of {self.base.__name__}" if self.listed else self.base.__name__

@@ -4,22 +4,31 @@ A deployed ClientApp's process ends with every message, and a Ray actor serves s
 must last lives in memory. Each save is atomic and the last three are kept: the server writes a checkpoint beside the
 next exchange, so a crash may lose two. An exchange that is then repeated begins from what was there before, and gives
 the same bits.
+
+What this process has saved last under each key it holds in memory too, up to `HELD` bytes for all institutions, and
+takes it from there as long as the file is the one it has written.
 """
 
 from __future__ import annotations
 
+import os
+from collections import OrderedDict
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file
 
 from flwr_replay.errors import PrivacyError, WireError
-from flwr_replay.files import NAME, write_atomic
+from flwr_replay.files import NAME, stamp, write_atomic
 from flwr_replay.institution import Institution
+from flwr_replay.tensors import write_tensors
 from flwr_replay.wire import StateDict
 
 __all__ = ["StateStore", "load_optimizer_arrays", "optimizer_arrays"]
+
+SUFFIX = ".safetensors"
+HELD = 256 * 2**20  # bytes of arrays in memory
 
 
 class StateStore:
@@ -52,45 +61,101 @@ class StateStore:
     def save(self, key: str, run: str, server_round: int, arrays: StateDict, to_disk: bool = True) -> None:
         """Keep arrays as they stand after exchange `server_round`; forget all but the last three.
 
-        Without `to_disk` they outlive this process, but perhaps not a power failure.
+        They must not be written to afterwards. Without `to_disk` they outlive this process, but perhaps not a power
+        failure.
         """
-        folder = self.of_run(run)
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"{key}-{server_round:06d}.safetensors"
-        spare = [old for old in self._files(key, run) if old != file][:-2]
-        write_atomic(file, save(arrays), to_disk, over=spare.pop() if spare else None)
+        file = self._file(key, run, server_round)
+        others = [self._file(key, run, exchange) for exchange in self._exchanges(key, run) if exchange != server_round]
+        if not others:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        spare = others[:-2]
+        write_tensors(file, arrays, to_disk=to_disk, over=spare.pop() if spare else None)
         for old in spare:
             old.unlink()
+        _lately.hold(file, arrays, instead_of=others)
 
     def load(self, key: str, run: str, before: int) -> StateDict | None:
-        """Return the arrays as they stood when exchange `before` began; None if there are none yet."""
-        earlier = [file for file in self._files(key, run) if exchange_of(file) < before]
-        return load_file(earlier[-1]) if earlier else None
+        """Return the arrays as they stood when `before` began, not to be written to; None if none are there."""
+        file = self._latest(key, run, before)
+        return _lately.read(file) if file else None
+
+    def take(self, key: str, run: str, before: int) -> StateDict | None:
+        """Return the same to be written to; from then on they are on the disk only."""
+        file = self._latest(key, run, before)
+        arrays = _lately.read(file) if file else None
+        if file:
+            _lately.drop(file)
+        return arrays
 
     def at(self, key: str, run: str, server_round: int) -> StateDict | None:
-        """Return the arrays that were saved after one exchange; None if none were, or they are gone."""
-        file = self.of_run(run) / f"{key}-{server_round:06d}.safetensors"
-        return load_file(file) if file.exists() else None
+        """Return the arrays that were saved after one exchange, not to be written to; None if there are none."""
+        file = self._file(key, run, server_round)
+        return _lately.read(file) if file.exists() else None
 
     def forget_after(self, key: str, run: str, server_round: int) -> None:
         """Remove what was saved after later exchanges, which are made again."""
-        for file in self._files(key, run):
-            if exchange_of(file) > server_round:
-                file.unlink()
+        for exchange in self._exchanges(key, run):
+            if exchange > server_round:
+                self._file(key, run, exchange).unlink()
 
     def forget(self, key: str, run: str) -> None:
         """Remove all that was kept under keys that begin so."""
-        for old in self.of_run(run).glob(f"{key}-*.safetensors"):
+        for old in self.of_run(run).glob(f"{key}-*{SUFFIX}"):
             old.unlink()
 
-    def _files(self, key: str, run: str) -> list[Path]:
-        """Return a key's files, the oldest first."""
-        return sorted(self.of_run(run).glob(f"{key}-*.safetensors"))
+    def _latest(self, key: str, run: str, before: int) -> Path | None:
+        """Return a key's last file from before an exchange."""
+        file = self._file(key, run, before - 1)
+        if file.exists():  # mostly; no need to look what else is there
+            return file
+        earlier = [exchange for exchange in self._exchanges(key, run) if exchange < before]
+        return self._file(key, run, earlier[-1]) if earlier else None
+
+    def _exchanges(self, key: str, run: str) -> list[int]:
+        """Return after which exchanges a key's files were written, in order."""
+        try:
+            names = os.listdir(self.of_run(run))
+        except FileNotFoundError:
+            return []
+        begin, number = f"{key}-", slice(len(key) + 1, -len(SUFFIX))
+        ours = [name[number] for name in names if name.startswith(begin) and name.endswith(SUFFIX)]
+        return sorted(int(exchange) for exchange in ours if exchange.isdigit())
+
+    def _file(self, key: str, run: str, exchange: int) -> Path:
+        return self.of_run(run) / f"{key}-{exchange:06d}{SUFFIX}"
 
 
-def exchange_of(file: Path) -> int:
-    """Return after which exchange a file was written."""
-    return int(file.stem.rsplit("-", 1)[1])
+class Lately:
+    """Arrays in memory beside the files that this process has written them to."""
+
+    def __init__(self) -> None:
+        self.held: OrderedDict[Path, tuple[tuple[int, ...], int, StateDict]] = OrderedDict()  # the latest last
+        self.bytes = 0
+
+    def hold(self, file: Path, arrays: StateDict, instead_of: list[Path]) -> None:
+        """Hold what a file holds, and no longer what others do."""
+        for old in (file, *instead_of):
+            self.drop(old)
+        size = sum(array.nbytes for array in arrays.values())
+        if size > HELD:
+            return
+        self.held[file] = stamp(file), size, arrays
+        self.bytes += size
+        while self.bytes > HELD:
+            self.drop(next(iter(self.held)))
+
+    def drop(self, file: Path) -> None:
+        """Forget what a file holds."""
+        if file in self.held:
+            self.bytes -= self.held.pop(file)[1]
+
+    def read(self, file: Path) -> StateDict:
+        """Return what a file holds."""
+        written, _, arrays = self.held.get(file, (None, 0, {}))
+        return dict(arrays) if written == stamp(file) else load_file(file)
+
+
+_lately = Lately()
 
 
 @lru_cache(maxsize=1024)  # a process looks once
@@ -108,18 +173,22 @@ def _settle(folder: Path, setting: str) -> None:
 
 def optimizer_arrays(optimizer: torch.optim.Optimizer) -> StateDict:
     """Flatten an optimizer's tensors into named arrays: `<parameter index>.<name>`."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {
         f"{index}.{name}": value.detach().cpu().numpy()
-        for index, slots in optimizer.state_dict()["state"].items()
-        for name, value in slots.items()
+        for index, parameter in enumerate(parameters)
+        for name, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, torch.Tensor)
     }
 
 
 def load_optimizer_arrays(optimizer: torch.optim.Optimizer, arrays: StateDict) -> None:
-    """Put named arrays back into an optimizer of the same parameters; learning rate and the like stay as they are."""
+    """Put named arrays back into an optimizer of the same parameters, which goes on writing into them.
+
+    Learning rate and the like stay as they are.
+    """
     slots: dict[int, dict[str, torch.Tensor]] = {}
     for name, array in arrays.items():
         index, slot = name.split(".", 1)
-        slots.setdefault(int(index), {})[slot] = torch.tensor(array)  # a copy: the optimizer goes on writing into it
+        slots.setdefault(int(index), {})[slot] = torch.from_numpy(array)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})

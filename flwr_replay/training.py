@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,8 +69,12 @@ def encoded(module: nn.Module) -> ArrayRecord:
 
 def form_of(arrays: StateDict) -> str:
     """Return a digest of a model's names, shapes and dtypes."""
-    lines = [f"{name} {array.shape} {array.dtype}" for name, array in sorted(arrays.items())]
-    return sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return _digest(tuple((name, array.shape, array.dtype) for name, array in sorted(arrays.items())))
+
+
+@lru_cache(maxsize=64)
+def _digest(form: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]) -> str:
+    return sha256("\n".join(f"{name} {shape} {dtype}" for name, shape, dtype in form).encode()).hexdigest()[:16]
 
 
 def load_arrays(module: nn.Module, weights: Weights) -> None:

@@ -183,9 +183,10 @@ class Payload:
         scalars = {**config_in(content), **metrics_in(content)}
         for name, (field, kind) in cls.scalar_types().items():
             value = scalars.get(_key(name))
-            items = value if isinstance(value, list) else [value]
-            fits = all(kind.fits(item, field.kind == "statistic") for item in items)
-            if value is not None and (isinstance(value, list) != kind.listed or not fits):
+            if value is None:
+                continue
+            listed = isinstance(value, list)
+            if listed != kind.listed or not kind.fits(value if listed else [value], field.kind == "statistic"):
                 raise WireError(f"{cls.__name__}.{name} must be {kind}; got {str(value)[:40]}")
 
     @classmethod

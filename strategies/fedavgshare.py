@@ -24,15 +24,15 @@ from typing import Any, ClassVar
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file
 
 from flwr_replay.config import require
 from flwr_replay.errors import WireError
-from flwr_replay.files import write_atomic
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.members import Member
 from flwr_replay.payloads.fedavgshare import EnlargedVisit, Give, Given, Receive, Received, number_shared
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
+from flwr_replay.tensors import write_tensors
 from flwr_replay.wire import Request, StateDict, Weights
 
 __all__ = ["FedAvgShare", "FedAvgShareConfig"]
@@ -119,7 +119,7 @@ class FedAvgShare(FedAvg):
             if dtype != given.images.dtype:
                 raise WireError(f"all images must have one dtype; {member.name} sent {given.images.dtype}, not {dtype}")
         arrays = {"images": given.images, "labels": given.labels}
-        write_atomic(self.recorder.folder("shared") / f"{member.name}.safetensors", save(arrays))
+        write_tensors(self.recorder.folder("shared") / f"{member.name}.safetensors", arrays)
 
     def givers(self) -> list[str]:
         """Return the names of those whose examples are there."""

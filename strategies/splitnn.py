@@ -150,7 +150,7 @@ class SplitNN(Serial):
         server, losses = self.parts[1], []
         load_arrays(server, {name: arrays[name] for name in server.state_dict()})
         optimizer = make_optimizer(server, self.settings.training, self.lr(server_round))
-        load_optimizer_arrays(optimizer, self.kept)
+        load_optimizer_arrays(optimizer, {name: array.copy() for name, array in self.kept.items()})  # for a visit anew
         answer = yield self.visit(server_round, arrays)
         member = self.visited(server_round)
         if member is None or answer.num_examples != member.num_examples:

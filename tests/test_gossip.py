@@ -17,7 +17,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.movements.mailbox import Delivery, Mailbox, Parcel
 from flwr_replay.server_app import settings_of
 from flwr_replay.strategies.avgpush import AvgPush
-from flwr_replay.wire import config_in
+from flwr_replay.wire import array_record, config_in, opened
 
 JOB = ["strategy=avgpush", "topology=exponential-half", "rounds=3"]
 
@@ -113,7 +113,9 @@ def test_what_waits_outlives_a_restart_of_the_server(folder):
 def test_models_that_nobody_waits_for_do_not_fill_the_disk(tmp_path):
     box = Mailbox()
     for exchange in range(1, 8):
-        box.waiting["b"] = Delivery(exchange, 1.0, 0.5, [Parcel(box.post({"w": np.ones(3)}), "a", 0.5, 1.0)])
+        box.waiting["b"] = Delivery(
+            exchange, 1.0, 0.5, [Parcel(box.post(array_record({"w": np.ones(3)})), "a", 0.5, 1.0)]
+        )
         box.keep(tmp_path)
     assert sorted(file.stem for file in tmp_path.iterdir()) == ["000005", "000006", "000007"]
 
@@ -135,7 +137,7 @@ def test_a_lost_model_is_missed(folder):
 
 def test_a_mailbox_is_read_back_as_it_was(tmp_path):
     box = Mailbox()
-    number = box.post({"w": np.arange(3.0)})
+    number = box.post(array_record({"w": np.arange(3.0)}))
     box.waiting["b"] = Delivery(4, 1.0, 0.5, [Parcel(number, "a", 0.25, 1.5)])
     box.coming_back["a"] = [Parcel(number, "a", 0.5, 1.5)]
     box.committed["c"] = 3
@@ -147,7 +149,7 @@ def test_a_mailbox_is_read_back_as_it_was(tmp_path):
         box.committed,
         1,
     )
-    assert same(again.models[number], load_file(tmp_path / "000001.safetensors"))
+    assert same(opened(again.models[number]), load_file(tmp_path / "000001.safetensors"))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from flwr_replay import state
 from flwr_replay.files import write_atomic
 from flwr_replay.state import StateStore
+from flwr_replay.tensors import write_tensors
 
 
 @pytest.fixture
@@ -54,3 +56,37 @@ def test_a_backup_with_hard_links_stays_as_it_is(tmp_path):
     write_atomic(tmp_path / "new", b"after", over=old)
     assert (backup.read_bytes(), (tmp_path / "new").read_bytes()) == (b"before", b"after")
     assert not old.exists()
+
+
+def test_what_is_held_in_memory_is_what_the_file_holds(store, tmp_path):
+    store.save("model", "run", 1, {"w": np.ones(2)})
+    file = tmp_path / "run" / "model-000001.safetensors"
+    another = tmp_path / "another"
+    write_tensors(another, {"w": np.full(2, 7.0)})  # by another process, or a backup that is put back
+    os.replace(another, file)
+    assert store.load("model", "run", 2)["w"].tolist() == [7, 7]
+    file.unlink()
+    assert store.load("model", "run", 2) is None
+    assert store.at("model", "run", 1) is None
+
+
+def test_what_is_taken_may_be_written_to(store):
+    store.save("optimizer", "run", 1, {"m": np.ones(2)})
+    for _ in range(2):  # the second time from the disk
+        taken = store.take("optimizer", "run", 2)["m"]
+        assert taken.tolist() == [1, 1]
+        taken += 1
+    assert store.take("optimizer", "run", 1) is None
+
+
+def test_no_more_is_held_in_memory_than_may_be(store, monkeypatch):
+    monkeypatch.setattr(state, "HELD", 100)
+    monkeypatch.setattr(state, "_lately", lately := state.Lately())
+    for exchange in range(1, 6):
+        store.save("model", "run", exchange, {"w": np.full(6, float(exchange))})
+        store.save("proxy", "run", exchange, {"w": np.full(6, float(exchange))})
+    assert lately.bytes == 96  # the last of both keys
+    assert len(lately.held) == 2
+    store.save("large", "run", 5, {"w": np.ones(99)})
+    assert lately.bytes == 96  # one that is too large drives out nobody
+    assert [store.load(key, "run", 6)["w"][0] for key in ("model", "proxy", "large")] == [5, 5, 1]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,7 +40,7 @@ from flwr_replay.movements.topology import TOPOLOGIES, Matrix, checked, mixing_m
 from flwr_replay.payloads.relay import Committed, Deliver, Released
 from flwr_replay.rng import derived_seed
 from flwr_replay.training import form_of, to_arrays
-from flwr_replay.wire import StateDict, opened
+from flwr_replay.wire import StateDict, array_record, opened
 
 __all__ = ["Gossip", "GossipConfig"]
 
@@ -147,7 +147,7 @@ class Gossip(Relay):
             if fault:
                 self.recorder.failed(server_round, member.name, fault)
             else:
-                yield member.name, answer
+                yield member.name, replace(answer, arrays=reply.content.array_records["arrays"])  # handed on as it came
 
     def deal(self, server_round: int, released: dict[str, Released]) -> None:
         """Put everyone's shares into the mailbox: the column of each sender in P(t)."""
@@ -161,7 +161,7 @@ class Gossip(Relay):
             back = self.mailbox.coming_back.pop(name, [])
             self.mailbox.waiting[name] = Delivery(server_round, released[name].weight, float(p[k, k]), back)
         for k, name in enumerate(names):  # senders in the order of their names
-            number, w = self.mailbox.post(opened(released[name].arrays)), released[name].weight
+            number, w = self.mailbox.post(array_record(released[name].arrays)), released[name].weight
             for to, share in receivers(p, k)[0].items():
                 self.mailbox.waiting[names[to]].parcels.append(Parcel(number, name, share, w))
 
@@ -200,11 +200,10 @@ class Gossip(Relay):
     def delivery(self, server_round: int, waiting: Delivery) -> Deliver:
         """Return what brings an institution its parcels."""
         parcels = waiting.parcels
-        models = {
-            f"{i:05d}.{name}": array
-            for i, parcel in enumerate(parcels)
-            for name, array in self.mailbox.models[parcel.number].items()
-        }
+        models = ArrayRecord()
+        for i, parcel in enumerate(parcels):
+            for name, array in self.mailbox.models[parcel.number].items():
+                models[f"{i:05d}.{name}"] = array
         return Deliver(
             server_round=server_round,
             arrays=models,

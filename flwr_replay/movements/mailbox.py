@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from safetensors.numpy import load_file, save
+from flwr.app import ArrayRecord
+from safetensors.numpy import load_file
 
-from flwr_replay.files import write_atomic
-from flwr_replay.wire import StateDict
+from flwr_replay.tensors import write_tensors
+from flwr_replay.wire import array_record, opened
 
 __all__ = ["Delivery", "Mailbox", "Parcel"]
 
@@ -61,7 +62,7 @@ class Mailbox:
         By institution, the exchange of its last acknowledged delivery.
     weights : dict of str to float
         By institution, its w after that; 1 before.
-    models : dict of int to StateDict
+    models : dict of int to ArrayRecord
         By number of a parcel.
     posted : int
         Models so far.
@@ -73,11 +74,11 @@ class Mailbox:
     coming_back: dict[str, list[Parcel]] = field(default_factory=dict)
     committed: dict[str, int] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
-    models: dict[int, StateDict] = field(default_factory=dict)
+    models: dict[int, ArrayRecord] = field(default_factory=dict)
     posted: int = 0
     lately: list[set[int]] = field(default_factory=list)
 
-    def post(self, model: StateDict) -> int:
+    def post(self, model: ArrayRecord) -> int:
         """Take a model in; return its number."""
         self.posted += 1
         self.models[self.posted] = model
@@ -106,7 +107,7 @@ class Mailbox:
         needed = {parcel.number for pile in piles for parcel in pile}
         self.models = {number: self.models[number] for number in sorted(needed)}
         for number, arrays in self.models.items():
-            write_atomic(folder / f"{number:06d}.safetensors", save(arrays))
+            write_tensors(folder / f"{number:06d}.safetensors", opened(arrays))
         self.lately = [*self.lately[-2:], needed]
         for file in folder.glob("*.safetensors"):
             if not any(int(file.stem) in numbers for numbers in self.lately):
@@ -136,5 +137,5 @@ class Mailbox:
         """
         waiting = {name: Delivery.of(one) for name, one in values["waiting"].items()}
         back = {name: [Parcel(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
-        models = {number: load_file(folder / f"{number:06d}.safetensors") for number in values["models"]}
+        models = {n: array_record(load_file(folder / f"{n:06d}.safetensors")) for n in values["models"]}
         return cls(waiting, back, values["committed"], values["weights"], models, values["posted"], [{*models}])

@@ -160,6 +160,8 @@ def parcel(theta: StateDict, w: float, share: float) -> tuple[StateDict, float]:
         P[k', k], in (0, 1].
     """
     weight = w * share
+    if weight == 1:  # as in a permutation
+        return theta, weight
     return {name: _times(array, weight).astype(array.dtype) for name, array in theta.items()}, weight
 
 
@@ -314,7 +316,7 @@ def checked(matrices: Matrix, what: str, institutions: int = 0, stacked: bool = 
 def _times(array: NDArray[Any], factor: float) -> NDArray[Any]:
     if not np.issubdtype(array.dtype, np.floating):
         return array.copy()
-    return np.asarray(array.astype(np.float64) * factor)
+    return np.asarray(np.multiply(array, factor, dtype=np.float64))
 
 
 def _fits(matrices: Matrix, institutions: int, what: str) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from flwr_replay.errors import BudgetError
-from flwr_replay.files import Lines, alone, read_lines
+from flwr_replay.files import Lines, alone, read_lines, stamp
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 
 __all__ = ["Account"]
@@ -63,20 +62,15 @@ class Account:
         BudgetError
             If the budget does not allow all of these steps. Nothing is charged then, and none may be taken.
         """
-        with self._held() as charges:
-            spent = _costs(charges)
+        with self._held() as book:
+            spent = book.costs
             if self.limit < inf and (total := epsilon([*spent, cost], self.delta)) > self.limit:
                 raise BudgetError(
                     f"the privacy budget is epsilon {self.limit:g} at delta {self.delta:.2g}; {cost.steps} steps of "
                     f"{mechanism} would make {total:.2f}, {self._affordable(spent, cost)} of them are left: end the "
                     "training here, or begin a run with more noise or a larger privacy.epsilon"
                 )
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            lines = Lines(self.folder / CHARGES)
-            lines.append([{"time": now, "mechanism": mechanism, **asdict(cost), "noise": noise}])
-            lines.flush(to_disk=True)
-            lines.close()
-            _sync(self.folder, (self.folder / CHARGES).stat().st_ino)
+            book.add(mechanism, cost, noise)
 
     def affordable(self, cost: SampledGaussian) -> int:
         """Return how many of these steps the budget still allows."""
@@ -93,25 +87,58 @@ class Account:
     @property
     def spent(self) -> list[SampledGaussian]:
         """All that was charged."""
-        with self._held() as charges:
-            return _costs(charges)
+        with self._held() as book:
+            return list(book.costs)
 
     def epsilon(self, accountant: str = "rdp") -> float:
         """Return epsilon of all that was charged; infinite where some noise came from the run's seed."""
-        with self._held() as charges:
-            protected = all(charge["noise"] == "secret" for charge in charges)
-        return epsilon(_costs(charges), self.delta, accountant) if protected else inf
+        with self._held() as book:
+            spent, protected = list(book.costs), book.noises <= {"secret"}
+        return epsilon(spent, self.delta, accountant) if protected else inf
 
     @contextmanager
-    def _held(self) -> Iterator[list[dict[str, Any]]]:
+    def _held(self) -> Iterator[_Book]:
         """Read the charges and keep other processes from adding any meanwhile."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
         with alone(self.folder, wait=True):
-            yield read_lines(self.folder / CHARGES)
+            book = _book(self.folder)
+            book.read()
+            yield book
 
 
-def _costs(charges: list[dict[str, Any]]) -> list[SampledGaussian]:
-    return [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
+class _Book:
+    """The charges of one account as they stand in its file; what others add is read when they have."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / CHARGES
+        self.costs: list[SampledGaussian] = []
+        self.noises: set[str] = set()
+        self.written: tuple[int, ...] = ()  # the file that these are from
+
+    def read(self) -> None:
+        """Read the file, unless nobody has written it since."""
+        if stamp(self.path) != self.written:
+            charges = read_lines(self.path)
+            self.costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
+            self.noises = {charge["noise"] for charge in charges}
+            self.written = stamp(self.path)
+
+    def add(self, mechanism: str, cost: SampledGaussian, noise: str) -> None:
+        """Write a charge, and wait until it is on the disk."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        with closing(Lines(self.path)) as lines:
+            lines.append([{"time": now, "mechanism": mechanism, **asdict(cost), "noise": noise}])
+            lines.flush(to_disk=True)
+        self.costs.append(cost)
+        self.noises.add(noise)
+        self.written = stamp(self.path)
+        _sync(self.path.parent, self.written[0])
+
+
+@lru_cache(maxsize=1024)
+def _book(folder: Path) -> _Book:
+    return _Book(folder)
 
 
 @lru_cache(maxsize=1024)  # entries that are on the disk stay there; a file that was mended is another one

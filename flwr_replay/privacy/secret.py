@@ -74,9 +74,10 @@ def secret_key(folder: Path) -> bytes:
         If the key is damaged, or others may read it.
     """
     path = folder / KEY
-    with alone(folder, wait=True):
-        if not path.exists():
-            write_atomic(path, secrets.token_bytes(32), mode=0o600)
+    if not path.exists():
+        with alone(folder, wait=True):
+            if not path.exists():  # nobody else has made it meanwhile
+                write_atomic(path, secrets.token_bytes(32), mode=0o600)
     if os.name == "posix" and path.stat().st_mode & 0o077:
         raise PrivacyError(f"only its owner may read {KEY} in the state directory; others can: chmod 600 it")
     key = path.read_bytes()

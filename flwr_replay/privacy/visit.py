@@ -130,7 +130,8 @@ class PrivateVisit:
     def batches(self, data: Shard) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield an epoch's batches of examples and labels; a batch may have any size, and none."""
         for rows in self.rows(len(data)):
-            yield as_input(data.x[rows]), data.y[rows]
+            chosen = rows.to(data.x.device)
+            yield as_input(data.x.index_select(0, chosen)), data.y[chosen]  # of bytes ten times as fast as x[chosen]
 
     def step(
         self,

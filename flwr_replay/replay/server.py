@@ -29,10 +29,9 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file
 
 from flwr_replay.errors import RunError, WireError
-from flwr_replay.files import write_atomic
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.movements.answers import not_finite
 from flwr_replay.movements.members import Member
@@ -48,6 +47,7 @@ from flwr_replay.payloads.replay import (
     TrainPrior,
 )
 from flwr_replay.replay.plan import Replaying
+from flwr_replay.tensors import write_tensors
 from flwr_replay.training import load_arrays, to_arrays
 from flwr_replay.wire import Request, StateDict, opened
 
@@ -326,7 +326,7 @@ class GenerativeReplay:
 
     def keep(self, what: str, visit: int, arrays: StateDict) -> None:
         """Write what a visit leaves; a checkpoint then names it."""
-        write_atomic(self.movement.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors", save(arrays))
+        write_tensors(self.movement.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors", arrays)
 
     def keep_all(self, visit: int, parts: list[StateDict]) -> None:
         """Write the union of codes and labels."""

@@ -129,3 +129,18 @@ def test_without_locks_nothing_is_charged(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="file system with locks"):
         Account(tmp_path, delta=1e-5).charge("generator", visit(10))
     assert not (tmp_path / CHARGES).exists()
+
+
+def test_what_others_write_is_read(tmp_path):
+    """Another process's charge, and a backup that is put back, show in an account that is open here."""
+    account = Account(tmp_path, delta=1e-5)
+    account.charge("generator", visit(1))
+    backup = (tmp_path / CHARGES).read_text()
+    (tmp_path / CHARGES).write_text(backup * 3)
+    assert [cost.steps for cost in account.spent] == [1, 1, 1]
+    account.charge("generator", visit(2))
+    assert [cost.steps for cost in account.spent] == [1, 1, 1, 2]
+    write_atomic(tmp_path / CHARGES, backup)
+    assert [cost.steps for cost in account.spent] == [1]
+    (tmp_path / CHARGES).unlink()
+    assert account.spent == []

@@ -1,0 +1,42 @@
+"""Files of named arrays: what safetensors' own library reads is what was written."""
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from flwr_replay.tensors import CODES, write_tensors
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_every_dtype_comes_back_beside_others(tmp_path, dtype):
+    arrays = {
+        "a": np.arange(6).astype(dtype).reshape(2, 3),
+        "bytes": np.arange(5, dtype=np.uint8),
+        "none": np.zeros((0, 4), dtype),
+        "one": np.array(1, dtype),
+        "w": np.linspace(0, 1, 7),
+    }
+    write_tensors(tmp_path / "x", arrays)
+    found = load_file(tmp_path / "x")
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_views_in_any_order_are_written_as_what_they_show(tmp_path):
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    arrays = {"turned": whole.T, "every second": whole[::2, 1::2], "big-endian": whole.astype(">f4")}
+    write_tensors(tmp_path / "x", arrays, {"values": "{}"})
+    found = load_file(tmp_path / "x")
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
+    with safe_open(tmp_path / "x", "numpy") as file:
+        assert file.metadata() == {"values": "{}"}
+
+
+def test_what_the_format_does_not_have_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(TypeError, match="'name' is <U5"):
+        write_tensors(tmp_path / "x", {"name": np.array(["Curie"])})
+    assert not list(tmp_path.iterdir())
