@@ -48,7 +48,7 @@ class FedAvgShareClient(FedAvgClient):
             )
         if kept is not None:
             device = self.institution.device
-            x, y = (torch.tensor(kept[key], device=device) for key in ("images", "labels"))
+            x, y = (torch.from_numpy(kept[key]).to(device) for key in ("images", "labels"))
             self.given_by_others = Shard(x, y, 0)
         return self.train(visit)
 

@@ -17,7 +17,6 @@ from flwr_replay.institution import Shard
 from flwr_replay.latents import BLOCK, pack, rows_per_chunk, shifted
 from flwr_replay.models import split
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
-from flwr_replay.privacy.dpsgd import example_losses
 from flwr_replay.privacy.visit import PrivateVisit
 from flwr_replay.training import (
     as_input,
@@ -84,9 +83,7 @@ class FedReplayClient(InstitutionClient):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(replace(self.training, lr=request.lr), epoch)
             for batch in private.batches(train):
-                private.step(
-                    model, optimizer, lambda x, y: example_losses(self.task.loss, model(x), y), batch, self.batch_size
-                )
+                private.step(model, optimizer, lambda x, y: self.task.losses(model(x), y), batch, self.batch_size)
         seen = request.max_epochs * (len(train) // self.batch_size) * self.batch_size
         told = self.purse.spent(request.run) if self.purse else {}
         arrays, n = encoded(encoder), len(train)

@@ -262,8 +262,11 @@ class InstitutionClient(NumPyClient):
             self.save("optimizer", visit, optimizer_arrays(optimizer))
 
     def save(self, key: str, visit: Any, arrays: StateDict) -> None:
-        """Keep arrays as they stand after a visit; in a simulation not beyond a power failure."""
-        self.state.save(key, visit.run, visit.server_round, arrays, self.institution.durable)
+        """Keep arrays, which nobody may write to any more, as they stand after a visit.
+
+        In a simulation they may not outlive a power failure.
+        """
+        self.state.save(key, visit.run, visit.server_round, arrays, self.institution.durable, give=True)
 
 
 @lru_cache(maxsize=8)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from flwr_replay.institution import Shard
-from flwr_replay.privacy.dpsgd import example_losses
 from flwr_replay.privacy.visit import PrivateVisit
 from flwr_replay.replay.replayer import Replayer
 from flwr_replay.training import batches, mean_loss, step
@@ -77,4 +76,5 @@ class Learner:
         return None if self.private else mean_loss(self.losses)
 
     def _losses(self, x_B: Tensor, y_B: Tensor) -> Tensor:
-        return example_losses(self.task.loss, self.model(x_B), y_B)
+        losses_B: Tensor = self.task.losses(self.model(x_B), y_B)
+        return losses_B

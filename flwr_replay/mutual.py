@@ -30,9 +30,8 @@ from flwr_replay.errors import BudgetError
 from flwr_replay.institution import Shard
 from flwr_replay.models import has_batch_norm
 from flwr_replay.movements.settings import Settings
-from flwr_replay.privacy.dpsgd import example_losses
 from flwr_replay.privacy.visit import PrivateVisit
-from flwr_replay.tasks import Classification
+from flwr_replay.tasks import Classification, Task
 from flwr_replay.training import batches, mean_loss, step
 
 __all__ = ["Learning", "MutualConfig", "MutualLearner", "check_pair"]
@@ -154,7 +153,7 @@ class MutualLearner:
 
     def private_step(self, f_B: Tensor, h_B: Tensor, y_B: Tensor) -> None:
         """φ ← φ - η ∇L_φ."""  # eq. 4, 6
-        loss = mutual_loss(self.task.loss, self.alpha, f_B, h_B, y_B)
+        loss = mutual_loss(self.task, self.alpha, f_B, h_B, y_B)
         self.losses.append(step(self.private.model, self.private.optimizer, loss))
 
     def proxy_step(self, x_B: Tensor, y_B: Tensor, f_B: Tensor | None) -> Tensor:
@@ -164,7 +163,7 @@ class MutualLearner:
 
         def losses(x: Tensor, y: Tensor, f: Tensor) -> Tensor:
             told.append(self.proxy.model(x))
-            return mutual_losses(self.task.loss, self.beta, told[-1], f, y)
+            return mutual_losses(self.task, self.beta, told[-1], f, y)
 
         if f_B is None:
             f_B = answers(self.private.model, x_B)
@@ -174,7 +173,7 @@ class MutualLearner:
             before_B: Tensor = torch.cat([h.detach() for h in told]) if told else f_B.detach()
             return before_B
         h_B: Tensor = self.proxy.model(x_B)
-        step(self.proxy.model, self.proxy.optimizer, mutual_loss(self.task.loss, self.beta, h_B, f_B.detach(), y_B))
+        step(self.proxy.model, self.proxy.optimizer, mutual_loss(self.task, self.beta, h_B, f_B.detach(), y_B))
         return h_B.detach()
 
     def loss(self) -> float | None:
@@ -208,20 +207,16 @@ def shifted(x_BCHW: Tensor, pixels: int, draws: torch.Generator) -> Tensor:
     return padded[:, :, down : down + height, right : right + width]
 
 
-def mutual_loss(
-    loss: Callable[[Tensor, Tensor], Tensor], weight: float, student_B: Tensor, teacher_B: Tensor, y_B: Tensor
-) -> Tensor:
+def mutual_loss(task: Task, weight: float, student_B: Tensor, teacher_B: Tensor, y_B: Tensor) -> Tensor:
     """Return (1 - weight) CE + weight KL(teacher ‖ student) of logits (B, C), a mean over the batch."""
     if not weight:
-        return loss(student_B, y_B)
-    return (1 - weight) * loss(student_B, y_B) + weight * divergences(student_B, teacher_B).mean()
+        return task.loss(student_B, y_B)
+    return (1 - weight) * task.loss(student_B, y_B) + weight * divergences(student_B, teacher_B).mean()
 
 
-def mutual_losses(
-    loss: Callable[[Tensor, Tensor], Tensor], weight: float, student_B: Tensor, teacher_B: Tensor, y_B: Tensor
-) -> Tensor:
+def mutual_losses(task: Task, weight: float, student_B: Tensor, teacher_B: Tensor, y_B: Tensor) -> Tensor:
     """Return the same for every example, (B,)."""
-    single_B = example_losses(loss, student_B, y_B)
+    single_B = task.losses(student_B, y_B)
     return (1 - weight) * single_B + weight * divergences(student_B, teacher_B) if weight else single_B
 
 

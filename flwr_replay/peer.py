@@ -78,7 +78,7 @@ class PeerClient(InstitutionClient):
             dealt = zip(sorted(models), request.weights, request.shares, strict=True)
             arrived = [parcel(models[number], w_k, share) for number, w_k, share in dealt]
             done = together(*mixed(theta, w, request.kept, arrived), request.parcels)
-            self.state.save("mixed", request.run, request.exchange, done, self.institution.durable)
+            self.state.save("mixed", request.run, request.exchange, done, self.institution.durable, give=True)
         _, w, parcels = apart(done)
         return Committed(num_examples=len(self.institution.train), weight=w, parcels=parcels)
 

@@ -5,8 +5,8 @@ must last lives in memory. Each save is atomic and the last three are kept: the 
 next exchange, so a crash may lose two. An exchange that is then repeated begins from what was there before, and gives
 the same bits.
 
-What this process has saved last under each key it holds in memory too, up to `HELD` bytes for all institutions, and
-takes it from there as long as the file is the one it has written.
+What a process was given last under a key it holds in memory too, up to `HELD` bytes for all institutions, and reads it
+from there as long as the file is the one that it has written.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ class StateStore:
         """
         _settle(self.of_run(run), setting)
 
-    def save(self, key: str, run: str, server_round: int, arrays: StateDict, to_disk: bool = True) -> None:
+    def save(
+        self, key: str, run: str, server_round: int, arrays: StateDict, to_disk: bool = True, give: bool = False
+    ) -> None:
         """Keep arrays as they stand after exchange `server_round`; forget all but the last three.
 
-        They must not be written to afterwards. Without `to_disk` they outlive this process, but perhaps not a power
-        failure.
+        Without `to_disk` they outlive this process, but perhaps not a power failure. With `give` they are held in
+        memory too, and must not be written to any more.
         """
         file = self._file(key, run, server_round)
         others = [self._file(key, run, exchange) for exchange in self._exchanges(key, run) if exchange != server_round]
@@ -72,7 +74,8 @@ class StateStore:
         write_tensors(file, arrays, to_disk=to_disk, over=spare.pop() if spare else None)
         for old in spare:
             old.unlink()
-        _lately.hold(file, arrays, instead_of=others)
+        if give:
+            _lately.hold(file, arrays, instead_of=others)
 
     def load(self, key: str, run: str, before: int) -> StateDict | None:
         """Return the arrays as they stood when `before` began, not to be written to; None if none are there."""

@@ -49,6 +49,10 @@ class Task(ABC):
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of a batch."""
 
+    @abstractmethod
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return each example's own loss, (B,): what `loss` is of a batch of one."""
+
     def evaluate(self, model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 0) -> Evaluation:
         """Sum up a model's answers over a test shard, in evaluation mode.
 
@@ -141,6 +145,10 @@ class Classification(Task):
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean cross-entropy of logits (B, C) and labels (B,), nats."""
         return functional.cross_entropy(outputs, y)
+
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the cross-entropy of each example's logits, nats, (B,)."""
+        return functional.cross_entropy(outputs, y, reduction="none")
 
     def sums(self, outputs: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Count labels against predictions, and with two classes labels against scores."""
@@ -240,7 +248,11 @@ class Regression(Task):
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean squared error of outputs (B, 1) and labels (B,), in squared standard deviations."""
-        return functional.mse_loss(outputs[:, 0], (y - self.mean) / self.scale)
+        return self.losses(outputs, y).mean()
+
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the squared error of each example, in squared standard deviations, (B,)."""
+        return (outputs[:, 0] - (y - self.mean) / self.scale).square()
 
     def sums(self, outputs: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Add up errors, in float64."""
@@ -305,7 +317,11 @@ class Segmentation(Task):
         return ("dice", "pixel-accuracy", "loss")
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return binary cross-entropy plus 1 - soft Dice, a mean over images, for logits (B, 1, H, W), masks (B, H, W).
+        """Return the mean of `losses`."""
+        return self.losses(outputs, y).mean()
+
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return binary cross-entropy plus 1 - soft Dice of each image, (B,), for logits (B, 1, H, W), masks (B, H, W).
 
         The soft Dice coefficient of an image is 2 Σ p y / (Σ p + Σ y) over its pixels, one added to both.
         """
@@ -313,7 +329,8 @@ class Segmentation(Task):
         p_BHW = logits_BHW.sigmoid()
         overlap_B, sizes_B = (p_BHW * masks_BHW).sum((1, 2)), (p_BHW + masks_BHW).sum((1, 2))
         dice_B = (2 * overlap_B + 1) / (sizes_B + 1)
-        return functional.binary_cross_entropy_with_logits(logits_BHW, masks_BHW) + (1 - dice_B).mean()
+        entropies_BHW = functional.binary_cross_entropy_with_logits(logits_BHW, masks_BHW, reduction="none")
+        return entropies_BHW.mean((1, 2)) + 1 - dice_B
 
     def sums(self, outputs: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Count pixels."""

@@ -29,7 +29,7 @@ from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.ghost import Ghost
 from flwr_replay.privacy.secret import Stream
 
-__all__ = ["clipped_sums", "example_losses", "noisy_step", "poisson_batches", "refuse_mixing"]
+__all__ = ["clipped_sums", "noisy_step", "poisson_batches", "refuse_mixing"]
 
 MEMORY = 2**28  # bytes that the gradients of single examples may take at once
 ROUNDING = 1 + 1e-5  # float32 must not carry a clipped norm above C
@@ -78,20 +78,6 @@ def poisson_batches(examples: int, cost: SampledGaussian, stream: Stream) -> Ite
     """
     for _ in range(cost.steps):
         yield torch.nonzero(stream.uniform(examples) <= cost.rate).flatten()
-
-
-def example_losses(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, y: Tensor) -> Tensor:
-    """Return each example's own loss, (B,): a mean over a batch may tie examples together, as soft Dice does.
-
-    Parameters
-    ----------
-    loss : Callable
-        Maps outputs (B, ...) and labels (B, ...) to the mean loss, such as a task's.
-    outputs, y : Tensor
-        Of a batch.
-    """
-    single: Tensor = torch.vmap(lambda output, label: loss(output[None], label[None]))(outputs, y)
-    return single
 
 
 def clipped_sums(

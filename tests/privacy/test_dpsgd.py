@@ -15,7 +15,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.models import StagedModel, build, freeze
 from flwr_replay.privacy import dpsgd
 from flwr_replay.privacy.accounting import SampledGaussian
-from flwr_replay.privacy.dpsgd import clipped_sums, example_losses, noisy_step, poisson_batches, refuse_mixing
+from flwr_replay.privacy.dpsgd import clipped_sums, noisy_step, poisson_batches, refuse_mixing
 from flwr_replay.privacy.secret import Stream, noise_stream
 from flwr_replay.tasks import Classification, Regression, Segmentation, make_task
 
@@ -44,7 +44,7 @@ def examples(task, n, seed=0):
 
 def of_model(model, task):
     """Return the losses of single examples, by way of a model."""
-    return lambda x, y: example_losses(make_task(task).loss, model(x), y)
+    return lambda x, y: make_task(task).losses(model(x), y)
 
 
 def slow_sums(model, loss, batch, clip):
@@ -294,7 +294,7 @@ def test_poisson_batches_toss_a_coin_for_every_example():
 def test_an_examples_loss_is_that_of_a_batch_of_one(task, outputs, labels):
     logits = torch.randn(outputs, generator=torch.Generator().manual_seed(0))
     slow = [task.loss(logits[i : i + 1], labels[i : i + 1]) for i in range(6)]
-    torch.testing.assert_close(example_losses(task.loss, logits, labels), torch.stack(slow))
+    torch.testing.assert_close(task.losses(logits, labels), torch.stack(slow))
 
 
 def moving_codebook():

@@ -19,7 +19,7 @@ from flwr_replay.forecast import forecast
 from flwr_replay.payloads.common import Evaluate, RollCall
 from flwr_replay.payloads.replay import EncodeImages
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
-from flwr_replay.privacy.dpsgd import clipped_sums, example_losses
+from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.secret import noise_stream
 from flwr_replay.privacy.visit import PrivateVisit
 from flwr_replay.replay.plan import Replaying
@@ -84,8 +84,8 @@ def noise_of_one_step(folder, noise, sigma=2.0, n=B):
     options = ["strategy=cwt", "rounds=1", *model_of, "dp=classifier", f"sigma={sigma}", f"noise={noise}"]
     ran = run(folder, *options, nodes=node_configs(folder, folder / "state", names="a"))
     config = compose([*JOB, *options])
-    model, loss = backbone(config.model, config.task)(derived_seed(0, "model")), make_task(config.task).loss
-    sums, _ = clipped_sums(model, lambda x, y: example_losses(loss, model(x), y), shards["a"], 1.0)
+    model, task = backbone(config.model, config.task)(derived_seed(0, "model")), make_task(config.task)
+    sums, _ = clipped_sums(model, lambda x, y: task.losses(model(x), y), shards["a"], 1.0)
     named = zip(model.named_parameters(), sums, strict=True)
     noises = [
         ((value - torch.tensor(ran.weights[key])) / 0.05 * B - summed).flatten() for (key, value), summed in named
