@@ -59,7 +59,7 @@ def alone(folder: Path, wait: bool = False) -> Iterator[None]:
     RunError
         If another holds it, and this process is not to wait; or if it is, and there are no locks here.
     """
-    with open(folder / ".lock", "w") as lock:
+    with open(folder / ".lock", "a") as lock:
         try:
             import fcntl
 

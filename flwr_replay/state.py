@@ -15,6 +15,7 @@ import os
 from collections import OrderedDict
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.numpy import load_file
@@ -75,7 +76,7 @@ class StateStore:
         for old in spare:
             old.unlink()
         if give:
-            _lately.hold(file, arrays, instead_of=others)
+            _lately.hold(file, arrays)
 
     def load(self, key: str, run: str, before: int) -> StateDict | None:
         """Return the arrays as they stood when `before` began, not to be written to; None if none are there."""
@@ -129,33 +130,44 @@ class StateStore:
 
 
 class Lately:
-    """Arrays in memory beside the files that this process has written them to."""
+    """Arrays in memory beside the files that this process has written them to, for every key the last."""
 
     def __init__(self) -> None:
-        self.held: OrderedDict[Path, tuple[tuple[int, ...], int, StateDict]] = OrderedDict()  # the latest last
+        self.held: OrderedDict[str, Held] = OrderedDict()  # by folder and key, the latest last
         self.bytes = 0
 
-    def hold(self, file: Path, arrays: StateDict, instead_of: list[Path]) -> None:
-        """Hold what a file holds, and no longer what others do."""
-        for old in (file, *instead_of):
-            self.drop(old)
+    def hold(self, file: Path, arrays: StateDict) -> None:
+        """Hold what a file holds, and no longer what the file of the exchange before does."""
+        self.drop(file)
         size = sum(array.nbytes for array in arrays.values())
-        if size > HELD:
-            return
-        self.held[file] = stamp(file), size, arrays
-        self.bytes += size
+        if size <= HELD:
+            self.held[_slot(file)] = Held(file, stamp(file), size, arrays)
+            self.bytes += size
         while self.bytes > HELD:
-            self.drop(next(iter(self.held)))
+            self.drop(next(iter(self.held.values())).file)
 
     def drop(self, file: Path) -> None:
-        """Forget what a file holds."""
-        if file in self.held:
-            self.bytes -= self.held.pop(file)[1]
+        """Forget what the files of this one's key hold."""
+        if held := self.held.pop(_slot(file), None):
+            self.bytes -= held.size
 
     def read(self, file: Path) -> StateDict:
         """Return what a file holds."""
-        written, _, arrays = self.held.get(file, (None, 0, {}))
-        return dict(arrays) if written == stamp(file) else load_file(file)
+        held = self.held.get(_slot(file))
+        return dict(held.arrays) if held and held[:2] == (file, stamp(file)) else load_file(file)
+
+
+class Held(NamedTuple):
+    """The arrays of a file, and what the file was when they were written."""
+
+    file: Path
+    written: tuple[int, ...]
+    size: int
+    arrays: StateDict
+
+
+def _slot(file: Path) -> str:
+    return str(file).rpartition("-")[0]
 
 
 _lately = Lately()

@@ -87,14 +87,20 @@ class Account:
     @property
     def spent(self) -> list[SampledGaussian]:
         """All that was charged."""
-        with self._held() as book:
-            return list(book.costs)
+        return list(self._read().costs)
 
     def epsilon(self, accountant: str = "rdp") -> float:
         """Return epsilon of all that was charged; infinite where some noise came from the run's seed."""
-        with self._held() as book:
-            spent, protected = list(book.costs), book.noises <= {"secret"}
-        return epsilon(spent, self.delta, accountant) if protected else inf
+        book = self._read()
+        return epsilon(list(book.costs), self.delta, accountant) if book.noises <= {"secret"} else inf
+
+    def _read(self) -> _Book:
+        """Return the charges as they stand."""
+        book = _book(self.folder)
+        if not book.current:
+            with self._held():
+                pass
+        return book
 
     @contextmanager
     def _held(self) -> Iterator[_Book]:
@@ -118,11 +124,16 @@ class _Book:
 
     def read(self) -> None:
         """Read the file, unless nobody has written it since."""
-        if stamp(self.path) != self.written:
+        if not self.current:
             charges = read_lines(self.path)
             self.costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
             self.noises = {charge["noise"] for charge in charges}
             self.written = stamp(self.path)
+
+    @property
+    def current(self) -> bool:
+        """Say whether nobody else has written the file."""
+        return stamp(self.path) == self.written
 
     def add(self, mechanism: str, cost: SampledGaussian, noise: str) -> None:
         """Write a charge, and wait until it is on the disk."""

@@ -78,9 +78,10 @@ def secret_key(folder: Path) -> bytes:
         with alone(folder, wait=True):
             if not path.exists():  # nobody else has made it meanwhile
                 write_atomic(path, secrets.token_bytes(32), mode=0o600)
-    if os.name == "posix" and path.stat().st_mode & 0o077:
-        raise PrivacyError(f"only its owner may read {KEY} in the state directory; others can: chmod 600 it")
-    key = path.read_bytes()
+    with open(path, "rb") as file:
+        if os.name == "posix" and os.fstat(file.fileno()).st_mode & 0o077:
+            raise PrivacyError(f"only its owner may read {KEY} in the state directory; others can: chmod 600 it")
+        key = file.read()
     if len(key) != 32:
         raise PrivacyError(f"{KEY} in the state directory must hold 32 bytes; it holds {len(key)}: remove it")
     return key
