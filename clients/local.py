@@ -26,7 +26,7 @@ class LocalClient(InstitutionClient):
             learner.step(x_B, y_B)
         loss = learner.train_loss()
         self.suspend(visit, learner.optimizer)
-        self.save("model", visit, to_arrays(model))
+        self.save("model", visit, to_arrays(model), give=True)
         told = {"num_examples": len(data), "examples_seen": learner.seen, "train_loss": loss}
         return Trained(**told, **self.spent(visit.run))
 

@@ -259,14 +259,14 @@ class InstitutionClient(NumPyClient):
     def suspend(self, visit: Any, optimizer: torch.optim.Optimizer) -> None:
         """Save the optimizer's state under `keep`."""
         if visit.optimizer_state == "keep":
-            self.save("optimizer", visit, optimizer_arrays(optimizer))
+            self.save("optimizer", visit, optimizer_arrays(optimizer), give=True)
 
-    def save(self, key: str, visit: Any, arrays: StateDict) -> None:
-        """Keep arrays, which nobody may write to any more, as they stand after a visit.
+    def save(self, key: str, visit: Any, arrays: StateDict, give: bool = False) -> None:
+        """Keep arrays as they stand after a visit; in a simulation not beyond a power failure.
 
-        In a simulation they may not outlive a power failure.
+        With `give` nobody may write to them any more, which the weights of `scratch_model` always are.
         """
-        self.state.save(key, visit.run, visit.server_round, arrays, self.institution.durable, give=True)
+        self.state.save(key, visit.run, visit.server_round, arrays, self.institution.durable, give)
 
 
 @lru_cache(maxsize=8)

@@ -105,9 +105,13 @@ def write_atomic(
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """Return what changes when a file is written, by whomever; nothing if there is none."""
+    """Return what changes when a file is written, by whomever; nothing if there is none.
+
+    The file is opened for it: a network's file system may answer `stat` from what it knew some seconds ago.
+    """
     try:
-        found = path.stat()
+        with open(path, "rb", 0) as file:
+            found = os.fstat(file.fileno())
     except FileNotFoundError:
         return ()
     return found.st_ino, found.st_size, found.st_mtime_ns

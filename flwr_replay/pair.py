@@ -60,8 +60,8 @@ class PairClient(InstitutionClient):
                 for name, half in (("private", learner.private), ("proxy", learner.proxy))
                 for slot, array in optimizer_arrays(half.optimizer).items()
             }
-            self.save("optimizers", visit, both)
-        self.save("private", visit, to_arrays(learner.private.model))
+            self.save("optimizers", visit, both, give=True)
+        self.save("private", visit, to_arrays(learner.private.model), give=True)
         told = {"num_examples": len(self.institution.train), "examples_seen": learner.seen, "train_loss": loss}
         return {**told, "proxy_steps": learner.proxy_steps}
 

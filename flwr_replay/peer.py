@@ -57,7 +57,7 @@ class PeerClient(InstitutionClient):
     def release(self, visit: Any, model: nn.Module, w: float) -> dict[str, Any]:
         """Keep what is given away; return what an answer says of it."""
         theta = encoded(model)
-        self.save("released", visit, together(opened(theta), w))
+        self.save("released", visit, together(opened(theta), w), give=True)
         return {"arrays": theta, "weight": w, **self.spent(visit.run)}
 
     def deliver(self, request: Deliver) -> Committed:

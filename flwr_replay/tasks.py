@@ -248,7 +248,7 @@ class Regression(Task):
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean squared error of outputs (B, 1) and labels (B,), in squared standard deviations."""
-        return self.losses(outputs, y).mean()
+        return functional.mse_loss(outputs[:, 0], (y - self.mean) / self.scale)
 
     def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the squared error of each example, in squared standard deviations, (B,)."""
@@ -317,20 +317,18 @@ class Segmentation(Task):
         return ("dice", "pixel-accuracy", "loss")
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the mean of `losses`."""
-        return self.losses(outputs, y).mean()
+        """Return binary cross-entropy plus 1 - soft Dice, a mean over images.
+
+        Outputs are logits (B, 1, H, W), labels masks (B, H, W).
+        """
+        entropy = functional.binary_cross_entropy_with_logits(outputs[:, 0], y.to(outputs.dtype))
+        return entropy + (1 - soft_dice(outputs, y)).mean()
 
     def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return binary cross-entropy plus 1 - soft Dice of each image, (B,), for logits (B, 1, H, W), masks (B, H, W).
-
-        The soft Dice coefficient of an image is 2 Σ p y / (Σ p + Σ y) over its pixels, one added to both.
-        """
+        """Return the same of each image, (B,)."""
         logits_BHW, masks_BHW = outputs[:, 0], y.to(outputs.dtype)
-        p_BHW = logits_BHW.sigmoid()
-        overlap_B, sizes_B = (p_BHW * masks_BHW).sum((1, 2)), (p_BHW + masks_BHW).sum((1, 2))
-        dice_B = (2 * overlap_B + 1) / (sizes_B + 1)
         entropies_BHW = functional.binary_cross_entropy_with_logits(logits_BHW, masks_BHW, reduction="none")
-        return entropies_BHW.mean((1, 2)) + 1 - dice_B
+        return entropies_BHW.mean((1, 2)) + 1 - soft_dice(outputs, y)
 
     def sums(self, outputs: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Count pixels."""
@@ -381,6 +379,13 @@ def _summed(evaluations: Sequence[Evaluation], field: str, size: int) -> NDArray
         if len(counts) != size or min(counts) < 0 or not any(counts):
             raise WireError(f"{field} must hold {size} counts that are not all zero; got {list(counts)[:6]} …")
     return np.asarray(np.sum(lists, axis=0, dtype=np.int64))
+
+
+def soft_dice(outputs: Tensor, y: Tensor) -> Tensor:
+    """Return 2 Σ p y / (Σ p + Σ y) over each image's pixels, one added to both, (B,)."""
+    p_BHW, masks_BHW = outputs[:, 0].sigmoid(), y.to(outputs.dtype)
+    overlap_B, sizes_B = (p_BHW * masks_BHW).sum((1, 2)), (p_BHW + masks_BHW).sum((1, 2))
+    return (2 * overlap_B + 1) / (sizes_B + 1)
 
 
 def make_task(config: TaskConfig) -> Task:

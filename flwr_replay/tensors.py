@@ -58,19 +58,22 @@ def write_tensors(
         (name, np.asarray(array, array.dtype.newbyteorder("<"), order="C"))
         for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     ]
-    header = _header(tuple((name, array.dtype, array.shape) for name, array in laid), tuple((metadata or {}).items()))
-    write_atomic(path, [header, *(array.data for _, array in laid)], to_disk, over=over)
+    told = [f'"__metadata__": {json.dumps(dict(metadata))}'] if metadata else []
+    entries = _entries(tuple((name, array.dtype, array.shape) for name, array in laid))
+    header = f"{{{', '.join([*told, *entries])}}}".encode()
+    header += b" " * (-len(header) % 8)
+    parts: list[bytes | memoryview] = [len(header).to_bytes(8, "little"), header, *(array.data for _, array in laid)]
+    write_atomic(path, parts, to_disk, over=over)
 
 
 @lru_cache(maxsize=256)  # the same models are written again and again
-def _header(form: tuple[tuple[str, Any, tuple[int, ...]], ...], metadata: tuple[tuple[str, str], ...]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
+def _entries(form: tuple[tuple[str, Any, tuple[int, ...]], ...]) -> list[str]:
+    """Return the header's entry of each array, by name, dtype and shape."""
+    entries, end = [], 0
     for name, dtype, shape in form:
         if dtype.name not in CODES:
             raise TypeError(f"a safetensors file has arrays of {', '.join(CODES)}; {name!r} is {dtype}")
         begin, end = end, end + dtype.itemsize * prod(shape)
-        header[name] = {"dtype": CODES[dtype.name], "shape": shape, "data_offsets": (begin, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+        entry = {"dtype": CODES[dtype.name], "shape": shape, "data_offsets": (begin, end)}
+        entries.append(f"{json.dumps(name)}: {json.dumps(entry)}")
+    return entries

@@ -327,7 +327,12 @@ def _decoded(array: Array) -> NDArray[Any]:
     dtype, size = np.dtype(array.dtype), math.prod(array.shape)
     start = len(array.data) - size * dtype.itemsize
     if array.stype != NUMPY_FORMAT or array.data[:start] != _header(dtype.str, tuple(array.shape)):
-        decoded = array.numpy()
+        try:
+            decoded = array.numpy()
+        except Exception as error:  # of any kind, since somebody else has made the bytes
+            raise WireError(f"an array must be in NumPy's file format; it cannot be read: {error}") from None
+        if len(array.data) != len(_encoded(decoded).data):
+            raise WireError(f"an array must bring its numbers and nothing else; got {len(array.data)} bytes")
         if decoded.shape != tuple(array.shape) or decoded.dtype != dtype:
             raise WireError(f"an array must be what it says, {array.dtype} {tuple(array.shape)}; got {decoded.shape}")
         return decoded

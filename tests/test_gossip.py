@@ -1,5 +1,6 @@
 """Parcels wait until they are acknowledged, and nothing of Σ w θ gets lost or doubled."""
 
+import re
 import shlex
 from dataclasses import replace
 
@@ -241,7 +242,9 @@ def test_a_model_of_another_form_is_refused_before_any_training(folder):
     assert ran.kept("released", "c", 1) is None
 
 
-@pytest.mark.parametrize(("weight", "value"), [(1e39, None), (2.0, None), (None, 3e38), (None, float("nan"))])
+@pytest.mark.parametrize(
+    ("weight", "value"), [(1e39, None), (2.0, None), (None, 3e38), (None, float("nan")), (None, "surplus")]
+)
 def test_who_releases_what_cannot_be_is_left_out(folder, weight, value):
     class Wild(Grid):
         def _answer(self, message):
@@ -250,12 +253,14 @@ def test_who_releases_what_cannot_be_is_left_out(folder, weight, value):
                 metrics, arrays = reply.content["metrics"], reply.content["arrays"]
                 metrics["weight"] = weight or metrics["weight"]
                 for name in list(arrays) if value else ():
-                    arrays[name] = Array(np.full_like(arrays[name].numpy(), value))
+                    own = arrays[name]
+                    surplus = Array(own.dtype, own.shape, own.stype, own.data + b"more")
+                    arrays[name] = surplus if value == "surplus" else Array(np.full_like(own.numpy(), value))
             return reply
 
     ran = run(folder, *JOB, "rounds=2", grid_type=Wild)
     assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
-    assert any("released" in failure["reason"] for failure in ran.result["failures"])
+    assert any(re.search("released|nothing else", failure["reason"]) for failure in ran.result["failures"])
     conserved(ran, 2, "acd")
 
 

@@ -263,3 +263,14 @@ def test_numbers_that_cannot_be_are_refused(field, value):
     content["metrics"][field] = value
     with pytest.raises(WireError, match=f"Trip.{field.replace('-', '_')} must be"):
         Trip.decode(content)
+
+
+def test_bytes_that_are_no_array_or_more_than_one_are_refused():
+    whole = Array(np.ones(3))
+    with pytest.raises(WireError, match="its numbers and nothing else"):
+        opened(ArrayRecord({"w": Array(whole.dtype, whole.shape, whole.stype, whole.data + bytes(6000))}))
+    for stype, data in (("torch", whole.data), (whole.stype, b"PK" + whole.data), (whole.stype, b"")):
+        with pytest.raises(WireError, match="NumPy's file format"):
+            opened(ArrayRecord({"w": Array(whole.dtype, whole.shape, stype, data)}))
+    turned = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    assert (opened(ArrayRecord({"w": Array(turned)}))["w"] == turned).all()

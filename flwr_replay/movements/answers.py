@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from flwr_replay.errors import WireError
 from flwr_replay.fields import Field
-from flwr_replay.wire import Payload, Request, Row, arrays_in, rows
+from flwr_replay.wire import Payload, Request, Row, arrays_in, opened, rows
 
 __all__ = ["check_answer", "not_finite"]
 
@@ -47,6 +47,8 @@ def check_answer(
     declared.check_scalars(answer)
     weights, sent_weights = (_weights(payload) for payload in (declared, request))
     sent, came = asked.get("arrays"), answer.get("arrays")
+    if isinstance(came, ArrayRecord):
+        opened(came)  # raises where bytes are not what they say
     if weights and sent_weights and isinstance(sent, ArrayRecord) and isinstance(came, ArrayRecord):
         _check_weights(_forms(sent), _forms(came), weights.part)
     return found

@@ -136,8 +136,7 @@ class Gossip(Relay):
         """Yield what was released; a model of another form, or one that is not finite, is nobody's to have."""
         for member, reply in self.answers(replies):
             answer = self.answer.decode(reply.content)
-            fault = ""
-            arrays = opened(answer.arrays)
+            fault, arrays = "", opened(answer.arrays)
             if self.form and form_of(arrays) != self.form:
                 fault = "released a model of another form than the common one"
             elif not largest(arrays) <= HUGE:  # nor NaN
@@ -147,7 +146,8 @@ class Gossip(Relay):
             if fault:
                 self.recorder.failed(server_round, member.name, fault)
             else:
-                yield member.name, replace(answer, arrays=reply.content.array_records["arrays"])  # handed on as it came
+                came = reply.content.array_records.get("arrays", answer.arrays)  # handed on as these bytes
+                yield member.name, replace(answer, arrays=came)
 
     def deal(self, server_round: int, released: dict[str, Released]) -> None:
         """Put everyone's shares into the mailbox: the column of each sender in P(t)."""

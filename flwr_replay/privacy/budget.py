@@ -97,10 +97,10 @@ class Account:
     def _read(self) -> _Book:
         """Return the charges as they stand."""
         book = _book(self.folder)
-        if not book.current:
-            with self._held():
-                pass
-        return book
+        if book.current:
+            return book
+        with self._held() as book:
+            return book
 
     @contextmanager
     def _held(self) -> Iterator[_Book]:
@@ -125,10 +125,10 @@ class _Book:
     def read(self) -> None:
         """Read the file, unless nobody has written it since."""
         if not self.current:
+            self.written = stamp(self.path)  # from before: what is written meanwhile is read the next time
             charges = read_lines(self.path)
             self.costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
             self.noises = {charge["noise"] for charge in charges}
-            self.written = stamp(self.path)
 
     @property
     def current(self) -> bool:
