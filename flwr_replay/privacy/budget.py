@@ -125,10 +125,11 @@ class _Book:
     def read(self) -> None:
         """Read the file, unless nobody has written it since."""
         if not self.current:
-            self.written = stamp(self.path)  # from before: what is written meanwhile is read the next time
+            before = stamp(self.path)  # what is written meanwhile is read the next time
             charges = read_lines(self.path)
             self.costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
             self.noises = {charge["noise"] for charge in charges}
+            self.written = before
 
     @property
     def current(self) -> bool:

@@ -142,5 +142,9 @@ def test_what_others_write_is_read(tmp_path):
     assert [cost.steps for cost in account.spent] == [1, 1, 1, 2]
     write_atomic(tmp_path / CHARGES, backup)
     assert [cost.steps for cost in account.spent] == [1]
+    (tmp_path / CHARGES).write_text("torn\n" + backup)
+    for _ in range(2):  # one that cannot be read never counts as nothing
+        with pytest.raises(RunError, match="must be JSON"):
+            account.epsilon()
     (tmp_path / CHARGES).unlink()
     assert account.spent == []
