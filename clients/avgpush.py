@@ -33,5 +33,4 @@ class AvgPushClient(PeerClient):
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
         """Test θ as it stands after this round's mixing."""
-        shard = self.institution.shard(request.split)
-        return self.task.evaluate(self.scratch_model(self.own_theta(request)), shard.x, shard.y)
+        return self.evaluated(self.own_theta(request), request.split)

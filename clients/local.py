@@ -32,5 +32,4 @@ class LocalClient(InstitutionClient):
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
         """Test the institution's own model, as it stands after this round."""
-        shard = self.institution.shard(request.split)
-        return self.task.evaluate(self.scratch_model(self.latest("model", request)), shard.x, shard.y)
+        return self.evaluated(self.latest("model", request), request.split)

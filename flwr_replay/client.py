@@ -138,9 +138,7 @@ class InstitutionClient(NumPyClient):
         """Test the weights that came on the institution's test shard, or on its training examples."""
         if request.split == "train" and self.purse and self.purse.plan.config.end_to_end:
             raise PrivacyError("dp=end-to-end does not cover metrics on training examples; they were asked for")
-        shard = self.institution.shard(request.split)
-        evaluation: Evaluation = self.task.evaluate(self._loaded(request.arrays), shard.x, shard.y)
-        return evaluation
+        return self.evaluated(request.arrays, request.split)
 
     # --- helpers of the methods' loops ------------------------------------------------------------------------------
 
@@ -173,6 +171,12 @@ class InstitutionClient(NumPyClient):
         if arrays is not None:
             load_arrays(model, arrays)
         return model
+
+    def evaluated(self, arrays: Weights, split: str, role: str = "") -> Evaluation:
+        """Test weights on one of the institution's shards; `role` as for `scratch_model`."""
+        shard = self.institution.shard(split)
+        evaluation: Evaluation = self.task.evaluate(self._loaded(arrays, role), shard.x, shard.y)
+        return evaluation
 
     def resume(self, visit: Visit) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the visiting model, ready to train, and its optimizer.

@@ -67,6 +67,5 @@ class PairClient(InstitutionClient):
 
     def tested(self, request: Any, theta: Weights) -> PairEvaluation:
         """Test φ as it stands after this round, and a proxy."""
-        shard = self.institution.shard(request.split)
-        private = self.task.evaluate(self.scratch_model(self.latest("private", request), "private"), shard.x, shard.y)
-        return PairEvaluation.of_pair(private, self.task.evaluate(self.scratch_model(theta), shard.x, shard.y))
+        private = self.evaluated(self.latest("private", request), request.split, "private")
+        return PairEvaluation.of_pair(private, self.evaluated(theta, request.split))
