@@ -57,8 +57,8 @@ def plain(config: RunConfig) -> Iterator[None]:
     for server_round in range(config.rounds):
         for learner, (train, _) in zip(learners, owned, strict=True):
             learner.losses.clear()
-            for rows in learner.dp.rows(len(train)):
-                learner.step(train.x[rows].float().div_(255), train.y[rows])
+            for x_B, y_B in learner.batches(train, torch.Generator()):
+                learner.step(x_B, y_B)
         p = torch.from_numpy(mixing_matrix(config.strategy.topology, len(owned), server_round))
         with torch.no_grad():
             for parameters in zip(*(learner.proxy.model.parameters() for learner in learners), strict=True):

@@ -268,7 +268,8 @@ class InstitutionClient(NumPyClient):
     def save(self, key: str, visit: Any, arrays: StateDict, give: bool = False) -> None:
         """Keep arrays as they stand after a visit; in a simulation not beyond a power failure.
 
-        With `give` nobody may write to them any more, which the weights of `scratch_model` always are.
+        With `give` nobody may write to them any more: give copies of a `scratch_model`'s weights, which the next visit
+        changes.
         """
         self.state.save(key, visit.run, visit.server_round, arrays, self.institution.durable, give)
 

@@ -79,7 +79,10 @@ class StateStore:
             _lately.hold(file, arrays)
 
     def load(self, key: str, run: str, before: int) -> StateDict | None:
-        """Return the arrays as they stood when `before` began, not to be written to; None if none are there."""
+        """Return the arrays as they stood when exchange `before` began; None if there are none yet.
+
+        They are not to be written to.
+        """
         file = self._latest(key, run, before)
         return _lately.read(file) if file else None
 

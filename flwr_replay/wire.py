@@ -324,19 +324,20 @@ def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 def _decoded(array: Array) -> NDArray[Any]:
     """Decode an array as a read-only view of its bytes; parsing NumPy's header would cost more than a small array."""
-    dtype, size = np.dtype(array.dtype), math.prod(array.shape)
-    start = len(array.data) - size * dtype.itemsize
-    if array.stype != NUMPY_FORMAT or array.data[:start] != _header(dtype.str, tuple(array.shape)):
-        try:
-            decoded = array.numpy()
-        except Exception as error:  # of any kind, since somebody else has made the bytes
-            raise WireError(f"an array must be in NumPy's file format; it cannot be read: {error}") from None
-        if len(array.data) != len(_encoded(decoded).data):
-            raise WireError(f"an array must bring its numbers and nothing else; got {len(array.data)} bytes")
-        if decoded.shape != tuple(array.shape) or decoded.dtype != dtype:
-            raise WireError(f"an array must be what it says, {array.dtype} {tuple(array.shape)}; got {decoded.shape}")
-        return decoded
-    return np.frombuffer(array.data, dtype, size, start).reshape(array.shape)
+    try:
+        dtype, size = np.dtype(array.dtype), math.prod(array.shape)
+        start = len(array.data) - size * dtype.itemsize
+        if array.stype == NUMPY_FORMAT and array.data[:start] == _header(dtype.str, tuple(array.shape)):
+            return np.frombuffer(array.data, dtype, size, start).reshape(array.shape)
+        decoded = array.numpy()
+        whole = len(_encoded(decoded).data)
+    except Exception as error:  # of any kind, since somebody else has made the bytes
+        raise WireError(f"an array must be in NumPy's file format; it cannot be read: {error}") from None
+    if len(array.data) != whole:
+        raise WireError(f"an array must bring its numbers and nothing else, {whole} bytes; got {len(array.data)}")
+    if decoded.shape != tuple(array.shape) or decoded.dtype != dtype:
+        raise WireError(f"an array must be what it says, {array.dtype} {tuple(array.shape)}; got {decoded.shape}")
+    return decoded
 
 
 def _checked(payload: str, name: str, field: Field, value: Any) -> NDArray[Any]:

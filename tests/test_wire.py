@@ -1,6 +1,7 @@
 """The wire: what is decoded is what was encoded, counted bytes are sent bytes, the undeclared stays where it is."""
 # ruff: noqa: RUF009 - field declarations, as dataclasses.field
 
+import io
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,5 +273,12 @@ def test_bytes_that_are_no_array_or_more_than_one_are_refused():
     for stype, data in (("torch", whole.data), (whole.stype, b"PK" + whole.data), (whole.stype, b"")):
         with pytest.raises(WireError, match="NumPy's file format"):
             opened(ArrayRecord({"w": Array(whole.dtype, whole.shape, stype, data)}))
+    for dtype in ("torch.float32", "no dtype"):
+        with pytest.raises(WireError, match="NumPy's file format"):
+            opened(ArrayRecord({"w": Array(dtype, whole.shape, whole.stype, whole.data)}))
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|O", "fortran_order": False, "shape": (1,)})
+    with pytest.raises(WireError, match="NumPy's file format"):  # pointers of somebody else's memory
+        opened(ArrayRecord({"w": Array("object", (1,), whole.stype, header.getvalue() + bytes(8))}))
     turned = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     assert (opened(ArrayRecord({"w": Array(turned)}))["w"] == turned).all()
