@@ -18,6 +18,7 @@ from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import TrainingError, WireError
 from flwr_replay.movements.topology import mixed, parcel
 from flwr_replay.payloads.relay import Committed, Deliver, PeerVisit
+from flwr_replay.tensors import under
 from flwr_replay.training import encoded, form_of, to_arrays
 from flwr_replay.wire import StateDict, opened
 
@@ -95,5 +96,4 @@ def together(theta: StateDict, w: float, parcels: Sequence[int] = ()) -> StateDi
 
 def apart(kept: StateDict) -> tuple[StateDict, float, list[int]]:
     """Take apart what `together` has put together."""
-    theta = {name.removeprefix("theta."): array for name, array in kept.items() if name.startswith("theta.")}
-    return theta, float(kept["w"][0]), [int(number) for number in kept["parcels"]]
+    return under("theta.", kept), float(kept["w"][0]), [int(number) for number in kept["parcels"]]

@@ -47,7 +47,7 @@ from flwr_replay.movements.members import Member
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.progress import Display, Progress
 from flwr_replay.tasks import make_task
-from flwr_replay.tensors import write_tensors
+from flwr_replay.tensors import under, write_tensors
 from flwr_replay.wire import Row, StateDict
 
 __all__ = ["PACKAGES", "RunDirectory", "resumable"]
@@ -213,7 +213,7 @@ class RunDirectory(Recorder):
             return None
         self.counters = Counters(values["examples-seen"], values["seconds"])
         self._rewind(values["server-round"])
-        parts = _under("arrays/", arrays), _under("state/", arrays)
+        parts = under("arrays/", arrays), under("state/", arrays)
         scale = tuple(values["label-scale"]) if values["label-scale"] else None
         return Snapshot(values["server-round"], *parts, values["state"], values["trained"], values["examples"], scale)
 
@@ -318,10 +318,6 @@ def _write_checkpoint(path: Path, arrays: StateDict, values: dict[str, Any]) -> 
     write_tensors(path, arrays, {"values": json.dumps(values)})
     for old in sorted(path.parent.glob("*.safetensors"))[:-2]:
         old.unlink()
-
-
-def _under(prefix: str, arrays: StateDict) -> StateDict:
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def _versions() -> dict[str, str]:

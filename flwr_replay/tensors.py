@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.files import write_atomic
+from flwr_replay.wire import StateDict
 
-__all__ = ["write_tensors"]
+__all__ = ["under", "write_tensors"]
 
 CODES = {  # safetensors' names of NumPy's dtypes
     "bool": "BOOL",
@@ -64,6 +65,11 @@ def write_tensors(
     header += b" " * (-len(header) % 8)
     parts: list[bytes | memoryview] = [len(header).to_bytes(8, "little"), header, *(array.data for _, array in laid)]
     write_atomic(path, parts, to_disk, over=over)
+
+
+def under(prefix: str, arrays: StateDict) -> StateDict:
+    """Return the arrays whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 @lru_cache(maxsize=256)  # the same models are written again and again

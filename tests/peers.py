@@ -16,6 +16,7 @@ from flwr_replay.peer import apart
 from flwr_replay.progress import Display
 from flwr_replay.server_app import execute
 from flwr_replay.state import StateStore
+from flwr_replay.tensors import under
 from flwr_replay.wire import config_in
 
 B, N = 16, 40
@@ -70,6 +71,10 @@ class Ran:
 
     def kept(self, key, name, exchange):
         return StateStore(type("Owner", (), {"state": self.stores / name})()).at(key, self.run, exchange)
+
+    def private(self, name, exchange):
+        """Return φ."""
+        return under("model.", self.kept("private", name, exchange))
 
     def model(self, name, exchange, key="mixed"):
         """Return θ and w."""

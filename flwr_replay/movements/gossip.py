@@ -242,4 +242,5 @@ class Gossip(Relay):
 
 def largest(arrays: StateDict) -> float:
     """Return the largest size of any number; NaN if one is."""
-    return float(np.max([np.abs(array).max() for array in arrays.values() if array.size], initial=0.0))
+    ends = [(float(array.max()), -float(array.min())) for array in arrays.values() if array.size]
+    return float(np.max(ends, initial=0.0))

@@ -128,14 +128,15 @@ def epsilon(
         return 0.0
     if any(sigma == 0 for _, sigma in steps):
         return inf
-    bound = _rdp(steps, delta, tuple(orders))
+    bound = _rdp(tuple(steps.items()), delta, tuple(orders))
     return bound if accountant == "rdp" else _prv(steps, delta, bound)
 
 
-def _rdp(steps: dict[tuple[float, float], int], delta: float, orders: tuple[float, ...]) -> float:
+@lru_cache(maxsize=1024)  # institutions of the same size ask one after another
+def _rdp(steps: tuple[tuple[tuple[float, float], int], ...], delta: float, orders: tuple[float, ...]) -> float:
     """Convert the sum of all Rényi divergences as Balle et al. 2020, arXiv 1905.09982, Theorem 21."""
     orders_A = np.array(orders, float)
-    rdp_A = sum(count * _rdp_of_step(rate, sigma, orders) for (rate, sigma), count in steps.items())
+    rdp_A = sum(count * _rdp_of_step(rate, sigma, orders) for (rate, sigma), count in steps)
     epsilons_A = rdp_A + np.log1p(-1 / orders_A) - (np.log(delta) + np.log(orders_A)) / (orders_A - 1)
     finite_A = epsilons_A[np.isfinite(epsilons_A)]
     return max(0.0, float(finite_A.min())) if len(finite_A) else inf

@@ -33,12 +33,12 @@ def test_a_proxy_that_learns_from_labels_alone_is_fedavgs_model(folder):
 def test_a_proxys_step_does_not_see_the_private_models(folder):
     ran, other = run(folder, *ONE), run(folder, *ONE, "alpha=0")
     assert same(common(ran), common(other))
-    assert not same(ran.kept("private", "a", 1), other.kept("private", "a", 1))
+    assert not same(ran.private("a", 1), other.private("a", 1))
 
 
 def test_private_models_may_differ_and_stay(folder):
     ran = run(folder, *FML, "private-models=[lenet5]", "sigma=2", "delta=0.01")
-    assert "conv1.conv.weight" in ran.kept("private", "b", 2)
+    assert "conv1.conv.weight" in ran.private("b", 2)
     assert all("not a proof" in one["mechanism"] for one in ran.result["privacy"].values())
     up = {entry["field"] for entry in ran.ledger if entry["direction"] == "up" and entry["stage"] == "train-mutually"}
     assert up == {"arrays", "num-examples", "examples-seen", "proxy-steps", "epsilon", "delta"}

@@ -35,7 +35,7 @@ def test_without_exchange_and_mutual_learning_it_is_local(folder):
     alone = run(folder, "strategy=local", "rounds=2")
     ran = run(folder, *PROXYFL, "alpha=0", "beta=0", "topology=none", "dp=none")
     for name in NAMES:
-        assert same(ran.kept("private", name, 2), alone.kept("model", name, 2))
+        assert same(ran.private(name, 2), alone.kept("model", name, 2))
     private = {key: value for key, value in ran.result["final"]["global"].items() if not key.startswith("proxy-")}
     assert private == alone.result["final"]["global"]
 
@@ -67,7 +67,7 @@ def test_a_run_is_algorithm_1(shards):
                             parameter += parameter.grad
         theta = {NAMES[(k + 2**t) % 4]: theta[name] for k, name in enumerate(NAMES)}
     for name in NAMES:
-        for expected, found in ((phi[name], ran.kept("private", name, 2)), (theta[name], ran.model(name, 2)[0])):
+        for expected, found in ((phi[name], ran.private(name, 2)), (theta[name], ran.model(name, 2)[0])):
             for key, value in expected.state_dict().items():
                 torch.testing.assert_close(torch.from_numpy(found[key]), value, rtol=0, atol=1e-5)
 
@@ -96,8 +96,8 @@ def test_only_the_proxy_leaves(folder):
 
 def test_an_institutions_own_configuration_names_its_private_model(folder):
     ran = run(folder, *PROXYFL, "dp=none", grid_type=Own)
-    assert "conv1.conv.weight" in ran.kept("private", "c", 2)
-    assert "conv1.conv.weight" not in ran.kept("private", "a", 2)
+    assert "conv1.conv.weight" in ran.private("c", 2)
+    assert "conv1.conv.weight" not in ran.private("a", 2)
 
 
 CLAIM = "no proof"
@@ -146,7 +146,7 @@ def test_who_has_used_up_its_budget_receives_and_learns_on(folder):
     assert 0 < ran.result["privacy"]["a"]["epsilon"] <= spent * 0.75
     steps = [len(ran.charges(name)) for name in NAMES]
     assert all(0 < n < 4 for n in steps)
-    assert not same(ran.kept("private", "a", 3), ran.kept("private", "a", 4))
+    assert not same(ran.private("a", 3), ran.private("a", 4))
     for k, name in enumerate(NAMES):  # a proxy that rests is passed on as it came
         assert same(ran.model(name, 3)[0], ran.model(name, 4, "released")[0])
         assert same(ran.model(NAMES[(k + 2) % 4], 4)[0], ran.model(name, 4, "released")[0])
