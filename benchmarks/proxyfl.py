@@ -54,7 +54,7 @@ def plain(config: RunConfig) -> Iterator[None]:
         cost = SampledGaussian.of_epochs(examples=len(train), batch=b, sigma=config.privacy.sigma, epochs=1)
         request = SimpleNamespace(alpha=config.strategy.alpha, beta=config.strategy.beta)
         visit = PrivateVisit(config.privacy.clip, cost, stream)
-        learners.append(MutualLearner(*halves, task, request, b, lambda visit=visit: visit))  # type: ignore[misc]
+        learners.append(MutualLearner(*halves, task, request, b, visit))
     for server_round in range(config.rounds):
         for learner, (train, _) in zip(learners, owned, strict=True):
             learner.losses.clear()

@@ -23,6 +23,7 @@ from typing import Any
 from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.files import read_json
 from flwr_replay.progress import Display, TerminalDisplay
+from flwr_replay.report.epsilon import beside
 from flwr_replay.simulate import resolve, run_inline
 
 __all__ = ["Cell", "Method", "run_all", "run_cell", "short_hash"]
@@ -127,7 +128,8 @@ def _outcome_line(outcome: dict[str, Any], metric: str) -> str:
         return f"failed: {outcome['error']}"
     result = outcome["result"]
     value = result["final"]["global"].get(metric)
-    return f"{metric} {'missing' if value is None else f'{value:.4f}'}, {result['wall-seconds']:.1f} s"
+    shown = "missing" if value is None else f"{value:.4f}"
+    return f"{metric} {shown}{beside(result)}, {result['wall-seconds']:.1f} s"
 
 
 def run_cell(cell: Cell, display: Display) -> dict[str, Any]:

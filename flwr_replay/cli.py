@@ -98,7 +98,7 @@ def study(
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     runs_dir: RunsDir = "runs",
 ) -> None:
-    """Run a paper's table as several comparisons: partitions or skew, which simulations/ describes.
+    """Run a paper's table as several comparisons: one of those that simulations/ describes.
 
     Finished runs are not repeated. Exit code 1: some runs failed.
     """
@@ -178,11 +178,12 @@ def _say(text: str) -> None:
 
 def _summary(result: dict[str, Any], folder: Path) -> str:
     from flwr_replay.progress import shown_bytes
+    from flwr_replay.report.epsilon import beside
 
     leading, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
     lines = [
         f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f}{unit} "
-        f"(best {result['best'][leading]:.4f} in round {result['best']['round']})",
+        f"(best {result['best'][leading]:.4f} in round {result['best']['round']}){beside(result)}",
         *(f"  {name}: {metrics[leading]:.4f}" for name, metrics in result["final"]["institutions"].items()),
         f"training labels: mean pairwise KS {result['skew']['ks']:.3f}, TV {result['skew']['tv']:.3f}; "
         f"{result['skew']['dropped']:,} examples left out",
@@ -196,7 +197,7 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
     if told := {name: one for name, one in result["privacy"].items() if one}:
         lines.append(result["privacy-claim"])
         lines += [
-            f"  {name}: epsilon {one['epsilon']:.3g} at delta {one['delta']:.2g}"
+            f"  {name}: epsilon {one['epsilon']:.3g} at delta {one['delta']:.2g}, {one['mechanism']}"
             for name, one in told.items()
             if one["epsilon"] is not None
         ]

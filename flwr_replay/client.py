@@ -26,7 +26,15 @@ from flwr_replay.replay.institution import GenerativeStages
 from flwr_replay.replay.plan import Replaying
 from flwr_replay.replay.replayer import Replayer
 from flwr_replay.state import StateStore, load_optimizer_arrays, optimizer_arrays
-from flwr_replay.training import encoded, generator, load_arrays, make_optimizer, refuse_single_batches
+from flwr_replay.training import (
+    encoded,
+    form_of,
+    generator,
+    load_arrays,
+    make_optimizer,
+    refuse_single_batches,
+    to_arrays,
+)
 from flwr_replay.wire import REQUESTS, NamedArrays, Payload, StateDict, Weights
 
 __all__ = ["InstitutionClient"]
@@ -125,8 +133,19 @@ class InstitutionClient(NumPyClient):
     # --- stages that all methods share ------------------------------------------------------------------------------
 
     def roll_call(self, request: RollCall) -> Present:
-        """Say who is here."""
+        """Say who is here.
+
+        Raises
+        ------
+        WireError
+            If the model has not the form of those that institutions exchange.
+        """
         train = self.institution.train
+        if request.form and form_of(to_arrays(self.fresh(0))) != request.form:
+            raise WireError(
+                "all institutions exchange models of one form; this one's has other names or shapes than the server's: "
+                "use the same model.*, task.channels, task.size and task.classes everywhere"
+            )
         if self.purse:
             self.purse.check_first_passes()
         if self.institution.tested_elsewhere:

@@ -9,6 +9,7 @@ by seed.
 compare.json        every cell's result, versions, options
 compare.png         a point per seed, means with intervals
 curves.png          the metric by round
+epsilon.png         the metric by the epsilon spent, where any is stated
 
 A cell that has its result.json is not repeated, one with a checkpoint goes on, any other begins anew.
 """
@@ -276,19 +277,42 @@ def _written(report: dict[str, Any], labels: Sequence[str], folder: Path) -> tup
 
     metric = report["metric"]
     report["strategies"] = summarise(report["cells"], labels, report["against"], metric, report["higher-is-better"])
-    histories: dict[str, list[list[tuple[float, float]]]] = {label: [] for label in labels}
-    for cell in report["cells"]:
-        if "result" in cell:
-            histories[cell["label"]].append(_history(folder / cell["folder"], metric))
+    runs = {
+        label: [folder / cell["folder"] for cell in report["cells"] if cell["label"] == label and "result" in cell]
+        for label in labels
+    }
+    by_epsilon = {label: _by_epsilon(found, metric) for label, found in runs.items()}
+    pictures = {
+        "compare.png": points(report),
+        "curves.png": curves(
+            report, {label: [_by_round(run, metric) for run in found] for label, found in runs.items()}
+        ),
+    }
+    if any(by_epsilon.values()):
+        pictures["epsilon.png"] = curves(report, by_epsilon, "largest epsilon so far")
     write_atomic(folder / "compare.json", json.dumps(report, indent=2) + "\n")
-    write_atomic(folder / "compare.png", points(report))
-    write_atomic(folder / "curves.png", curves(report, histories))
-    return f"{table(report)}\n{folder / 'compare.json'}, compare.png, curves.png", report
+    for name, picture in pictures.items():
+        write_atomic(folder / name, picture)
+    return f"{table(report)}\n{', '.join([str(folder / 'compare.json'), *pictures])}", report
 
 
-def _history(folder: Path, metric: str) -> list[tuple[float, float]]:
-    """Read a run's pooled metric by round; metrics.jsonl counts exchanges, of which a round may take several."""
-    rounds = read_json(folder / "result.json")["rounds"]
+def _history(folder: Path, metric: str) -> list[tuple[int, float]]:
+    """Read a run's pooled metric by exchange."""
     rows = read_lines(folder / "metrics.jsonl")
-    found = [(row["round"], row["value"]) for row in rows if row["institution"] == "" and row["metric"] == metric]
+    return [(row["round"], row["value"]) for row in rows if row["institution"] == "" and row["metric"] == metric]
+
+
+def _by_round(folder: Path, metric: str) -> list[tuple[float, float]]:
+    """Read it by round, of which each may take several exchanges."""
+    rounds, found = read_json(folder / "result.json")["rounds"], _history(folder, metric)
     return [(at * rounds / found[-1][0], value) for at, value in found]
+
+
+def _by_epsilon(folders: Sequence[Path], metric: str) -> list[list[tuple[float, float]]]:
+    """Read it by the largest epsilon that any institution of any of these runs had stated by then."""
+    rows = [row for folder in folders for row in read_lines(folder / "privacy.jsonl")]
+    stated = [(row["round"], row["epsilon"]) for row in rows if row["epsilon"] is not None and "round" in row]
+    if not stated:  # runs of older versions do not say when
+        return []
+    spent = {at: max(epsilon for said, epsilon in stated if said <= at) for at in {said for said, _ in stated}}
+    return [[(spent[at], value) for at, value in _history(folder, metric) if at in spent] for folder in folders]

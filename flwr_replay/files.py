@@ -20,9 +20,11 @@ __all__ = [
     "alone",
     "home",
     "make_folder",
+    "private_folder",
     "read_json",
     "read_lines",
     "stamp",
+    "sync",
     "write_atomic",
 ]
 
@@ -48,6 +50,11 @@ def make_folder(folder: Path, what: str) -> Path:
     except OSError as error:
         raise RunError(f"{what} must be a folder that can be written; got {folder}: {error.strerror}") from None
     return folder
+
+
+def private_folder(folder: Path) -> None:
+    """Create a folder that only its owner may enter."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 @contextmanager
@@ -82,7 +89,7 @@ def write_atomic(
     mode: int = 0o666,
     over: Path | None = None,
 ) -> None:
-    """Write a file, given whole or in parts, whole or not at all: temporary file, flushed to disk, then renamed.
+    """Write a file, given whole or in parts, whole or not at all: temporary file, flushed, renamed, its folder flushed.
 
     Without `to_disk` that holds as long as the machine does not lose power; nothing then waits for the disk. The file
     has the permissions `mode`, less the process's umask, from its first byte on. `over` names a file that is no longer
@@ -102,6 +109,16 @@ def write_atomic(
             file.flush()
             os.fsync(file.fileno())
     os.replace(temporary, path)
+    if to_disk:
+        sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Put a folder's entries on the disk, which its files' own flushes do not."""
+    if os.name == "posix":
+        entries = os.open(folder, os.O_RDONLY)
+        os.fsync(entries)
+        os.close(entries)
 
 
 def stamp(path: Path) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ without noise: clipping does not bound what one example changes, and the account
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flwr_replay.config import one_of, require
-from flwr_replay.errors import BudgetError
 from flwr_replay.institution import Shard
 from flwr_replay.models import has_batch_norm
 from flwr_replay.movements.settings import Settings
@@ -105,8 +104,10 @@ class MutualLearner:
         Says α, β and how the private model trains alone.
     batch_size : int
         b.
-    pay : Callable[[], PrivateVisit | None] | None
-        Pays for a pass of DP-SGD on θ; None: plain steps.
+    dp : PrivateVisit | None
+        A pass of DP-SGD on θ, paid for; None: plain steps.
+    rests : bool
+        θ stays as it is, and φ learns on.
     """
 
     def __init__(
@@ -116,20 +117,15 @@ class MutualLearner:
         task: Any,
         request: Any,
         batch_size: int,
-        pay: Callable[[], PrivateVisit | None] | None,
+        dp: PrivateVisit | None,
+        rests: bool = False,
     ) -> None:
         self.private, self.proxy, self.task, self.batch_size = private, proxy, task, batch_size
         self.alpha, self.beta, self.request = request.alpha, request.beta, request
-        self.dp: PrivateVisit | None = None
-        self.rests = False  # the budget is used up, so θ stays as it is, and φ goes on
+        self.dp, self.rests = dp, rests
         self.fewest = 2 if has_batch_norm(private.model) else 1  # examples that φ learns from at once
         self.losses: list[Tensor] = []  # of φ
         self.seen, self.proxy_steps = 0, 0
-        if pay is not None:
-            try:
-                self.dp = pay()
-            except BudgetError:
-                self.rests = True
 
     def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield one pass over the examples: Poisson batches where θ's steps are private."""

@@ -6,12 +6,12 @@ The private model, its optimizer and the proxy's optimizer lie in one file of th
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from flwr_replay.client import InstitutionClient
-from flwr_replay.errors import PrivacyError
+from flwr_replay.errors import BudgetError, PrivacyError
 from flwr_replay.mutual import Learning, MutualLearner
+from flwr_replay.payloads.common import Present, RollCall
 from flwr_replay.payloads.mutual import PairEvaluation
 from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
 from flwr_replay.tensors import under
@@ -24,13 +24,17 @@ __all__ = ["PairClient"]
 class PairClient(InstitutionClient):
     """Base of the clients that train a private model φ and a proxy θ."""
 
+    def roll_call(self, request: RollCall) -> Present:
+        """Say who is here, once the private model could be built: one that cannot be is told before anybody trains."""
+        refuse_single_batches(self.fresh_private(0), len(self.institution.train), self.batch_size)
+        return super().roll_call(request)
+
     def pair(self, visit: Any, theta: Weights) -> MutualLearner:
-        """Return what steps on both are; φ is the institution's own, θ as it came."""
-        proxy, kept = self.scratch_model(theta), self.kept("private", visit, take=True) or {}
+        """Return what steps on both are, paid for; φ is the institution's own, θ as it came."""
+        proxy, kept = self.scratch_model(theta), self.kept("pair", visit, take=True) or {}
         own = under("model.", kept) or to_arrays(self.fresh_private(visit.private_seed))
         phi = self.scratch_model(own, "private")
-        for model in (phi, proxy):
-            refuse_single_batches(model, len(self.institution.train), self.batch_size)
+        refuse_single_batches(proxy, len(self.institution.train), self.batch_size)
         if visit.private_epochs:
             refuse_single_batches(phi, len(self.institution.train), visit.private_batch_size)
         training = replace(self.training, optimizer=visit.private_optimizer)
@@ -45,8 +49,13 @@ class PairClient(InstitutionClient):
                 "the run's configuration has strategy.beta=0, for which its epsilon is proven; the server asks for "
                 f"beta={visit.beta:g}: refused"
             )
-        pay = partial(self.purse.begin, "proxy", 1, visit) if self.purse and covered else None
-        return MutualLearner(private, common, self.task, visit, self.batch_size, pay)
+        dp, rests = None, False
+        if self.purse and covered:
+            try:
+                dp = self.purse.begin("proxy", 1, visit)
+            except BudgetError:  # it is used up, so θ stays as it is, and φ goes on
+                rests = True
+        return MutualLearner(private, common, self.task, visit, self.batch_size, dp, rests)
 
     def keep_pair(self, visit: Any, learner: MutualLearner) -> dict[str, Any]:
         """Keep what never leaves; return what an answer says of the training."""
@@ -55,11 +64,11 @@ class PairClient(InstitutionClient):
         if visit.optimizer_state == "keep":
             for half, prefix in ((learner.private, "optimizer."), (learner.proxy, "proxy-optimizer.")):
                 kept |= {f"{prefix}{slot}": array for slot, array in optimizer_arrays(half.optimizer).items()}
-        self.save("private", visit, kept, give=True)
+        self.save("pair", visit, kept, give=True)
         told = {"num_examples": len(self.institution.train), "examples_seen": learner.seen, "train_loss": loss}
         return {**told, "proxy_steps": learner.proxy_steps}
 
     def tested(self, request: Any, theta: Weights) -> PairEvaluation:
         """Test φ as it stands after this round, and a proxy."""
-        private = self.evaluated(under("model.", self.latest("private", request)), request.split, "private")
+        private = self.evaluated(under("model.", self.latest("pair", request)), request.split, "private")
         return PairEvaluation.of_pair(private, self.evaluated(theta, request.split))

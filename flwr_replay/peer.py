@@ -15,11 +15,11 @@ import numpy as np
 from torch import nn
 
 from flwr_replay.client import InstitutionClient
-from flwr_replay.errors import TrainingError, WireError
+from flwr_replay.errors import TrainingError
 from flwr_replay.movements.topology import mixed, parcel
 from flwr_replay.payloads.relay import Committed, Deliver, PeerVisit
 from flwr_replay.tensors import under
-from flwr_replay.training import encoded, form_of, to_arrays
+from flwr_replay.training import encoded, to_arrays
 from flwr_replay.wire import StateDict, opened
 
 __all__ = ["PeerClient"]
@@ -33,8 +33,6 @@ class PeerClient(InstitutionClient):
 
         Raises
         ------
-        WireError
-            If the model has not the common form.
         TrainingError
             If θ is gone: going on from fresh weights would give other results, and nobody would notice.
         """
@@ -46,11 +44,6 @@ class PeerClient(InstitutionClient):
             raise TrainingError(
                 f"an institution goes on with the model that it mixed in exchange {visit.committed}; that of run "
                 f"{visit.run!r} is gone: restore the state directory, or begin a new run"
-            )
-        if form_of(theta) != visit.form:
-            raise WireError(
-                "all institutions exchange models of one form; this one's has other names or shapes than the server's: "
-                "use the same model.*, task.channels, task.size and task.classes everywhere"
             )
         self.state.forget_after("mixed", visit.run, visit.committed)
         return theta, w

@@ -38,10 +38,11 @@ def shown_rounds(progress: Progress) -> str:
 
 
 def shown_metrics(metrics: dict[str, float]) -> str:
-    """Name the leading metric and the loss: `accuracy 0.9472, loss 0.1831`."""
+    """Name the leading metric, the loss and an epsilon: `accuracy 0.9472, loss 0.1831`."""
     leading = [name for name in metrics if name != "loss"][:1]
+    epsilon = [name for name in metrics if name.startswith("epsilon")]
     return (
-        ", ".join(f"{name} {metrics[name]:.4f}" for name in [*leading, "loss"] if name in metrics)
+        ", ".join(f"{name} {metrics[name]:.4f}" for name in [*leading, "loss", *epsilon] if name in metrics)
         or "not yet evaluated"
     )
 

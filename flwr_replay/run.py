@@ -8,7 +8,7 @@
 - `metrics.jsonl`: a line per round, institution ("" = pooled) and metric
 - `timings.jsonl`: a line per exchange, seconds since the run began
 - `shared/`, `latents/`: what institutions uploaded, as long as the directory lives
-- `privacy.jsonl`: a line per answer that states an epsilon
+- `privacy.jsonl`: a line per answer that states an epsilon, with its exchange
 - `ledger.jsonl`: a line per message and field that travelled, repeated ones included
 - `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`
 - `generator.jsonl`, `generator.png`, `prior.png`: the losses of replay's generator and priors
@@ -34,6 +34,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from flwr_replay.ledger import Ledger
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.progress import Display, Progress
+from flwr_replay.report.epsilon import largest
 from flwr_replay.tasks import make_task
 from flwr_replay.tensors import under, write_tensors
 from flwr_replay.wire import Row, StateDict
@@ -150,12 +152,19 @@ class RunDirectory(Recorder):
         leading = {name: metrics[self.leading] for name, metrics in own.items() if self.leading in metrics}
         self.forgetting.add(server_round, taught, leading)  # a ClientApp of somebody's own may lack it
 
-    def spent(self, name: str, epsilon: float | None, delta: float, mechanism: str) -> None:
-        """Remember what an institution has released; the ledger has it message by message."""
+    def spent(self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str) -> None:
+        """Remember what an institution has released; the ledger has it message by message.
+
+        What was released stays released: where an institution states less, its account was put back.
+        """
+        before = (self.released.get(name) or {}).get("epsilon")
+        if epsilon is not None and before is not None and epsilon < before:
+            self.log(f"{name} states epsilon {epsilon:.4g} after {before:.4g}: its account is an older one")
+            epsilon = before
         kind = mechanism if epsilon is not None else "not protected: noise from the run's seed"
         self.released[name] = {"epsilon": epsilon, "delta": delta, "mechanism": kind, "accountant": "rdp"}
         with closing(Lines(self.path / "privacy.jsonl")) as lines:
-            lines.append([{"institution": name, **self.released[name]}])
+            lines.append([{"round": server_round, "institution": name, **self.released[name]}])
 
     def generated(self, name: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
         """Write how the training of a generator or prior went, in place of an attempt before a resumption."""
@@ -194,7 +203,10 @@ class RunDirectory(Recorder):
         named = {f"arrays/{name}": array for name, array in snapshot.arrays.items()}
         named |= {f"state/{name}": array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
         self._writing = self._writer.submit(_write_checkpoint, folder / f"{stem}.safetensors", named, values)
-        metrics = self.history[-1][1] if self.history else {}
+        metrics = dict(self.history[-1][1]) if self.history else {}
+        if metrics and (spent := largest(self.released.values())):
+            epsilon, proven = spent
+            metrics["epsilon" if proven else "epsilon (no proof)"] = inf if epsilon is None else epsilon
         self.display.exchange(snapshot.server_round, metrics, sum(self.bytes.values()), seconds)
 
     def restore(self) -> Snapshot | None:
@@ -311,6 +323,7 @@ class RunDirectory(Recorder):
             self.bytes[entry["direction"]] += entry["bytes"]
         self.failures = read_lines(self.path / "failures.jsonl")
         for row in read_lines(self.path / "privacy.jsonl"):  # what was released stays released
+            row.pop("round", None)  # which older versions did not write
             self.released[row.pop("institution")] = row
 
 

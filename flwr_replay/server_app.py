@@ -24,6 +24,7 @@ from flwr_replay.opening import open_run
 from flwr_replay.privacy.plan import NOTHING, PrivacyPlan
 from flwr_replay.progress import Display, LogDisplay
 from flwr_replay.replay.plan import Replaying
+from flwr_replay.report.epsilon import beside
 from flwr_replay.rng import derived_seed
 from flwr_replay.run import RunDirectory, resumable
 from flwr_replay.tasks import make_task
@@ -42,7 +43,7 @@ def main(grid: Grid, context: Context) -> None:
         result, folder = execute(grid, from_run_config(context.run_config), LogDisplay())
     except (FlwrReplayError, OSError) as error:
         sys.exit(f"error: {error}")
-    print(f"{result['metric']} {result['final']['global'][result['metric']]:.4f}  {folder}")
+    print(f"{result['metric']} {result['final']['global'][result['metric']]:.4f}{beside(result)}  {folder}")
 
 
 def beginning(config: RunConfig) -> Callable[[int], nn.Module]:

@@ -21,7 +21,7 @@ import torch
 from safetensors.numpy import load_file
 
 from flwr_replay.errors import PrivacyError, WireError
-from flwr_replay.files import NAME, stamp, write_atomic
+from flwr_replay.files import NAME, private_folder, stamp, write_atomic
 from flwr_replay.institution import Institution
 from flwr_replay.tensors import write_tensors
 from flwr_replay.wire import StateDict
@@ -70,7 +70,7 @@ class StateStore:
         file = self._file(key, run, server_round)
         others = [self._file(key, run, exchange) for exchange in self._exchanges(key, run) if exchange != server_round]
         if not others:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            private_folder(file.parent)
         spare = others[:-2]
         write_tensors(file, arrays, to_disk=to_disk, over=spare.pop() if spare else None)
         for old in spare:
@@ -180,7 +180,7 @@ _lately = Lately()
 def _settle(folder: Path, setting: str) -> None:
     path = folder / "setting"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         write_atomic(path, setting)
     elif path.read_text(encoding="utf-8") != setting:
         raise PrivacyError(

@@ -6,7 +6,7 @@ Sources: Kalra et al. 2023, sections 4.1 and 4.2, appendix B.
 steps a round with a sampling rate of 0.28. Their epsilon is no proof where a proxy learns from a private model. Parts
 `epsilon-...` have beta=0 and a proven epsilon (`preset=sound`): full batches, SGD, the complete graph, and private
 models that learn from the proxies in passes of their own. Beside them stand private models without a teacher
-(`alpha 0`), with the same passes on shifted images and without them. The ablations have 50 rounds. Accuracy is the
+(`no teacher`), with the same passes on shifted images and without them. The ablations have 50 rounds. Accuracy is the
 private models', each on a share of the test examples; parts named `-proxies` show the same runs' proxies.
 """
 
@@ -33,7 +33,7 @@ OTHERS = [
 ]
 OPEN = [method.replace(":dp=classifier", "") for method in OTHERS]  # Fig. 7, without privacy
 BUDGETS = {1: ":lr=0.3:rounds=50:lr_step=40", 2: ":lr=0.3:rounds=70:lr_step=50", 4: "", 8: ""}
-ALONE = ["alpha 0 := proxyfl:alpha=0", "alpha 0, one pass := proxyfl:alpha=0:private_epochs=0"]
+ALONE = ["no teacher := proxyfl:alpha=0", "no teacher, one pass := proxyfl:alpha=0:private_epochs=0"]
 
 
 def part(
@@ -64,8 +64,16 @@ def sound(budget: int, metric: str = "") -> Part:
     name, other = f"epsilon-{budget}", ALONE if budget == max(BUDGETS) and not metric else []
     methods = [f"ProxyFL := proxyfl:target_epsilon={budget}{BUDGETS[budget]}", *other]
     if metric:
-        return part(f"{name}-proxies", "The proxies of these runs.", methods, SOUND, metric, "Proxies, proven epsilon")
-    return part(name, "A proven epsilon, and what it buys.", methods, SOUND, group="Private models, proven epsilon")
+        return part(
+            f"{name}-proxies", "The proxies of these runs.", methods, SOUND, metric, "Proxies, by their proven epsilon"
+        )
+    return part(
+        name,
+        "A proven epsilon, and what it buys.",
+        methods,
+        SOUND,
+        group="Private models, by the proven epsilon of their proxies",
+    )
 
 
 def mutual(weight: float) -> Part:

@@ -10,7 +10,9 @@ Travels: the proxy down to all and, trained, up again (`TrainMutually`, `MutualV
 
 What is protected: as in ProxyFL; with β > 0 the proxies' ε is what the paper counts and no proof.
 
-Deviations: none known; Shen et al. have no differential privacy.
+Deviations: Shen et al. have no differential privacy. Both models step from answers before either has stepped; the state
+of a proxy's optimizer stays at its institution while the proxies are averaged (optimizer-state=reset: it begins anew);
+a private model may learn in passes of its own (private-epochs).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from flwr_replay.mutual import MutualConfig, check_pair
 from flwr_replay.payloads.common import Visited
 from flwr_replay.payloads.mutual import EvaluateWithProxy, MutualVisited, PairEvaluation, TrainMutually
 from flwr_replay.rng import derived_seed
+from flwr_replay.training import form_of, to_arrays
 from flwr_replay.wire import StateDict, Weights, opened
 
 __all__ = ["FML", "FMLConfig"]
@@ -52,6 +55,11 @@ class FML(Parallel):
     private = ("proxy",)
     evaluated = PairEvaluation
     answer = MutualVisited
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.settings.model is not None:
+            self.form = form_of(to_arrays(self.settings.model(0)))
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:

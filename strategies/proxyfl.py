@@ -15,9 +15,12 @@ What is protected: with dp=proxy and β = 0, every institution's training exampl
 its own (ε, δ). With β > 0, the paper's setting, that ε is what the paper counts and no proof (`flwr_replay/mutual.py`).
 Not protected: what metrics on test examples tell of private models, who takes part, numbers of examples.
 
-Deviations: proxies pass through the server, which forwards them and averages nothing. θ is multiplied by w again before
-it is sent (`movements/topology.py`). Both models step from answers before either has stepped. A private model may learn
-from the proxy that arrived in passes of its own (private-epochs), which costs no privacy.
+Deviations: proxies pass through the server, which forwards them and averages nothing. θ_k and w_k travel as they are,
+and the receiver multiplies them, as it must after line 10 (`movements/topology.py`). In the divergence the teacher
+stands first, as in deep mutual learning; both models step from answers before either has stepped
+(`flwr_replay/mutual.py`). An optimizer's state stays at its institution while proxies change places, which the paper
+leaves open. A private model may learn from the proxy that arrived in passes of its own (private-epochs), which costs no
+privacy.
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ import numpy as np
 from flwr.app import Error, Message
 from hospitals import node_configs, write_shards
 
+from flwr_replay import institution, state
 from flwr_replay.client_app import app
 from flwr_replay.compose import compose
 from flwr_replay.engine import InlineGrid
 from flwr_replay.peer import apart
+from flwr_replay.privacy import budget
 from flwr_replay.progress import Display
 from flwr_replay.server_app import execute
 from flwr_replay.state import StateStore
@@ -74,7 +76,7 @@ class Ran:
 
     def private(self, name, exchange):
         """Return φ."""
-        return under("model.", self.kept("private", name, exchange))
+        return under("model.", self.kept("pair", name, exchange))
 
     def model(self, name, exchange, key="mixed"):
         """Return θ and w."""
@@ -98,11 +100,15 @@ def run(folder, *options, names=NAMES, resume="", name="", grid_type=Grid, **wat
 
 
 def broken(folder, *options, **watched):
-    """Break a run off and go on with it."""
+    """Break a run off and go on with it, with nothing in memory."""
     name = f"broken-{len(list(folder.glob('runs/broken-*')))}"
     with suppress(KeyboardInterrupt):
         run(folder, *options, name=name, **watched)
         raise AssertionError("the run must break off")
+    state._lately.held.clear()
+    state._lately.bytes = 0
+    for cached in (state._settle, budget._book, institution._institution):
+        cached.cache_clear()
     return run(folder, *options, resume=str(folder / "runs" / name))
 
 

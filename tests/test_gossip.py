@@ -153,6 +153,17 @@ def test_a_mailbox_is_read_back_as_it_was(tmp_path):
     assert same(opened(again.models[number]), load_file(tmp_path / "000001.safetensors"))
 
 
+def test_a_parcel_that_went_back_and_is_acknowledged_late_goes_to_nobody_again():
+    box = Mailbox()
+    mine, theirs, gone = (Parcel(box.post(array_record({"w": np.ones(2)})), name, 0.5, 1.0) for name in "acd")
+    box.waiting["a"] = Delivery(3, 1.0, 0.5, [mine, theirs, gone])  # a's own, which nobody has fetched, among them
+    box.give_back("a")
+    assert box.coming_back.pop("d") == [gone]  # d has it again
+    assert box.acknowledged("a", [mine.number, theirs.number, gone.number]) == 1
+    assert not any(box.coming_back.values())
+    assert box.weights["a"] == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from flwr_replay.config import ModelConfig, TaskConfig
-from flwr_replay.errors import BudgetError, ConfigError
+from flwr_replay.errors import ConfigError
 from flwr_replay.models import build
 from flwr_replay.movements.settings import Settings
 from flwr_replay.mutual import Learning, MutualConfig, MutualLearner, check_pair, shifted
@@ -30,10 +30,11 @@ def batch(n=B):
     return torch.rand(n, 1, 8, 8, generator=draw), torch.randint(3, (n,), generator=draw)
 
 
-def learner(alpha, beta, pay=None, phi=1, name="lenet5", **request):
+def learner(alpha, beta, dp=None, phi=1, name="lenet5", rests=False, **request):
     private, proxy = model(phi, name), model(2)
     halves = [Learning(half, torch.optim.SGD(half.parameters(), lr=LR)) for half in (private, proxy)]
-    return MutualLearner(*halves, make_task(TASK), SimpleNamespace(alpha=alpha, beta=beta, **request), B, pay)
+    asked = SimpleNamespace(alpha=alpha, beta=beta, **request)
+    return MutualLearner(*halves, make_task(TASK), asked, B, dp, rests)
 
 
 def formula(weight, student_C, teacher_C, label):
@@ -71,7 +72,7 @@ def visit(clip, sigma):
 def test_the_proxys_gradient_is_clipped_example_by_example(beta):
     """A slow loop over single examples; sigma is so small that no noise shows."""
     (x, y), clip = batch(5), 0.05
-    one = learner(0.5, beta, lambda: visit(clip, 1e-9))
+    one = learner(0.5, beta, visit(clip, 1e-9))
     theta, f = model(2), model(1, "lenet5")(x).detach()
     total = [torch.zeros_like(parameter) for parameter in theta.parameters()]
     for i in range(5):
@@ -89,7 +90,7 @@ def test_without_a_teacher_the_proxy_does_not_depend_on_the_private_model():
     x, y = batch()
     found = []
     for phi in (1, 5):
-        one = learner(0.5, 0.0, lambda: visit(1.0, 1.0), phi=phi)
+        one = learner(0.5, 0.0, visit(1.0, 1.0), phi=phi)
         one.step(x, y)
         found.append([p.detach() for p in one.proxy.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -98,7 +99,7 @@ def test_without_a_teacher_the_proxy_does_not_depend_on_the_private_model():
 @pytest.mark.parametrize(("n", "name"), [(0, "lenet5"), (1, "cnn")])  # batch norm needs two
 def test_a_batch_that_is_too_small_moves_the_proxy_alone(n, name):
     x, y = batch(n)
-    one = learner(0.5, 0.5, lambda: visit(1.0, 1.0), name=name)
+    one = learner(0.5, 0.5, visit(1.0, 1.0), name=name)
     before = [p.detach().clone() for p in one.private.model.parameters()]
     one.step(x, y)
     assert all(torch.equal(a, b) for a, b in zip(before, one.private.model.parameters(), strict=True))
@@ -106,11 +107,8 @@ def test_a_batch_that_is_too_small_moves_the_proxy_alone(n, name):
 
 
 def test_a_proxy_whose_budget_is_used_up_rests_and_goes_on_teaching():
-    def pay():
-        raise BudgetError("used up")
-
     x, y = batch()
-    one = learner(0.5, 0.5, pay)
+    one = learner(0.5, 0.5, rests=True)
     one.step(x, y)
     assert all(torch.equal(a, b) for a, b in zip(model(2).parameters(), one.proxy.model.parameters(), strict=True))
     assert not torch.equal(next(model(1, "lenet5").parameters()), next(one.private.model.parameters()))

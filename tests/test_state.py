@@ -30,6 +30,12 @@ def test_the_last_three_are_kept_whole(store, tmp_path):
     assert store.load("model", "run", 3) is None
 
 
+@pytest.mark.skipif(os.name != "posix", reason="other systems have other permissions")
+def test_only_its_owner_may_enter_the_folder(store, tmp_path):
+    store.save("model", "run", 1, {"w": np.ones(2)})
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+
+
 def test_an_exchange_that_is_repeated_takes_nobodys_place(store, tmp_path):
     for exchange in (1, 2, 3, 3):
         store.save("model", "run", exchange, {"w": np.ones(2)})

@@ -40,6 +40,7 @@ class Exchanging(Strategy):
     min_nodes: ClassVar[int] = 1
     stages: tuple[str, ...] = ("train", "evaluate")  # what every institution is asked for
     timeout: float  # seconds to wait for answers
+    form = ""  # of a model that institutions exchange; none that has another takes part
     extra: frozenset[str]  # keys that a user's own ServerApp adds to requests
 
     def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
@@ -81,7 +82,7 @@ class Exchanging(Strategy):
     def call_roll(self, grid: Grid, server_round: int) -> None:
         """Ask nodes that are new for their names; one that refuses is reported and left out."""
         run, stages = self.settings.run, self.all_stages()
-        request = RollCall(strategy=self.name, run=run, stages=stages, server_round=server_round)
+        request = RollCall(strategy=self.name, run=run, stages=stages, form=self.form, server_round=server_round)
         newcomers = self.members.newcomers(grid.get_node_ids())
         if not newcomers:
             return
@@ -156,7 +157,8 @@ class Exchanging(Strategy):
                 continue
             told = metrics_in(reply.content)
             if self.settings.privacy and "delta" in told:
-                self.recorder.spent(member.name, told.get("epsilon"), told["delta"], self.settings.privacy.mechanism)
+                epsilon, mechanism = told.get("epsilon"), self.settings.privacy.mechanism
+                self.recorder.spent(server_round, member.name, epsilon, told["delta"], mechanism)
             if self.settings.privacy:
                 found = self.settings.privacy.protected(found, declared, told)
             raw_bytes = told.get("raw-bytes")

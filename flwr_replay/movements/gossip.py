@@ -72,7 +72,6 @@ class Gossip(Relay):
         self.mailbox = Mailbox()
         file = self.config.topology_file
         self.matrices = read_matrices(Path(file)) if file else None
-        self.form = ""  # of the common model; without a model in the settings nobody's is refused
         if self.settings.model is not None:
             self.form = form_of(to_arrays(self.settings.model(self.init_seed)))
 
@@ -104,7 +103,6 @@ class Gossip(Relay):
             "run": self.settings.run,
             "lr": self.lr(server_round),
             "init_seed": self.init_seed,
-            "form": self.form,
             "committed": self.mailbox.committed.get(member.name, 0),
         }
 

@@ -85,11 +85,22 @@ class Mailbox:
         return self.posted
 
     def acknowledged(self, name: str, held: Sequence[int]) -> int:
-        """Forget a delivery that lies at its receiver, which holds these numbers; return how many went back besides."""
+        """Forget a delivery that lies at its receiver, which holds these numbers.
+
+        Parcels among them that have gone back, but not out again, are no longer anybody else's. Return how many are.
+        """
         delivery = self.waiting.pop(name)
         mixed = delivery.given_back if delivery.given_back and held else delivery
         self.committed[name], self.weights[name] = delivery.exchange, mixed.mixed_weight
-        return len(held) if mixed is not delivery else 0
+        return sum(not self._called_off(parcel) for parcel in mixed.parcels) if mixed is not delivery else 0
+
+    def _called_off(self, parcel: Parcel) -> bool:
+        """Take a parcel from what its sender is to have back; say whether it was there."""
+        pile = self.coming_back.get(parcel.sender, [])
+        if parcel not in pile:
+            return False
+        pile.remove(parcel)
+        return True
 
     def give_back(self, name: str) -> None:
         """Send an institution's parcels back; if it comes again, it goes on with all it had."""

@@ -75,7 +75,7 @@ class Recorder:
         used = f"; codes in use (perplexity): {', '.join(f'{p:.1f}' for p in perplexity)}" if perplexity else ""
         self.log(f"generator at {name}: loss {', '.join(f'{loss:.4f}' for loss in losses) or 'withheld'}{used}")
 
-    def spent(self, name: str, epsilon: float | None, delta: float, mechanism: str) -> None:
+    def spent(self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str) -> None:
         """Note what an institution states that it has released so far; no epsilon: its noise is not secret."""
 
     def failed(self, server_round: int, name: str, reason: str) -> None:

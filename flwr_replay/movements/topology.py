@@ -6,7 +6,7 @@ Idea: a column-stochastic matrix P(t) says how each institution deals out what i
 weight w_k, 1 at first, that is dealt out alike; dividing by it undoes the bias of an uneven P.
 
     at institution k, in round t:
-        send  (P[k', k] w_k θ_k, P[k', k] w_k)  to every k' ≠ k with P[k', k] > 0       `parcel`
+        of each k' ≠ k with P[k, k'] > 0 take  (P[k, k'] w_k' θ_k', P[k, k'] w_k')      `parcel`
         z ← Σ_k' P[k, k'] w_k' θ_k'                                                     `mixed`
         w_k ← Σ_k' P[k, k'] w_k'
         θ_k ← z / w_k
@@ -147,7 +147,7 @@ def receivers(p: Matrix, k: int) -> tuple[dict[int, float], float]:
 
 
 def parcel(theta: StateDict, w: float, share: float) -> tuple[StateDict, float]:
-    """Return what one receiver gets (Algorithm 1, line 7): share * w * θ, and share * w.
+    """Return what a receiver makes of what one sender gave away (Algorithm 1, line 7): share * w * θ, and share * w.
 
     Parameters
     ----------

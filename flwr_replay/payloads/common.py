@@ -61,6 +61,7 @@ class RollCall(Request, stage="roll-call", answer=Present, message_type="query")
     strategy: str = instruction()
     run: str = instruction()
     stages: Sequence[str] = instruction("what every institution will be asked for", default=())
+    form: str = instruction("of a model that institutions exchange: a digest of names, shapes and dtypes", default="")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,6 @@ class PeerVisit(LabelScale):
     run: str = instruction()
     lr: float = instruction("per step")
     init_seed: int = instruction("of the fresh weights, used at the first visit")
-    form: str = instruction("of the model that is exchanged: a digest of names and shapes")
     committed: int = instruction("exchange of the last parcels that the institution has acknowledged; 0: none yet")
     optimizer_state: str = instruction("keep or reset", default="keep")
     continues: bool = instruction("the institution has trained in this run before", default=False)

@@ -7,7 +7,6 @@ turn the account back.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
@@ -17,7 +16,7 @@ from math import inf
 from pathlib import Path
 
 from flwr_replay.errors import BudgetError
-from flwr_replay.files import Lines, alone, read_lines, stamp
+from flwr_replay.files import Lines, alone, private_folder, read_lines, stamp, sync
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 
 __all__ = ["Account"]
@@ -106,7 +105,7 @@ class Account:
     def _held(self) -> Iterator[_Book]:
         """Read the charges and keep other processes from adding any meanwhile."""
         if not self.folder.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            private_folder(self.folder)
         with alone(self.folder, wait=True):
             book = _book(self.folder)
             book.read()
@@ -156,8 +155,5 @@ def _book(folder: Path) -> _Book:
 @lru_cache(maxsize=1024)  # entries that are on the disk stay there; a file that was mended is another one
 def _sync(folder: Path, inode: int) -> None:
     """Put the entries of a folder, and its own, on the disk: a new file's own flush does not."""
-    if os.name == "posix":
-        for holder in (folder, folder.parent):
-            entry = os.open(holder, os.O_RDONLY)
-            os.fsync(entry)
-            os.close(entry)
+    for holder in (folder, folder.parent):
+        sync(holder)

@@ -15,7 +15,7 @@ from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.config import PrivacyConfig
 from flwr_replay.wire import Payload, Row
 
-__all__ = ["NOTHING", "PrivacyPlan"]
+__all__ = ["NOTHING", "NO_PROOF", "PrivacyPlan"]
 
 UNPROVEN = (
     "An epsilon here is what the paper counts, and no proof: with beta > 0 the proxy learns from a private model that "
@@ -55,6 +55,11 @@ class PrivacyPlan:
         """
         privacy, strategy = config.privacy, config.strategy
         wanted = privacy.mechanisms
+        require(
+            bool(wanted) or privacy.limit == inf,
+            f"a budget is for what is trained privately; got epsilon {privacy.limit:g} and dp=none: choose dp=proxy "
+            "(ProxyFL, FML) or dp=classifier, or leave privacy.epsilon and privacy.target-epsilon at 0",
+        )
         if not wanted:
             return None
         if privacy.end_to_end:

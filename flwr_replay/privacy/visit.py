@@ -84,14 +84,19 @@ class Purse:
         Raises
         ------
         PrivacyError
-            If the budget does not allow all of them, or none is asked for. None may then be taken.
+            If the budget does not allow all of them, none is asked for, or the account is gone. None may then be taken.
         """
         if not self.plan.covers(mechanism):
             return None
         if epochs < 1:
             raise PrivacyError(f"a private training has at least one epoch; {epochs} were asked for")
-        cost = self.plan.cost(mechanism, self.examples, epochs)
-        self.account(request.run).charge(mechanism, cost, self.plan.config.noise)
+        cost, account = self.plan.cost(mechanism, self.examples, epochs), self.account(request.run)
+        if getattr(request, "continues", False) and not account.spent:
+            raise PrivacyError(
+                f"an institution that has trained in run {request.run!r} has an account of what it has spent; it is "
+                "gone: restore its privacy.jsonl in the state directory, or begin a new run"
+            )
+        account.charge(mechanism, cost, self.plan.config.noise)
         stream = self.stream(mechanism, request)
         return PrivateVisit(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
 

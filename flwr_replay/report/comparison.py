@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from flwr_replay.progress import shown_bytes
+from flwr_replay.report.epsilon import largest, shown_epsilon
 
 __all__ = ["interval", "markdown", "notes", "overview", "paired_difference", "summarise", "table"]
 
@@ -97,7 +98,8 @@ def summarise(
     -------
     dict
         By label: `values` by seed, `mean`, `sd`, `interval`, `difference`, `worst-institution` (mean over seeds),
-        `bytes-up`, `bytes-down`, `examples-seen`, `seconds` (means over seeds); None where no run ended well.
+        `bytes-up`, `bytes-down`, `examples-seen`, `seconds` (means over seeds); `epsilon`: the largest that anybody
+        states, and whether it is proven. None where no run ended well, or nobody states one.
     """
     worst = min if higher_is_better else max
     done: dict[str, dict[int, Mapping[str, Any]]] = {label: {} for label in labels}
@@ -122,6 +124,7 @@ def summarise(
             "sd": float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None,
             "interval": interval(numbers),
             "difference": paired_difference(values[label], values[against]) if label != against else None,
+            "epsilon": largest(one for result in results for one in result.get("privacy", {}).values()),
             "worst-institution": _mean(worsts),
             "bytes-up": _mean([r["bytes"]["up"] for r in results]),
             "bytes-down": _mean([r["bytes"]["down"] for r in results]),
@@ -211,7 +214,8 @@ def _cells(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _mean_sd(row: Mapping[str, Any]) -> str:
-    return f"{row['mean']:.4f}" + (f" ± {row['sd']:.4f}" if row["sd"] is not None else "")
+    text = f"{row['mean']:.4f}" + (f" ± {row['sd']:.4f}" if row["sd"] is not None else "")
+    return f"{text} ({shown_epsilon([row['epsilon']])})" if row["epsilon"] else text
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
@@ -246,15 +250,12 @@ def notes(report: Mapping[str, Any]) -> list[str]:
 
 
 def _claims(report: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the runs with differential privacy claim, by method, with the largest epsilon of any of them."""
+    """Return what the runs with differential privacy claim, by method."""
     found: dict[str, str] = {}
     for label in dict.fromkeys(cell["label"] for cell in report["cells"]):
         results = [cell["result"] for cell in report["cells"] if cell["label"] == label and "result" in cell]
-        stated = [one for result in results for one in result.get("privacy", {}).values() if one]
-        known = [one["epsilon"] for one in stated if one["epsilon"] is not None]
-        if stated:
-            shown = f" Largest epsilon: {max(known):.2f}." if len(known) == len(stated) else ""
-            found[label] = f"{results[0]['privacy-claim']}{shown}"
+        if any(one for result in results for one in result.get("privacy", {}).values()):
+            found[label] = results[0]["privacy-claim"]
     return found
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from flwr_replay.report.epsilon import shown_epsilon
+
 __all__ = ["curves", "epsilons", "heat_map", "lines", "losses", "points"]
 
 # Okabe and Ito's palette without yellow: told apart by the colour-blind, and in grey by their markers.
@@ -55,7 +57,7 @@ def points(report: Mapping[str, Any]) -> bytes:
             va="center",
             fontsize="small",
         )
-    axes.set_xticks(range(len(labels)), [label.replace(":", "\n") for label in labels])
+    axes.set_xticks(range(len(labels)), [_named(label, [report]).replace(":", "\n") for label in labels])
     axes.set_xlim(-0.6, len(labels) - 0.25)
     _scale(axes, shown)
     axes.set(ylabel=report["metric"])
@@ -65,7 +67,7 @@ def points(report: Mapping[str, Any]) -> bytes:
     return _png(figure)
 
 
-def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]]) -> bytes:
+def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]], axis: str = "round") -> bytes:
     """Draw each method's metric against the round: the mean over seeds, and a band from the least to the most.
 
     Parameters
@@ -74,6 +76,8 @@ def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]]
         As `flwr_replay.compare.compare_strategies` returns it.
     histories : Mapping
         By label, for each seed that ended well: (round, metric) in order.
+    axis : str
+        What stands in place of the round, if anything does.
 
     Returns
     -------
@@ -93,11 +97,11 @@ def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]]
             continue
         values_SR = np.array([[dict(run)[at] for at in rounds] for run in runs])
         shown += values_SR.ravel().tolist()
-        axes.plot(rounds, values_SR.mean(0), marker=marker, color=colour, label=label, markersize=5)
+        axes.plot(rounds, values_SR.mean(0), marker=marker, color=colour, label=_named(label, [report]), markersize=5)
         axes.fill_between(rounds, values_SR.min(0), values_SR.max(0), color=colour, alpha=0.15, linewidth=0)
     _scale(axes, shown)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="round; line: mean over seeds, band: least to most", ylabel=report["metric"])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=axis == "round"))
+    axes.set(xlabel=f"{axis}; line: mean over seeds, band: least to most", ylabel=report["metric"])
     axes.set_title(report["title"], fontsize="medium")
     if shown:
         figure.legend(loc="outside right center", frameon=False)
@@ -135,7 +139,8 @@ def lines(reports: Mapping[str, Mapping[str, Any]], title: str) -> bytes:
             shown += means
             style = "-" if place < len(COLOURS) else "--"
             moved = [at + 0.02 * (place - len(labels) / 2) for at in xs]  # so that bars do not hide each other
-            axes.errorbar(moved, means, sds, color=colour, marker=marker, linestyle=style, label=label, capsize=2)
+            named = _named(label, found)
+            axes.errorbar(moved, means, sds, color=colour, marker=marker, linestyle=style, label=named, capsize=2)
     axes.set_xticks(range(len(names)), names)
     _scale(axes, shown)
     axes.set(ylabel=f"{found[0]['metric']}; mean and standard deviation over seeds")
@@ -227,6 +232,13 @@ def heat_map(found: Mapping[str, Any]) -> bytes:
                 axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white", fontsize="x-small")
     figure.colorbar(image, ax=axes, shrink=0.8)
     return _png(figure)
+
+
+def _named(label: str, reports: Sequence[Mapping[str, Any]]) -> str:
+    """Return a method's name with the epsilon that it has at the end."""
+    rows = [report["strategies"].get(label) for report in reports]
+    epsilon = shown_epsilon([row["epsilon"] for row in rows if row and row["epsilon"]])
+    return f"{label}\n{epsilon}" if epsilon else label
 
 
 def _look(place: int) -> tuple[str, str]:

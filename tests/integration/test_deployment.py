@@ -120,9 +120,7 @@ def _models(name: str, run: Path, state: Path) -> dict[str, Any]:
     if name != "proxyfl":
         return load_file(run / "models" / "global.safetensors")
     run_id = (run / "run-id").read_text().strip()
-    files = [
-        (c, key, state / c / run_id / f"{key}-000001.safetensors") for c in CLINICS for key in ("private", "mixed")
-    ]
+    files = [(c, key, state / c / run_id / f"{key}-000001.safetensors") for c in CLINICS for key in ("pair", "mixed")]
     return {f"{c} {key} {part}": array for c, key, file in files for part, array in load_file(file).items()}
 
 

@@ -75,9 +75,17 @@ def test_a_run_is_algorithm_1(shards):
 class Own(Grid):
     """One institution has another private model than the others."""
 
+    other = "lenet5"
+
     def __init__(self, app, run_config, configs):
-        models = {"c": "lenet5"}
+        models = {"c": self.other}
         super().__init__(app, run_config, [{**c, "private-model": models.get(c["name"], "mlp")} for c in configs])
+
+
+class Broken(Own):
+    """Its private model cannot be built for this task."""
+
+    other = "unet"
 
 
 def test_only_the_proxy_leaves(folder):
@@ -98,6 +106,13 @@ def test_an_institutions_own_configuration_names_its_private_model(folder):
     ran = run(folder, *PROXYFL, "dp=none", grid_type=Own)
     assert "conv1.conv.weight" in ran.private("c", 2)
     assert "conv1.conv.weight" not in ran.private("a", 2)
+
+
+def test_a_private_model_that_cannot_be_built_is_told_before_anybody_trains(folder):
+    ran = run(folder, *PROXYFL, "dp=none", grid_type=Broken)
+    [failure] = ran.result["failures"]
+    assert (failure["round"], failure["institution"]) == (0, "c")
+    assert {name for stage, name, _ in ran.grid.asked if stage == "train-proxy"} == {"a", "b", "d"}
 
 
 CLAIM = "no proof"

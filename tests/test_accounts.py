@@ -1,0 +1,82 @@
+"""What an institution has spent outlives its process, and nobody turns it back unnoticed."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import peers
+import pytest
+from peers import NAMES, Grid, hospitals, run
+
+from flwr_replay.errors import ConfigError
+from flwr_replay.privacy.budget import Account
+
+JOB = ["strategy=proxyfl", "dp=proxy", "sigma=2", "delta=0.01"]
+SHOT = """
+import itertools, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from peers import run
+from flwr_replay.mutual import MutualLearner
+calls, step = itertools.count(1), MutualLearner.step
+def shot(*both):
+    if next(calls) == 13:  # two steps a round at each of four: the first of the third institution in round 2
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(*both)
+MutualLearner.step = shot
+run(Path({folder!r}), *{options!r}, name="shot")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hospitals")
+    hospitals(folder)
+    return folder
+
+
+def epsilon(ran, name):
+    return Account(ran.state(name), delta=0.01).epsilon()
+
+
+def test_a_process_killed_between_charge_and_release_has_paid(folder):
+    script = SHOT.format(tests=str(Path(peers.__file__).parent), folder=str(folder), options=[*JOB, "rounds=2"])
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+    run_id = (folder / "runs" / "shot" / "run-id").read_text().strip()
+    assert len((folder / "state" / "c" / run_id / "privacy.jsonl").read_text().splitlines()) == 2
+    resumed = run(folder, *JOB, "rounds=2", resume=str(folder / "runs" / "shot"))
+    assert [len(resumed.charges(name)) for name in NAMES] == [3, 3, 3, 2]
+    assert all(resumed.result["privacy"][name]["epsilon"] == epsilon(resumed, name) for name in NAMES)
+
+
+class Forgetful(Grid):
+    """Somebody cuts b's accounts to their first lines before an exchange, or removes them."""
+
+    def _answer(self, message):
+        if self.asked and self.asked[-1] == ("train-proxy", "a", self.at):
+            for file in self.root.rglob("state/b/*/privacy.jsonl"):
+                lines = file.read_text().splitlines(keepends=True)[: self.left]
+                file.write_text("".join(lines)) if lines else file.unlink()
+        return super()._answer(message)
+
+
+def test_an_account_that_is_gone_is_not_begun_anew(folder):
+    ran = run(folder, *JOB, "rounds=2", grid_type=Forgetful, root=folder, at=2, left=0)
+    [failure] = ran.result["failures"]
+    assert failure["institution"] == "b"
+    assert "it is gone: restore its privacy.jsonl" in failure["reason"]
+    assert 0 < ran.result["privacy"]["b"]["epsilon"] < epsilon(ran, "a")
+
+
+def test_the_server_keeps_the_largest_epsilon_that_it_was_told(folder):
+    ran = run(folder, *JOB, "rounds=4", grid_type=Forgetful, root=folder, at=4, left=1)
+    assert not ran.result["failures"]
+    assert len(ran.charges("b")) == 2
+    assert epsilon(ran, "b") < ran.result["privacy"]["b"]["epsilon"] < epsilon(ran, "a")
+
+
+@pytest.mark.parametrize("options", [["dp=none", "target-epsilon=8"], ["dp=none", "epsilon=8"]])
+def test_a_budget_without_privacy_is_refused(folder, options):
+    with pytest.raises(ConfigError, match="a budget is for what is trained privately; got epsilon 8 and dp=none"):
+        run(folder, "strategy=proxyfl", *options)
