@@ -5,6 +5,8 @@ A cell that has its result.json is not repeated, one with a checkpoint goes on, 
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import json
 import logging
@@ -62,6 +64,8 @@ class Cell:
     seed: int
     folder: Path
     overrides: tuple[str, ...]  # of a fresh run
+    metric: str = ""  # that is told when it ends
+    part: str = ""  # of a study
 
     @property
     def done(self) -> bool:
@@ -74,7 +78,7 @@ class Cell:
         return (self.folder / "config.yaml").exists() and any((self.folder / "checkpoints").glob("*.safetensors"))
 
 
-def run_all(cells: Sequence[Cell], jobs: int, metric: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+def run_all(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Run what is not done yet; yield each cell's folder with its `result` or `error`, as they end."""
     todo = [cell for cell in cells if not cell.done]
     for cell in cells:
@@ -83,7 +87,8 @@ def run_all(cells: Sequence[Cell], jobs: int, metric: str) -> Iterator[tuple[Pat
     resumed = sum(cell.begun for cell in todo)
     _say(f"{len(cells)} runs: {len(cells) - len(todo)} are there, {resumed} go on, {len(todo) - resumed} to begin")
     for count, (cell, outcome) in enumerate(_in_turn(todo) if jobs == 1 else _at_once(todo, jobs), 1):
-        _say(f"[{count}/{len(todo)}] {cell.method.label} seed {cell.seed}: {_outcome_line(outcome, metric)}")
+        named = f"{f'{cell.part}, ' if cell.part else ''}{cell.method.label} seed {cell.seed}"
+        _say(f"[{count}/{len(todo)}] {named}: {_outcome_line(outcome, cell.metric)}")
         yield cell.folder, outcome
 
 
@@ -145,6 +150,14 @@ def run_cell(cell: Cell, display: Display) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         log.setLevel(level)
+        _give_back()
+
+
+def _give_back() -> None:
+    """Return freed memory to the system: a process lives through many runs, and each leaves holes in its heap."""
+    gc.collect()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc has it
+        trim(0)
 
 
 def _run(cell: Cell, display: Display) -> dict[str, Any]:

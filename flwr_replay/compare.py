@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from flwr_replay.files import alone, make_folder, read_json, read_lines, write_a
 from flwr_replay.simulate import check_run, resolve
 from flwr_replay.tasks import ERRORS, make_task
 
-__all__ = ["compare_strategies"]
+__all__ = ["Comparison", "compare_strategies", "planned", "run_comparisons"]
 
 SEEDS = (0, 1, 2)
 OF_A_METHOD = ("prior", "generator", "privacy", "replay", "training")  # sections that methods compared may differ in
@@ -83,14 +84,36 @@ def compare_strategies(
     RunError
         If the folder cannot be written, or another comparison works in it.
     """
+    return run_comparisons([planned(strategies, options, against, runs_dir, metric)], jobs)[0]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods and seeds that could be run; nothing has been written yet."""
+
+    folder: Path
+    cells: Sequence[Cell]
+    about: dict[str, Any]  # what the report says beside the cells
+
+    @property
+    def labels(self) -> list[str]:
+        """The methods, in the order of the table."""
+        return list(dict.fromkeys(cell.method.label for cell in self.cells))
+
+
+def planned(
+    strategies: list[str], options: list[str], against: str, runs_dir: Path, metric: str = "", part: str = ""
+) -> Comparison:
+    """Read what is to be compared, as `compare_strategies` does, and refuse what can be refused.
+
+    `part` says where in a study it belongs.
+    """
     shared, own, seeds = _options(options, [_named(name)[1].partition(":")[0] for name in strategies])
     methods = _methods(strategies, own)
     labels = [method.label for method in methods]
     against = against or labels[-1]
     if against not in labels:
         raise ConfigError(f"--against must be one of the methods compared; got {against!r}: {nearest(against, labels)}")
-    if jobs < 1:
-        raise ConfigError(f"--jobs must be at least 1; got {jobs}")
     folder, config, cells = _plan(methods, shared, seeds, runs_dir)
     task = make_task(config.task)
     metric = metric or task.metric
@@ -100,10 +123,7 @@ def compare_strategies(
         known += [f"external-{name}" for name in known]
     if metric not in known:
         raise ConfigError(f"--metric must be one that all methods have; got {metric!r}: {nearest(metric, known)}")
-    make_folder(folder, "--runs-dir")
-    with alone(folder):
-        outcomes = dict(run_all(cells, jobs, metric))
-    report = {
+    about = {
         "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config)}: {config.model.name}, "
         f"{config.rounds} round{'s' * (config.rounds > 1)}",
         "metric": metric,
@@ -113,18 +133,22 @@ def compare_strategies(
         "options": shared,
         "folder": str(folder),
     }
-    report["cells"] = [
-        {
-            "label": cell.method.label,
-            "strategy": cell.method.strategy,
-            "options": list(cell.method.options),
-            "seed": cell.seed,
-            "folder": cell.folder.name,
-            **outcomes[cell.folder],
-        }
-        for cell in cells
-    ]
-    return _written(report, labels, folder)
+    return Comparison(folder, [replace(cell, metric=metric, part=part) for cell in cells], about)
+
+
+def run_comparisons(comparisons: Sequence[Comparison], jobs: int) -> list[tuple[str, dict[str, Any]]]:
+    """Run the cells of several comparisons, each once, as one list; return what `compare_strategies` does, for each."""
+    if jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1; got {jobs}")
+    cells: dict[Path, Cell] = {}
+    with ExitStack() as locks:
+        for folder in dict.fromkeys(comparison.folder for comparison in comparisons):
+            make_folder(folder, "--runs-dir")
+            locks.enter_context(alone(folder))
+        for cell in (cell for comparison in comparisons for cell in comparison.cells):
+            cells.setdefault(cell.folder, cell)
+        outcomes = dict(run_all(list(cells.values()), jobs))
+    return [_written(comparison, outcomes) for comparison in comparisons]
 
 
 # --- what was asked for -----------------------------------------------------------------------------------------------
@@ -270,11 +294,23 @@ def _dealt(config: RunConfig) -> str:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def _written(report: dict[str, Any], labels: Sequence[str], folder: Path) -> tuple[str, dict[str, Any]]:
-    """Add the statistics and write table, data and pictures."""
+def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Put the cells together with their statistics; write table, data and pictures."""
     from flwr_replay.report.comparison import summarise, table
     from flwr_replay.report.plots import curves, points
 
+    report, labels, folder = dict(comparison.about), comparison.labels, comparison.folder
+    report["cells"] = [
+        {
+            "label": cell.method.label,
+            "strategy": cell.method.strategy,
+            "options": list(cell.method.options),
+            "seed": cell.seed,
+            "folder": cell.folder.name,
+            **outcomes[cell.folder],
+        }
+        for cell in comparison.cells
+    ]
     metric = report["metric"]
     report["strategies"] = summarise(report["cells"], labels, report["against"], metric, report["higher-is-better"])
     runs = {

@@ -14,7 +14,7 @@ from flwr_replay.institution import loaded
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.movements.members import Member
 from flwr_replay.opening import new_run_id
-from flwr_replay.payloads.common import Present, RollCall
+from flwr_replay.payloads.common import Present
 from flwr_replay.progress import shown_bytes
 from flwr_replay.server_app import claim, settings_of
 from flwr_replay.simulate import check_run
@@ -54,9 +54,8 @@ def forecast(config: RunConfig) -> list[Line]:
         present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, **told)
     strategy.scale_labels(strategy.members.label_scale())
     lines: dict[tuple[str, str, str, str, str, str], tuple[int, int]] = {}
-    roll_call = RollCall(strategy=config.strategy.name, run=settings.run, stages=strategy.all_stages())
     arrays = to_arrays(backbone(config.model, config.task)(0))
-    exchanges: list[Exchange] = [(m, roll_call, present[m.name], 1) for m in strategy.members]
+    exchanges: list[Exchange] = [(m, strategy.roll_call(), present[m.name], 1) for m in strategy.members]
     exchanges += strategy.forecast_replay() + strategy.forecast(arrays, config.rounds)
     exchanges += strategy.forecast_evaluation(arrays, config.rounds)
     for member, request, answer, times in exchanges:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.compare import compare_strategies
+from flwr_replay.compare import planned, run_comparisons
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files import make_folder, write_atomic
 from flwr_replay.report.comparison import markdown, notes, overview
@@ -84,12 +84,11 @@ def run_study(name: str, data: str, jobs: int, runs_dir: Path, only: Sequence[st
     chosen = [part for part in parts if not only or part.name in only]
     places = {part.name: _data_option(part, data) for part in chosen}
     folder = make_folder(runs_dir.expanduser().absolute(), "--runs-dir")
-    reports: dict[str, dict[str, Any]] = {}
-    for part in chosen:
-        options = [*part.options, *places[part.name]]
-        _, reports[part.name] = compare_strategies(
-            list(part.methods), options, part.against, jobs, runs_dir, part.metric
-        )
+    comparisons = [
+        planned(list(p.methods), [*p.options, *places[p.name]], p.against, runs_dir, p.metric, p.name) for p in chosen
+    ]
+    outcomes = run_comparisons(comparisons, jobs)  # as one list, so that no job waits for the end of a part
+    reports = {part.name: report for part, (_, report) in zip(chosen, outcomes, strict=True)}
     text = _report(name, module.__doc__ or "", chosen, reports)
     for group, members in _groups(chosen, reports).items():
         write_atomic(folder / _picture(name, group), lines(members, group))

@@ -118,7 +118,7 @@ def twin(arrays, rounds, keep, optimizer="sgd", momentum=0.9, weight_decay=0.0):
     x, y, steps = torch.from_numpy(DATA.x) / 255, torch.from_numpy(DATA.y), None
     for server_round in rounds:
         if steps is None or not keep:
-            adam = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=weight_decay)
+            adam = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=weight_decay, fused=True)
             sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=weight_decay)
             steps = adam if optimizer == "adam" else sgd
         order = torch.randperm(N, generator=torch.Generator().manual_seed(derived_seed(5, "a", server_round)))

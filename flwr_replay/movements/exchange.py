@@ -79,10 +79,14 @@ class Exchanging(Strategy):
         """Return what every institution is asked for in the whole run."""
         return list(self.stages)
 
+    def roll_call(self, server_round: int = 0) -> RollCall:
+        """Return what a node that is new is asked."""
+        run, stages = self.settings.run, self.all_stages()
+        return RollCall(strategy=self.name, run=run, stages=stages, form=self.form, server_round=server_round)
+
     def call_roll(self, grid: Grid, server_round: int) -> None:
         """Ask nodes that are new for their names; one that refuses is reported and left out."""
-        run, stages = self.settings.run, self.all_stages()
-        request = RollCall(strategy=self.name, run=run, stages=stages, form=self.form, server_round=server_round)
+        request = self.roll_call(server_round)
         newcomers = self.members.newcomers(grid.get_node_ids())
         if not newcomers:
             return

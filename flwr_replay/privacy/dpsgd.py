@@ -231,9 +231,10 @@ def noisy_step(
     for parameter, summed, added in zip(parameters, sums, plain, strict=True):
         noisy = summed.double()  # the rounding afterwards hides which doubles the noise can be (Mironov 2012)
         if sigma:
-            noisy += stream.normal(summed.shape).to(summed.device) * (sigma * clip)
-        noisy = noisy if added is None else noisy + added
-        parameter.grad = (noisy / batch_size).to(parameter.dtype)
+            noisy.add_(stream.normal(summed.shape).to(summed.device), alpha=sigma * clip)
+        if added is not None:
+            noisy += added
+        parameter.grad = noisy.div_(batch_size).to(parameter.dtype)
     optimizer.step()
     optimizer.zero_grad()
     return total / batch_size

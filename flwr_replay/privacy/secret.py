@@ -55,9 +55,13 @@ class Stream:
     def normal(self, shape: torch.Size) -> Tensor:
         """Return standard normal numbers, float64, by Box and Muller's transform; the largest possible is 8.6."""
         n = shape.numel()
-        radius, angle = self.uniform(2 * math.ceil(n / 2)).chunk(2)
+        half = math.ceil(n / 2)
+        radius, angle = self.uniform(2 * half).chunk(2)
         radius, angle = radius.log_().mul_(-2).sqrt_(), angle.mul_(2 * math.pi)
-        return torch.cat([radius * angle.cos(), radius * angle.sin()])[:n].reshape(shape)
+        drawn = torch.empty(2 * half, dtype=torch.float64)
+        torch.cos(angle, out=drawn[:half]).mul_(radius)
+        torch.sin(angle, out=drawn[half:]).mul_(radius)
+        return drawn[:n].reshape(shape)
 
 
 def secret_key(folder: Path) -> bytes:

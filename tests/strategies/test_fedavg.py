@@ -1,6 +1,7 @@
 """FedAvg through real messages against a plain loop: all train the same model, and n_k / n weighs them."""
 
 import shlex
+from functools import partial
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def test_every_local_epoch_has_a_shuffle_of_its_own(start, shards):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_each_institution_keeps_its_own_optimizer(start, shards, optimizer):
-    plain = {"optimizer": torch.optim.Adam} if optimizer == "adam" else {"momentum": 0.9}
+    plain = {"optimizer": partial(torch.optim.Adam, fused=True)} if optimizer == "adam" else {"momentum": 0.9}
     weights, _ = start("optimizer-state=keep", f"optimizer={optimizer}")
     agree(weights, twin(shards, keep=True, **plain))
 
