@@ -150,7 +150,6 @@ def run_cell(cell: Cell, display: Display) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         log.setLevel(level)
-        _give_back()
 
 
 def _give_back() -> None:
@@ -166,7 +165,10 @@ def _run(cell: Cell, display: Display) -> dict[str, Any]:
         overrides, _ = resolve([], "", str(cell.folder))
     elif cell.folder.exists():
         _remove_unborn(cell.folder)
-    return run_inline(overrides, display)[0]
+    try:
+        return run_inline(overrides, display)[0]
+    finally:
+        _give_back()
 
 
 def _remove_unborn(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """Several methods on the same seeds: `flwr-replay compare fedavg,cwt,fedreplay task=mnist seeds=3`.
 
 A cell is one method with one seed, and one run directory. The same seed deals the same data in every method and begins
-with the same weights (but FedReplay's primary, trained at the server, has its own): differences are taken seed
-by seed.
+with the same weights (but FedReplay's primary, trained at the server, FML's private models and ProxyFL's proxies have
+their own): differences are taken seed by seed.
 
 <runs-dir>/compare-<task>-<partition>-<hash of the shared options>/
 <method>-seed<k>/   a run directory
@@ -21,13 +21,14 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from flwr_replay.cells import Cell, Method, run_all, short_hash
-from flwr_replay.compose import SECTIONS, choices, load_strategy, to_yaml
+from flwr_replay.compose import SECTIONS, choices, compose, load_strategy, to_yaml
 from flwr_replay.config import RunConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
 from flwr_replay.files import alone, make_folder, read_json, read_lines, write_atomic
@@ -146,9 +147,20 @@ def run_comparisons(comparisons: Sequence[Comparison], jobs: int) -> list[tuple[
             make_folder(folder, "--runs-dir")
             locks.enter_context(alone(folder))
         for cell in (cell for comparison in comparisons for cell in comparison.cells):
-            cells.setdefault(cell.folder, cell)
-        outcomes = dict(run_all(list(cells.values()), jobs))
-    return [_written(comparison, outcomes) for comparison in comparisons]
+            first = cells.setdefault(cell.folder, cell)
+            if first.overrides != cell.overrides and compose(list(first.overrides)) != compose(list(cell.overrides)):
+                raise ConfigError(
+                    f"every run needs a folder of its own; {first.part} and {cell.part} have different ones in "
+                    f"{cell.folder.name}: write the options in which they differ with their methods"
+                )
+        outcomes: dict[Path, dict[str, Any]] = {}
+        written: dict[int, tuple[str, dict[str, Any]]] = {}
+        for folder, outcome in run_all(list(cells.values()), jobs):
+            outcomes[folder] = outcome
+            for number, comparison in enumerate(comparisons):  # each as soon as all of its cells have ended
+                if number not in written and all(cell.folder in outcomes for cell in comparison.cells):
+                    written[number] = _written(comparison, outcomes)
+    return [written[number] for number in range(len(comparisons))]
 
 
 # --- what was asked for -----------------------------------------------------------------------------------------------
@@ -324,7 +336,7 @@ def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) ->
             report, {label: [_by_round(run, metric) for run in found] for label, found in runs.items()}
         ),
     }
-    if any(by_epsilon.values()):
+    if any(map(any, by_epsilon.values())):
         pictures["epsilon.png"] = curves(report, by_epsilon, "largest epsilon so far")
     write_atomic(folder / "compare.json", json.dumps(report, indent=2) + "\n")
     for name, picture in pictures.items():
@@ -350,5 +362,10 @@ def _by_epsilon(folders: Sequence[Path], metric: str) -> list[list[tuple[float, 
     stated = [(row["round"], row["epsilon"]) for row in rows if row["epsilon"] is not None and "round" in row]
     if not stated:  # runs of older versions do not say when
         return []
-    spent = {at: max(epsilon for said, epsilon in stated if said <= at) for at in {said for said, _ in stated}}
-    return [[(spent[at], value) for at, value in _history(folder, metric) if at in spent] for folder in folders]
+    spent = partial(_spent, stated)
+    return [[(spent(at), value) for at, value in _history(folder, metric) if spent(at) > 0] for folder in folders]
+
+
+def _spent(stated: Sequence[tuple[int, float]], at: int) -> float:
+    """Return the largest of (exchange, epsilon) that was stated by an exchange."""
+    return max((epsilon for said, epsilon in stated if said <= at), default=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -117,8 +118,13 @@ def sync(folder: Path) -> None:
     """Put a folder's entries on the disk, which its files' own flushes do not."""
     if os.name == "posix":
         entries = os.open(folder, os.O_RDONLY)
-        os.fsync(entries)
-        os.close(entries)
+        try:
+            os.fsync(entries)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that does not know this for folders
+                raise
+        finally:
+            os.close(entries)
 
 
 def stamp(path: Path) -> tuple[int, ...]:

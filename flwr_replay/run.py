@@ -55,6 +55,7 @@ from flwr_replay.wire import Row, StateDict
 __all__ = ["PACKAGES", "RunDirectory", "resumable"]
 
 PACKAGES = ("flwr-replay", "flwr", "ray", "torch", "torchvision", "numpy", "hydra-core")
+PUT_BACK = "not known: its account of privacy was put back to an older one"
 
 
 @contextmanager
@@ -97,6 +98,7 @@ class RunDirectory(Recorder):
         self.released: dict[str, dict[str, Any]] = {}  # by institution: what it states that it has released
         self.forgetting = Forgetting(self.path / "forgetting.jsonl")
         self.leading = make_task(config.task).metric
+        self.spent_then: dict[str, float] = {}  # the largest epsilon at the last evaluation, for the display
         self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
         self._writer = ThreadPoolExecutor(max_workers=1)  # the next round need not wait for the disk
         self._writing: Future[None] = self._writer.submit(lambda: None)
@@ -141,6 +143,9 @@ class RunDirectory(Recorder):
     def evaluated(self, server_round: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
         """Write a round's metrics."""
         self.history.append((server_round, pooled, own))
+        if spent := largest(self.released.values()):
+            epsilon, proven = spent
+            self.spent_then = {"epsilon" if proven else "epsilon (no proof)": inf if epsilon is None else epsilon}
         self._metrics.append(
             {"round": server_round, "institution": name, "metric": metric, "value": value}
             for name, metrics in [("", pooled), *own.items()]
@@ -155,13 +160,16 @@ class RunDirectory(Recorder):
     def spent(self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str) -> None:
         """Remember what an institution has released; the ledger has it message by message.
 
-        What was released stays released: where an institution states less, its account was put back.
+        What was released stays released: an institution that states less has put its account back, and nobody knows any
+        more what it has spent.
         """
-        before = (self.released.get(name) or {}).get("epsilon")
-        if epsilon is not None and before is not None and epsilon < before:
-            self.log(f"{name} states epsilon {epsilon:.4g} after {before:.4g}: its account is an older one")
-            epsilon = before
         kind = mechanism if epsilon is not None else "not protected: noise from the run's seed"
+        before = self.released.get(name) or {"epsilon": 0.0, "mechanism": ""}
+        if before["mechanism"] == PUT_BACK:
+            epsilon, kind = None, PUT_BACK
+        elif epsilon is not None and before["epsilon"] is not None and epsilon < before["epsilon"]:
+            self.log(f"{name} states epsilon {epsilon:.4g} after {before['epsilon']:.4g}: {PUT_BACK}")
+            epsilon, kind = None, PUT_BACK
         self.released[name] = {"epsilon": epsilon, "delta": delta, "mechanism": kind, "accountant": "rdp"}
         with closing(Lines(self.path / "privacy.jsonl")) as lines:
             lines.append([{"round": server_round, "institution": name, **self.released[name]}])
@@ -203,11 +211,8 @@ class RunDirectory(Recorder):
         named = {f"arrays/{name}": array for name, array in snapshot.arrays.items()}
         named |= {f"state/{name}": array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
         self._writing = self._writer.submit(_write_checkpoint, folder / f"{stem}.safetensors", named, values)
-        metrics = dict(self.history[-1][1]) if self.history else {}
-        if metrics and (spent := largest(self.released.values())):
-            epsilon, proven = spent
-            metrics["epsilon" if proven else "epsilon (no proof)"] = inf if epsilon is None else epsilon
-        self.display.exchange(snapshot.server_round, metrics, sum(self.bytes.values()), seconds)
+        metrics = self.history[-1][1] if self.history else {}
+        self.display.exchange(snapshot.server_round, metrics | self.spent_then, sum(self.bytes.values()), seconds)
 
     def restore(self) -> Snapshot | None:
         """Return the last checkpoint of a resumed run and forget the metrics that came after it."""

@@ -28,7 +28,6 @@ from flwr_replay.mutual import MutualConfig, check_pair
 from flwr_replay.payloads.common import Visited
 from flwr_replay.payloads.mutual import EvaluateWithProxy, MutualVisited, PairEvaluation, TrainMutually
 from flwr_replay.rng import derived_seed
-from flwr_replay.training import form_of, to_arrays
 from flwr_replay.wire import StateDict, Weights, opened
 
 __all__ = ["FML", "FMLConfig"]
@@ -55,11 +54,7 @@ class FML(Parallel):
     private = ("proxy",)
     evaluated = PairEvaluation
     answer = MutualVisited
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.settings.model is not None:
-            self.form = form_of(to_arrays(self.settings.model(0)))
+    one_form = True
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:

@@ -1,25 +1,28 @@
 """Studies: their parts compose, their report holds what the runs found, and wrong names are told."""
 
+import json
+
 import pytest
 
+from flwr_replay.compare import _by_epsilon
 from flwr_replay.compose import compose
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.replay.plan import Replaying
 from flwr_replay.report.gaps import gaps
-from flwr_replay.simulations import partitions, replay, skew
+from flwr_replay.simulations import partitions, proxyfl, replay, skew
 from flwr_replay.study import Part, run_study, studies
 
 
 def test_every_part_composes():
     assert set(studies()) >= {"partitions", "replay", "skew"}
-    for part in [*partitions.PARTS, *replay.PARTS, *skew.PARTS]:
+    for part in [*partitions.PARTS, *replay.PARTS, *skew.PARTS, *proxyfl.PARTS]:
         shared = [o for o in part.options if not o.startswith(("seeds=", "fedreplay."))]
         for method in part.methods:
             name, *own = method.rpartition(":= ")[2].split(":")
             Replaying.of(config := compose([f"strategy={name}", *shared, *own]))
             PrivacyPlan.of(config)
-        assert part.against in part.methods
+        assert part.against in [method.partition(" := ")[0] for method in part.methods]
 
 
 def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypatch):
@@ -66,3 +69,25 @@ def test_a_gap_is_what_lies_between_the_plain_method_and_the_reference():
         f"| {private} | 0.5000 | 50.0% | 7.25 at δ = 1.0e-03, these weights only |",
     ]
     assert gaps({**report, "cells": cells[:2]}) == []
+
+
+def test_parts_with_different_runs_in_one_folder_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    common = ["task=digits", "nodes=4", "rounds=1", "seeds=1", "model.width=4"]
+    parts = [
+        Part(name=name, about="", methods=["avgpush"], options=[*common, f"topology={name}"], against="avgpush")
+        for name in ("ring", "complete")
+    ]
+    monkeypatch.setattr(skew, "PARTS", parts)
+    with pytest.raises(ConfigError, match="ring and complete have different ones in avgpush-seed0"):
+        run_study("skew", "", 1, tmp_path)
+    assert not list(tmp_path.rglob("result.json"))
+
+
+def test_the_metric_by_epsilon_has_what_was_spent_by_then(tmp_path):
+    lines = [{"round": at, "institution": "", "metric": "accuracy", "value": at / 10} for at in (1, 2, 4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stated = [(1, "a", None), (2, "a", 1.5), (2, "b", 1.0), (3, "a", 2.0)]
+    rows = [{"round": at, "institution": name, "epsilon": epsilon} for at, name, epsilon in stated]
+    (tmp_path / "privacy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert _by_epsilon([tmp_path], "accuracy") == [[(1.5, 0.2), (2.0, 0.4)]]

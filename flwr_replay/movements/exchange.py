@@ -17,6 +17,7 @@ from flwr_replay.movements.members import Member, Members, ask, failure_of, reas
 from flwr_replay.movements.recorder import Recorder
 from flwr_replay.movements.settings import Settings
 from flwr_replay.payloads.common import OPEN_STAGES, Failure, LabelScale, Present, RollCall
+from flwr_replay.training import form_of, to_arrays
 from flwr_replay.wire import CLIENT_APP_RAISED, Payload, Request, metrics_in, opened, request_of, rows
 
 __all__ = ["Exchanging"]
@@ -40,13 +41,15 @@ class Exchanging(Strategy):
     min_nodes: ClassVar[int] = 1
     stages: tuple[str, ...] = ("train", "evaluate")  # what every institution is asked for
     timeout: float  # seconds to wait for answers
-    form = ""  # of a model that institutions exchange; none that has another takes part
+    one_form: ClassVar[bool] = False  # no institution takes part whose model has other names or shapes
     extra: frozenset[str]  # keys that a user's own ServerApp adds to requests
 
     def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
         self.config = self.config_type() if config is None else config
         self.settings = settings or Settings()
         self.recorder = recorder or Recorder()
+        known = self.one_form and self.settings.model is not None
+        self.form = form_of(to_arrays(self.settings.model(0))) if known else ""  # type: ignore[misc]
         self.members = Members()
         self.trained: set[str] = set()  # who has answered a training request, and may have state to go on with
         self.good: list[tuple[str, Message]] = []  # the good answers of the last exchange, by name

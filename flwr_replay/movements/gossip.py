@@ -39,7 +39,7 @@ from flwr_replay.movements.settings import Settings
 from flwr_replay.movements.topology import TOPOLOGIES, Matrix, checked, mixing_matrix, read_matrices, receivers
 from flwr_replay.payloads.relay import Committed, Deliver, Released
 from flwr_replay.rng import derived_seed
-from flwr_replay.training import form_of, to_arrays
+from flwr_replay.training import form_of
 from flwr_replay.wire import StateDict, array_record, opened
 
 __all__ = ["Gossip", "GossipConfig"]
@@ -65,6 +65,7 @@ class Gossip(Relay):
     """Base of the methods in which institutions exchange models over a graph."""
 
     answer: ClassVar[type[Released]]
+    one_form = True
     seed_of: ClassVar[str] = "model"  # what the fresh weights' seed derives from
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -72,8 +73,6 @@ class Gossip(Relay):
         self.mailbox = Mailbox()
         file = self.config.topology_file
         self.matrices = read_matrices(Path(file)) if file else None
-        if self.settings.model is not None:
-            self.form = form_of(to_arrays(self.settings.model(self.init_seed)))
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:

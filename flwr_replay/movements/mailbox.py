@@ -85,9 +85,9 @@ class Mailbox:
         return self.posted
 
     def acknowledged(self, name: str, held: Sequence[int]) -> int:
-        """Forget a delivery that lies at its receiver, which holds these numbers.
+        """Forget a delivery that lies at its receiver, which holds these numbers; return how many others hold, too.
 
-        Parcels among them that have gone back, but not out again, are no longer anybody else's. Return how many are.
+        Parcels among them that wait to go back to their senders no longer do.
         """
         delivery = self.waiting.pop(name)
         mixed = delivery.given_back if delivery.given_back and held else delivery

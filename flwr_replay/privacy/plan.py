@@ -58,7 +58,8 @@ class PrivacyPlan:
         require(
             bool(wanted) or privacy.limit == inf,
             f"a budget is for what is trained privately; got epsilon {privacy.limit:g} and dp=none: choose dp=proxy "
-            "(ProxyFL, FML) or dp=classifier, or leave privacy.epsilon and privacy.target-epsilon at 0",
+            "(ProxyFL, FML) or dp=classifier, or set privacy.epsilon=0 privacy.target-epsilon=0, which a preset may "
+            "have set",
         )
         if not wanted:
             return None

@@ -94,7 +94,7 @@ class Purse:
         if getattr(request, "continues", False) and not account.spent:
             raise PrivacyError(
                 f"an institution that has trained in run {request.run!r} has an account of what it has spent; it is "
-                "gone: restore its privacy.jsonl in the state directory, or begin a new run"
+                "gone, and an older copy would forget what has left since: begin a new run"
             )
         account.charge(mechanism, cost, self.plan.config.noise)
         stream = self.stream(mechanism, request)
