@@ -196,10 +196,8 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
         lines.append(f"of single patients: {shown_bytes(count)} went up{place}; they are not differentially private")
     if told := {name: one for name, one in result["privacy"].items() if one}:
         lines.append(result["privacy-claim"])
-        lines += [
-            f"  {name}: epsilon {one['epsilon']:.3g} at delta {one['delta']:.2g}, {one['mechanism']}"
-            for name, one in told.items()
-            if one["epsilon"] is not None
-        ]
+        for name, one in told.items():
+            known = "" if one["epsilon"] is None else f"epsilon {one['epsilon']:.3g} at delta {one['delta']:.2g}, "
+            lines.append(f"  {name}: {known}{one['mechanism']}")
     lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -359,13 +360,8 @@ def _by_round(folder: Path, metric: str) -> list[tuple[float, float]]:
 def _by_epsilon(folders: Sequence[Path], metric: str) -> list[list[tuple[float, float]]]:
     """Read it by the largest epsilon that any institution of any of these runs had stated by then."""
     rows = [row for folder in folders for row in read_lines(folder / "privacy.jsonl")]
-    stated = [(row["round"], row["epsilon"]) for row in rows if row["epsilon"] is not None and "round" in row]
-    if not stated:  # runs of older versions do not say when
-        return []
-    spent = partial(_spent, stated)
-    return [[(spent(at), value) for at, value in _history(folder, metric) if spent(at) > 0] for folder in folders]
-
-
-def _spent(stated: Sequence[tuple[int, float]], at: int) -> float:
-    """Return the largest of (exchange, epsilon) that was stated by an exchange."""
-    return max((epsilon for said, epsilon in stated if said <= at), default=0.0)
+    stated = sorted((row["round"], row["epsilon"]) for row in rows if row["epsilon"] is not None and "round" in row)
+    most = dict(zip((at for at, _ in stated), accumulate((epsilon for _, epsilon in stated), max), strict=True))
+    exchanges = list(most)  # runs of older versions do not say any
+    found = [[(bisect_right(exchanges, at), value) for at, value in _history(folder, metric)] for folder in folders]
+    return [[(most[exchanges[i - 1]], value) for i, value in history if i] for history in found]

@@ -144,8 +144,8 @@ class RunDirectory(Recorder):
         """Write a round's metrics."""
         self.history.append((server_round, pooled, own))
         if spent := largest(self.released.values()):
-            epsilon, proven = spent
-            self.spent_then = {"epsilon" if proven else "epsilon (no proof)": inf if epsilon is None else epsilon}
+            named = f"epsilon (dp={spent.dp}{'' if spent.proven else ', no proof'})"
+            self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
         self._metrics.append(
             {"round": server_round, "institution": name, "metric": metric, "value": value}
             for name, metrics in [("", pooled), *own.items()]
@@ -170,7 +170,8 @@ class RunDirectory(Recorder):
         elif epsilon is not None and before["epsilon"] is not None and epsilon < before["epsilon"]:
             self.log(f"{name} states epsilon {epsilon:.4g} after {before['epsilon']:.4g}: {PUT_BACK}")
             epsilon, kind = None, PUT_BACK
-        self.released[name] = {"epsilon": epsilon, "delta": delta, "mechanism": kind, "accountant": "rdp"}
+        stated = {"epsilon": epsilon, "delta": delta, "mechanism": kind, "accountant": "rdp"}
+        self.released[name] = {**stated, "dp": self.config.privacy.dp}
         with closing(Lines(self.path / "privacy.jsonl")) as lines:
             lines.append([{"round": server_round, "institution": name, **self.released[name]}])
 

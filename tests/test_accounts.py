@@ -78,7 +78,7 @@ def test_an_account_that_was_put_back_has_no_epsilon_any_more(folder):
     assert len(ran.charges("b")) == 3  # less than it has spent
     assert ran.result["privacy"]["b"]["epsilon"] is None
     assert "put back to an older one" in ran.result["privacy"]["b"]["mechanism"]
-    assert beside(ran.result) == ", epsilon inf, no proof"
+    assert beside(ran.result) == ", epsilon inf (dp=proxy), no proof"
 
 
 @pytest.mark.parametrize("options", [["dp=none", "target-epsilon=8"], ["dp=none", "epsilon=8"]])

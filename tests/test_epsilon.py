@@ -5,11 +5,11 @@ import pytest
 from flwr_replay.privacy.plan import NO_PROOF
 from flwr_replay.progress import shown_metrics
 from flwr_replay.report.comparison import overview, summarise
-from flwr_replay.report.epsilon import beside, largest, shown_epsilon
+from flwr_replay.report.epsilon import Stated, beside, largest, shown_epsilon
 
 
 def told(epsilon, proven=True):
-    return {"epsilon": epsilon, "delta": 1e-5, "mechanism": "DP-SGD" + ("" if proven else NO_PROOF)}
+    return {"epsilon": epsilon, "delta": 1e-5, "mechanism": "DP-SGD" + ("" if proven else NO_PROOF), "dp": "proxy"}
 
 
 @pytest.mark.parametrize(
@@ -17,9 +17,9 @@ def told(epsilon, proven=True):
     [
         ([], ""),
         ([None, None], ""),
-        ([told(7.971), None, told(3.0)], ", epsilon 7.97"),
-        ([told(93.11, proven=False), told(1.0)], ", epsilon 93.1, no proof"),
-        ([told(None), told(1.0)], ", epsilon inf"),  # noise from the run's seed
+        ([told(7.971), None, told(3.0)], ", epsilon 7.97 (dp=proxy)"),
+        ([told(93.11, proven=False), told(1.0)], ", epsilon 93.1 (dp=proxy), no proof"),
+        ([told(None), told(1.0)], ", epsilon inf (dp=proxy)"),  # noise from the run's seed
     ],
 )
 def test_the_largest_of_a_run_stands_behind_its_metric(stated, shown):
@@ -27,8 +27,11 @@ def test_the_largest_of_a_run_stands_behind_its_metric(stated, shown):
 
 
 def test_several_are_a_range():
-    assert shown_epsilon([(12.14, True), (28.6, True)]) == "epsilon 12.1 to 28.6"
-    assert shown_epsilon([(28.6, True), (28.6, False)]) == "epsilon 28.6, no proof"
+    assert shown_epsilon([Stated(12.14, True, ""), Stated(28.6, True, "")]) == "epsilon 12.1 to 28.6"
+    assert (
+        shown_epsilon([Stated(28.6, True, "proxy"), Stated(28.6, False, "proxy")])
+        == "epsilon 28.6 (dp=proxy), no proof"
+    )
 
 
 def test_tables_have_it_beside_every_mean():
@@ -44,14 +47,14 @@ def test_tables_have_it_beside_every_mean():
 
     cells = [cell("x", told(7.971)), cell("y", told(28.6, proven=False)), cell("z", None)]
     rows = summarise(cells, ["x", "y", "z"], "z", "accuracy", True)
-    assert largest([told(7.971)]) == rows["x"]["epsilon"] == (7.971, True)
+    assert largest([told(7.971)]) == rows["x"]["epsilon"] == Stated(7.971, True, "proxy")
     assert overview({"part": {"strategies": rows, "metric": "accuracy"}})[2:] == [
-        "| x | 0.5000 (epsilon 7.97) |",
-        "| y | 0.5000 (epsilon 28.6, no proof) |",
+        "| x | 0.5000, epsilon 7.97 (dp=proxy) |",
+        "| y | 0.5000, epsilon 28.6 (dp=proxy), no proof |",
         "| z | 0.5000 |",
     ]
 
 
 def test_progress_has_it_too():
-    shown = shown_metrics({"accuracy": 0.5, "f1": 0.4, "loss": 1.0, "epsilon (no proof)": 28.6})
-    assert shown == "accuracy 0.5000, loss 1.0000, epsilon (no proof) 28.6000"
+    shown = shown_metrics({"accuracy": 0.5, "f1": 0.4, "loss": 1.0, "epsilon (dp=proxy, no proof)": 28.6})
+    assert shown == "accuracy 0.5000, loss 1.0000, epsilon (dp=proxy, no proof) 28.6000"

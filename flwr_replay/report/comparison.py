@@ -215,7 +215,7 @@ def _cells(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _mean_sd(row: Mapping[str, Any]) -> str:
     text = f"{row['mean']:.4f}" + (f" ± {row['sd']:.4f}" if row["sd"] is not None else "")
-    return f"{text} ({shown_epsilon([row['epsilon']])})" if row["epsilon"] else text
+    return f"{text}, {shown_epsilon([row['epsilon']])}" if row["epsilon"] else text
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
