@@ -19,6 +19,7 @@ from flwr_replay.config import TrainingConfig
 from flwr_replay.errors import ConfigError, PrivacyError, TrainingError, WireError
 from flwr_replay.institution import Institution, Shard
 from flwr_replay.learning import Learner
+from flwr_replay.models import placed
 from flwr_replay.payloads.common import Evaluate, Evaluation, LabelScale, Present, RollCall, Visit, Visited
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.privacy.visit import Purse
@@ -295,4 +296,4 @@ class InstitutionClient(NumPyClient):
 
 @lru_cache(maxsize=8)
 def _scratch(fresh: Callable[[int], nn.Module], device: torch.device, role: str) -> nn.Module:
-    return fresh(0).to(device)
+    return placed(fresh(0), device)

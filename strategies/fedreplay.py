@@ -37,7 +37,7 @@ from safetensors.numpy import load_file
 from flwr_replay.config import one_of, require
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.latents import LatentStore, rows_per_chunk
-from flwr_replay.models import split
+from flwr_replay.models import placed, split
 from flwr_replay.movements.answers import not_finite
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.members import Member
@@ -250,11 +250,11 @@ class FedReplay(OneShot):
             raise ConfigError(
                 "FedReplay trains at the server and needs the backbone: give Settings(model=..., task=...)"
             )
-        backbone = self.settings.model(derived_seed(self.settings.seed, "primary"))
+        backbone = placed(self.settings.model(derived_seed(self.settings.seed, "primary")), self.settings.device)
         encoder, self.primary = split(backbone, self.config.cut)
         self.cut = encoder.stages[-1]
         self.encoder_shapes = {name: tuple(tensor.shape) for name, tensor in encoder.state_dict().items()}
-        self.primary.to(self.settings.device).train()
+        self.primary.train()
         self.optimizer = make_optimizer(self.primary, self.settings.training, self.settings.training.lr)
 
     def learn(self, server_round: int, arrays: StateDict) -> tuple[StateDict, float]:

@@ -56,7 +56,7 @@ from torch import Tensor
 
 from flwr_replay.config import one_of, require
 from flwr_replay.errors import ConfigError, WireError
-from flwr_replay.models import StagedModel, split, split_before_head
+from flwr_replay.models import StagedModel, placed, split, split_before_head
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.serial import Serial
@@ -120,7 +120,7 @@ class SplitNN(Serial):
             raise ConfigError(
                 "SplitNN trains at the server and needs the model: give Settings(model=..., task=..., input_shape=...)"
             )
-        model = self.settings.model(0).to(self.settings.device).train()
+        model = placed(self.settings.model(0), self.settings.device).train()
         return (split if self.config.share_labels else split_before_head)(model, self.config.cut)
 
     @cached_property

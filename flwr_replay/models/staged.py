@@ -9,12 +9,13 @@ from collections import OrderedDict
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from flwr_replay.config import one_of, require
 
-__all__ = ["StagedModel", "freeze", "has_batch_norm", "split", "split_before_head"]
+__all__ = ["StagedModel", "freeze", "has_batch_norm", "placed", "split", "split_before_head"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -28,10 +29,22 @@ class StagedModel(nn.Sequential):
     A stage's name is the first part of its parameters' names in the state dict (``layer1.0.conv1.weight``).
     """
 
+    channels_last = False  # whether it is faster on a CPU with its weights in that order; `placed` asks
+
     @property
     def stages(self) -> tuple[str, ...]:
         """Names of the stages, in the order in which data pass them."""
         return tuple(self._modules)
+
+
+def placed(model: Module, device: torch.device | str) -> Module:
+    """Move a whole model, before it is split, to where it computes, its weights in the order that is fastest there.
+
+    The order changes results by rounding only.
+    """
+    if torch.device(device).type == "cpu" and getattr(model, "channels_last", False):
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model.to(device)
 
 
 def split(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel]:

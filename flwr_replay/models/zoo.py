@@ -39,6 +39,8 @@ from flwr_replay.models.unet import unet
 
 __all__ = ["build"]
 
+CHANNELS_LAST = ("lenet5", "cnn1", "cnn2", "cnn")  # steps take 0.6 to 0.9 of the time so; ResNets' 1.1
+
 
 def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
     """Build a model with fresh weights.
@@ -79,6 +81,7 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
     )
     with seeded(seed), torch.device("cpu"):
         built = _fresh(model, task)
+    built.channels_last = model.name in CHANNELS_LAST
     if task.mean:
         name, first = next(iter(built.named_children()))
         layers = OrderedDict(standardize=Standardize(task.mean, task.std), **dict(first.named_children()))

@@ -59,7 +59,7 @@ def test_a_stream_is_aes_in_counter_mode():
     words = [word for i in range(50) for word in struct.unpack("<2Q", block.update(i.to_bytes(16, "big")))]
     stream = Stream(key)
     drawn = torch.cat([stream.uniform(n) for n in (7, 0, 1, 92)])
-    assert drawn.tolist() == [((word >> 11) + 0.5) / 2**53 for word in words]
+    assert drawn.tolist() == [((word >> 12) + 0.5) / 2**52 for word in words]
 
 
 def test_normal_numbers_are_normal():

@@ -16,6 +16,7 @@ from flwr_replay.client_app import app, backbone
 from flwr_replay.compose import compose, load_strategy, overrides_of
 from flwr_replay.engine import InlineGrid
 from flwr_replay.errors import DivergedError, FlwrReplayError, RunError
+from flwr_replay.models import placed
 from flwr_replay.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.server_app import execute, settings_of
@@ -126,7 +127,7 @@ def test_splitnn_is_cwt_bit_for_bit(start, labels, options):
 def test_the_gradients_are_those_of_the_unsplit_model(start, shards, cut):
     weights, grid, _ = start(f"cut={cut}", "rounds=1", "evaluate-every=1", "momentum=0", names="c")  # one batch
     config = compose(JOB)
-    model = backbone(config.model, config.task)(derived_seed(0, "model"))
+    model = placed(backbone(config.model, config.task)(derived_seed(0, "model")), "cpu")
     x, y = shards["c"]
     order = torch.randperm(5, generator=torch.Generator().manual_seed(derived_seed(0, "c", 1)))
     first = [name for name, _ in model.named_children()].index(cut) + 1
