@@ -16,7 +16,8 @@ model        stages                                     source
 
 ProxyFL: arXiv 2111.11343. He et al.: arXiv 1512.03385. LeCun et al.: doi 10.1109/5.726791.
 
-Weights start as PyTorch's layers (torchvision's ResNet) start. No stage changes its input in place, so the codes at
+Max-pool goes before ReLU, which gives the same numbers, bit for bit, and leaves ReLU a quarter of them. Weights start
+as PyTorch's layers (torchvision's ResNet) start. No stage changes its input in place, so the codes at
 a cut may be kept; and no layer changes another layer's output in place, which the hooks of per-example gradients
 do not allow.
 
@@ -142,8 +143,8 @@ def _lenet5(task: TaskConfig) -> StagedModel:
     features = 16 * min(side, 5) ** 2
     return StagedModel(
         OrderedDict(
-            conv1=stage(conv=nn.Conv2d(task.channels, 6, 5, padding=pads[0]), relu=nn.ReLU(), pool=nn.MaxPool2d(2)),
-            conv2=stage(conv=nn.Conv2d(6, 16, 5, padding=pads[1]), relu=nn.ReLU(), pool=nn.MaxPool2d(2), **shrink),
+            conv1=stage(conv=nn.Conv2d(task.channels, 6, 5, padding=pads[0]), pool=nn.MaxPool2d(2), relu=nn.ReLU()),
+            conv2=stage(conv=nn.Conv2d(6, 16, 5, padding=pads[1]), pool=nn.MaxPool2d(2), relu=nn.ReLU(), **shrink),
             hidden1=stage(flatten=nn.Flatten(), fc=nn.Linear(features, 120), relu=nn.ReLU()),
             hidden2=stage(fc=nn.Linear(120, 84), relu=nn.ReLU()),
             head=stage(fc=nn.Linear(84, task.classes)),
@@ -159,7 +160,7 @@ def _proxyfl_cnn(name: str, task: TaskConfig) -> StagedModel:
     maps = (6, 16) if name == "cnn1" else (128, 128)
     side = ((task.size - 2) // 2 - 2) // 2
     stages: OrderedDict[str, nn.Module] = OrderedDict(
-        (f"conv{i + 1}", stage(conv=nn.Conv2d(inputs, outputs, 3), relu=nn.ReLU(), pool=nn.MaxPool2d(2)))
+        (f"conv{i + 1}", stage(conv=nn.Conv2d(inputs, outputs, 3), pool=nn.MaxPool2d(2), relu=nn.ReLU()))
         for i, (inputs, outputs) in enumerate([(task.channels, maps[0]), maps])
     )
     if name == "cnn1":
@@ -181,8 +182,8 @@ def _cnn(model: ModelConfig, task: TaskConfig) -> StagedModel:
         return stage(
             conv=nn.Conv2d(inputs, model.width, 3, padding=1, bias=False),
             norm=norm_layer(model.norm, model.width),
-            relu=nn.ReLU(),
             pool=nn.MaxPool2d(2),
+            relu=nn.ReLU(),
         )
 
     return StagedModel(

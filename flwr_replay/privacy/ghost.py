@@ -43,6 +43,7 @@ class Seen:
     outputs: Tensor
     a_BpT: Tensor = field(init=False)
     g_BqT: Tensor = field(init=False)
+    g_Bq: Tensor = field(init=False)  # the same, summed over places: the gradients of the bias
     single_Bqp: Tensor | None = None  # of a layer with several places, the examples' own gradients
 
 
@@ -101,7 +102,7 @@ class Ghost:
             if layer.weight.requires_grad:
                 sums[id(layer.weight)] += summed(one, factors_B, rows).reshape(layer.weight.shape)
             if trains_bias(layer):
-                sums[id(layer.bias)] += factors_B[rows] @ one.g_BqT[rows].sum(2)
+                sums[id(layer.bias)] += factors_B[rows] @ one.g_Bq[rows]
         return loss.detach()
 
     @contextmanager
@@ -153,14 +154,14 @@ def matrices(layer: nn.Linear | nn.Conv2d, inputs: Tensor, gradients: Tensor) ->
 
 def norms(one: Seen, weight: bool, bias: bool) -> Tensor:
     """Return each example's gradient norm at a layer, (B,), float64: products of squares leave float32's range."""
-    found = []
+    one.g_Bq = one.g_BqT.squeeze(2) if one.g_BqT.shape[2] == 1 else one.g_BqT.sum(2)
+    of_bias_B = norms_of(one.g_Bq)
+    found = [of_bias_B] if bias else []
     if weight and one.a_BpT.shape[2] == 1:
-        found.append(norms_of(one.a_BpT) * norms_of(one.g_BqT))
+        found.append(norms_of(one.a_BpT) * of_bias_B)
     elif weight:
         one.single_Bqp = one.g_BqT @ one.a_BpT.transpose(1, 2)
         found.append(norms_of(one.single_Bqp))
-    if bias:
-        found.append(norms_of(one.g_BqT.sum(2)))
     whole: Tensor = torch.linalg.vector_norm(torch.stack(found), dim=0)
     return whole
 
