@@ -101,10 +101,8 @@ def make_optimizer(module: nn.Module, training: TrainingConfig, lr: float) -> to
     """Build the configured optimizer over the parameters that train."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if training.optimizer == "adam":
-        # `fused` is one pass over the numbers: on the CPU three times as fast as PyTorch's default. It takes them as
-        # they lie in memory, and does not look whether gradients and state lie in their parameter's order (2.15).
-        in_order = all(parameter.is_contiguous() for parameter in parameters)
-        return torch.optim.Adam(parameters, lr=lr, weight_decay=training.weight_decay, fused=in_order)
+        # In one pass over the numbers: on the CPU three times as fast as PyTorch's default.
+        return torch.optim.Adam(parameters, lr=lr, weight_decay=training.weight_decay, fused=True)
     return torch.optim.SGD(parameters, lr=lr, momentum=training.momentum, weight_decay=training.weight_decay)
 
 

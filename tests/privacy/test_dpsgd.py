@@ -10,14 +10,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flwr_replay.config import ModelConfig, TaskConfig
+from flwr_replay.config import ModelConfig, TaskConfig, TrainingConfig
 from flwr_replay.errors import ConfigError
-from flwr_replay.models import StagedModel, build, freeze
+from flwr_replay.models import StagedModel, build, freeze, placed
 from flwr_replay.privacy import dpsgd
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.dpsgd import clipped_sums, noisy_step, poisson_batches, refuse_mixing
+from flwr_replay.privacy.ghost import Ghost
 from flwr_replay.privacy.secret import Stream, noise_stream
 from flwr_replay.tasks import Classification, Regression, Segmentation, make_task
+from flwr_replay.training import make_optimizer
 
 IMAGES = TaskConfig(name="images", format="digits", channels=1, size=16, classes=3)
 MASKS = replace(IMAGES, kind="segmentation", classes=1)
@@ -157,6 +159,25 @@ def test_without_noise_and_clipping_it_is_plain_sgd_on_the_same_batches():
         sizes.add(len(rows))
     assert len(sizes) > 3
     assert agree(list(private.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.parametrize("ghost", [True, False])
+def test_weights_in_another_order_of_memory_step_alike(ghost, monkeypatch):
+    """PyTorch 2.15's fused Adam takes gradients as they lie in memory, whatever their strides."""
+    monkeypatch.setattr(Ghost, "serves", lambda module: ghost)
+    config, task = MODELS[1]
+    x, y = examples(task, 12)
+    found = []
+    for model in (build(config, task, seed=0), placed(build(config, task, seed=0), "cpu")):
+        optimizer = make_optimizer(model, TrainingConfig(optimizer="adam"), 0.01)
+        for _ in range(3):
+            noise = Stream(bytes(32))
+            noisy_step(
+                model, optimizer, of_model(model, task), (x / 12, y), clip=1.0, sigma=0.1, batch_size=12, stream=noise
+            )
+        found.append([parameter.detach() for parameter in model.parameters()])
+    assert not all(parameter.is_contiguous() for parameter in found[1])
+    assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("n", [0, 4], ids=["empty batch", "batch"])
