@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from flwr_replay.config import (
@@ -130,7 +131,7 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 def _compose(overrides: tuple[str, ...]) -> RunConfig:
     pairs = [_pair(override) for override in overrides]
     chosen = _chosen(pairs)
-    base = _hydra(chosen)
+    base = dict(_unset(tuple(chosen)))
     by_strategy = base.pop(BY_STRATEGY, {})
     given = {_full_key(key, base): value for key, value in pairs if key not in GROUPS}
     values = _hydra([*chosen, *(f"{key}={value}" for key, value in given.items())])
@@ -185,7 +186,7 @@ def overrides_of(path: Path) -> list[str]:
         return json.dumps(value)
 
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    base = _hydra(_chosen([(group, values[group]["name"]) for group in GROUPS if group in values]))
+    base = _unset(tuple(_chosen([(group, values[group]["name"]) for group in GROUPS if group in values])))
     found: list[str] = []
     for key, value in values.items():
         if isinstance(value, dict):
@@ -234,6 +235,12 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
         ours = base["strategy"]["name"]
         raise ConfigError(f"{key.replace('_', '-')} is an option of strategy={', '.join(having)}; got strategy={ours}")
     raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {nearest(key.replace('_', '-'), shown)}")
+
+
+@lru_cache(maxsize=32)  # a study composes hundreds of times, and each takes Hydra 0.1 s
+def _unset(chosen: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return what options are where only groups are chosen; not to be written to."""
+    return MappingProxyType(_hydra(list(chosen)))
 
 
 def _hydra(overrides: list[str]) -> dict[str, Any]:
