@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flwr_replay.compose import compose, model_named
-from flwr_replay.models import build
+from flwr_replay.models import build, placed
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.ghost import Ghost
 
@@ -26,7 +26,7 @@ MODELS = {"mlp": "mnist", "lenet5": "mnist", "cnn1": "cifar10", "cnn2": "cifar10
 def ways(name: str, batch: int, device: str) -> dict[str, Callable[[], object]]:
     """Return what is timed, by name."""
     task = compose([f"task={MODELS[name]}"]).task
-    model = build(model_named(name), task, 0).to(device)
+    model = placed(build(model_named(name), task, 0), torch.device(device))
     draw = torch.Generator().manual_seed(0)
     x = torch.rand(batch, task.channels, task.size, task.size, generator=draw).to(device)
     y = torch.randint(task.classes, (batch,), generator=draw).to(device)
