@@ -55,7 +55,6 @@ from flwr_replay.wire import Row, StateDict
 __all__ = ["PACKAGES", "RunDirectory", "resumable"]
 
 PACKAGES = ("flwr-replay", "flwr", "ray", "torch", "torchvision", "numpy", "hydra-core")
-PUT_BACK = "not known: its account of privacy was put back to an older one"
 
 
 @contextmanager
@@ -95,7 +94,6 @@ class RunDirectory(Recorder):
         self.counters = Counters()
         self.started = time.monotonic()
         self.bytes = {"up": 0, "down": 0}
-        self.released: dict[str, dict[str, Any]] = {}  # by institution: what it states that it has released
         self.forgetting = Forgetting(self.path / "forgetting.jsonl")
         self.leading = make_task(config.task).metric
         self.spent_then: dict[str, float] = {}  # the largest epsilon at the last evaluation, for the display
@@ -158,20 +156,9 @@ class RunDirectory(Recorder):
         self.forgetting.add(server_round, taught, leading)  # a ClientApp of somebody's own may lack it
 
     def spent(self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str) -> None:
-        """Remember what an institution has released; the ledger has it message by message.
-
-        What was released stays released: an institution that states less has put its account back, and nobody knows any
-        more what it has spent.
-        """
-        kind = mechanism if epsilon is not None else "not protected: noise from the run's seed"
-        before = self.released.get(name) or {"epsilon": 0.0, "mechanism": ""}
-        if before["mechanism"] == PUT_BACK:
-            epsilon, kind = None, PUT_BACK
-        elif epsilon is not None and before["epsilon"] is not None and epsilon < before["epsilon"]:
-            self.log(f"{name} states epsilon {epsilon:.4g} after {before['epsilon']:.4g}: {PUT_BACK}")
-            epsilon, kind = None, PUT_BACK
-        stated = {"epsilon": epsilon, "delta": delta, "mechanism": kind, "accountant": "rdp"}
-        self.released[name] = {**stated, "dp": self.config.privacy.dp}
+        """Remember what an institution has released; the ledger has it message by message."""
+        super().spent(server_round, name, epsilon, delta, mechanism)
+        self.released[name]["dp"] = self.config.privacy.dp
         with closing(Lines(self.path / "privacy.jsonl")) as lines:
             lines.append([{"round": server_round, "institution": name, **self.released[name]}])
 

@@ -10,8 +10,9 @@ import pytest
 from peers import NAMES, Grid, hospitals, run
 
 from flwr_replay.errors import ConfigError
+from flwr_replay.privacy.accounting import SampledGaussian
+from flwr_replay.privacy.accounting import epsilon as epsilon_of
 from flwr_replay.privacy.budget import Account
-from flwr_replay.report.epsilon import beside
 
 JOB = ["strategy=proxyfl", "dp=proxy", "sigma=2", "delta=0.01"]
 SHOT = """
@@ -64,21 +65,23 @@ class Forgetful(Grid):
         return super()._answer(message)
 
 
-def test_an_account_that_is_gone_is_not_begun_anew(folder):
-    ran = run(folder, *JOB, "rounds=2", grid_type=Forgetful, root=folder, at=2, left=0)
+@pytest.mark.parametrize("left", [0, 2], ids=["gone", "one charge short"])
+def test_an_account_that_says_less_than_was_stated_trains_nothing(folder, left):
+    ran = run(folder, *JOB, "rounds=4", grid_type=Forgetful, root=folder, at=4, left=left)
     [failure] = ran.result["failures"]
     assert failure["institution"] == "b"
-    assert "it is gone, and an older copy would forget" in failure["reason"]
-    assert 0 < ran.result["privacy"]["b"]["epsilon"] < epsilon(ran, "a")
+    assert "so it is gone or an older copy, and forgets what has left since" in failure["reason"]
+    three_rounds = ran.charges("a")[:3]
+    stated = epsilon_of([SampledGaussian(c["rate"], c["sigma"], c["steps"]) for c in three_rounds], 0.01)
+    assert ran.result["privacy"]["b"]["epsilon"] == stated < epsilon(ran, "a")
 
 
-def test_an_account_that_was_put_back_has_no_epsilon_any_more(folder):
-    ran = run(folder, *JOB, "rounds=5", grid_type=Forgetful, root=folder, at=4, left=1)
-    assert not ran.result["failures"]
-    assert len(ran.charges("b")) == 3  # less than it has spent
-    assert ran.result["privacy"]["b"]["epsilon"] is None
-    assert "put back to an older one" in ran.result["privacy"]["b"]["mechanism"]
-    assert beside(ran.result) == ", epsilon inf (dp=proxy), no proof"
+def test_a_server_that_begins_again_knows_what_was_stated(folder):
+    first = run(folder, *JOB, "rounds=2")
+    (folder / "state" / "b" / first.run / "privacy.jsonl").unlink()
+    again = run(folder, *JOB, "rounds=3", resume=str(first.folder))
+    assert [failure["institution"] for failure in again.result["failures"]] == ["b"]
+    assert again.result["privacy"]["b"] == first.result["privacy"]["b"]
 
 
 @pytest.mark.parametrize("options", [["dp=none", "target-epsilon=8"], ["dp=none", "epsilon=8"]])

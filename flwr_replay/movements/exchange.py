@@ -65,6 +65,8 @@ class Exchanging(Strategy):
         """Add to a request what depends on the institution, or on all institutions' labels."""
         if "continues" in request.declared():
             request = replace(request, continues=member.name in self.trained)  # type: ignore[call-arg]
+        if "stated" in request.declared() and (released := self.recorder.released.get(member.name)):
+            request = replace(request, stated=released["epsilon"] or 0.0)  # type: ignore[call-arg]
         if isinstance(request, LabelScale) and self.label_scale is not None:
             mean, scale = self.label_scale
             request = replace(request, label_mean=mean, label_scale=scale)  # type: ignore[call-arg]

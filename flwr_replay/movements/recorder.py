@@ -34,6 +34,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.failures: list[dict[str, Any]] = []
+        self.released: dict[str, dict[str, Any]] = {}  # by institution: what it states that it has released
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def log(self, text: str) -> None:
@@ -77,6 +78,8 @@ class Recorder:
 
     def spent(self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str) -> None:
         """Note what an institution states that it has released so far; no epsilon: its noise is not secret."""
+        kind = mechanism if epsilon is not None else "not protected: noise from the run's seed"
+        self.released[name] = {"epsilon": epsilon, "delta": delta, "mechanism": kind, "accountant": "rdp"}
 
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Note that an institution refused, failed or did not answer."""

@@ -22,6 +22,7 @@ __all__ = [
     "Present",
     "Replayed",
     "RollCall",
+    "Spending",
     "Spent",
     "Visit",
     "Visited",
@@ -70,6 +71,13 @@ class LabelScale(Payload):
 
     label_mean: float | None = statistic("label's unit", default=None)
     label_scale: float | None = statistic("label's unit; standard deviation", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spending(Payload):
+    """What a request says whose answer may be differentially private, so that no account is put back unnoticed."""
+
+    stated: float = instruction("epsilon that the institution stated last in this run; 0: none yet", default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +130,7 @@ class Replayed(Payload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Visit(Replayed, LabelScale, Request, stage="train", answer=Visited):
+class Visit(Spending, Replayed, LabelScale, Request, stage="train", answer=Visited):
     """Train these weights on your data."""
 
     arrays: Weights = model()

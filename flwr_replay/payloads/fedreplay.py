@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flwr_replay.fields import instruction, model, per_sample, statistic
-from flwr_replay.payloads.common import LabelScale, Spent
+from flwr_replay.payloads.common import LabelScale, Spending, Spent
 from flwr_replay.wire import Payload, Request, Weights
 
 __all__ = ["Encode", "Encoder", "Extract", "Latents"]
@@ -31,7 +31,7 @@ class Encoder(Spent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(LabelScale, Request, stage="encode", answer=Encoder):
+class Encode(Spending, LabelScale, Request, stage="encode", answer=Encoder):
     """Stage 1: train this whole backbone until it stops improving, return the part before the cut."""
 
     arrays: Weights = model()

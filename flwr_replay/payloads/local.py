@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flwr_replay.fields import instruction, statistic
-from flwr_replay.payloads.common import Evaluation, LabelScale, Spent
+from flwr_replay.payloads.common import Evaluation, LabelScale, Spending, Spent
 from flwr_replay.wire import Request
 
 __all__ = ["EvaluateOwn", "TrainOwn", "Trained"]
@@ -23,7 +23,7 @@ class Trained(Spent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOwn(LabelScale, Request, stage="train-own", answer=Trained):
+class TrainOwn(Spending, LabelScale, Request, stage="train-own", answer=Trained):
     """Train the model that you keep."""
 
     run: str = instruction()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flwr_replay.fields import instruction, model, statistic
-from flwr_replay.payloads.common import Evaluation, LabelScale, Visited
+from flwr_replay.payloads.common import Evaluation, LabelScale, Spending, Visited
 from flwr_replay.payloads.relay import PeerVisit, Released
 from flwr_replay.wire import Request, Weights
 
@@ -53,7 +53,7 @@ class MutualVisited(Visited):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainMutually(Mutual, Request, stage="train-mutually", answer=MutualVisited):
+class TrainMutually(Spending, Mutual, Request, stage="train-mutually", answer=MutualVisited):
     """Train this proxy together with the private model that you keep."""
 
     arrays: Weights = model()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from flwr_replay.fields import instruction, model, statistic
-from flwr_replay.payloads.common import LabelScale, Spent
+from flwr_replay.payloads.common import LabelScale, Spending, Spent
 from flwr_replay.wire import Payload, Request, Weights
 
 __all__ = ["Committed", "Deliver", "PeerVisit", "Released"]
@@ -34,7 +34,7 @@ class Released(Spent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerVisit(LabelScale):
+class PeerVisit(Spending, LabelScale):
     """What a request to train says where the model lives at the institution."""
 
     run: str = instruction()

@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flwr_replay.fields import instruction, model, per_sample, statistic
-from flwr_replay.payloads.common import LabelScale, Spent
+from flwr_replay.payloads.common import LabelScale, Spending, Spent
 from flwr_replay.wire import Payload, Request, Weights
 
 __all__ = [
@@ -42,7 +42,7 @@ class Generated(Spent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainGenerator(Request, stage="train-generator", answer=Generated):
+class TrainGenerator(Spending, Request, stage="train-generator", answer=Generated):
     """Algorithm 1, lines 8-18: train this generator on your images and on replays of what you keep."""
 
     arrays: Weights = model()
@@ -105,7 +105,7 @@ class TrainedPrior(Spent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainPrior(LabelScale, Request, stage="train-prior", answer=TrainedPrior):
+class TrainPrior(Spending, LabelScale, Request, stage="train-prior", answer=TrainedPrior):
     """Footnote 1: train this prior on the codes that this generator gives your images."""
 
     arrays: Weights = model()  # under generator. and prior.

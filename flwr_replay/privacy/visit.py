@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flwr_replay.errors import BudgetError, ConfigError, PrivacyError
 from flwr_replay.institution import Institution, Shard
-from flwr_replay.privacy.accounting import epsilon
+from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.budget import Account
 from flwr_replay.privacy.dpsgd import noisy_step, poisson_batches
 from flwr_replay.privacy.plan import PrivacyPlan
@@ -21,6 +21,8 @@ from flwr_replay.state import StateStore
 from flwr_replay.training import as_input
 
 __all__ = ["PrivateVisit", "Purse"]
+
+ROUNDING = 1e-6  # by which epsilon may differ between versions of a library
 
 
 class Purse:
@@ -84,28 +86,35 @@ class Purse:
         Raises
         ------
         PrivacyError
-            If the budget does not allow all of them, none is asked for, or the account is gone. None may then be taken.
+            If the budget does not allow all of them, none is asked for, or the account says less than the institution
+            has stated before. None may then be taken.
         """
         if not self.plan.covers(mechanism):
             return None
         if epochs < 1:
             raise PrivacyError(f"a private training has at least one epoch; {epochs} were asked for")
-        cost, account = self.plan.cost(mechanism, self.examples, epochs), self.account(request.run)
-        if getattr(request, "continues", False) and not account.spent:
-            raise PrivacyError(
-                f"an institution that has trained in run {request.run!r} has an account of what it has spent; it is "
-                "gone, and an older copy would forget what has left since: begin a new run"
-            )
-        account.charge(mechanism, cost, self.plan.config.noise)
+        cost = self.plan.cost(mechanism, self.examples, epochs)
+        self.charge(mechanism, cost, request)
         stream = self.stream(mechanism, request)
         return PrivateVisit(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
+
+    def charge(self, mechanism: str, cost: SampledGaussian, request: Any) -> None:
+        """Write down what is about to be released, unless the account has forgotten what was."""
+        account, stated = self.account(request.run), request.stated
+        if (known := account.epsilon()) < (1 - ROUNDING) * stated:
+            raise PrivacyError(
+                f"an account of privacy never says less than before; this institution has stated epsilon {stated:.4g}, "
+                f"its account of run {request.run!r} says {known:.4g}, so it is gone or an older copy, and forgets what "
+                "has left since: put the newest one back, or begin a new run"
+            )
+        account.charge(mechanism, cost, self.plan.config.noise)
 
     def noisy_counts(self, counts: Tensor, request: Any) -> Tensor:
         """Return the numbers of examples of each label with noise, rounded, none negative, at least one in all."""
         if not self.plan.covers("prior"):
             return counts
         cost = self.plan.counts()
-        self.account(request.run).charge("label counts", cost, self.plan.config.noise)
+        self.charge("label counts", cost, request)
         noise = self.stream("label counts", request).normal(counts.shape) * cost.sigma
         noisy = (counts + noise).round().clamp(min=0).long()
         return noisy if noisy.sum() else torch.ones_like(noisy)
