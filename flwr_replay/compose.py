@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset")
-BY_STRATEGY = "strategy_options"  # of a preset: by strategy, options of it that are set where it is chosen
+BY_STRATEGY = "by_strategy"  # of a preset: by strategy, options by their full names, set where it is chosen
 DEFAULT = "default"  # the file of a preset for every task that has none of its own
 COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
 SECTIONS: dict[str, type] = {
@@ -136,10 +136,11 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     given = {_full_key(key, base): value for key, value in pairs if key not in GROUPS}
     values = _hydra([*chosen, *(f"{key}={value}" for key, value in given.items())])
     values.pop(BY_STRATEGY, None)
+    for key, value in by_strategy.get(values["strategy"]["name"], {}).items():
+        section, option = key.split(".")
+        if key not in given:
+            values[section][option] = value
     strategy = values.pop("strategy")
-    for option, value in by_strategy.get(strategy["name"], {}).items():
-        if f"strategy.{option}" not in given:
-            strategy[option] = value
     _, strategy_config = load_strategy(strategy.pop("name"))
     if values["privacy"]["dp"] == "auto":
         values["privacy"]["dp"] = getattr(strategy_config, "dp_by_default", "none")

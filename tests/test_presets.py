@@ -1,0 +1,58 @@
+"""What a preset says is what its paper says; the user's own options win."""
+
+import pytest
+
+from flwr_replay.compose import compose
+
+KALRA = ["avgpush", "fedavg", "local", "central"]
+
+
+def paper(task, strategy, *options):
+    return compose([f"task={task}", f"strategy={strategy}", "preset=paper", *options])
+
+
+@pytest.mark.parametrize(
+    ("task", "rounds", "p", "size", "proxy", "private"),
+    [
+        ("mnist", 300, 0.8, 1000, "mlp", "lenet5"),
+        ("fashion_mnist", 300, 0.8, 1000, "mlp", "lenet5"),
+        ("cifar10", 200, 0.3, 3000, "cnn1", "cnn2"),
+    ],
+)
+def test_proxyfl_has_the_numbers_of_section_4_1(task, rounds, p, size, proxy, private):
+    config = paper(task, "proxyfl")
+    assert (config.rounds, config.nodes, config.model.name) == (rounds, 8, proxy)
+    assert (config.partition.name, config.partition.p, config.partition.size) == ("majority", p, size)
+    training, privacy, strategy = config.training, config.privacy, config.strategy
+    assert (training.optimizer, training.lr, training.weight_decay, training.batch_size) == ("adam", 1e-3, 1e-4, 250)
+    assert (privacy.dp, privacy.sigma, privacy.clip, privacy.delta) == ("proxy", 1.0, 1.0, 1e-5)
+    assert (strategy.private_models, strategy.alpha, strategy.beta) == ((private,), 0.5, 0.5)
+    assert (strategy.topology, strategy.optimizer_state) == ("exponential", "keep")
+    assert paper(task, "fml").strategy.private_models == (private,)
+
+
+@pytest.mark.parametrize("task", ["mnist", "fashion_mnist", "cifar10"])
+@pytest.mark.parametrize("strategy", KALRA)
+def test_baselines_train_as_privately_as_proxies(task, strategy):
+    config, proxyfl = paper(task, strategy), paper(task, "proxyfl")
+    assert config.privacy.dp == "classifier"
+    assert (config.training, config.model, config.rounds) == (proxyfl.training, proxyfl.model, proxyfl.rounds)
+    assert (config.privacy.sigma, config.privacy.clip) == (proxyfl.privacy.sigma, proxyfl.privacy.clip)
+    assert config.strategy.optimizer_state == "keep"
+
+
+def test_the_users_own_options_win():
+    config = paper("mnist", "fedavg", "dp=none", "optimizer-state=reset")
+    assert (config.privacy.dp, config.strategy.optimizer_state) == ("none", "reset")
+    assert paper("mnist", "proxyfl", "private-models=[mlp]").strategy.private_models == ("mlp",)
+
+
+def test_slides_fedavg_exchanges_the_larger_model():
+    fedavg, proxyfl = (paper("histopathology", strategy) for strategy in ("fedavg", "proxyfl"))
+    assert (fedavg.privacy.dp, fedavg.model.width, proxyfl.model.width) == ("classifier", 512, 256)
+
+
+def test_a_preset_over_another_keeps_what_it_does_not_change():
+    strategy = compose(["task=histopathology", "strategy=proxyfl", "preset=sound"]).strategy
+    assert (strategy.private_models, strategy.private_shift) == (("deepset",), 0)
+    assert (strategy.alpha, strategy.beta, strategy.topology) == (0.9, 0.0, "complete")
