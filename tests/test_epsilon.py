@@ -26,8 +26,10 @@ def test_the_largest_of_a_run_stands_behind_its_metric(stated, shown):
     assert beside({"privacy": dict(enumerate(stated))}) == shown
 
 
-def test_several_are_a_range():
-    assert shown_epsilon([Stated(12.14, True, ""), Stated(28.6, True, "")]) == "epsilon 12.1 to 28.6"
+def test_several_stand_in_order_unless_they_are_equal():
+    assert shown_epsilon([Stated(12.14, True, ""), Stated(28.6, True, "")]) == "epsilon 12.1, 28.6"
+    assert shown_epsilon([Stated(28.6, True, "proxy"), None]) == "epsilon 28.6, none (dp=proxy)"
+    assert shown_epsilon([None, None]) == ""
     assert (
         shown_epsilon([Stated(28.6, True, "proxy"), Stated(28.6, False, "proxy")])
         == "epsilon 28.6 (dp=proxy), no proof"

@@ -40,15 +40,19 @@ def largest(stated: Iterable[Mapping[str, Any] | None]) -> Stated | None:
     return Stated(None if None in epsilons else max(epsilons), proven, told[0].get("dp", ""))
 
 
-def shown_epsilon(found: Sequence[Stated]) -> str:
-    """Write one epsilon, or the range of several: `epsilon 7.97 (dp=proxy)`, `epsilon 12.1 to 28.6, no proof`."""
-    if not found:
+def shown_epsilon(found: Sequence[Stated | None]) -> str:
+    """Write one epsilon, or several in order unless all are equal: `epsilon 28.6, none (dp=proxy), no proof`.
+
+    None stands for a run in which nothing is private; nothing is written where all are.
+    """
+    told = [one for one in found if one]
+    if not told:
         return ""
-    epsilons = [inf if one.epsilon is None else one.epsilon for one in found]
-    ends = dict.fromkeys(f"{end:.3g}" for end in (min(epsilons), max(epsilons)))
-    covered = " and ".join(dict.fromkeys(f"dp={one.dp}" for one in found if one.dp))
-    proof = "" if all(one.proven for one in found) else ", no proof"
-    return f"epsilon {' to '.join(ends)}{f' ({covered})' if covered else ''}{proof}"
+    values = [f"{inf if one.epsilon is None else one.epsilon:.3g}" if one else "none" for one in found]
+    covered = " and ".join(dict.fromkeys(f"dp={one.dp}" for one in told if one.dp))
+    proof = "" if all(one.proven for one in told) else ", no proof"
+    shown = ", ".join(values if len(set(values)) > 1 else values[:1])
+    return f"epsilon {shown}{f' ({covered})' if covered else ''}{proof}"
 
 
 def beside(result: Mapping[str, Any]) -> str:

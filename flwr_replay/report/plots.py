@@ -87,7 +87,7 @@ def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]]
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
     axes = figure.subplots()
     shown: list[float] = []
     for place, (label, runs) in enumerate(histories.items()):
@@ -136,7 +136,7 @@ def lines(reports: Mapping[str, Mapping[str, Any]], title: str) -> bytes:
         held = [(at, row["mean"], row["sd"] or 0.0) for at, row in rows if row and row["mean"] is not None]
         if held:
             xs, means, sds = zip(*held, strict=True)
-            shown += means
+            shown += [mean + sign * sd for mean, sd in zip(means, sds, strict=True) for sign in (-1, 1)]
             style = "-" if place < len(COLOURS) else "--"
             moved = [at + 0.02 * (place - len(labels) / 2) for at in xs]  # so that bars do not hide each other
             named = _named(label, found)
@@ -235,9 +235,9 @@ def heat_map(found: Mapping[str, Any]) -> bytes:
 
 
 def _named(label: str, reports: Sequence[Mapping[str, Any]]) -> str:
-    """Return a method's name with the epsilon that it has at the end."""
+    """Return a method's name with the epsilon that it has at the end, in each of the reports that have the method."""
     rows = [report["strategies"].get(label) for report in reports]
-    epsilon = shown_epsilon([row["epsilon"] for row in rows if row and row["epsilon"]])
+    epsilon = shown_epsilon([row["epsilon"] for row in rows if row and row["mean"] is not None])
     return f"{label}\n{epsilon}" if epsilon else label
 
 
