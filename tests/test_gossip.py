@@ -94,6 +94,14 @@ def test_who_comes_back_after_that_goes_on_with_all_it_had(folder):
     assert conserved(ran, 7) == pytest.approx(len(NAMES) + 0.5)  # it joins with its w of 1; half had stayed with others
 
 
+def test_who_joins_later_comes_with_fresh_weights_and_a_w_of_one(folder):
+    ran = run(folder, *JOB, "lr=0.05", "nodes=3", away=[("d", at) for at in (-1, 0, 1)])
+    assert not [asked for asked in ran.grid.asked if asked[1:] == ("d", 1)]
+    assert conserved(ran, 1, "abc") == pytest.approx(3)
+    assert conserved(ran, 2) == conserved(ran, 3) == pytest.approx(4)
+    assert not ran.result["failures"]
+
+
 @pytest.mark.parametrize("at", [("push", "c", 2), ("deliver", "a", 2), ("deliver", "d", 3)])
 def test_a_run_that_breaks_off_ends_with_the_same_bits(folder, at):
     whole, resumed = run(folder, *JOB, "lr=0.05"), broken(folder, *JOB, "lr=0.05", breaking=[at])

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from math import inf
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from flwr_replay.client_app import backbone
 from flwr_replay.compose import compose
 from flwr_replay.errors import ConfigError, RefusedError, RunError
 from flwr_replay.forecast import forecast_page
+from flwr_replay.payloads.mutual import ReleasedProxy
 from flwr_replay.privacy.budget import Account
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.rng import derived_seed
 from flwr_replay.training import batches, generator
 
@@ -139,7 +142,13 @@ def test_an_epsilon_says_whether_it_is_proven(folder, beta, proven):
     assert (CLAIM in page) != proven
 
 
-def test_a_policy_takes_an_unproven_epsilon_for_none(folder):
+@pytest.mark.parametrize(("beta", "most"), [("0.5", inf), ("0", 50)])
+def test_an_unproven_epsilon_promises_nothing(beta, most):
+    plan = PrivacyPlan.of(compose(["strategy=proxyfl", "model=mlp", f"beta={beta}", "epsilon=50"]))
+    assert plan.promise(ReleasedProxy, ReleasedProxy.declared()["arrays"]) == most
+
+
+def test_a_policy_that_asks_for_an_epsilon_of_all_refuses(folder):
     rules = folder / "policy.yaml"
     rules.write_text("kinds: [model, statistic]\nmax-epsilon: 100\n")
 
