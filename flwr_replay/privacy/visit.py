@@ -104,7 +104,7 @@ class Purse:
         if (known := account.epsilon()) < (1 - ROUNDING) * stated:
             raise PrivacyError(
                 f"an account of privacy never says less than before; this institution has stated epsilon {stated:.4g}, "
-                f"its account of run {request.run!r} says {known:.4g}, so it is gone or an older copy, and forgets what "
+                f"its account of run {request.run!r} says {known:.4g}, so it is gone or an older copy and forgets what "
                 "has left since: put the newest one back, or begin a new run"
             )
         account.charge(mechanism, cost, self.plan.config.noise)
