@@ -56,3 +56,9 @@ def test_a_preset_over_another_keeps_what_it_does_not_change():
     strategy = compose(["task=histopathology", "strategy=proxyfl", "preset=sound"]).strategy
     assert (strategy.private_models, strategy.private_shift) == (("deepset",), 0)
     assert (strategy.alpha, strategy.beta, strategy.topology) == (0.9, 0.0, "complete")
+
+
+@pytest.mark.parametrize("strategy", KALRA)
+def test_sound_baselines_have_the_same_epsilon(strategy):
+    config = compose(["task=mnist", f"strategy={strategy}", "preset=sound"])
+    assert (config.privacy.dp, config.privacy.target_epsilon, config.training.optimizer) == ("classifier", 8.0, "sgd")

@@ -21,6 +21,11 @@ CONFIDENCE = 0.95
 WORDS = {
     "central": "central trains one model on all data pooled: the reference that needs sharing the data",
     "local": "local is the institutions' own models, each on its own test shard, which no one else uses",
+    **{
+        name: f"{name}'s metrics are its private models', which no epsilon covers; an epsilon beside them is that of "
+        "its proxies, whose metrics are named proxy-…"
+        for name in ("proxyfl", "fml")
+    },
 }
 
 
