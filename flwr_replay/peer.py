@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from flwr.app import ArrayRecord
 from torch import nn
 
 from flwr_replay.client import InstitutionClient
@@ -49,10 +50,10 @@ class PeerClient(InstitutionClient):
         return theta, w
 
     def release(self, visit: Any, model: nn.Module, w: float) -> dict[str, Any]:
-        """Keep what is given away; return what an answer says of it."""
+        """Keep what is given away, if anybody can receive it; return what an answer says of it."""
         theta = encoded(model)
         self.save("released", visit, together(opened(theta), w), give=True)
-        return {"arrays": theta, "weight": w, **self.spent(visit.run)}
+        return {"arrays": theta if visit.exchanged else ArrayRecord(), "weight": w, **self.spent(visit.run)}
 
     def deliver(self, request: Deliver) -> Committed:
         """Mix what was kept with what arrived, and keep it."""  # lines 8-10

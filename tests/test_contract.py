@@ -37,6 +37,7 @@ def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
         ("splitnn", "strategy.share_labels=false"),
         ("splitnn", "strategy.micro_batches=4"),
         ("avgpush", "strategy.topology=complete"),
+        ("avgpush", "strategy.topology=none"),
         ("proxyfl", "strategy.private_models=[mlp,lenet5]"),
     ],
 )

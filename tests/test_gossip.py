@@ -94,6 +94,20 @@ def test_who_comes_back_after_that_goes_on_with_all_it_had(folder):
     assert conserved(ran, 7) == pytest.approx(len(NAMES) + 0.5)  # it joins with its w of 1; half had stayed with others
 
 
+@pytest.mark.parametrize("options", [["topology=none"], ["strategy=proxyfl", "topology=none", "dp=none"]])
+def test_where_nobody_receives_no_model_leaves(folder, options):
+    ran = run(folder, *JOB, "lr=0.05", *options)
+    assert not ran.result["failures"]
+    assert not [entry for entry in ran.ledger if entry["kind"] == "model" and entry["bytes"] > 100]
+    assert ran.model("a", 3)[0]  # it is there, at the institution
+
+
+def test_who_is_alone_keeps_its_model(folder):
+    ran = run(folder, *JOB, "lr=0.05", "nodes=1", names="a")
+    assert not [entry for entry in ran.ledger if entry["kind"] == "model" and entry["bytes"] > 100]
+    assert ran.model("a", 3)[1] == 1.0
+
+
 def test_who_joins_later_comes_with_fresh_weights_and_a_w_of_one(folder):
     ran = run(folder, *JOB, "lr=0.05", "nodes=3", away=[("d", at) for at in (-1, 0, 1)])
     assert not [asked for asked in ran.grid.asked if asked[1:] == ("d", 1)]

@@ -103,7 +103,16 @@ class Gossip(Relay):
             "lr": self.lr(server_round),
             "init_seed": self.init_seed,
             "committed": self.mailbox.committed.get(member.name, 0),
+            "exchanged": self.exchanged(server_round),
         }
+
+    def exchanged(self, server_round: int) -> bool:
+        """Say whether anybody sends to anybody in this round; where nobody does, no model leaves an institution."""
+        try:
+            p = self.shares(server_round, len(self.members))
+        except ConfigError:  # with fewer, those that release, it may be right
+            return True
+        return any(receivers(p, k)[0] for k in range(len(p)))
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
@@ -134,7 +143,7 @@ class Gossip(Relay):
         for member, reply in self.answers(replies):
             answer = self.answer.decode(reply.content)
             fault, arrays = "", opened(answer.arrays)
-            if self.form and form_of(arrays) != self.form:
+            if self.exchanged(server_round) and (not arrays or (self.form and form_of(arrays) != self.form)):
                 fault = "released a model of another form than the common one"
             elif not largest(arrays) <= HUGE:  # nor NaN
                 fault = f"released weights that are not finite, or above {HUGE:g}"
@@ -150,7 +159,7 @@ class Gossip(Relay):
         """Put everyone's shares into the mailbox: the column of each sender in P(t)."""
         names = sorted(released)
         try:
-            p = self.shares(server_round, len(names))
+            p = self.shares(server_round, len(names)) if self.exchanged(server_round) else np.eye(len(names))
         except ConfigError as error:  # of a user's own; after training nothing may be lost to it
             self.recorder.log(f"exchange {server_round}: all keep what they have, since {error}")
             p = np.eye(len(names))
@@ -224,11 +233,11 @@ class Gossip(Relay):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Everyone in every round: a release, and the parcels of that round's matrix."""
-        answer = self.answer.empty(arrays)
-        members = list(self.members)
-        found: list[Exchange] = [(member, self.visit(0, member), answer, num_rounds) for member in members]
+        members, found = list(self.members), list[Exchange]()
         for server_round in range(1, num_rounds + 1):
             self.mailbox = Mailbox()
+            answer = self.answer.empty(arrays if self.exchanged(server_round) else {})
+            found += [(member, self.visit(server_round, member), answer, 1) for member in members]
             self.deal(server_round, {member.name: answer for member in members})
             for member in members:
                 request = self.delivery(server_round, self.mailbox.waiting[member.name])

@@ -19,7 +19,7 @@ __all__ = ["Committed", "Deliver", "PeerVisit", "Released"]
 
 @dataclass(frozen=True, kw_only=True)
 class Released(Spent):
-    """A model that an institution has trained and gives away, and how that went."""
+    """A model that an institution has trained and gives away, none where nobody can receive it, and how that went."""
 
     arrays: Weights = model(dp="classifier")
     weight: float = statistic("w of PushSum, 1 on average; it follows from the topology", public=True)
@@ -41,6 +41,7 @@ class PeerVisit(Spending, LabelScale):
     lr: float = instruction("per step")
     init_seed: int = instruction("of the fresh weights, used at the first visit")
     committed: int = instruction("exchange of the last parcels that the institution has acknowledged; 0: none yet")
+    exchanged: bool = instruction("somebody may receive the model; else it stays", default=True)
     optimizer_state: str = instruction("keep or reset", default="keep")
     continues: bool = instruction("the institution has trained in this run before", default=False)
 
