@@ -148,7 +148,7 @@ class InstitutionClient(NumPyClient):
                 "use the same model.*, task.channels, task.size and task.classes everywhere"
             )
         if self.purse:
-            self.purse.check_first_passes()
+            self.purse.plan.check_first_passes(self.purse.examples)
         if self.institution.tested_elsewhere:
             _ = self.institution.external  # missing ones are told before anybody trains
         told = self.task.label_sums(train.y)

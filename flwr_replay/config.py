@@ -36,7 +36,8 @@ def one_of(option: str, value: str, known: tuple[str, ...]) -> None:
     """Raise `ConfigError` with near matches unless `value` is one of `known`."""
     if value not in known:
         hint = near_matches(value, known) or "choose one of these"
-        raise ConfigError(f"{option} must be one of {', '.join(known)}; got {value!r}: {hint}")
+        shown = ", ".join(name or "'' (empty)" for name in known)
+        raise ConfigError(f"{option} must be one of {shown}; got {value!r}: {hint}")
 
 
 MODELS = ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "deepset", "resnet18", "resnet34", "unet")
@@ -266,8 +267,13 @@ class RunConfig:
         require(self.nodes >= 0, f"nodes must not be negative; got {self.nodes}")
         require(self.seed >= 0, f"seed must not be negative; got {self.seed}")
         require(self.timeout > 0, f"timeout must be positive, in seconds; got {self.timeout}")
+        shift = getattr(self.strategy, "private_shift", 0)
         require(
-            not getattr(self.strategy, "private_shift", 0) or (self.task.size > 1 and self.task.format != "bags"),
+            not shift or (self.task.size > 1 and self.task.format != "bags"),
             f"strategy.private-shift moves images; task={self.task.name} has none: set private-shift=0",
+        )
+        require(
+            not shift or shift < self.task.size,
+            f"strategy.private-shift moves images by some of their {self.task.size} pixels; got {shift}: choose fewer",
         )
         require(self.wait >= 0, f"wait must not be negative, in seconds; got {self.wait}")

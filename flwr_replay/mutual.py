@@ -46,7 +46,7 @@ class MutualConfig:
     beta: float = 0.5  # weight of the private model's answers in the proxy's loss; paper: 0.5; 0: epsilon is proven
     private_models: tuple[str, ...] = ()  # of conf/model, by turns over the institutions; empty: as the proxy
     private_optimizer: str = ""  # sgd | adam; empty: as training.optimizer
-    private_lr: float = 0.0  # 0: as training.lr
+    private_lr: float = 0.0  # 0: as training.lr; falls with it, by lr-step
     private_epochs: int = 0  # passes of the private model alone, learning from the proxy that arrived
     private_batch_size: int = 0  # in these passes; 0: as training.batch-size
     private_shift: int = 0  # pixels by which a batch of these passes is shifted at most, to learn from more answers

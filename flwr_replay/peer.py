@@ -74,8 +74,7 @@ class PeerClient(InstitutionClient):
             arrived = [parcel(models[number], w_k, share) for number, w_k, share in dealt]
             done = together(*mixed(theta, w, request.kept, arrived), request.parcels)
             self.state.save("mixed", request.run, request.exchange, done, self.institution.durable, give=True)
-        _, w, parcels = apart(done)
-        return Committed(num_examples=len(self.institution.train), weight=w, parcels=parcels)
+        return Committed(num_examples=len(self.institution.train), parcels=apart(done)[2])
 
     def own_theta(self, request: Any) -> StateDict:
         """Return θ as it stands after this exchange's mixing."""

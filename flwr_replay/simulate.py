@@ -21,7 +21,7 @@ import yaml
 
 from flwr_replay.compose import COMMAND_LINE, compose, load_strategy, overrides_of
 from flwr_replay.config import RunConfig, TaskConfig
-from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.errors import ConfigError, PrivacyError, RunError
 from flwr_replay.files import home, read_json, write_atomic
 from flwr_replay.opening import default_name
 from flwr_replay.progress import Display
@@ -29,6 +29,7 @@ from flwr_replay.run import resumable
 
 if TYPE_CHECKING:
     from flwr_replay.data import Partition
+    from flwr_replay.privacy.plan import PrivacyPlan
 
 __all__ = [
     "SuperLink",
@@ -131,8 +132,25 @@ def check_run(config: RunConfig) -> Partition:
     from flwr_replay.server_app import settings_of
 
     part = dealt(config.task, config.partition, config.nodes, config.seed)
-    load_strategy(config.strategy.name)[0].check(config.strategy, settings_of(config), part.names)
+    settings = settings_of(config)
+    load_strategy(config.strategy.name)[0].check(config.strategy, settings, part.names)
+    if plan := settings.privacy:
+        sizes = [len(own) for own in part.train]
+        _refuse_poor(plan, [sum(sizes)] if plan.pooled else sizes)
     return part
+
+
+def _refuse_poor(plan: PrivacyPlan, sizes: Sequence[int]) -> None:
+    """Refuse a run whose every institution would refuse; the roll call leaves out a few that would."""
+    faults: list[PrivacyError] = []
+    for examples in dict.fromkeys(sizes):
+        try:
+            plan.check_first_passes(examples)
+        except PrivacyError as fault:
+            faults.append(fault)
+        else:
+            return
+    raise faults[0]
 
 
 def run_inline(overrides: Sequence[str], display: Display) -> tuple[dict[str, Any], Path]:

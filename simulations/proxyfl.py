@@ -93,7 +93,6 @@ PARTS = [
     ),
     ablation("Fig. 7: with differential privacy.", "privacy-on"),
     ablation("Fig. 7: no clipping, no noise.", "privacy-off", ["dp=none"]),
-    ablation("Fig. 12: batch size.", "batch-50", ["batch_size=50"], PAIRS),
     ablation("Fig. 12: batch size.", "batch-100", ["batch_size=100"], PAIRS),
     ablation("Fig. 12: batch size, as everywhere else.", "batch-250", methods=PAIRS),
     ablation("Fig. 12: batch size.", "batch-450", ["batch_size=450"], PAIRS),

@@ -1,5 +1,6 @@
 """What an institution has spent outlives its process, and nobody turns it back unnoticed."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -7,9 +8,11 @@ from pathlib import Path
 
 import peers
 import pytest
+from flwr.app import Message
 from peers import NAMES, Grid, hospitals, run
 
-from flwr_replay.errors import ConfigError
+from flwr_replay.errors import ConfigError, DivergedError
+from flwr_replay.payloads.common import Failure
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.accounting import epsilon as epsilon_of
 from flwr_replay.privacy.budget import Account
@@ -82,6 +85,24 @@ def test_a_server_that_begins_again_knows_what_was_stated(folder):
     again = run(folder, *JOB, "rounds=3", resume=str(first.folder))
     assert [failure["institution"] for failure in again.result["failures"]] == ["b"]
     assert again.result["privacy"]["b"] == first.result["privacy"]["b"]
+
+
+class Diverging(Grid):
+    """The first institution's loss diverges in the second exchange."""
+
+    def _answer(self, message):
+        reply = super()._answer(message)
+        if self.asked[-1] != ("train-proxy", "a", 2):
+            return reply
+        return Message(Failure(failure="not finite", error="DivergedError", name="a").encode(), reply_to=message)
+
+
+def test_what_the_others_released_when_one_diverges_is_in_the_ledger(folder):
+    with pytest.raises(DivergedError, match="a: not finite"):
+        run(folder, *JOB, "rounds=3", name="diverged", grid_type=Diverging)
+    for file, told in (("ledger", {"direction": "up", "field": "arrays"}), ("privacy", {})):
+        rows = [json.loads(line) for line in (folder / "runs" / "diverged" / f"{file}.jsonl").read_text().splitlines()]
+        assert {row["institution"] for row in rows if row["round"] == 2 and told.items() <= row.items()} == {*"bcd"}
 
 
 @pytest.mark.parametrize("options", [["dp=none", "target-epsilon=8"], ["dp=none", "epsilon=8"]])

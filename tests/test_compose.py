@@ -23,6 +23,11 @@ from flwr_replay.errors import ConfigError
             "local-epochs=2",
             "local-epochs is an option of strategy=fedavg, fedavgm, fedavgshare, fedprox; got strategy=fedreplay",
         ),
+        ("strategy=proxyfl private-shift=8", "by some of their 8 pixels; got 8: choose fewer"),
+        (
+            "strategy=proxyfl private-optimizer=adm",
+            "must be one of '' (empty), sgd, adam; got 'adm': did you mean adam",
+        ),
         ("latent-dtype=float61", "strategy.latent-dtype must be one of float32, float16, int8; got 'float61'"),
         ("encoder=institutions", "did you mean institution"),
         ("name=cwt", "unknown option 'name'"),
@@ -43,7 +48,7 @@ from flwr_replay.errors import ConfigError
 )
 def test_what_cannot_be_is_refused_in_one_line(override, says):
     with pytest.raises(ConfigError) as refused:
-        compose([override])
+        compose(override.split())
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
 

@@ -301,6 +301,8 @@ def test_with_a_users_own_matrix_nothing_is_exchanged_while_somebody_is_missing(
     np.save(folder / "four.npy", np.full((4, 4), 0.25))
     options = [*JOB, "topology=file", f"topology-file={folder}/four.npy", "nodes=4"]
     ran = run(folder, *options, away=[("b", 2)])
+    left = {entry["round"] for entry in ran.ledger if entry["kind"] == "model" and entry["bytes"] > 100}
+    assert left == {1, 3}
     for name in "acd":
         assert same(ran.model(name, 2)[0], ran.model(name, 2, "released")[0])
     conserved(ran, 3)

@@ -123,7 +123,7 @@ class Exchanging(Strategy):
                     found = self.settings.privacy.protected(found, declared, {})
                 self.recorder.travelled(server_round, member, "up", found, "roll-call")
             if refusal:
-                self._failed(server_round, member.name, refusal)
+                self.recorder.failed(server_round, member.name, refusal.failure)
         self.recorder.flush()
 
     def exchange(
@@ -141,6 +141,7 @@ class Exchanging(Strategy):
         asked = list(messages)
         replies = ask(grid, asked, self.timeout)
         good: list[tuple[str, Message]] = []
+        diverged: list[str] = []
         for message in asked:
             member = self.members.by_node(message.metadata.dst_node_id)
             assert member is not None
@@ -151,7 +152,7 @@ class Exchanging(Strategy):
             )
             reply = replies.get(message.metadata.message_id)
             if reply is None or reply.has_error():
-                self._failed(server_round, member.name, Failure(failure=reason_of(reply), error="RunError"))
+                self.recorder.failed(server_round, member.name, reason_of(reply))
                 continue
             refusal = failure_of(reply)
             declared: type[Payload] | None = Failure if refusal else None
@@ -160,9 +161,7 @@ class Exchanging(Strategy):
             try:
                 found = check_answer(reply.content, declared, request, message.content)
             except WireError as error:
-                self._failed(
-                    server_round, member.name, Failure(failure=f"sent what it may not: {error}", error="WireError")
-                )
+                self.recorder.failed(server_round, member.name, f"sent what it may not: {error}")
                 continue
             told = metrics_in(reply.content)
             if self.settings.privacy and "delta" in told:
@@ -173,12 +172,15 @@ class Exchanging(Strategy):
             raw_bytes = told.get("raw-bytes")
             self.recorder.travelled(server_round, member, "up", found, stage, raw_bytes)
             if refusal:
-                self._failed(server_round, member.name, refusal)
+                self.recorder.failed(server_round, member.name, refusal.failure)
+                diverged += [f"{member.name}: {refusal.failure}"] if refusal.error == DivergedError.__name__ else []
                 continue
             good.append((member.name, reply))
             if request is not None and "continues" in request.declared():
                 self.trained.add(member.name)
         self.recorder.flush()
+        if diverged:  # what the others have released is in the ledger
+            raise DivergedError(diverged[0])
         self.good = good
         if needed and not good and self.stops_without_answers():
             raise RunError(f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}")
@@ -201,8 +203,3 @@ class Exchanging(Strategy):
         good = [reply for reply in replies if not reply.has_error() and failure_of(reply) is None]
         pairs = [(self.members.by_node(reply.metadata.src_node_id), reply) for reply in good]
         return sorted(((m, reply) for m, reply in pairs if m is not None), key=lambda pair: pair[0].name)
-
-    def _failed(self, server_round: int, name: str, failure: Failure) -> None:
-        self.recorder.failed(server_round, name, failure.failure)
-        if failure.error == DivergedError.__name__:
-            raise DivergedError(f"{name}: {failure.failure}")

@@ -71,6 +71,7 @@ class Gossip(Relay):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mailbox = Mailbox()
+        self.exchanged = True  # whether anybody sends to anybody in this round
         file = self.config.topology_file
         self.matrices = read_matrices(Path(file)) if file else None
 
@@ -103,16 +104,13 @@ class Gossip(Relay):
             "lr": self.lr(server_round),
             "init_seed": self.init_seed,
             "committed": self.mailbox.committed.get(member.name, 0),
-            "exchanged": self.exchanged(server_round),
+            "exchanged": self.exchanged,
         }
 
-    def exchanged(self, server_round: int) -> bool:
-        """Say whether anybody sends to anybody in this round; where nobody does, no model leaves an institution."""
-        try:
-            p = self.shares(server_round, len(self.members))
-        except ConfigError:  # with fewer, those that release, it may be right
-            return True
-        return any(receivers(p, k)[0] for k in range(len(p)))
+    def has_edges(self, server_round: int, institutions: int) -> bool:
+        """Say whether anybody of so many sends to anybody; where nobody does, no model leaves an institution."""
+        p = self.agreed(server_round, institutions)
+        return any(receivers(p, k)[0] for k in range(institutions))
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
@@ -124,6 +122,7 @@ class Gossip(Relay):
         if not self.mailbox.posted:
             self.shares(server_round, len(self.members))  # one that cannot be is refused before anybody trains
         waiting = self.mailbox.waiting
+        self.exchanged = self.has_edges(server_round, sum(member.name not in waiting for member in self.members))
         asked = [m for m in self.configure_train(server_round, arrays, config, grid) if self.receiver(m) not in waiting]
         replies = self.exchange(grid, server_round, asked, needed=bool(asked))
         trained = self.good
@@ -143,7 +142,7 @@ class Gossip(Relay):
         for member, reply in self.answers(replies):
             answer = self.answer.decode(reply.content)
             fault, arrays = "", opened(answer.arrays)
-            if self.exchanged(server_round) and (not arrays or (self.form and form_of(arrays) != self.form)):
+            if self.exchanged and (not arrays or (self.form and form_of(arrays) != self.form)):
                 fault = "released a model of another form than the common one"
             elif not largest(arrays) <= HUGE:  # nor NaN
                 fault = f"released weights that are not finite, or above {HUGE:g}"
@@ -158,11 +157,7 @@ class Gossip(Relay):
     def deal(self, server_round: int, released: dict[str, Released]) -> None:
         """Put everyone's shares into the mailbox: the column of each sender in P(t)."""
         names = sorted(released)
-        try:
-            p = self.shares(server_round, len(names)) if self.exchanged(server_round) else np.eye(len(names))
-        except ConfigError as error:  # of a user's own; after training nothing may be lost to it
-            self.recorder.log(f"exchange {server_round}: all keep what they have, since {error}")
-            p = np.eye(len(names))
+        p = self.agreed(server_round, len(names)) if self.exchanged else np.eye(len(names))
         for k, name in enumerate(names):
             back = self.mailbox.coming_back.pop(name, [])
             self.mailbox.waiting[name] = Delivery(server_round, released[name].weight, float(p[k, k]), back)
@@ -170,6 +165,14 @@ class Gossip(Relay):
             number, w = self.mailbox.post(array_record(released[name].arrays)), released[name].weight
             for to, share in receivers(p, k)[0].items():
                 self.mailbox.waiting[names[to]].parcels.append(Parcel(number, name, share, w))
+
+    def agreed(self, server_round: int, institutions: int) -> Matrix:
+        """Return P(t); where a user's own cannot be for so many, all keep what they have, and none of it is lost."""
+        try:
+            return self.shares(server_round, institutions)
+        except ConfigError as error:
+            self.recorder.log(f"exchange {server_round}: all keep what they have, since {error}")
+            return np.eye(institutions)
 
     def shares(self, server_round: int, institutions: int) -> Matrix:
         """Return P(t), checked, since a method of a user's own may have another `matrix`."""
@@ -235,13 +238,13 @@ class Gossip(Relay):
         """Everyone in every round: a release, and the parcels of that round's matrix."""
         members, found = list(self.members), list[Exchange]()
         for server_round in range(1, num_rounds + 1):
-            self.mailbox = Mailbox()
-            answer = self.answer.empty(arrays if self.exchanged(server_round) else {})
+            self.mailbox, self.exchanged = Mailbox(), self.has_edges(server_round, len(members))
+            answer = self.answer.empty(arrays if self.exchanged else {})
             found += [(member, self.visit(server_round, member), answer, 1) for member in members]
             self.deal(server_round, {member.name: answer for member in members})
             for member in members:
                 request = self.delivery(server_round, self.mailbox.waiting[member.name])
-                found.append((member, request, Committed(num_examples=0, weight=1.0, parcels=request.parcels), 1))
+                found.append((member, request, Committed(num_examples=0, parcels=request.parcels), 1))
         self.mailbox = Mailbox()
         return found
 

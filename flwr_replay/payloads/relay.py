@@ -51,7 +51,6 @@ class Committed(Payload):
     """The parcels of an exchange have been mixed and are on the institution's disk."""
 
     num_examples: int = statistic("examples", public=True)
-    weight: float = statistic("w of PushSum after mixing; it follows from the topology", public=True)
     parcels: Sequence[int] = statistic("numbers of those that it holds", default=(), public=True)
 
 

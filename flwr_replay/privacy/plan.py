@@ -9,6 +9,7 @@ from math import inf, isfinite
 from typing import Any, Self
 
 from flwr_replay.config import RunConfig, require
+from flwr_replay.errors import BudgetError, ConfigError, PrivacyError
 from flwr_replay.fields import Field
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
@@ -131,6 +132,31 @@ class PrivacyPlan:
     def fixed(self) -> list[SampledGaussian]:
         """Return what is released with noise of its own."""
         return [self.counts()] if self.covers("prior") else []
+
+    def check_first_passes(self, examples: int) -> None:
+        """Refuse where an institution could not take one pass of what every round trains.
+
+        Raises
+        ------
+        PrivacyError
+            If the budget does not allow it, delta is too large, or there are fewer examples than a batch has.
+        """
+        delta, limit = self.config.delta_for(examples), self.config.limit
+        if self.config.delta > 1 / examples:
+            raise PrivacyError(
+                f"delta may be at most one over the number of examples, {1 / examples:.2g} here; got "
+                f"{self.config.delta:g}: lower privacy.delta, or leave it out"
+            )
+        for mechanism in [name for name, _, _ in self.passes if name in ("classifier", "proxy")]:
+            try:
+                first = self.cost(mechanism, examples, 1)
+            except ConfigError as error:
+                raise PrivacyError(str(error)) from None
+            if (least := epsilon([first, *self.fixed()], delta)) > limit:
+                raise BudgetError(
+                    f"the privacy budget is epsilon {limit:g} at delta {delta:.2g}; the first pass of {mechanism} "
+                    f"alone makes {least:.2f}: choose more noise or a larger privacy.epsilon"
+                )
 
     @property
     def setting(self) -> str:

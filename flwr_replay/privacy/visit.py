@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flwr_replay.errors import BudgetError, ConfigError, PrivacyError
+from flwr_replay.errors import PrivacyError
 from flwr_replay.institution import Institution, Shard
-from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.budget import Account
 from flwr_replay.privacy.dpsgd import noisy_step, poisson_batches
 from flwr_replay.privacy.plan import PrivacyPlan
@@ -53,32 +53,6 @@ class Purse:
         """Return the account of a run."""
         config, folder = self.plan.config, self.state.of_run(run)
         return Account(folder, delta=config.delta_for(self.examples), limit=config.limit)
-
-    def check_first_passes(self) -> None:
-        """Refuse to take part where not one pass of what every round trains could be taken.
-
-        Raises
-        ------
-        PrivacyError
-            If the budget does not allow it, delta is too large, or there are fewer examples than a batch has.
-        """
-        examples, config = self.examples, self.plan.config
-        if config.delta > 1 / examples:
-            raise PrivacyError(
-                f"delta may be at most one over the number of examples, {1 / examples:.2g} here; got {config.delta:g}: "
-                "lower privacy.delta, or leave it out"
-            )
-        for mechanism in [name for name, _, _ in self.plan.passes if name in ("classifier", "proxy")]:
-            try:
-                first = self.plan.cost(mechanism, examples, 1)
-            except ConfigError as error:
-                raise PrivacyError(str(error)) from None
-            least = epsilon([first, *self.plan.fixed()], config.delta_for(examples))
-            if least > config.limit:
-                raise BudgetError(
-                    f"the privacy budget is epsilon {config.limit:g} at delta {config.delta_for(examples):.2g}; the "
-                    f"first pass of {mechanism} alone makes {least:.2f}: choose more noise or a larger privacy.epsilon"
-                )
 
     def begin(self, mechanism: str, epochs: int, request: Any) -> PrivateVisit | None:
         """Charge for some epochs of a mechanism; None where it is not private.

@@ -11,12 +11,14 @@ from torch.nn import functional
 
 from flwr_replay.client_app import backbone
 from flwr_replay.compose import compose
-from flwr_replay.errors import ConfigError, RefusedError, RunError
+from flwr_replay.errors import BudgetError, ConfigError, RefusedError, RunError
 from flwr_replay.forecast import forecast_page
 from flwr_replay.payloads.mutual import ReleasedProxy
 from flwr_replay.privacy.budget import Account
 from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.progress import Display
 from flwr_replay.rng import derived_seed
+from flwr_replay.simulate import resolve, run_inline
 from flwr_replay.training import batches, generator
 
 PROXYFL = ["strategy=proxyfl", "rounds=2"]
@@ -138,7 +140,7 @@ def test_an_epsilon_says_whether_it_is_proven(folder, beta, proven):
     ]
     assert texts
     assert all(("not a proof" in text) != proven for text in texts)
-    page = forecast_page(compose(["strategy=proxyfl", "task=digits", "model=mlp", "nodes=4", f"beta={beta}", *DP]))
+    page = forecast_page(compose(["strategy=proxyfl", "task=digits", "model=mlp", "nodes=4", f"beta={beta}", *DP[:2]]))
     assert (CLAIM in page) != proven
 
 
@@ -181,6 +183,15 @@ def test_a_budget_below_the_first_step_is_refused_before_any_training(folder):
         run(folder, *PROXYFL, *DP, "epsilon=0.01", name="poor")
     known = (folder / "runs" / "poor" / "run-id").read_text().strip()
     assert not [path for path in folder.glob(f"state/*/{known}/*") if path.suffix == ".safetensors"]
+
+
+def test_a_simulation_that_no_institution_can_afford_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    overrides, config = resolve([*PROXYFL, "model=mlp", "epsilon=0.01"], str(tmp_path / "runs"), "")
+    for refused in (lambda: run_inline(overrides, Display()), lambda: forecast_page(config)):
+        with pytest.raises(BudgetError, match=r"epsilon 0\.01 .*the first pass of proxy alone makes"):
+            refused()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("stage", ["train-proxy", "deliver"])
