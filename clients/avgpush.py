@@ -18,6 +18,8 @@ __all__ = ["AvgPushClient"]
 class AvgPushClient(PeerClient):
     """Trains a model of its own and gives it away."""
 
+    private = ("classifier",)
+
     def push(self, visit: Push) -> Released:
         """Train for one pass and release θ."""
         data, (theta, w) = self.training_data(), self.begin(visit)

@@ -12,3 +12,5 @@ __all__ = ["CentralClient"]
 
 class CentralClient(CWTClient):
     """Trains on the union of all institutions' data."""
+
+    private = ("classifier",)

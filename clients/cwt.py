@@ -15,6 +15,8 @@ __all__ = ["CWTClient"]
 class CWTClient(InstitutionClient):
     """Trains the visiting model on the institution's data."""
 
+    private = ("generator", "prior", "classifier")
+
     def train(self, visit: Visit) -> Visited:
         """Train for one visit and hand the model back."""
         data, learner = self.training_data(visit.pooled), self.learner(visit)

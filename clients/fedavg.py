@@ -14,6 +14,8 @@ __all__ = ["FedAvgClient"]
 class FedAvgClient(InstitutionClient):
     """Trains the global model on the institution's data."""
 
+    private = ("generator", "prior", "classifier")
+
     def train(self, visit: Visit) -> Visited:
         """Train for E passes and return the weights."""
         data, learner = self.training_data(), self.learner(visit)

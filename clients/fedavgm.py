@@ -9,3 +9,5 @@ __all__ = ["FedAvgMClient"]
 
 class FedAvgMClient(FedAvgClient):
     """Trains the global model on the institution's data."""
+
+    private = ("generator", "prior", "classifier")

@@ -16,6 +16,8 @@ __all__ = ["FedProxClient"]
 class FedProxClient(InstitutionClient):
     """Trains the global model on the institution's data, near where it began."""
 
+    private = ("generator", "prior")
+
     def train(self, visit: Visit) -> Visited:
         """Train for E passes and return the weights; the loss reported is L, without the proximal term."""
         data, learner = self.training_data(), self.learner(visit)

@@ -39,6 +39,8 @@ HELD_OUT = 10  # without a validation split, every tenth training example judges
 class FedReplayClient(InstitutionClient):
     """Trains the encoder if asked to, and uploads latent variables."""
 
+    private = ("encoder",)
+
     def encode(self, request: Encode) -> Encoder:
         """Stage 1: train the whole backbone until it stops improving on validation data; return the encoder only."""
         model = self.scratch_model(request.arrays)
@@ -62,7 +64,7 @@ class FedReplayClient(InstitutionClient):
             train_loss = mean_loss(losses)
             epoch, since_best = epoch + 1, since_best + 1
             validation = self.task.evaluate(model, held_out.x, held_out.y).loss
-            if validation < best:
+            if validation is not None and validation < best:
                 best, best_loss, since_best, best_arrays = validation, train_loss, 0, to_arrays(model)
         if best == float("inf"):
             raise DivergedError("the encoder's validation loss must become finite: lower training.lr and run anew")

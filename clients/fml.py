@@ -15,6 +15,8 @@ __all__ = ["FMLClient"]
 class FMLClient(PairClient):
     """Trains a private model and the common proxy."""
 
+    private = ("proxy",)
+
     def train_mutually(self, visit: TrainMutually) -> MutualVisited:
         """Train both for one pass and return the proxy."""
         data, learner = self.training_data(), self.pair(visit, visit.arrays)

@@ -16,6 +16,8 @@ __all__ = ["LocalClient"]
 class LocalClient(InstitutionClient):
     """Trains a model that never leaves."""
 
+    private = ("classifier",)
+
     def train_own(self, visit: TrainOwn) -> Trained:
         """Train the institution's own model for one pass."""
         data, kept = self.training_data(), self.kept("model", visit)

@@ -16,6 +16,8 @@ __all__ = ["ProxyFLClient"]
 class ProxyFLClient(PairClient, PeerClient):
     """Trains a private model and a proxy; only the proxy is given away."""
 
+    private = ("proxy",)
+
     def train_proxy(self, visit: TrainProxy) -> ReleasedProxy:
         """Train both for one pass and release the proxy."""
         data, (theta, w) = self.training_data(), self.begin(visit)

@@ -26,6 +26,7 @@ from flwr_replay.client_app import app, backbone
 from flwr_replay.compose import compose, load_strategy, overrides_of
 from flwr_replay.engine import InlineGrid
 from flwr_replay.forecast import forecast
+from flwr_replay.opening import new_run_id
 from flwr_replay.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.server_app import execute, settings_of
@@ -167,7 +168,7 @@ def _check_inputs(job: list[str]) -> None:
     build, strategy_type = backbone(config.model, config.task), load_strategy(config.strategy.name)[0]
     initial = array_record(to_arrays(build(derived_seed(config.seed, "model"))))
     before = {key: array.copy() for key, array in opened(initial).items()}
-    settings = replace(settings_of(config), run="inputs")
+    settings = replace(settings_of(config), run=new_run_id(config))
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(job)}, 3)
     strategy_type(config.strategy, settings).start(grid=grid, initial_arrays=initial, num_rounds=1)
     for key, array in opened(initial).items():

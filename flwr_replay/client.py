@@ -6,9 +6,10 @@ request and returns the payload that the request's declaration promises.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from flwr.app import ArrayRecord
@@ -16,7 +17,7 @@ from flwr.client import NumPyClient
 from torch import nn
 
 from flwr_replay.config import TrainingConfig
-from flwr_replay.errors import ConfigError, PrivacyError, TrainingError, WireError
+from flwr_replay.errors import ConfigError, TrainingError, WireError
 from flwr_replay.institution import Institution, Shard
 from flwr_replay.learning import Learner
 from flwr_replay.models import placed
@@ -26,8 +27,11 @@ from flwr_replay.privacy.visit import Purse
 from flwr_replay.replay.institution import GenerativeStages
 from flwr_replay.replay.plan import Replaying
 from flwr_replay.replay.replayer import Replayer
+from flwr_replay.rng import derived_seed
 from flwr_replay.state import StateStore, load_optimizer_arrays, optimizer_arrays
+from flwr_replay.tensors import digest
 from flwr_replay.training import (
+    check_weights,
     encoded,
     form_of,
     generator,
@@ -62,7 +66,11 @@ class InstitutionClient(NumPyClient):
         What is trained by DP-SGD; None: nothing.
     private_model : Callable[[int], nn.Module] | None
         Builds the model that never leaves, for methods that have one beside the common one; None: like that.
+    bound : str
+        What a run is bound to, from `flwr_replay.binding.binding`.
     """
+
+    private: ClassVar[tuple[str, ...]] = ()  # what this method's stages train by DP-SGD; a subclass says it anew
 
     def __init__(
         self,
@@ -74,6 +82,7 @@ class InstitutionClient(NumPyClient):
         replaying: Replaying | None = None,
         privacy: PrivacyPlan | None = None,
         private_model: Callable[[int], nn.Module] | None = None,
+        bound: str = "",
     ) -> None:
         self.institution = institution
         self.fresh = model
@@ -81,7 +90,7 @@ class InstitutionClient(NumPyClient):
         self.task = task
         self.training = training or TrainingConfig()
         self.seed = seed
-        self.state = StateStore(institution)
+        self.state, self.bound = StateStore(institution, bound), bound
         self.purse = Purse(privacy, institution, self.state, seed) if privacy else None
         self.replay = GenerativeStages(institution, self.state, replaying, self.purse) if replaying else None
 
@@ -96,7 +105,7 @@ class InstitutionClient(NumPyClient):
     def evaluate(self, parameters: Any, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Answer an evaluation request."""
         _, metrics, _ = self.answer(parameters, config).parts()
-        return metrics.pop("loss"), metrics.pop("num-examples"), metrics
+        return metrics.pop("loss", math.nan), metrics.pop("num-examples"), metrics
 
     def answer(self, parameters: Any, config: dict[str, Any]) -> Payload:
         """Decode a request, call the method of its stage, and check that it gives what was declared.
@@ -105,8 +114,12 @@ class InstitutionClient(NumPyClient):
         ------
         ConfigError
             If this method has no such stage.
+        PrivacyError
+            If the run was begun under other options.
+        RefusedError
+            If the institution's policy takes other weights only.
         WireError
-            If the method returns another payload than the request's declaration promises.
+            If weights cannot meet data, or the method returns another payload than the request's declaration promises.
         """
         stage = str(config.get("stage", ""))
         request = REQUESTS.get(stage)
@@ -119,11 +132,16 @@ class InstitutionClient(NumPyClient):
                 f"{type(self).__name__} has no stage {stage!r}: server and institution run other versions"
             )
         arrays = parameters.state_dict() if isinstance(parameters, NamedArrays) else {}
+        check_weights(arrays)
+        if arrays:
+            self.institution.policy.check_weights(stage, digest(arrays), lambda: digest(self.random_like(arrays)))
         asked = request.of(arrays, config)
         if isinstance(asked, LabelScale) and asked.label_mean is not None and asked.label_scale is not None:
             self.task = self.task.scaled(asked.label_mean, asked.label_scale)
-        if run := getattr(asked, "run", ""):
-            self.state.settle(run, self.purse.plan.setting if self.purse else "none")
+        if "split" in request.declared():
+            self.institution.check_split(getattr(asked, "split", ""))
+        if (run := getattr(asked, "run", "")) or self.purse:
+            self.state.bind(run, self.bound)
         answer = method(asked)
         if type(answer) is not request.answer:
             raise WireError(
@@ -156,9 +174,14 @@ class InstitutionClient(NumPyClient):
 
     def evaluate_model(self, request: Evaluate) -> Evaluation:
         """Test the weights that came on the institution's test shard, or on its training examples."""
-        if request.split == "train" and self.purse and self.purse.plan.config.end_to_end:
-            raise PrivacyError("dp=end-to-end does not cover metrics on training examples; they were asked for")
         return self.evaluated(request.arrays, request.split)
+
+    def random_like(self, arrays: StateDict) -> StateDict:
+        """Return the weights of these names that the run's seed gives to a fresh model, or to a fresh generator."""
+        fresh = to_arrays(self.fresh(derived_seed(self.seed, "model")))
+        if self.replay and not arrays.keys() <= fresh.keys():
+            fresh = to_arrays(self.replay.replaying.fresh_generator())
+        return {name: fresh[name] for name in arrays if name in fresh}
 
     # --- helpers of the methods' loops ------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from flwr.app import Context
 from torch import nn
 
+from flwr_replay.binding import binding
 from flwr_replay.client import InstitutionClient
 from flwr_replay.compose import load_client, model_named
 from flwr_replay.config import ModelConfig, TaskConfig
@@ -36,6 +37,7 @@ def make_client(context: Context) -> InstitutionClient:
         Replaying.of(config),
         PrivacyPlan.of(config),
         backbone(model_named(institution.private_model), config.task) if institution.private_model else None,
+        binding(config),
     )
     assert isinstance(client, InstitutionClient)
     return client

@@ -29,9 +29,10 @@ class Field:
     dtypes: tuple[str, ...] = ()  # of a per-sample or synthetic array; empty: any
     unit: str = ""
     part: bool = False  # of the model that came, not all of it
-    dp: str = ""  # the mechanism that makes it differentially private, where that is switched on
+    dp: str = ""  # the mechanism that makes it differentially private, where that is switched on; never inherited
     withheld: bool = False  # not sent where another field of its payload is made private
     public: bool = False  # declared public wherever a claim is made: it says how many examples there are
+    counted: bool = False  # of a test: a number of examples or pixels, which a policy may let leave where no more may
 
 
 def _declare(declaration: Field, default: Any) -> Any:
@@ -51,10 +52,15 @@ def per_sample(shape: str, *dtypes: str, raw: bool = False, default: Any = datac
 
 
 def statistic(
-    unit: str, default: Any = dataclasses.MISSING, dp: str = "", withheld: bool = False, public: bool = False
+    unit: str,
+    default: Any = dataclasses.MISSING,
+    dp: str = "",
+    withheld: bool = False,
+    public: bool = False,
+    counted: bool = False,
 ) -> Any:
     """Declare a number, or a list of numbers, computed from an institution's data; what else is as in `Field`."""
-    return _declare(Field("statistic", unit=unit, dp=dp, withheld=withheld, public=public), default)
+    return _declare(Field("statistic", unit=unit, dp=dp, withheld=withheld, public=public, counted=counted), default)
 
 
 def instruction(unit: str = "", default: Any = dataclasses.MISSING) -> Any:

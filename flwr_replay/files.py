@@ -6,8 +6,9 @@ import errno
 import json
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "stamp",
     "sync",
     "write_atomic",
+    "write_once",
 ]
 
 
@@ -112,6 +114,18 @@ def write_atomic(
     os.replace(temporary, path)
     if to_disk:
         sync(path.parent)
+
+
+def write_once(path: Path, text: str) -> str:
+    """Write a file unless there is one, and return what it holds; of several that write at once, one is the first."""
+    if not path.exists():
+        mine = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+        write_atomic(mine, text)
+        with suppress(FileExistsError):
+            os.link(mine, path)  # whole, or not at all; where there is one by now, that one stays
+        mine.unlink()
+        sync(path.parent)
+    return path.read_text(encoding="utf-8")
 
 
 def sync(folder: Path) -> None:

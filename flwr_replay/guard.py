@@ -1,21 +1,33 @@
 """The institution's last word, as a Flower mod around any ClientApp: policy first, own ledger before anything leaves.
 
 app = ClientApp(mods=[guard])
+
+What is refused here holds against any server and any sequence of its messages: what the policy forbids, mechanisms that
+a method does not have, and answers that state another epsilon and delta than the institution's own account.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any
 
-from flwr.app import Context, Message
+from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp.typing import ClientAppCallable
 
 from flwr_replay.compose import load_client
-from flwr_replay.errors import FlwrReplayError, PrivacyError, RefusedError, TrainingError, WireError
+from flwr_replay.config import RunConfig
+from flwr_replay.errors import DivergedError, FlwrReplayError, PrivacyError, RefusedError, TrainingError, WireError
 from flwr_replay.institution import Institution, institution_of
-from flwr_replay.payloads.common import Failure
-from flwr_replay.privacy.plan import PrivacyPlan
-from flwr_replay.wire import REQUESTS, Payload, Request, config_in, metrics_in, request_of, rows
+from flwr_replay.payloads.common import Evaluation, Failure
+from flwr_replay.policy import Policy
+from flwr_replay.privacy.plan import PrivacyPlan, mechanisms_of
+from flwr_replay.privacy.visit import Purse
+from flwr_replay.state import StateStore
+from flwr_replay.wire import REQUESTS, Payload, Request, Row, config_in, metrics_in, request_of, rows
 
 __all__ = ["guard"]
 
@@ -27,63 +39,151 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
     was broken; what the data or this machine look like (paths, values, tracebacks) stays in the institution's own log.
     """
     deployed = "data" in context.node_config or "name" in context.node_config
-    name = str(context.node_config.get("name", ""))
+    instructions = config_in(message.content) if message.has_content() else {}
     try:
         institution, config = institution_of(context)
-        load_client(config.strategy.name)  # declares the payloads of the method
-        plan = PrivacyPlan.of(config)
+        plan = _plan(config)
     except Exception as error:
-        return _failure(message, error, name, deployed)
-    request = request_of(message)
+        return _failure(message, error, str(context.node_config.get("name", "")), deployed)
+    run = str(instructions.get("run", context.run_id))
     try:
-        institution.policy.check_strategy(config.strategy.name)
-        if request is not None:
-            for asked in _asked(message, request):
-                institution.policy.check_release(asked, plan.promise if plan else None)
-            _check_size_before(institution, message, request.answer)
-        reply = call_next(message, context)
-        found = list(rows(reply.content, request.answer if request else None))
-        if plan:
-            found = plan.protected(found, request.answer if request else None, metrics_in(reply.content))
-        if request is None:  # nothing was declared: what is there shows only now
-            for row in found:
-                institution.policy.check_field(row.field, row.kind)
-        institution.policy.check_upload(sum(row.bytes for row in found), "the answer")
+        reply, found = _answered(message, context, call_next, institution, config, run)
     except Exception as error:
-        reply = _failure(message, error, institution.name, deployed)
+        reply = _failure(message, error, institution.name, deployed, secretive=plan is not None)
         found = list(rows(reply.content, Failure))
-    instructions = config_in(message.content)
     try:
         institution.record_release(
             found,
-            run=str(instructions.get("run", context.run_id)),
+            run=run,
             server_round=int(instructions.get("server-round", 0)),
             stage=str(instructions.get("stage", message.metadata.message_type)),
+            split=str(instructions.get("split", "")),
         )
     except Exception as error:  # what cannot be written down does not leave; only this notice does
-        return _failure(message, error, institution.name, deployed)
+        return _failure(message, error, institution.name, deployed, secretive=plan is not None)
     return reply
 
 
-def _asked(message: Message, request: type[Request]) -> list[type[Payload]]:
-    """Return what would leave: this stage's answer, and at the roll call those of all stages announced."""
-    announced = config_in(message.content).get("stages", [])
-    return [request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS)]
+def _answered(
+    message: Message,
+    context: Context,
+    call_next: ClientAppCallable,
+    institution: Institution,
+    config: RunConfig,
+    run: str,
+) -> tuple[Message, list[Row]]:
+    """Return the answer, and its fields with what protects them."""
+    plan, policy, request = _plan(config), institution.policy, request_of(message)
+    answer, store = request.answer if request else None, StateStore(institution)
+    _check_request(message, request, policy, config)
+    if answer and issubclass(answer, Evaluation):
+        policy.check_evaluations(store.count_test(run))
+    private = plan.private_fields(answer) if plan and answer else {}
+    purse = Purse(plan, institution, store, config.seed) if plan else None
+    before = purse.charged(run) if purse and private else ()
+    reply = call_next(message, context)
+    if answer and issubclass(answer, Evaluation) and policy.told_metrics == "counted":
+        _keep_counts(reply, answer)
+    found, told = list(rows(reply.content, answer)), metrics_in(reply.content)
+    if plan and purse:
+        leaving = {row.field for row in found}
+        plan.check_withheld(answer, leaving)
+        if named := {field: mechanism for field, mechanism in private.items() if field in leaving}:
+            _check_account(purse, run, named, before, told)
+        found = plan.protected(found, answer, told)
+    if request is None:  # nothing was declared: what is there shows only now
+        for row in found:
+            policy.check_field(row.field, row.kind)
+    policy.check_upload(sum(row.bytes for row in found), "the answer")
+    return reply, found
 
 
-def _check_size_before(institution: Institution, message: Message, answer: type[Payload]) -> None:
+@lru_cache(maxsize=64)
+def _plan(config: RunConfig) -> PrivacyPlan | None:
+    """Return what a run trains by DP-SGD, if this institution's half of the method does train it so."""
+    client = load_client(config.strategy.name)  # declares the payloads of the method, too
+    if plan := PrivacyPlan.of(config):
+        plan.check_method(config.strategy.name, mechanisms_of(client))
+    return plan
+
+
+def _check_request(message: Message, request: type[Request] | None, policy: Policy, config: RunConfig) -> None:
+    """Refuse what can be refused before any data are read."""
+    plan, instructions = _plan(config), config_in(message.content)
+    policy.check_strategy(config.strategy.name)
+    _check_options(policy, config)
+    policy.check_limits({**instructions, **metrics_in(message.content)})
+    if plan:
+        policy.check_delta(plan.config.delta)
+    if request is None:
+        return
+    request.check_scalars(message.content)
+    if int(instructions.get("server-round", 0)) < 0:
+        raise WireError(f"server-round counts exchanges from 0; got {instructions['server-round']}")
+    announced = instructions.get("stages", [])  # at the roll call: what will be asked for
+    for asked in (request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS)):
+        policy.check_release(asked, plan.promise if plan else None)
+    _check_size(message, policy, request.answer)
+
+
+@lru_cache(maxsize=64)  # the same options come with every message
+def _check_options(policy: Policy, config: RunConfig) -> None:
+    """Refuse a configuration that asks for more than the policy's limits."""
+    for section, values in asdict(config).items():
+        policy.check_limits(
+            {f"{section}.{name}": value for name, value in values.items()}
+            if isinstance(values, dict)
+            else {section: values}
+        )
+
+
+def _check_size(message: Message, policy: Policy, answer: type[Payload]) -> None:
     """Whole models leave as large as they came: refuse them before any data are read."""
     arrays = message.content.get("arrays")
     if arrays and any(field.kind == "model" and not field.part for field in answer.declared().values()):
-        institution.policy.check_upload(arrays.count_bytes(), "the model")
+        policy.check_upload(arrays.count_bytes(), "the model")
 
 
-def _failure(message: Message, error: Exception, name: str, deployed: bool) -> Message:
+def _keep_counts(reply: Message, answer: type[Payload]) -> None:
+    """Leave in the answer to a test what counts examples."""
+    counted = {name for name, field in answer.by_key().items() if field.counted}
+    kept = {name: value for name, value in metrics_in(reply.content).items() if name in counted}
+    if not kept.keys() - {"num-examples"}:
+        raise RefusedError(
+            "policy lets counts of a test leave (metrics: counted); this task's metrics are no counts: choose a "
+            "classification or segmentation, or ask the institution to change its policy file"
+        )
+    reply.content["metrics"] = MetricRecord(kept)
+
+
+def _check_account(
+    purse: Purse, run: str, private: Mapping[str, str], before: Sequence[str], told: Mapping[str, Any]
+) -> None:
+    """Let nothing leave as private that this message has not been charged for, under any other epsilon than charged."""
+    account = purse.account(run)
+    charged = Counter(account.mechanisms) - Counter(before)
+    for field, mechanism in private.items():
+        if not charged[mechanism]:
+            raise PrivacyError(
+                f"{field} leaves as trained by DP-SGD only if its {mechanism} has been charged; the account of run "
+                f"{run!r} has no such charge for this answer: choose dp=none, or a method that trains it so"
+            )
+    if (told.get("epsilon"), told.get("delta")) != (account.stated_epsilon, account.delta):
+        raise PrivacyError(
+            f"an answer states the epsilon and delta of the institution's account, {account.stated_epsilon} and "
+            f"{account.delta:g}; it states {told.get('epsilon')} and {told.get('delta')}: it is kept back"
+        )
+
+
+def _failure(message: Message, error: Exception, name: str, deployed: bool, secretive: bool = False) -> Message:
+    """Answer by a notice; a secretive one tells nothing that could come of data without noise."""
+    log = logging.getLogger("flwr")
     told = isinstance(error, (PrivacyError, RefusedError, TrainingError, WireError)) or not deployed
+    told &= not (secretive and isinstance(error, DivergedError))
+    kind = "FlwrReplayError" if secretive and not told else type(error).__name__
     if not isinstance(error, FlwrReplayError):
-        logging.getLogger("flwr").error("this institution cannot answer", exc_info=error)
+        log.error("this institution cannot answer", exc_info=error)
     elif not told:
-        logging.getLogger("flwr").error("this institution cannot answer: %s", error)
-    line = " ".join(str(error).split()) if told else f"{type(error).__name__}; the institution's own log says more"
-    line = line or type(error).__name__
-    return Message(Failure(failure=line, error=type(error).__name__, name=name).encode(), reply_to=message)
+        log.error("this institution cannot answer: %s", error)
+    line = " ".join(str(error).split()) if told else f"{kind}; the institution's own log says more"
+    return Message(Failure(failure=line or kind, error=kind, name=name).encode(), reply_to=message)

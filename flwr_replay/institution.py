@@ -22,7 +22,7 @@ from torch import Tensor
 from flwr_replay.compose import from_run_config
 from flwr_replay.config import PartitionConfig, RunConfig, TaskConfig
 from flwr_replay.data import Dataset, Examples, Partition, institution_name, load, partition
-from flwr_replay.errors import ConfigError, DataError, TrainingError, nearest
+from flwr_replay.errors import ConfigError, DataError, RefusedError, TrainingError, nearest
 from flwr_replay.files import home, make_folder
 from flwr_replay.ledger import Ledger
 from flwr_replay.policy import Policy, read_policy
@@ -65,6 +65,7 @@ class Institution:
     policy: Policy = field(default_factory=Policy)
     state_root: Path = field(default_factory=lambda: home() / "state")
     tested_elsewhere: bool = False  # on its external examples, too
+    looked_back: bool = False  # on its training examples, too: the run's configuration has forgetting=true
     private_model: str = ""  # of conf/model, where a method has a model that never leaves; empty: as the common one
     durable: bool = False  # wait until ledger lines are on the disk before anything leaves
 
@@ -139,6 +140,14 @@ class Institution:
             return self.external
         return self.train if split == "train" else self.test
 
+    def check_split(self, split: str) -> None:
+        """Refuse a test on examples that the run's configuration does not name."""
+        if not {"test": True, "train": self.looked_back, "external": self.tested_elsewhere}.get(split, False):
+            raise RefusedError(
+                "an institution tests on its test examples, with forgetting=true on its training examples and with "
+                f"external=true on others'; this run asks for split={split!r} without it: refused"
+            )
+
     @cached_property
     def pooled(self) -> Shard:
         """The union of all institutions' training examples; a simulation only can pool them."""
@@ -149,10 +158,11 @@ class Institution:
             )
         return Shard.of(self.read_pooled().train, self.device)
 
-    def record_release(self, rows: list[Row], *, run: str, server_round: int, stage: str) -> None:
-        """Write to the institution's own ledger what is about to leave."""
+    def record_release(self, rows: list[Row], *, run: str, server_round: int, stage: str, split: str = "") -> None:
+        """Write to the institution's own ledger what is about to leave, of a test also on which examples."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        self._ledger.record({"time": now, "run": run, "round": server_round, "stage": stage}, rows)
+        on = {"split": split} if split else {}
+        self._ledger.record({"time": now, "run": run, "round": server_round, "stage": stage, **on}, rows)
         self._ledger.flush(to_disk=self.durable)
 
     @cached_property
@@ -203,6 +213,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state",
         tested_elsewhere=config.external,
+        looked_back=config.forgetting,
         private_model=_private_model(config, owned),
         durable=True,
     )
@@ -230,6 +241,7 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation",
         tested_elsewhere=config.external,
+        looked_back=config.forgetting,
         private_model=private[k % len(private)] if private else "",
     )
 

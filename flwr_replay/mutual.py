@@ -178,10 +178,9 @@ class MutualLearner:
         Raises
         ------
         DivergedError
-            If it is not finite.
+            If it is not finite, and told.
         """
-        mean = mean_loss(self.losses) if self.losses else None
-        return None if self.dp or self.rests else mean
+        return mean_loss(self.losses) if self.losses and not (self.dp or self.rests) else None
 
 
 def answers(model: nn.Module, x_B: Tensor) -> Tensor:

@@ -5,8 +5,11 @@ The private model, its optimizer and the proxy's optimizer lie in one file of th
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import BudgetError, PrivacyError
@@ -54,16 +57,28 @@ class PairClient(InstitutionClient):
             try:
                 dp = self.purse.begin("proxy", 1, visit)
             except BudgetError:  # it is used up, so θ stays as it is, and φ goes on
+                self.purse.rest("proxy", visit)
                 rests = True
         return MutualLearner(private, common, self.task, visit, self.batch_size, dp, rests)
 
     def keep_pair(self, visit: Any, learner: MutualLearner) -> dict[str, Any]:
-        """Keep what never leaves; return what an answer says of the training."""
+        """Keep what never leaves; return what an answer says of the training.
+
+        Whether φ has diverged depends on the examples, and no noise covers it. So where the proxy is private nobody is
+        told: φ begins anew from where it was before this visit, its optimizer afresh.
+        """
         loss = learner.loss()
         kept = {f"model.{name}": array for name, array in to_arrays(learner.private.model).items()}
+        diverged = not all(np.isfinite(array).all() for array in kept.values())
+        if diverged:
+            logging.getLogger("flwr").warning("the private model diverged in exchange %s", visit.server_round)
+            before = self.state.load("pair", visit.run, visit.server_round) or {}
+            own = under("model.", before) or to_arrays(self.fresh_private(visit.private_seed))
+            kept = {f"model.{name}": array for name, array in own.items()}
         if visit.optimizer_state == "keep":
             for half, prefix in ((learner.private, "optimizer."), (learner.proxy, "proxy-optimizer.")):
-                kept |= {f"{prefix}{slot}": array for slot, array in optimizer_arrays(half.optimizer).items()}
+                if half is learner.proxy or not diverged:
+                    kept |= {f"{prefix}{slot}": array for slot, array in optimizer_arrays(half.optimizer).items()}
         self.save("pair", visit, kept, give=True)
         told = {"num_examples": len(self.institution.train), "examples_seen": learner.seen, "train_loss": loss}
         return {**told, "proxy_steps": learner.proxy_steps}

@@ -20,7 +20,7 @@ from flwr_replay.errors import TrainingError
 from flwr_replay.movements.topology import mixed, parcel
 from flwr_replay.payloads.relay import Committed, Deliver, PeerVisit
 from flwr_replay.tensors import under
-from flwr_replay.training import encoded, to_arrays
+from flwr_replay.training import check_weights, encoded, to_arrays
 from flwr_replay.wire import StateDict, opened
 
 __all__ = ["PeerClient"]
@@ -47,6 +47,7 @@ class PeerClient(InstitutionClient):
                 f"{visit.run!r} is gone: restore the state directory, or begin a new run"
             )
         self.state.forget_after("mixed", visit.run, visit.committed)
+        check_weights(theta)  # the server has chosen the shares
         return theta, w
 
     def release(self, visit: Any, model: nn.Module, w: float) -> dict[str, Any]:

@@ -203,9 +203,10 @@ def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
 def _with_skew(result: dict[str, Any], folder: Path, part: Partition) -> tuple[dict[str, Any], Path]:
     """Add to a simulated run how skewed its institutions were, and their pictures; a deployment cannot know either."""
     from flwr_replay.replay.pictures import gather
+    from flwr_replay.state import RUNS
 
     run_id = (folder / "run-id").read_text(encoding="utf-8").strip()
-    gather({name: home() / "state" / "simulation" / name / run_id for name in part.names}, folder)
+    gather({name: home() / "state" / "simulation" / name / RUNS / run_id for name in part.names}, folder)
     result = {**result, "skew": part.skew}
     write_atomic(folder / "result.json", json.dumps(result, indent=2) + "\n")
     return result, folder

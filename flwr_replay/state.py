@@ -20,14 +20,16 @@ from typing import NamedTuple
 import torch
 from safetensors.numpy import load_file
 
+from flwr_replay.binding import differing
 from flwr_replay.errors import PrivacyError, WireError
-from flwr_replay.files import NAME, private_folder, stamp, write_atomic
+from flwr_replay.files import NAME, private_folder, stamp, write_once
 from flwr_replay.institution import Institution
 from flwr_replay.tensors import write_tensors
 from flwr_replay.wire import StateDict
 
 __all__ = ["StateStore", "load_optimizer_arrays", "optimizer_arrays"]
 
+RUNS = "runs"  # the folder of all runs: their names come from the server, and must not meet the institution's own files
 SUFFIX = ".safetensors"
 HELD = 256 * 2**20  # bytes of arrays in memory
 
@@ -35,8 +37,8 @@ HELD = 256 * 2**20  # bytes of arrays in memory
 class StateStore:
     """Arrays under a key, as they stood after an exchange of a run."""
 
-    def __init__(self, institution: Institution) -> None:
-        self.institution = institution
+    def __init__(self, institution: Institution, bound: str = "") -> None:
+        self.institution, self.bound = institution, bound
 
     @property
     def folder(self) -> Path:
@@ -47,17 +49,31 @@ class StateStore:
         """Return the folder of what belongs to a run; it may not be there yet."""
         if not NAME.fullmatch(run):  # it comes from the server and must not lead out of the state directory
             raise WireError(f"a run's id has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
-        return self.folder / run
+        return self.folder / RUNS / run
 
-    def settle(self, run: str, setting: str) -> None:
-        """Note at the first message of a run under which setting it is made; later ones must have the same.
+    def bind(self, run: str, bound: str) -> None:
+        """Write down at the first message of a run what it is bound to; later ones must be bound to the same.
+
+        Parameters
+        ----------
+        run : str
+            Its id.
+        bound : str
+            From `flwr_replay.binding.binding`.
 
         Raises
         ------
         PrivacyError
-            If this run was begun under another: what it has left here may depend on data without noise.
+            If this run was begun under other options: what it has left here may depend on data without noise.
         """
-        _settle(self.of_run(run), setting)
+        _bind(self.of_run(run), bound)
+
+    def count_test(self, run: str) -> int:
+        """Count a test that a run asks for; return how many there were before."""
+        private_folder(folder := self.of_run(run))
+        with open(folder / "tests", "ab") as file:
+            file.write(b".")
+            return file.tell() - 1
 
     def save(
         self, key: str, run: str, server_round: int, arrays: StateDict, to_disk: bool = True, give: bool = False
@@ -177,15 +193,15 @@ _lately = Lately()
 
 
 @lru_cache(maxsize=1024)  # a process looks once
-def _settle(folder: Path, setting: str) -> None:
-    path = folder / "setting"
+def _bind(folder: Path, bound: str) -> None:
+    path = folder / "options.json"
     if not path.exists():
         private_folder(folder)
-        write_atomic(path, setting)
-    elif path.read_text(encoding="utf-8") != setting:
+    before = write_once(path, bound)
+    if before != bound:
         raise PrivacyError(
-            "a run keeps its privacy options, since what it has left here may depend on data without noise; "
-            f"{folder.name!r} was begun with others: begin a new run"
+            "a run keeps its options, since what it has left here may depend on data without noise; run "
+            f"{folder.name!r} was begun with others ({differing(before, bound)}): begin a new run"
         )
 
 

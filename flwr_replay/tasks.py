@@ -95,8 +95,9 @@ class Task(ABC):
         n = sum(evaluation.num_examples for evaluation in evaluations)
         if n < 1:
             raise WireError(f"an evaluation must be of at least one example; got {n}")
-        loss = sum(evaluation.loss * evaluation.num_examples for evaluation in evaluations) / n
-        return {**self.pooled(evaluations), "loss": float(loss)}
+        told = [(one.loss, one.num_examples) for one in evaluations if one.loss is not None]
+        loss = {"loss": float(sum(loss * n_k for loss, n_k in told) / n)} if len(told) == len(evaluations) else {}
+        return {**self.pooled(evaluations), **loss}
 
     @abstractmethod
     def pooled(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import lru_cache
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from flwr_replay.files import write_atomic
 from flwr_replay.wire import StateDict
 
-__all__ = ["under", "write_tensors"]
+__all__ = ["digest", "under", "write_tensors"]
 
 CODES = {  # safetensors' names of NumPy's dtypes
     "bool": "BOOL",
@@ -70,6 +71,15 @@ def write_tensors(
 def under(prefix: str, arrays: StateDict) -> StateDict:
     """Return the arrays whose names begin so, by the rest of their names."""
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def digest(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Return the SHA-256 of names, dtypes, shapes and numbers, in hexadecimal digits."""
+    found = sha256()
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
 
 
 @lru_cache(maxsize=256)  # the same models are written again and again

@@ -22,10 +22,12 @@ __all__ = [
     "as_input",
     "at_once",
     "batches",
+    "check_weights",
     "encoded",
     "form_of",
     "generator",
     "iterations",
+    "largest",
     "late_steps",
     "learning_rate",
     "load_arrays",
@@ -37,6 +39,7 @@ __all__ = [
     "to_arrays",
 ]
 
+HUGE = 1e18  # a weight's size, beyond which sums of squares overflow in float32
 GATHERED = 8  # batches that are taken from a shard together
 
 
@@ -75,6 +78,19 @@ def form_of(arrays: StateDict) -> str:
 @lru_cache(maxsize=64)
 def _digest(form: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]) -> str:
     return sha256("\n".join(f"{name} {shape} {dtype}" for name, shape, dtype in form).encode()).hexdigest()[:16]
+
+
+def check_weights(arrays: StateDict) -> None:
+    """Raise `WireError` where weights are not finite, or so large that what they make of data is not: it would tell."""
+    for name, array in arrays.items():
+        if np.issubdtype(array.dtype, np.inexact) and not largest({name: array}) <= HUGE:  # nor NaN
+            raise WireError(f"weights must be finite and at most {HUGE:g} in size; {name!r} is not")
+
+
+def largest(arrays: StateDict) -> float:
+    """Return the largest size of any number; NaN if one is."""
+    ends = [(float(array.max()), -float(array.min())) for array in arrays.values() if array.size]
+    return float(np.max(ends, initial=0.0))
 
 
 def load_arrays(module: nn.Module, weights: Weights) -> None:

@@ -9,6 +9,7 @@ so that a ClientApp which knows nothing of this package reads `message.content["
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import math
 from collections.abc import Iterator, Mapping
@@ -112,12 +113,17 @@ class Payload:
     @classmethod
     @cache
     def declared(cls) -> dict[str, Field]:
-        """Return field name to declaration; a field without one is an error of the payload's author."""
-        fields = {}
+        """Return field name to declaration; a field without one is an error of the payload's author.
+
+        What protects a field holds for the class that declares it. A subclass is the answer of another method, which
+        may not train by DP-SGD at all, so there the field is unprotected until it is declared anew.
+        """
+        fields, own = {}, inspect.get_annotations(cls)
         for field in dataclasses.fields(cls):
             if "wire" not in field.metadata:
                 raise WireError(f"{cls.__name__}.{field.name} does not declare what it is; use model(), per_sample() …")
-            fields[field.name] = field.metadata["wire"]
+            declaration = field.metadata["wire"]
+            fields[field.name] = declaration if field.name in own else dataclasses.replace(declaration, dp="")
         in_arrays = [field for field in fields.values() if RECORD_OF[field.kind] == "arrays"]
         if len(in_arrays) > 1 and any(field.shape == "state dict" for field in in_arrays):
             raise WireError(

@@ -49,6 +49,7 @@ class FedAvgM(FedAvg):
     """FedAvg with momentum at the server."""
 
     name = "fedavgm"
+    private = ("generator", "prior", "classifier")
     config_type = FedAvgMConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -69,7 +69,7 @@ class Ran:
         self.run = (folder / "run-id").read_text().strip()
 
     def state(self, name):
-        return self.stores / name / self.run
+        return self.stores / name / "runs" / self.run
 
     def kept(self, key, name, exchange):
         return StateStore(type("Owner", (), {"state": self.stores / name})()).at(key, self.run, exchange)
@@ -107,7 +107,7 @@ def broken(folder, *options, **watched):
         raise AssertionError("the run must break off")
     state._lately.held.clear()
     state._lately.bytes = 0
-    for cached in (state._settle, budget._book, institution._institution):
+    for cached in (state._bind, budget._book, institution._institution):
         cached.cache_clear()
     return run(folder, *options, resume=str(folder / "runs" / name))
 

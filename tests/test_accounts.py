@@ -51,7 +51,7 @@ def test_a_process_killed_between_charge_and_release_has_paid(folder):
     script = SHOT.format(tests=str(Path(peers.__file__).parent), folder=str(folder), options=[*JOB, "rounds=2"])
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
     run_id = (folder / "runs" / "shot" / "run-id").read_text().strip()
-    assert len((folder / "state" / "c" / run_id / "privacy.jsonl").read_text().splitlines()) == 2
+    assert len((folder / "state" / "c" / "runs" / run_id / "privacy.jsonl").read_text().splitlines()) == 2
     resumed = run(folder, *JOB, "rounds=2", resume=str(folder / "runs" / "shot"))
     assert [len(resumed.charges(name)) for name in NAMES] == [3, 3, 3, 2]
     assert all(resumed.result["privacy"][name]["epsilon"] == epsilon(resumed, name) for name in NAMES)
@@ -62,7 +62,7 @@ class Forgetful(Grid):
 
     def _answer(self, message):
         if self.asked and self.asked[-1] == ("train-proxy", "a", self.at):
-            for file in self.root.rglob("state/b/*/privacy.jsonl"):
+            for file in self.root.rglob("state/b/runs/*/privacy.jsonl"):
                 lines = file.read_text().splitlines(keepends=True)[: self.left]
                 file.write_text("".join(lines)) if lines else file.unlink()
         return super()._answer(message)
@@ -81,7 +81,7 @@ def test_an_account_that_says_less_than_was_stated_trains_nothing(folder, left):
 
 def test_a_server_that_begins_again_knows_what_was_stated(folder):
     first = run(folder, *JOB, "rounds=2")
-    (folder / "state" / "b" / first.run / "privacy.jsonl").unlink()
+    (folder / "state" / "b" / "runs" / first.run / "privacy.jsonl").unlink()
     again = run(folder, *JOB, "rounds=3", resume=str(first.folder))
     assert [failure["institution"] for failure in again.result["failures"]] == ["b"]
     assert again.result["privacy"]["b"] == first.result["privacy"]["b"]

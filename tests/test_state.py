@@ -18,7 +18,7 @@ def store(tmp_path):
 
 
 def files(tmp_path):
-    return sorted(file.name for file in (tmp_path / "run").iterdir())
+    return sorted(file.name for file in (tmp_path / "runs" / "run").iterdir())
 
 
 def test_the_last_three_are_kept_whole(store, tmp_path):
@@ -33,7 +33,7 @@ def test_the_last_three_are_kept_whole(store, tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="other systems have other permissions")
 def test_only_its_owner_may_enter_the_folder(store, tmp_path):
     store.save("model", "run", 1, {"w": np.ones(2)})
-    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "runs" / "run").stat().st_mode & 0o777 == 0o700
 
 
 def test_an_exchange_that_is_repeated_takes_nobodys_place(store, tmp_path):
@@ -66,7 +66,7 @@ def test_a_backup_with_hard_links_stays_as_it_is(tmp_path):
 
 def test_what_is_held_in_memory_is_what_the_file_holds(store, tmp_path):
     store.save("model", "run", 1, {"w": np.ones(2)}, give=True)
-    file = tmp_path / "run" / "model-000001.safetensors"
+    file = tmp_path / "runs" / "run" / "model-000001.safetensors"
     another = tmp_path / "another"
     write_tensors(another, {"w": np.full(2, 7.0)})  # by another process, or a backup that is put back
     os.replace(another, file)

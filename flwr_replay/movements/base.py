@@ -26,6 +26,7 @@ from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.movements.settings import Settings
 from flwr_replay.payloads.common import Evaluate, Evaluation, Replayed
 from flwr_replay.privacy.dpsgd import refuse_mixing
+from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.replay.forecast import exchanges_of
 from flwr_replay.replay.server import GenerativeReplay
 from flwr_replay.training import learning_rate, refuse_single_batches
@@ -47,7 +48,7 @@ class Movement(Exchanging):
     """Base of the four movements."""
 
     replays: ClassVar[bool] = False  # whether a batch at the institutions may hold replayed examples
-    private: ClassVar[tuple[str, ...]] = ()  # what this method can train by DP-SGD
+    private: ClassVar[tuple[str, ...]] = ()  # what this method can train by DP-SGD; a subclass says it anew
     evaluated: ClassVar[type[Evaluation]] = Evaluation  # what answers an evaluation
     begins_at_server: ClassVar[bool] = True  # whether the server has the fresh weights
 
@@ -81,12 +82,8 @@ class Movement(Exchanging):
             "splitnn, fedavg, fedsgd, fedprox, fedavgm or fedavgshare",
         )
         wanted = settings.privacy.config.mechanisms if settings.privacy else ()
-        for mechanism in wanted:
-            require(
-                mechanism in cls.private,
-                f"strategy={cls.name} can have dp={'+'.join(cls.private) or 'none'}; got {mechanism}: choose among "
-                "these, or another strategy",
-            )
+        if settings.privacy:
+            settings.privacy.check_method(cls.name, mechanisms_of(cls))
         if settings.model is not None and {"classifier", "encoder", "proxy"} & set(wanted):
             refuse_mixing(settings.model(0))
         if settings.model is not None:

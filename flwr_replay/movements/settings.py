@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,11 @@ from flwr_replay.replay.plan import Replaying
 __all__ = ["Settings"]
 
 
+def new_id() -> str:
+    """Name a run as no other is named: an institution keeps what a run has left from the next one's."""
+    return f"run-{secrets.token_hex(8)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What every strategy needs beside its own options."""
@@ -28,7 +34,7 @@ class Settings:
     forgetting: bool = False  # after every exchange, evaluate on each institution's own training examples too
     timeout: float = 3600  # seconds to wait for an institution's answer
     wait: float = 120  # seconds to wait for `nodes` institutions
-    run: str = "run"  # what the institutions know the run by; their state is kept under it
+    run: str = field(default_factory=new_id)  # what institutions know the run by; their state is kept under it
     task: Any = None  # loss and pooled metrics; None: means weighted by number of examples
     model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for strategies that train it
     private_models: tuple[Callable[[int], nn.Module], ...] = ()  # the same of those that never leave, where named

@@ -147,13 +147,17 @@ class Visit(Spending, Replayed, LabelScale, Request, stage="train", answer=Visit
 class Evaluation(Payload):
     """An institution's sums over its test shard, from which the server pools every metric."""
 
-    num_examples: int = statistic("examples")
-    loss: float = statistic("as the task has it, mean over the shard")
+    num_examples: int = statistic("examples", counted=True)
+    loss: float | None = statistic(
+        "as the task has it, mean over the shard; none: a policy lets counts leave only", default=None
+    )
     confusion: Sequence[int] = statistic(
-        "examples, or pixels of masks; C x C, row = label, column = prediction, row by row", default=()
+        "examples, or pixels of masks; C x C, row = label, column = prediction, row by row", default=(), counted=True
     )
     hits_in_group: int | None = statistic(
-        "examples; with task.class-groups only: right among the classes of the label's group", default=None
+        "examples; with task.class-groups only: right among the classes of the label's group",
+        default=None,
+        counted=True,
     )
     scores: Sequence[int] = statistic("examples; two classes only: label by bin of the score, row by row", default=())
     absolute_error: float | None = statistic("label's unit; regression only: sum over the shard", default=None)

@@ -15,7 +15,8 @@ __all__ = ["Differentiate", "Gradient"]
 class Gradient(Visited):
     """The gradient of the mean loss over all training examples, under its parameters' names.
 
-    Under the names of buffers, the running statistics of batch norm, stand their new values.
+    Under the names of buffers, the running statistics of batch norm, stand their new values. It is computed without
+    noise, so nothing protects it.
     """
 
 

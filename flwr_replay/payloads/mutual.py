@@ -67,9 +67,11 @@ class TrainMutually(Spending, Mutual, Request, stage="train-mutually", answer=Mu
 class PairEvaluation(Evaluation):
     """Sums over the test shard of the private model, and beside them of the proxy."""
 
-    proxy_loss: float = statistic("as the task has it, mean over the shard", default=0.0)
-    proxy_confusion: Sequence[int] = statistic("examples; C x C, as above", default=())
-    proxy_hits_in_group: int | None = statistic("examples; with task.class-groups only, as above", default=None)
+    proxy_loss: float | None = statistic("as the task has it, mean over the shard; none: as above", default=None)
+    proxy_confusion: Sequence[int] = statistic("examples; C x C, as above", default=(), counted=True)
+    proxy_hits_in_group: int | None = statistic(
+        "examples; with task.class-groups only, as above", default=None, counted=True
+    )
     proxy_scores: Sequence[int] = statistic("examples; two classes only, as above", default=())
 
     @classmethod

@@ -101,7 +101,7 @@ class TrainedPrior(Spent):
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples", public=True)
     losses: Sequence[float] = statistic("nats of a code, mean over each epoch", default=(), withheld=True)
-    label_counts: Sequence[int] = statistic("examples of each class, or bin of a number", dp="prior")
+    label_counts: Sequence[int] = statistic("examples of each class, or bin of a number", dp="label counts")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf
+from math import floor, inf, log10
 from typing import Self
 
 import numpy as np
@@ -22,7 +22,7 @@ from flwr_replay.config import one_of, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.privacy import importing_opacus
 
-__all__ = ["ORDERS", "SampledGaussian", "epsilon", "noise_for"]
+__all__ = ["ORDERS", "SampledGaussian", "epsilon", "noise_for", "rounded_up"]
 
 # Opacus' orders; below them for an epsilon in the hundreds, above them for one below 0.1.
 ORDERS = (
@@ -161,6 +161,19 @@ def _prv(steps: dict[tuple[float, float], int], delta: float, bound: float) -> f
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the RDP bound by which Opacus sizes its grid, and of empty densities
         return float(accountant.get_epsilon(delta=delta))
+
+
+def rounded_up(value: float, digits: int = 3) -> str:
+    """Write an epsilon or delta with a few digits, never less than it is.
+
+    >>> rounded_up(0.12341), rounded_up(2.0), rounded_up(1e-5, 2), rounded_up(0.0), rounded_up(inf)
+    ('0.124', '2', '1e-05', '0', 'inf')
+    """
+    shown = f"{value:.{digits}g}"
+    if float(shown) >= value:
+        return shown
+    step = 10.0 ** (floor(log10(float(shown) or value)) - digits + 1)
+    return f"{float(shown) + step:.{digits}g}"
 
 
 def noise_for(

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import lru_cache
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 
 from flwr_replay.errors import BudgetError
@@ -88,6 +88,17 @@ class Account:
         """All that was charged."""
         return list(self._read().costs)
 
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """What each charge was for, in order."""
+        return tuple(self._read().mechanisms)
+
+    @property
+    def stated_epsilon(self) -> float | None:
+        """Epsilon as an answer states it; None where some noise came from the run's seed."""
+        known = self.epsilon()
+        return known if isfinite(known) else None
+
     def epsilon(self, accountant: str = "rdp") -> float:
         """Return epsilon of all that was charged; infinite where some noise came from the run's seed."""
         book = self._read()
@@ -118,6 +129,7 @@ class _Book:
     def __init__(self, folder: Path) -> None:
         self.path = folder / CHARGES
         self.costs: list[SampledGaussian] = []
+        self.mechanisms: list[str] = []
         self.noises: set[str] = set()
         self.written: tuple[int, ...] = ()  # the file that these are from
 
@@ -127,6 +139,7 @@ class _Book:
             before = stamp(self.path)  # what is written meanwhile is read the next time
             charges = read_lines(self.path)
             self.costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
+            self.mechanisms = [charge["mechanism"] for charge in charges]
             self.noises = {charge["noise"] for charge in charges}
             self.written = before
 
@@ -142,6 +155,7 @@ class _Book:
             lines.append([{"time": now, "mechanism": mechanism, **asdict(cost), "noise": noise}])
             lines.flush(to_disk=True)
         self.costs.append(cost)
+        self.mechanisms.append(mechanism)
         self.noises.add(noise)
         self.written = stamp(self.path)
         _sync(self.path.parent, self.written[0])

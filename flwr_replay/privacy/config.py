@@ -45,7 +45,7 @@ class PrivacyConfig:
             require(0.01 <= getattr(self, name) <= 1e6, f"{option} lies in [0.01, 1e6]; got {getattr(self, name)}")
         for name in ("clip", "generator_clip", "prior_clip"):
             option = f"privacy.{name.replace('_', '-')}"
-            require(0 < getattr(self, name) < inf, f"{option} must be positive and finite; got {getattr(self, name)}")
+            require(1e-9 <= getattr(self, name) <= 1e9, f"{option} lies in [1e-9, 1e9]; got {getattr(self, name)}")
         for name in ("epsilon", "target_epsilon"):
             option = f"privacy.{name.replace('_', '-')}"
             require(0 <= getattr(self, name) < inf, f"{option} must be finite, not negative; got {getattr(self, name)}")

@@ -38,7 +38,7 @@ Losses = Callable[..., Tensor]
 
 
 def refuse_mixing(module: nn.Module) -> None:
-    """Raise `ConfigError` where a layer mixes the examples of a batch, so that clipping one bounds nothing.
+    """Raise `ConfigError` where clipping bounds nothing: a layer mixes the examples of a batch, or shares its weights.
 
     These are batch norm, and layers that keep statistics of what they see: instance norm that tracks them, codebooks
     that move by averages. Layers in evaluation mode, as `flwr_replay.models.freeze` leaves norm layers, mix nothing.
@@ -47,7 +47,20 @@ def refuse_mixing(module: nn.Module) -> None:
     with importing_opacus():
         from opacus.validators import ModuleValidator
 
+    found: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        require(
+            parameter.requires_grad is False or id(parameter) not in found,
+            "under differential privacy no two layers may share weights, whose gradients would be clipped one by one; "
+            f"{name} is {found.get(id(parameter))}: give each layer its own",
+        )
+        found[id(parameter)] = name
     for name, layer in module.named_modules():
+        require(
+            not isinstance(layer, nn.modules.conv._ConvNd) or layer.padding_mode == "zeros",
+            "under differential privacy convolutions are padded by zeros; "
+            f"{name or 'the module'} has padding_mode={getattr(layer, 'padding_mode', '')}: choose zeros",
+        )
         kept = [
             buffer
             for buffer, value in layer.named_buffers(recurse=False)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flwr_replay.config import require
 from flwr_replay.models.staged import StagedModel
 
 __all__ = ["Ghost"]
@@ -111,7 +112,11 @@ class Ghost:
         seen: dict[nn.Module, Seen] = {}
 
         def note(layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
-            assert layer not in seen, "a layer of a StagedModel is called once"
+            require(
+                layer not in seen,
+                "under differential privacy every layer is called once for a batch; one is called twice: give the "
+                "second call a layer of its own",
+            )
             seen[layer] = Seen(inputs[0].detach(), outputs)
 
         hooks = [layer.register_forward_hook(note) for layer in self.layers]
@@ -132,7 +137,12 @@ def layers_of(module: nn.Module) -> list[nn.Linear | nn.Conv2d]:
         layer
         for layer in module.modules()
         if type(layer) is nn.Linear
-        or (type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros")
+        or (
+            type(layer) is nn.Conv2d
+            and layer.groups == 1
+            and layer.padding_mode == "zeros"
+            and not isinstance(layer.padding, str)
+        )
     ]
 
 
@@ -146,9 +156,7 @@ def matrices(layer: nn.Linear | nn.Conv2d, inputs: Tensor, gradients: Tensor) ->
     if isinstance(layer, nn.Linear):
         a_BTp, g_BTq = (tensor.reshape(len(tensor), -1, tensor.shape[-1]) for tensor in (inputs, gradients))
         return a_BTp.transpose(1, 2), g_BTq.transpose(1, 2)
-    padding = layer.padding
-    assert not isinstance(padding, str), "layers here say their padding in pixels"
-    a_BpT = F.unfold(inputs, layer.kernel_size, layer.dilation, padding, layer.stride)  # type: ignore[arg-type]
+    a_BpT = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
     return a_BpT, gradients.flatten(2)
 
 
@@ -178,4 +186,7 @@ def summed(one: Seen, factors_B: Tensor, rows: Rows) -> Tensor:
         total: Tensor = torch.tensordot(factors_B[rows], one.single_Bqp[rows], dims=1)
         return total
     weighted_BqT = one.g_BqT[rows] * factors_B[rows, None, None]
+    # Below this size numbers are rounded by more than their last bit, up to twice their size, and what came in may be
+    # so large that the product matters: without them it is smaller, never larger.
+    weighted_BqT = weighted_BqT.masked_fill_(weighted_BqT.abs() < torch.finfo(weighted_BqT.dtype).tiny, 0)
     return weighted_BqT.transpose(0, 1).flatten(1) @ one.a_BpT[rows].transpose(1, 2).flatten(0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import inf, isfinite
@@ -12,17 +12,18 @@ from flwr_replay.config import RunConfig, require
 from flwr_replay.errors import BudgetError, ConfigError, PrivacyError
 from flwr_replay.fields import Field
 from flwr_replay.payloads.common import Evaluation
-from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+from flwr_replay.privacy.accounting import SampledGaussian, epsilon, rounded_up
 from flwr_replay.privacy.config import PrivacyConfig
 from flwr_replay.wire import Payload, Row
 
-__all__ = ["NOTHING", "NO_PROOF", "PrivacyPlan"]
+__all__ = ["COUNTS", "NOTHING", "NO_PROOF", "PrivacyPlan", "mechanisms_of"]
 
 UNPROVEN = (
     "An epsilon here is what the paper counts, and no proof: with beta > 0 the proxy learns from a private model that "
     "has seen all examples without noise, so clipping does not bound what one changes: choose beta=0 for a proof."
 )
 NO_PROOF = " as the paper counts it; not a proof"
+COUNTS = "label counts"  # what is released beside a prior, with noise of its own
 NOTHING = "Nothing here is differentially private; no epsilon can be stated."
 
 
@@ -111,7 +112,25 @@ class PrivacyPlan:
 
     def covers(self, mechanism: str) -> bool:
         """Say whether what a mechanism releases is private; the counts of labels belong to the prior."""
-        return any(name == mechanism for name, _, _ in self.passes)
+        wanted = "prior" if mechanism == COUNTS else mechanism
+        return any(name == wanted for name, _, _ in self.passes)
+
+    def check_method(self, strategy: str, mechanisms: Sequence[str]) -> None:
+        """Refuse mechanisms that a method does not train by DP-SGD: what it sends would be labelled so all the same.
+
+        Parameters
+        ----------
+        strategy : str
+            Its name.
+        mechanisms : Sequence[str]
+            Of one of its halves, from `mechanisms_of`.
+        """
+        for mechanism in self.config.mechanisms:
+            require(
+                mechanism in mechanisms,
+                f"strategy={strategy} can have dp={'+'.join(mechanisms) or 'none'}; got {mechanism}: choose among "
+                "these, or another strategy",
+            )
 
     def counts(self) -> SampledGaussian:
         """Return what the numbers of examples of each label cost: adding an example changes one of them by one."""
@@ -129,6 +148,21 @@ class PrivacyPlan:
         delta = self.config.delta_for(examples)
         return min(self.config.limit, epsilon([*costs, *self.fixed()], delta)), delta
 
+    def checked_delta(self, examples: int) -> float:
+        """Return delta of an institution with so many examples.
+
+        Raises
+        ------
+        PrivacyError
+            If it is above one over their number: who publishes one patient with probability delta keeps that promise.
+        """
+        if self.config.delta > 1 / examples:
+            raise PrivacyError(
+                f"delta may be at most one over the number of examples, {1 / examples:.2g} here; got "
+                f"{self.config.delta:g}: lower privacy.delta, or leave it out"
+            )
+        return self.config.delta_for(examples)
+
     def fixed(self) -> list[SampledGaussian]:
         """Return what is released with noise of its own."""
         return [self.counts()] if self.covers("prior") else []
@@ -141,12 +175,7 @@ class PrivacyPlan:
         PrivacyError
             If the budget does not allow it, delta is too large, or there are fewer examples than a batch has.
         """
-        delta, limit = self.config.delta_for(examples), self.config.limit
-        if self.config.delta > 1 / examples:
-            raise PrivacyError(
-                f"delta may be at most one over the number of examples, {1 / examples:.2g} here; got "
-                f"{self.config.delta:g}: lower privacy.delta, or leave it out"
-            )
+        delta, limit = self.checked_delta(examples), self.config.limit
         for mechanism in [name for name, _, _ in self.passes if name in ("classifier", "proxy")]:
             try:
                 first = self.cost(mechanism, examples, 1)
@@ -159,23 +188,30 @@ class PrivacyPlan:
                 )
 
     @property
-    def setting(self) -> str:
-        """What a run's promise rests on; it cannot change while the run goes on."""
-        return f"{self.config!r}, {'unproven' if self.unproven else 'proven'}"
-
-    @property
     def mechanism(self) -> str:
         """What an epsilon belongs to."""
         return "DP-SGD, Poisson sampling" + (NO_PROOF if self.unproven else "")
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
+    def private_fields(self, answer: type[Payload]) -> dict[str, str]:
+        """Return which fields of an answer leave as trained by DP-SGD, by their keys in records, and by what."""
+        return {key: field.dp for key, field in answer.by_key().items() if field.dp and self.covers(field.dp)}
+
+    def check_withheld(self, answer: type[Payload] | None, leaving: Container[str]) -> None:
+        """Refuse an answer with a field that is to stay, such as a loss beside weights that are private."""
+        for key, field in answer.by_key().items() if answer else ():
+            if key in leaving and self.left_out(answer, field):  # type: ignore[arg-type]
+                raise PrivacyError(f"{key} is not private and stays where what leaves beside it is; it was to leave")
+
     def protection(self, field: Field, epsilon: float, delta: float) -> str:
         """Say in a few words what protects a field of an answer."""
         if field.dp and self.covers(field.dp):
+            if not delta:
+                return "none: no epsilon and delta are stated"
             if not isfinite(epsilon):
                 return "not protected: its noise comes from the run's seed"
-            return f"({epsilon:.3g}, {delta:.2g}){NO_PROOF if self.unproven else '-DP'}"
+            return f"({rounded_up(epsilon)}, {rounded_up(delta, 2)}){NO_PROOF if self.unproven else '-DP'}"
         return "declared public" if field.public else "none"
 
     def promise(self, answer: type[Payload], field: Field) -> float:
@@ -207,8 +243,7 @@ class PrivacyPlan:
     def protected(self, found: Iterable[Row], declared: type[Payload] | None, told: Mapping[str, Any]) -> list[Row]:
         """Write into an answer's rows what protects them; `told` holds the epsilon that it states, if it states one."""
         known = declared.by_key() if declared else {}
-        nothing = 0.0 if "delta" not in told else inf  # charged so far; else the noise is not secret
-        stated = float(told.get("epsilon", nothing)), float(told.get("delta", 0.0))
+        stated = float(told.get("epsilon", inf)), float(told.get("delta", 0.0))  # no epsilon: the noise is not secret
         return [
             row._replace(protection=self.protection(known[row.field], *stated)) if row.field in known else row
             for row in found
@@ -244,6 +279,15 @@ class PrivacyPlan:
             f"Only what the training of the {covered} at an institution tells of its own examples is differentially "
             f"private.{others} These leave unprotected: {'; '.join(left)}. What leaves as a whole has no epsilon."
         )
+
+
+def mechanisms_of(half: type[Any]) -> tuple[str, ...]:
+    """Return what one half of a method, its strategy or its client, says that it trains by DP-SGD.
+
+    Each class says so itself: another method's loop, in a subclass, is not private because its parent's was.
+    """
+    own: tuple[str, ...] = vars(half).get("private", ())
+    return own
 
 
 @lru_cache(maxsize=256)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flwr_replay.errors import PrivacyError
+from flwr_replay.errors import BudgetError, PrivacyError
 from flwr_replay.institution import Institution, Shard
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.budget import Account
 from flwr_replay.privacy.dpsgd import noisy_step, poisson_batches
-from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
 from flwr_replay.privacy.secret import Stream, noise_stream
 from flwr_replay.state import StateStore
 from flwr_replay.training import as_input
@@ -51,8 +50,13 @@ class Purse:
 
     def account(self, run: str) -> Account:
         """Return the account of a run."""
-        config, folder = self.plan.config, self.state.of_run(run)
-        return Account(folder, delta=config.delta_for(self.examples), limit=config.limit)
+        delta = self.plan.checked_delta(self.examples)
+        self.institution.policy.check_delta(delta)
+        return Account(self.state.of_run(run), delta=delta, limit=self.plan.config.limit)
+
+    def charged(self, run: str) -> tuple[str, ...]:
+        """Return what each charge of a run was for, before any data are read."""
+        return Account(self.state.of_run(run), delta=1.0).mechanisms
 
     def begin(self, mechanism: str, epochs: int, request: Any) -> PrivateVisit | None:
         """Charge for some epochs of a mechanism; None where it is not private.
@@ -88,16 +92,29 @@ class Purse:
         if not self.plan.covers("prior"):
             return counts
         cost = self.plan.counts()
-        self.charge("label counts", cost, request)
-        noise = self.stream("label counts", request).normal(counts.shape) * cost.sigma
+        self.charge(COUNTS, cost, request)
+        noise = self.stream(COUNTS, request).normal(counts.shape) * cost.sigma
         noisy = (counts + noise).round().clamp(min=0).long()
         return noisy if noisy.sum() else torch.ones_like(noisy)
 
     def spent(self, run: str) -> dict[str, Any]:
         """Return what an answer states: epsilon of all that was released in this run, delta; at first nothing."""
         account = self.account(run)
-        spent = account.epsilon()
-        return {"epsilon": spent if isfinite(spent) else None, "delta": account.delta} if spent else {}
+        return {"epsilon": account.stated_epsilon, "delta": account.delta} if account.mechanisms else {}
+
+    def rest(self, mechanism: str, request: Any) -> None:
+        """Note that a mechanism's weights leave again as they are, which costs nothing more.
+
+        Raises
+        ------
+        BudgetError
+            If nothing was charged in this run, so that what would leave has no epsilon yet.
+        """
+        if not self.charged(request.run):
+            raise BudgetError(
+                f"the privacy budget does not allow a first pass of {mechanism}: allow more, or more noise"
+            )
+        self.charge(mechanism, replace(self.plan.cost(mechanism, self.examples, 1), steps=0), request)
 
     def stream(self, mechanism: str, request: Any) -> Stream:
         """Open a stream of noise."""

@@ -93,7 +93,7 @@ class Ran:
         return unpack_codes(self.visit("codes", number)["codes"], N, size)
 
     def state(self, name: str) -> Path:
-        return self.root / "state" / name / (self.folder / "run-id").read_text().strip()
+        return self.root / "state" / name / "runs" / (self.folder / "run-id").read_text().strip()
 
     @property
     def ledger(self) -> list[dict[str, Any]]:

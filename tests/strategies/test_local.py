@@ -76,7 +76,7 @@ def start(tmp_path, nodes):
         grid, config = Grid(app, {"overrides": shlex.join([*JOB, *options])}, nodes(folder)), compose([*JOB, *options])
         vars(grid).update(watched)
         strategy = Local(
-            config.strategy, Settings(training=config.training, nodes=3, task=make_task(config.task)), Seen()
+            config.strategy, Settings(training=config.training, nodes=3, run="run", task=make_task(config.task)), Seen()
         )
         strategy.start(grid, array_record({}), 3)
         return models(tmp_path / folder, "run"), strategy.recorder
@@ -85,7 +85,7 @@ def start(tmp_path, nodes):
 
 
 def models(state, run):
-    return {name: load_file(state / name / run / "model-000003.safetensors") for name in SIZES}
+    return {name: load_file(state / name / "runs" / run / "model-000003.safetensors") for name in SIZES}
 
 
 def twin(x, y, name, keep):

@@ -1,0 +1,66 @@
+"""A server that never ran this package's strategies: it sends what it likes straight to institutions' ClientApps."""
+
+import json
+import shlex
+
+from flwr.app import Message
+from hospitals import node_configs
+
+from flwr_replay.client_app import app, backbone
+from flwr_replay.compose import compose, load_client
+from flwr_replay.engine import InlineGrid
+from flwr_replay.training import to_arrays
+from flwr_replay.wire import arrays_in, config_in, metrics_in
+
+
+class HostileServer:
+    """Sends requests, in any order, to one institution that has 40 training examples of three classes.
+
+    Parameters
+    ----------
+    folder : Path
+        Of the hospitals: data, and state directories.
+    *options : str
+        The run's configuration, which is the server's choice too.
+    policy : str
+        The institution's policy file.
+    """
+
+    def __init__(self, folder, *options, name="a", policy=""):
+        [node] = node_configs(folder, folder / "state", names=[name])
+        if policy:
+            node["policy"] = str(folder / f"policy-{abs(hash(policy))}.yaml")
+            (folder / f"policy-{abs(hash(policy))}.yaml").write_text(policy)
+        self.state, self.config = folder / "state" / name, compose(options)
+        load_client(self.config.strategy.name)
+        self.grid = InlineGrid(app, {"overrides": shlex.join(options)}, [node])
+        self.weights = to_arrays(backbone(self.config.model, self.config.task)(0))
+
+    def send(self, request):
+        """Send a payload; return the reply."""
+        return self.send_content(request.encode(), request.message_type)
+
+    def send_content(self, content, kind="train"):
+        [reply] = self.grid.send_and_receive([Message(content, 2, kind)])
+        return reply
+
+    @property
+    def ledger(self):
+        return [json.loads(line) for line in (self.state / "ledger.jsonl").read_text().splitlines()]
+
+    def charges(self, run):
+        path = self.state / "runs" / run / "privacy.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def refusal(reply):
+    """Return the line of a refusal; empty if it was none."""
+    return config_in(reply.content).get("failure", "")
+
+
+def weights(reply):
+    return arrays_in(reply.content).state_dict()
+
+
+def metrics(reply):
+    return metrics_in(reply.content)
