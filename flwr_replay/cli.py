@@ -177,6 +177,7 @@ def _say(text: str) -> None:
 
 
 def _summary(result: dict[str, Any], folder: Path) -> str:
+    from flwr_replay.privacy.accounting import rounded_up
     from flwr_replay.progress import shown_bytes
     from flwr_replay.report.epsilon import beside
 
@@ -197,7 +198,8 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
     if told := {name: one for name, one in result["privacy"].items() if one}:
         lines.append(result["privacy-claim"])
         for name, one in told.items():
-            known = "" if one["epsilon"] is None else f"epsilon {one['epsilon']:.3g} at delta {one['delta']:.2g}, "
+            bound = None if one["epsilon"] is None else (rounded_up(one["epsilon"]), rounded_up(one["delta"], 2))
+            known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
             lines.append(f"  {name}: {known}{one['mechanism']}")
     lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])

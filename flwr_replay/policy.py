@@ -8,7 +8,7 @@ The policy is a YAML file in the institution's hands:
                                               # Where the server chooses the weights, per-sample is as much: an
                                               # encoder may hand images on as they are; see `weights`
     weights: {extract: [random]}              # by stage, which weights may come: `random` are those that the run's seed
-                                              # gives, drawn again here; others by their digest, `flwr-replay privacy
+                                              # gives, drawn again here; others by their digest, as `flwr-replay privacy
                                               # digest FILE`. Stages that bring an encoder, generator or decoder are
                                               # extract, encode-images, train-generator, keep-decoder, train-prior,
                                               # keep-prior. A stage that is not named takes any weights. SplitNN's

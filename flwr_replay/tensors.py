@@ -74,12 +74,12 @@ def under(prefix: str, arrays: StateDict) -> StateDict:
 
 
 def digest(arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Return the SHA-256 of names, dtypes, shapes and numbers, in hexadecimal digits."""
+    """Return the SHA-256 of names, dtypes, shapes and numbers, `sha256:` and 64 hexadecimal digits."""
     found = sha256()
     for name, array in sorted(arrays.items()):
         found.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
         found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
+    return f"sha256:{found.hexdigest()}"
 
 
 @lru_cache(maxsize=256)  # the same models are written again and again

@@ -101,6 +101,20 @@ def plot(
     print("\n".join([*lines, str(file)]))
 
 
+@app.command("digest")
+def show_digest(file: Annotated[Path, typer.Argument(help="A .safetensors file with an encoder's weights.")]) -> None:
+    """Print the digest by which an institution's policy (weights) allows these weights."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    from flwr_replay.tensors import digest
+
+    try:
+        print(digest(load_file(file)))
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"privacy digest reads a .safetensors file; got {file}: {error}") from None
+
+
 def _sizes(examples: str) -> list[int]:
     try:
         return [int(size) for size in examples.split(",")]

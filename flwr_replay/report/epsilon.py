@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
+from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.plan import NO_PROOF
 
 __all__ = ["Stated", "beside", "largest", "shown_epsilon"]
@@ -48,7 +49,7 @@ def shown_epsilon(found: Sequence[Stated | None]) -> str:
     told = [one for one in found if one]
     if not told:
         return ""
-    values = [f"{inf if one.epsilon is None else one.epsilon:.3g}" if one else "none" for one in found]
+    values = [rounded_up(inf if one.epsilon is None else one.epsilon) if one else "none" for one in found]
     covered = " and ".join(dict.fromkeys(f"dp={one.dp}" for one in told if one.dp))
     proof = "" if all(one.proven for one in told) else ", no proof"
     shown = ", ".join(values if len(set(values)) > 1 else values[:1])

@@ -1,0 +1,182 @@
+"""Attacks on what an institution's policy and its own directory promise, by a server that sends what it likes."""
+
+import threading
+
+import numpy as np
+import pytest
+from hospitals import write_shards
+from hostile_server import HostileServer, refusal, weights
+
+from flwr_replay.errors import ConfigError, PrivacyError
+from flwr_replay.payloads.common import RollCall, Visit
+from flwr_replay.payloads.fedreplay import Extract
+from flwr_replay.payloads.replay import EncodeImages, KeepPrior
+from flwr_replay.policy import read_policy
+from flwr_replay.rng import derived_seed
+from flwr_replay.state import StateStore
+from flwr_replay.tensors import digest, write_tensors
+from flwr_replay.training import to_arrays
+
+TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
+REPLAY = ["replay=vqvae2", "generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=1"]
+CUT = {"cut": "hidden1", "latent_dtype": "float32", "first": 0, "chunk_bytes": 10**6}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hospitals")
+    write_shards(folder, {"a": 40})
+    return folder
+
+
+# --- which weights may turn images into what leaves -------------------------------------------------------------------
+
+
+def encoder_of(arrays):
+    return {name: array for name, array in arrays.items() if name.startswith("hidden1")}
+
+
+def test_an_encoder_that_hands_images_on_is_refused_where_weights_are_pinned(folder):
+    """With identity weights latents are the images: kind per-sample is then as much as per-sample-raw."""
+    options = [*TASK, "model.width=64", "strategy=fedreplay", "encoder=random", "seed=3"]
+    anyone = HostileServer(folder, *options)
+    crafted = {name: np.zeros_like(array) for name, array in encoder_of(anyone.weights).items()}
+    [matrix] = [name for name, array in crafted.items() if array.ndim == 2]
+    crafted[matrix] = np.eye(64, dtype=np.float32)
+    found = weights(anyone.send(Extract(arrays=crafted, run="anyone", views=1, **CUT)))["latents"]
+    with np.load(folder / "a.npz") as file:
+        np.testing.assert_allclose(found, file["train_images"].reshape(40, 64) / 255, atol=1e-6)  # the attack works
+
+    pinned = HostileServer(folder, *options, policy=f"weights: {{extract: [random, sha256:{'0' * 64}]}}")
+    assert "policy lets stage extract take weights random" in refusal(
+        pinned.send(Extract(arrays=crafted, run="pinned", views=1, **CUT))
+    )
+    fresh = HostileServer(folder, *options)
+    random = encoder_of(to_arrays(build(fresh.config)(derived_seed(3, "model"))))
+    assert "latents" in weights(pinned.send(Extract(arrays=random, run="pinned", views=1, **CUT)))
+
+
+def build(config):
+    from flwr_replay.client_app import backbone
+
+    return backbone(config.model, config.task)
+
+
+def test_weights_are_pinned_by_the_digest_that_the_command_prints(folder, tmp_path, capsys):
+    from flwr_replay.cli import app
+
+    options = [*TASK, "strategy=fedreplay", "encoder=random"]
+    arrays = encoder_of(HostileServer(folder, *options).weights)
+    write_tensors(tmp_path / "encoder.safetensors", arrays)
+    app(["privacy", "digest", str(tmp_path / "encoder.safetensors")], standalone_mode=False)
+    told = capsys.readouterr().out.strip()
+    assert told == digest(arrays)
+    server = HostileServer(folder, *options, policy=f"weights: {{extract: ['{told}']}}")
+    assert "latents" in weights(server.send(Extract(arrays=arrays, run="digest", views=1, **CUT)))
+    other = {name: array + 1 for name, array in arrays.items()}
+    assert refusal(server.send(Extract(arrays=other, run="digest", views=1, **CUT)))
+
+
+def test_a_generator_is_pinned_likewise(folder):
+    server = HostileServer(
+        folder, *TASK, *REPLAY, "strategy=cwt", policy="weights: {encode-images: [random], keep-decoder: []}"
+    )
+    from flwr_replay.replay.plan import Replaying
+
+    fresh = to_arrays(Replaying.of(server.config).fresh_generator())
+    crafted = {name: array + 1 for name, array in fresh.items()}
+    assert "encode-images" in refusal(server.send(EncodeImages(arrays=crafted, run="codes", replayed=0)))
+    assert "codes" in weights(server.send(EncodeImages(arrays=fresh, run="codes", replayed=0)))
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (lambda w: Visit(arrays=w, run="l", lr=0.1, local_epochs=10**9), "local-epochs from 0 to 10000"),
+        (lambda w: Visit(arrays=w, run="l", lr=0.1, local_epochs=-1), "local-epochs from 0 to 10000"),
+        (lambda w: Extract(arrays=encoder_of(w), run="l", views=10**6, **CUT), "views from 0 to 100"),
+        (lambda w: KeepPrior(arrays=w, run="l", source=0, label_counts=[10**12, 0, 0]), "label-counts from 0 to 1e+07"),
+        (lambda w: KeepPrior(arrays=w, run="l", source=10**9, label_counts=[1, 0, 0]), "source from 0 to 10000"),
+        (lambda w: RollCall(strategy="cwt", run="l", server_round=-1), "server-round"),
+    ],
+    ids=["epochs", "negative", "views", "counts", "source", "round"],
+)
+def test_a_server_cannot_ask_for_work_without_end(folder, request_, says):
+    server = HostileServer(folder, *TASK, *REPLAY, "strategy=cwt")
+    assert says in refusal(server.send(request_(server.weights)))
+
+
+@pytest.mark.parametrize("option", ["model.width=200", "threads=9", "generator.epochs=51"])
+def test_a_policy_lowers_the_limits_of_a_configuration(folder, option):
+    policy = "limits: {width: 100, threads: 8, epochs: 50}"
+    server = HostileServer(folder, *TASK, *REPLAY, "strategy=cwt", policy=policy)
+    assert not refusal(server.send(RollCall(strategy="cwt", run="limits")))
+    server = HostileServer(folder, *TASK, *REPLAY, "strategy=cwt", option, policy=policy)
+    assert "policy lets a server ask for" in refusal(server.send(RollCall(strategy="cwt", run="limits2")))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("limits: {epoch: 1}", "did you mean epochs"),
+        ("limits: {epochs: many}", "must be a number"),
+        ("limits: 3", "must hold names"),
+        ("weights: [random]", "must hold names"),
+        ("weights: {extract: random}", "must be a list"),
+        ("metrics: some", "must be none, counted, exact"),
+        ("max-delta: -1", "not below 0"),
+        ("max-evaluations: yes", "must be a number"),
+    ],
+)
+def test_a_faulty_policy_allows_nothing(tmp_path, text, says):
+    (tmp_path / "policy.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_policy(tmp_path / "policy.yaml")
+
+
+# --- names that the server gives --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ["privacy.key", "ledger.jsonl", "runs", "identity.key"])
+def test_a_run_has_no_name_of_the_institutions_own_files(folder, run):
+    """It made a folder in the place of the key, and the institution never worked again."""
+    options = [*TASK, "strategy=cwt", "dp=classifier"]
+    server = HostileServer(folder, *options)
+    assert not refusal(server.send(Visit(arrays=server.weights, run=run, lr=0.1)))
+    assert not refusal(server.send(Visit(arrays=server.weights, run=f"after {run}", lr=0.1)))
+
+
+@pytest.mark.parametrize("run", ["", ".", "..", "../b", "a/b", "a\\b", "x" * 161, "a\n"])
+def test_a_run_leads_nowhere_else(folder, run):
+    server = HostileServer(folder, *TASK, "strategy=cwt")
+    before = sorted(path for path in folder.rglob("*") if path.is_dir())
+    assert refusal(server.send(Visit(arrays=server.weights, run=run, lr=0.1)))
+    assert sorted(path for path in folder.rglob("*") if path.is_dir()) == before
+
+
+def test_of_two_first_messages_one_binds_the_run(tmp_path):
+    told = []
+
+    def first(bound):
+        try:
+            StateStore(type("Owner", (), {"state": tmp_path})()).bind("r", bound)
+            told.append(bound)
+        except PrivacyError:
+            told.append("refused")
+
+    for _ in range(20):
+        told.clear()
+        threads = [threading.Thread(target=first, args=(f'{{"dp": "{i}"}}',)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(one == "refused" for one in told) == [False] + [True] * 7
+        assert (tmp_path / "runs" / "r" / "options.json").read_text() in told
+        (tmp_path / "runs" / "r" / "options.json").unlink()
+        from flwr_replay.state import _bind
+
+        _bind.cache_clear()
