@@ -134,7 +134,9 @@ class InstitutionClient(NumPyClient):
         arrays = parameters.state_dict() if isinstance(parameters, NamedArrays) else {}
         check_weights(arrays)
         if arrays:
-            self.institution.policy.check_weights(stage, digest(arrays), lambda: digest(self.random_like(arrays)))
+            self.institution.policy.check_weights(
+                stage, lambda: digest(arrays), lambda: digest(self.random_like(arrays))
+            )
         asked = request.of(arrays, config)
         if isinstance(asked, LabelScale) and asked.label_mean is not None and asked.label_scale is not None:
             self.task = self.task.scaled(asked.label_mean, asked.label_scale)

@@ -118,12 +118,12 @@ def write_atomic(
 
 def write_once(path: Path, text: str) -> str:
     """Write a file unless there is one, and return what it holds; of several that write at once, one is the first."""
-    if not path.exists():
-        mine = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    mine = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    while not path.exists():
         write_atomic(mine, text)
-        with suppress(FileExistsError):
-            os.link(mine, path)  # whole, or not at all; where there is one by now, that one stays
-        mine.unlink()
+        with suppress(FileExistsError, FileNotFoundError):  # another was first; a sweep took it for left behind
+            os.link(mine, path)
+        mine.unlink(missing_ok=True)
         sync(path.parent)
     return path.read_text(encoding="utf-8")
 

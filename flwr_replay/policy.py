@@ -158,23 +158,23 @@ class Policy:
                 f"policy allows {self.max_evaluations:,} tests in a run; they are used up: evaluate less often {ADVICE}"
             )
 
-    def check_weights(self, stage: str, digest: str, random: Callable[[], str]) -> None:
+    def check_weights(self, stage: str, digest: Callable[[], str], random: Callable[[], str]) -> None:
         """Refuse weights that a stage may not be given.
 
         Parameters
         ----------
         stage : str
             Of the request that brings them.
-        digest : str
-            Theirs, from `flwr_replay.tensors.digest`.
+        digest : Callable[[], str]
+            Gives theirs, from `flwr_replay.tensors.digest`.
         random : Callable[[], str]
             Gives the digest of those that the run's seed gives.
         """
         allowed = dict(self.weights).get(stage)
-        if allowed is None or digest in allowed or (RANDOM in allowed and digest == random()):
+        if allowed is None or (came := digest()) in allowed or (RANDOM in allowed and came == random()):
             return
         raise RefusedError(
-            f"policy lets stage {stage} take weights {', '.join(allowed) or 'none'}; got {digest}: have the "
+            f"policy lets stage {stage} take weights {', '.join(allowed) or 'none'}; got {came}: have the "
             "institution look at them and add their digest to its policy file"
         )
 
