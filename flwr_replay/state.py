@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.numpy import load_file
 
 from flwr_replay.errors import PrivacyError, WireError
-from flwr_replay.files import NAME, private_folder, stamp, write_atomic
+from flwr_replay.files import NAME, private_folder, read_text, stamp, write_atomic
 from flwr_replay.institution import Institution
-from flwr_replay.tensors import write_tensors
+from flwr_replay.tensors import read_tensors, write_tensors
 from flwr_replay.wire import StateDict
 
 __all__ = ["StateStore", "load_optimizer_arrays", "optimizer_arrays"]
@@ -157,7 +156,7 @@ class Lately:
     def read(self, file: Path) -> StateDict:
         """Return what a file holds."""
         held = self.held.get(_slot(file))
-        return dict(held.arrays) if held and held[:2] == (file, stamp(file)) else load_file(file)
+        return dict(held.arrays) if held and held[:2] == (file, stamp(file)) else read_tensors(file)
 
 
 class Held(NamedTuple):
@@ -182,7 +181,7 @@ def _settle(folder: Path, setting: str) -> None:
     if not path.exists():
         private_folder(folder)
         write_atomic(path, setting)
-    elif path.read_text(encoding="utf-8") != setting:
+    elif read_text(path) != setting:
         raise PrivacyError(
             "a run keeps its privacy options, since what it has left here may depend on data without noise; "
             f"{folder.name!r} was begun with others: begin a new run"
