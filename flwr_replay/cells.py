@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import FlwrReplayError, RunError
-from flwr_replay.files import read_json
+from flwr_replay.opening import read_result
 from flwr_replay.progress import Display, TerminalDisplay
 from flwr_replay.report.epsilon import beside
 from flwr_replay.simulate import resolve, run_inline
@@ -31,7 +31,7 @@ from flwr_replay.simulate import resolve, run_inline
 __all__ = ["Cell", "Method", "run_all", "run_cell", "short_hash"]
 
 A_RUN_WRITES = re.compile(
-    r"(config|environment|metrics|timings|ledger|failures|forgetting|generator|prior|privacy)\.(yaml|json|jsonl|png)|run-id|"
+    r"(config|environment|metrics|timings|ledger|failures|forgetting|generator|prior|privacy)\.(yaml|json|jsonl|png)|run-id|SHA256SUMS|"
     r"checkpoints|models|latents|shared|replay|mailbox|pictures|\.lock|\..*\.tmp"
 )
 KILLED = "a process was killed while it ran, perhaps for want of memory: lower --jobs; the same command goes on"
@@ -142,7 +142,7 @@ def run_cell(cell: Cell, display: Display) -> dict[str, Any]:
     log, level = logging.getLogger("flwr"), logging.getLogger("flwr").level
     log.setLevel(logging.WARNING)
     try:
-        return {"result": read_json(cell.folder / "result.json") if cell.done else _run(cell, display)}
+        return {"result": read_result(cell.folder) if cell.done else _run(cell, display)}
     except FlwrReplayError as error:
         return {"error": " ".join(str(error).split())}
     except Exception as error:  # a fault of this program: the other cells' hours are not lost to it

@@ -32,7 +32,8 @@ from flwr_replay.cells import Cell, Method, run_all, short_hash
 from flwr_replay.compose import SECTIONS, choices, compose, load_strategy, to_yaml
 from flwr_replay.config import RunConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
-from flwr_replay.files import alone, make_folder, read_json, read_lines, write_atomic
+from flwr_replay.files import alone, make_folder, read_lines, write_atomic
+from flwr_replay.opening import check_unchanged, read_result
 from flwr_replay.simulate import check_run, resolve
 from flwr_replay.tasks import ERRORS, make_task
 
@@ -290,6 +291,7 @@ def _refuse_other(folder: Path, config: RunConfig) -> None:
     if not (folder / "config.yaml").exists():
         return
     ours = yaml.safe_load(to_yaml(config))
+    check_unchanged(folder)
     theirs = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     for key in theirs.keys() & ours.keys() - {"runs_dir", "run_name", "resume", "timeout", "wait"}:
         pairs = (theirs[key], ours[key]) if isinstance(ours[key], dict) else ({"": theirs[key]}, {"": ours[key]})
@@ -353,7 +355,7 @@ def _history(folder: Path, metric: str) -> list[tuple[int, float]]:
 
 def _by_round(folder: Path, metric: str) -> list[tuple[float, float]]:
     """Read it by round, of which each may take several exchanges."""
-    rounds, found = read_json(folder / "result.json")["rounds"], _history(folder, metric)
+    rounds, found = read_result(folder)["rounds"], _history(folder, metric)
     return [(at * rounds / found[-1][0], value) for at, value in found]
 
 

@@ -16,6 +16,9 @@ from flwr_replay.report.plots import heat_map
 __all__ = ["Forgetting", "drops"]
 
 
+FORM = {"round": int, "taught": list, "own": dict}
+
+
 class Forgetting:
     """The matrix of a run, on the disk as it grows: `forgetting.jsonl`."""
 
@@ -31,12 +34,12 @@ class Forgetting:
     def rewind(self, server_round: int) -> None:
         """Forget the rows that came after a checkpoint."""
         if self.path.exists():
-            kept = [row for row in read_lines(self.path) if row["round"] <= server_round]
+            kept = [row for row in read_lines(self.path, FORM) if row["round"] <= server_round]
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def summary(self, metric: str, higher_is_better: bool) -> dict[str, Any] | None:
         """Return what `result.json` holds, and draw the heat map beside the file; None if nothing was recorded."""
-        rows = read_lines(self.path)
+        rows = read_lines(self.path, FORM)
         if not rows:
             return None
         names = sorted({name for row in rows for name in row["own"]})

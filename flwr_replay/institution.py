@@ -23,7 +23,7 @@ from flwr_replay.compose import from_run_config
 from flwr_replay.config import PartitionConfig, RunConfig, TaskConfig
 from flwr_replay.data import Dataset, Examples, Partition, institution_name, load, partition
 from flwr_replay.errors import ConfigError, DataError, RefusedError, TrainingError, nearest
-from flwr_replay.files import home, make_folder
+from flwr_replay.files import home, make_folder, private_folder, sweep
 from flwr_replay.ledger import Ledger
 from flwr_replay.policy import Policy, read_policy
 from flwr_replay.training import select_device
@@ -91,7 +91,9 @@ class Institution:
     @cached_property
     def state(self) -> Path:
         """The institution's state directory; files here survive rounds and restarts and never leave."""
-        return make_folder(self.state_root / self.name, "the institution's state directory")
+        folder = private_folder(make_folder(self.state_root / self.name, "the institution's state directory"))
+        sweep(folder)
+        return folder
 
     @cached_property
     def data(self) -> Dataset:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.errors import RunError, WireError
-from flwr_replay.files import read_json, write_atomic
+from flwr_replay.files import private_folder, read_json, tally, write_atomic, write_json
 from flwr_replay.payloads.fedreplay import Latents
 
 __all__ = ["BLOCK", "LatentStore", "pack", "rows_per_chunk", "shifted", "unpack"]
 
 BLOCK = 32  # rows that are encoded together, always the same ones: their last bits depend on the size of the batch
+UPLOAD = {"filled": int, "total": int, "raw-bytes": int}  # in upload.json; and of each file, how long and its checksum
 ENVELOPE = 2048  # bytes that names, array headers and statistics of a chunk take at most
 
 
@@ -107,9 +107,10 @@ class LatentStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.progress: dict[str, dict[str, int]] = {}
+        self.progress: dict[str, dict[str, Any]] = {}
         for meta in sorted(folder.glob("*/upload.json")):
-            self.progress[meta.parent.name] = read_json(meta)
+            self.progress[meta.parent.name] = read_json(meta, UPLOAD)
+            self._check(meta.parent.name)
         self._maps: dict[str, dict[str, NDArray[Any]]] = {}
 
     def next_row(self, name: str) -> int | None:
@@ -144,16 +145,19 @@ class LatentStore:
         for key, array in arrays.items():
             if array is not None:
                 self._map(name, key, chunk.total, array)[chunk.first : last] = array
-        for mapped in self._maps.pop(name, {}).values():
-            mapped.flush()  # type: ignore[attr-defined]
         done = {"filled": last, "total": chunk.total, "raw-bytes": progress["raw-bytes"] + chunk.raw_bytes}
-        write_atomic(self.folder / name / "upload.json", json.dumps(done))
+        for key, mapped in self._maps.pop(name, {}).items():
+            mapped.flush()  # type: ignore[attr-defined]
+            end = mapped.offset + mapped[:last].nbytes  # type: ignore[attr-defined]
+            done[key] = tally(self.folder / name / f"{key}.npy", tuple(progress.get(key, (0, 0))), end)
+        write_json(self.folder / name / "upload.json", done)
         self.progress[name] = done
 
     def _map(self, name: str, key: str, total: int, like: NDArray[Any]) -> NDArray[Any]:
         path = self.folder / name / f"{key}.npy"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+        if name not in self.progress:  # anew, where a crash left one
+            private_folder(path.parent)
+            write_atomic(path, b"")  # for its owner only
             np.lib.format.open_memmap(path, "w+", like.dtype, (total, *like.shape[1:])).flush()
         mapped: NDArray[Any] = np.lib.format.open_memmap(path, "r+")
         return self._maps.setdefault(name, {}).setdefault(key, mapped)
@@ -188,12 +192,23 @@ class LatentStore:
                 x[at], y[at] = values, own["labels"][rows]
             yield torch.from_numpy(x), torch.from_numpy(y)
 
+    def _check(self, name: str) -> None:
+        """Refuse an upload that is not as it was stored; those of older versions have no checksums."""
+        progress, lengths = self.progress[name], {len(array) for array in self._open(name).values()}
+        sums = {self.folder / name / f"{key}.npy": tuple(progress[key]) for key in progress.keys() - UPLOAD}
+        rows = 0 <= progress["filled"] <= progress["total"] and lengths == {progress["total"]}
+        if not rows or any(tally(path, end=told[0]) != told for path, told in sums.items()):
+            raise self._damaged(name, "another checksum or length")
+
     def _open(self, name: str) -> dict[str, NDArray[Any]]:
         try:
             found = {path.stem: np.load(path, mmap_mode="r") for path in sorted((self.folder / name).glob("*.npy"))}
             return {"latents": found["latents"], "labels": found["labels"], **found}
-        except (ValueError, EOFError, KeyError) as error:
-            raise RunError(
-                f"{self.folder / name} must hold the latents that {name} uploaded; it is damaged ({error}): remove the "
-                "folder, and they are asked for again"
-            ) from None
+        except (ValueError, TypeError, OSError, EOFError, KeyError) as error:
+            raise self._damaged(name, str(error)) from None
+
+    def _damaged(self, name: str, how: str) -> RunError:
+        return RunError(
+            f"{self.folder / name} must hold the latents that {name} uploaded; it is damaged ({how}): remove the "
+            "folder, and they are asked for again"
+        )

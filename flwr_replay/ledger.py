@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from flwr_replay.files import Lines
 from flwr_replay.wire import Row
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "unanswered"]
 
 SAMPLE_KINDS = ("per-sample", "per-sample-raw", "synthetic")
 
@@ -37,6 +37,26 @@ class Ledger(Lines):
             lines.append(f"{head}, {_field(row)}{stand_for}}}\n")
             raw_bytes = None if beside else raw_bytes
         self.write("".join(lines))
+
+
+def unanswered(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a line for each message of the last exchange whose answer the ledger lacks: it may have left all the same.
+
+    An exchange that breaks off loses the answers that were on their way. What they held stands in the ledgers of the
+    institutions only.
+    """
+    waiting: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        if entry["direction"] == "down":
+            waiting[entry["institution"]] = entry
+        else:
+            waiting.pop(entry["institution"], None)
+    lost = {"direction": "up", "field": "answer", "kind": "not received", "bytes": 0, "protection": "unknown"}
+    return [
+        {**{key: entry[key] for key in ("round", "institution", "direction", "stage")}, **lost}
+        for entry in waiting.values()
+        if (entry["round"], entry["stage"]) == (entries[-1]["round"], entries[-1]["stage"])
+    ]
 
 
 @lru_cache(maxsize=4096)

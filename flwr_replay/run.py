@@ -4,6 +4,7 @@
 
 - `config.yaml`: fully resolved
 - `run-id`: what the institutions know the run by
+- `SHA256SUMS`: of these two, which never change
 - `environment.json`: versions, device, cores
 - `metrics.jsonl`: a line per round, institution ("" = pooled) and metric
 - `timings.jsonl`: a line per exchange, seconds since the run began
@@ -19,6 +20,8 @@
 - `checkpoints/`: the last two exchanges
 - `models/`: the global weights at the end, where the server has any
 - `result.json`
+
+Only its owner may read it.
 """
 
 from __future__ import annotations
@@ -30,7 +33,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -38,12 +40,21 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
+from flwr_replay.checkpoints import Checkpoints
 from flwr_replay.config import RunConfig
-from flwr_replay.files import Lines, read_lines, write_atomic
+from flwr_replay.errors import RunError
+from flwr_replay.files import (
+    Form,
+    Lines,
+    private_folder,
+    read_lines,
+    sweep,
+    tighten,
+    write_atomic,
+    write_json,
+)
 from flwr_replay.forgetting import Forgetting
-from flwr_replay.ledger import Ledger
+from flwr_replay.ledger import Ledger, unanswered
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.progress import Display, Progress
@@ -54,6 +65,15 @@ from flwr_replay.wire import Row, StateDict
 
 __all__ = ["PACKAGES", "RunDirectory", "resumable"]
 
+FORMS: dict[str, Form] = {  # of the lines of its files
+    "ledger": {"round": int, "institution": str, "direction": ("up", "down"), "stage": str, "kind": str, "bytes": int},
+    "timings": {"round": int, "seconds": int | float},
+    "metrics": {"round": int, "institution": str, "metric": str, "value": int | float},
+    "failures": {"round": int, "institution": str, "reason": str},
+    "generator": {"institution": str, "epoch": int, "loss": int | float},
+    "privacy": {"institution": str, "epsilon": int | float | None, "delta": int | float, "mechanism": str},
+}
+GROWING = tuple(f"{name}.jsonl" for name in (*FORMS, "forgetting") if name != "generator")
 PACKAGES = ("flwr-replay", "flwr", "ray", "torch", "torchvision", "numpy", "hydra-core")
 
 
@@ -98,14 +118,10 @@ class RunDirectory(Recorder):
         self.leading = make_task(config.task).metric
         self.spent_then: dict[str, float] = {}  # the largest epsilon at the last evaluation, for the display
         self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
-        self._writer = ThreadPoolExecutor(max_workers=1)  # the next round need not wait for the disk
-        self._writing: Future[None] = self._writer.submit(lambda: None)
-        (self.path / "checkpoints").mkdir(exist_ok=True)
+        sweep(self.path)
+        tighten(self.path)
+        self._checkpoints = Checkpoints(self.path, GROWING)
         write_atomic(self.path / "environment.json", json.dumps(_environment(config), indent=2) + "\n")
-        for left in self.path.rglob(".*.tmp"):  # of a process that was killed while it wrote
-            left.unlink()
-        for name in ("ledger", "timings", "metrics", "failures", "generator", "privacy"):
-            read_lines(self.path / f"{name}.jsonl")  # drops a line that a crash tore
         self._ledger = Ledger(self.path / "ledger.jsonl")
         self._metrics, self._timings = Lines(self.path / "metrics.jsonl"), Lines(self.path / "timings.jsonl")
 
@@ -169,7 +185,7 @@ class RunDirectory(Recorder):
         rows = [{"institution": name, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)]
         if rows and perplexity:
             rows[-1]["perplexity"] = list(perplexity)
-        before = [row for row in read_lines(path) if row["institution"] != name]
+        before = [row for row in self._lines("generator") if row["institution"] != name]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in [*before, *rows]))
 
     def failed(self, server_round: int, name: str, reason: str) -> None:
@@ -190,32 +206,32 @@ class RunDirectory(Recorder):
             "examples": snapshot.examples,
             "label-scale": snapshot.label_scale,
         }
-        folder = self.path / "checkpoints"
-        stem = f"{snapshot.server_round:06d}"
         self._timings.append([{"round": snapshot.server_round, "seconds": seconds}])
-        self._metrics.flush()  # before the checkpoint that a resumed run finds them with
-        self._timings.flush()
-        self._writing.result()  # raises if the last checkpoint could not be written
+        for lines in (self._ledger, self._metrics, self._timings):  # a resumed run finds them with the checkpoint
+            lines.flush()
         named = {f"arrays/{name}": array for name, array in snapshot.arrays.items()}
         named |= {f"state/{name}": array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
-        self._writing = self._writer.submit(_write_checkpoint, folder / f"{stem}.safetensors", named, values)
+        self._checkpoints.write(snapshot.server_round, named, values)
         metrics = self.history[-1][1] if self.history else {}
         self.display.exchange(snapshot.server_round, metrics | self.spent_then, sum(self.bytes.values()), seconds)
 
     def restore(self) -> Snapshot | None:
-        """Return the last checkpoint of a resumed run and forget the metrics that came after it."""
-        found = sorted((self.path / "checkpoints").glob("*.safetensors"), reverse=True)
-        for path in found:
-            try:
-                with safe_open(path, "numpy") as file:
-                    values = json.loads(file.metadata()["values"])
-                    arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-                break
-            except (SafetensorError, TypeError, ValueError, KeyError):
-                self.log(f"{path.name} is not whole; going on from the checkpoint before it")
-        else:
+        """Return the last checkpoint of a resumed run and forget the metrics that came after it.
+
+        Raises
+        ------
+        RunError
+            If the checkpoints, or what was written beside them, are damaged or gone.
+        """
+        found = self._checkpoints.read(self.log)
+        if found is None:
+            if len(self._lines("timings")) > 2:  # the first checkpoint is on the disk before the third is begun
+                raise RunError(
+                    f"{self.path / 'checkpoints'} must hold the run's last two; they are gone: put them back"
+                )
             self._rewind(-1)
             return None
+        arrays, values = found
         self.counters = Counters(values["examples-seen"], values["seconds"])
         self._rewind(values["server-round"])
         parts = under("arrays/", arrays), under("state/", arrays)
@@ -226,17 +242,20 @@ class RunDirectory(Recorder):
         """Return a folder inside the run directory."""
         if fresh:
             shutil.rmtree(self.path / name, ignore_errors=True)
-        (self.path / name).mkdir(exist_ok=True)
-        return self.path / name
+        return private_folder(self.path / name)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self, arrays: StateDict, metric: str, higher_is_better: bool, claim: str) -> dict[str, Any]:
         """Write the final weights, if the server has any, and `result.json`; return what the latter holds."""
-        self._writing.result()
+        self._checkpoints.wait()
         if arrays:
             write_tensors(self.folder("models") / "global.safetensors", arrays)
         self._draw_losses()
+        if not self.history:
+            raise RunError(
+                f"{self.path / 'metrics.jsonl'} must hold the last round's metrics; it has none: begin a new run"
+            )
         server_round, pooled, own = self.history[-1]
         if metric not in pooled:  # nobody runs this package's ClientApp
             metric, higher_is_better = next(iter(pooled), metric), False
@@ -266,7 +285,7 @@ class RunDirectory(Recorder):
             "wall-seconds": round(self.counters.seconds + time.monotonic() - self.started, 3),
             "versions": _versions(),
         }
-        write_atomic(self.path / "result.json", json.dumps(result, indent=2) + "\n")
+        write_json(self.path / "result.json", result, indent=2)
         return result
 
     def _draw_losses(self) -> None:
@@ -274,7 +293,7 @@ class RunDirectory(Recorder):
         from flwr_replay.report.plots import losses
 
         found: dict[str, list[tuple[float, float]]] = {}
-        for line in read_lines(self.path / "generator.jsonl"):
+        for line in self._lines("generator"):
             found.setdefault(line["institution"], []).append((line["epoch"], line["loss"]))
         for what in ("generator", "prior"):
             chosen = {name: line for name, line in found.items() if name.endswith(", prior") == (what == "prior")}
@@ -284,16 +303,17 @@ class RunDirectory(Recorder):
     def bytes_by_kind(self) -> dict[str, dict[str, int]]:
         """Sum the ledger by direction and kind; beside per-sample uploads, the raw bytes they stand for."""
         sums: dict[str, dict[str, int]] = {"up": {}, "down": {}}
-        for entry in read_lines(self.path / "ledger.jsonl"):
+        for entry in self._lines("ledger"):
             by_kind = sums[entry["direction"]]
-            by_kind[entry["kind"]] = by_kind.get(entry["kind"], 0) + entry["bytes"]
+            if entry["bytes"]:  # none of an answer that was lost
+                by_kind[entry["kind"]] = by_kind.get(entry["kind"], 0) + entry["bytes"]
             if "raw-bytes" in entry:
                 by_kind["raw-bytes-they-stand-for"] = by_kind.get("raw-bytes-they-stand-for", 0) + entry["raw-bytes"]
         return sums
 
     def close(self) -> None:
         """Close the ledger and the display, once the last checkpoint is on the disk."""
-        self._writer.shutdown()
+        self._checkpoints.close()
         for lines in (self._ledger, self._metrics, self._timings):
             lines.close()
         self.display.close()
@@ -301,7 +321,7 @@ class RunDirectory(Recorder):
     def _rewind(self, server_round: int) -> None:
         """Reload metrics up to a checkpoint, and the bytes that really travelled, repeated ones included."""
         metrics = self.path / "metrics.jsonl"
-        kept = [entry for entry in read_lines(metrics) if entry["round"] <= server_round]
+        kept = [entry for entry in self._lines("metrics") if entry["round"] <= server_round]
         self._metrics.close()
         write_atomic(metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
         self._metrics = Lines(metrics)
@@ -309,21 +329,22 @@ class RunDirectory(Recorder):
         for entry in kept:
             by_institution = rounds.setdefault(entry["round"], {})
             by_institution.setdefault(entry["institution"], {})[entry["metric"]] = entry["value"]
+        if lacking := [at for at, own in rounds.items() if "" not in own]:
+            raise RunError(f"{metrics} must have pooled metrics; round {lacking[0]} has none: begin a new run")
         self.history = [(at, own.pop(""), own) for at, own in rounds.items()]
         self.bytes = {"up": 0, "down": 0}
         self.forgetting.rewind(server_round)
-        for entry in read_lines(self.path / "ledger.jsonl"):
+        entries = self._lines("ledger")
+        for entry in entries:
             self.bytes[entry["direction"]] += entry["bytes"]
-        self.failures = read_lines(self.path / "failures.jsonl")
-        for row in read_lines(self.path / "privacy.jsonl"):  # what was released stays released
+        self._ledger.append(unanswered(entries))
+        self.failures = self._lines("failures")
+        for row in self._lines("privacy"):  # what was released stays released
             row.pop("round", None)  # which older versions did not write
             self.released[row.pop("institution")] = row
 
-
-def _write_checkpoint(path: Path, arrays: StateDict, values: dict[str, Any]) -> None:
-    write_tensors(path, arrays, {"values": json.dumps(values)})
-    for old in sorted(path.parent.glob("*.safetensors"))[:-2]:
-        old.unlink()
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        return read_lines(self.path / f"{name}.jsonl", FORMS[name])
 
 
 def _versions() -> dict[str, str]:

@@ -17,10 +17,10 @@ from flwr_replay.client_app import backbone
 from flwr_replay.compose import from_run_config, load_strategy, model_named
 from flwr_replay.config import RunConfig, require
 from flwr_replay.errors import FlwrReplayError
-from flwr_replay.files import alone, read_json
+from flwr_replay.files import alone
 from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.movements.base import Movement, Settings
-from flwr_replay.opening import open_run
+from flwr_replay.opening import open_run, read_result
 from flwr_replay.privacy.plan import NOTHING, PrivacyPlan
 from flwr_replay.progress import Display, LogDisplay
 from flwr_replay.replay.plan import Replaying
@@ -108,7 +108,7 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
     strategy_type.check(config.strategy, settings)
     config, run_id = open_run(config)
     stored = Path(config.runs_dir) / config.run_name / "result.json"
-    if stored.exists() and (result := read_json(stored)).get("rounds", 0) >= config.rounds:
+    if stored.exists() and (result := read_result(stored.parent))["rounds"] >= config.rounds:
         return result, stored.parent  # a finished run is not run again
     first = array_record(to_arrays(beginning(config)(derived_seed(config.seed, "model"))))
     with alone(stored.parent), resumable(stored.parent):

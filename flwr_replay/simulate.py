@@ -22,8 +22,8 @@ import yaml
 from flwr_replay.compose import COMMAND_LINE, compose, load_strategy, overrides_of
 from flwr_replay.config import RunConfig, TaskConfig
 from flwr_replay.errors import ConfigError, PrivacyError, RunError
-from flwr_replay.files import home, read_json, write_atomic
-from flwr_replay.opening import default_name
+from flwr_replay.files import home, write_json
+from flwr_replay.opening import check_unchanged, default_name, read_result, read_run_id
 from flwr_replay.progress import Display
 from flwr_replay.run import resumable
 
@@ -106,6 +106,7 @@ def _overrides_of_run(folder: Path) -> list[str]:
     file = folder / "config.yaml"
     if not file.exists():
         raise RunError(f"--resume must be a run directory with a config.yaml; got {folder}")
+    check_unchanged(folder)
     try:
         return overrides_of(file)
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
@@ -197,7 +198,7 @@ def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
                 reason = line.removeprefix("error: ").strip()
     if not (folder / "result.json").exists():
         raise RunError(reason)
-    return _with_skew(read_json(folder / "result.json"), folder, part)
+    return _with_skew(read_result(folder), folder, part)
 
 
 def _with_skew(result: dict[str, Any], folder: Path, part: Partition) -> tuple[dict[str, Any], Path]:
@@ -205,10 +206,10 @@ def _with_skew(result: dict[str, Any], folder: Path, part: Partition) -> tuple[d
     from flwr_replay.replay.pictures import gather
     from flwr_replay.state import RUNS
 
-    run_id = (folder / "run-id").read_text(encoding="utf-8").strip()
+    run_id = read_run_id(folder)
     gather({name: home() / "state" / "simulation" / name / RUNS / run_id for name in part.names}, folder)
     result = {**result, "skew": part.skew}
-    write_atomic(folder / "result.json", json.dumps(result, indent=2) + "\n")
+    write_json(folder / "result.json", result, indent=2)
     return result, folder
 
 

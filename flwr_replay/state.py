@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.numpy import load_file
 
-from flwr_replay.binding import differing
+from flwr_replay.binding import differing, digest_of
 from flwr_replay.errors import PrivacyError, WireError
 from flwr_replay.files import NAME, private_folder, stamp, write_once
 from flwr_replay.institution import Institution
-from flwr_replay.tensors import write_tensors
+from flwr_replay.tensors import read_with_texts, write_tensors
 from flwr_replay.wire import StateDict
 
 __all__ = ["StateStore", "load_optimizer_arrays", "optimizer_arrays"]
 
 RUNS = "runs"  # the folder of all runs: their names come from the server, and must not meet the institution's own files
 SUFFIX = ".safetensors"
+ORIGIN = "made-under"  # of a file: a digest of the options of the run that made it
 HELD = 256 * 2**20  # bytes of arrays in memory
 
 
@@ -38,7 +38,7 @@ class StateStore:
     """Arrays under a key, as they stood after an exchange of a run."""
 
     def __init__(self, institution: Institution, bound: str = "") -> None:
-        self.institution, self.bound = institution, bound
+        self.institution, self.origin = institution, digest_of(bound)
 
     @property
     def folder(self) -> Path:
@@ -88,7 +88,8 @@ class StateStore:
         if not others:
             private_folder(file.parent)
         spare = others[:-2]
-        write_tensors(file, arrays, to_disk=to_disk, over=spare.pop() if spare else None)
+        origin = {ORIGIN: self.origin}
+        write_tensors(file, arrays, origin, to_disk=to_disk, over=spare.pop() if spare else None)
         for old in spare:
             old.unlink()
         if give:
@@ -100,12 +101,12 @@ class StateStore:
         They are not to be written to.
         """
         file = self._latest(key, run, before)
-        return _lately.read(file) if file else None
+        return _lately.read(file, self.origin) if file else None
 
     def take(self, key: str, run: str, before: int) -> StateDict | None:
         """Return the same to be written to; from then on they are on the disk only."""
         file = self._latest(key, run, before)
-        arrays = _lately.read(file) if file else None
+        arrays = _lately.read(file, self.origin) if file else None
         if file:
             _lately.drop(file)
         return arrays
@@ -113,7 +114,7 @@ class StateStore:
     def at(self, key: str, run: str, server_round: int) -> StateDict | None:
         """Return the arrays that were saved after one exchange, not to be written to; None if there are none."""
         file = self._file(key, run, server_round)
-        return _lately.read(file) if file.exists() else None
+        return _lately.read(file, self.origin) if file.exists() else None
 
     def forget_after(self, key: str, run: str, server_round: int) -> None:
         """Remove what was saved after later exchanges, which are made again."""
@@ -170,10 +171,24 @@ class Lately:
         if held := self.held.pop(_slot(file), None):
             self.bytes -= held.size
 
-    def read(self, file: Path) -> StateDict:
-        """Return what a file holds."""
+    def read(self, file: Path, origin: str) -> StateDict:
+        """Return what a file holds.
+
+        Raises
+        ------
+        PrivacyError
+            If a run under other options has made it: what is in it may depend on data without noise.
+        """
         held = self.held.get(_slot(file))
-        return dict(held.arrays) if held and held[:2] == (file, stamp(file)) else load_file(file)
+        if held and held[:2] == (file, stamp(file)):
+            return dict(held.arrays)
+        arrays, texts = read_with_texts(file)
+        if texts.get(ORIGIN) != origin:
+            raise PrivacyError(
+                f"what a run keeps was made under its own options; {file.name} of run {file.parent.name!r} was made "
+                "under others: begin a new run"
+            )
+        return arrays
 
 
 class Held(NamedTuple):

@@ -1,7 +1,7 @@
 """Named arrays as files, in safetensors' format: https://github.com/huggingface/safetensors (Format).
 
 The library's own `save` copies all arrays before they are written, which took half of the time of a save; so files are
-laid out here, and the library reads them.
+laid out here, and the library reads them. The header begins with a checksum of all other bytes of the file.
 """
 
 from __future__ import annotations
@@ -13,14 +13,21 @@ from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load
 
-from flwr_replay.files import write_atomic
+from flwr_replay.errors import RunError
+from flwr_replay.files import read_bytes, write_atomic
 from flwr_replay.wire import StateDict
 
-__all__ = ["digest", "under", "write_tensors"]
+__all__ = ["digest", "read_tensors", "read_with_texts", "under", "write_tensors"]
+
+HEAD = b'{"__metadata__": {"crc32": "'  # how the header begins, after eight bytes with its length
+AT = slice(8 + len(HEAD), 16 + len(HEAD))  # of the checksum, eight hexadecimal digits
 
 CODES = {  # safetensors' names of NumPy's dtypes
     "bool": "BOOL",
@@ -60,12 +67,44 @@ def write_tensors(
         (name, np.asarray(array, array.dtype.newbyteorder("<"), order="C"))
         for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     ]
-    told = [f'"__metadata__": {json.dumps(dict(metadata))}'] if metadata else []
+    told = f'"__metadata__": {json.dumps({"crc32": "", **(metadata or {})})}'
     entries = _entries(tuple((name, array.dtype, array.shape) for name, array in laid))
-    header = f"{{{', '.join([*told, *entries])}}}".encode()
-    header += b" " * (-len(header) % 8)
-    parts: list[bytes | memoryview] = [len(header).to_bytes(8, "little"), header, *(array.data for _, array in laid)]
-    write_atomic(path, parts, to_disk, over=over)
+    header = f"{{{', '.join([told, *entries])}}}".encode()
+    header += b" " * ((len(_digits(0)) - len(header)) % 8)
+    before = (len(header) + len(_digits(0))).to_bytes(8, "little") + HEAD
+    parts: list[bytes | memoryview] = [header.removeprefix(HEAD), *(array.data for _, array in laid)]
+    found = crc32(before)
+    for part in parts:
+        found = crc32(part, found)
+    write_atomic(path, [before, _digits(found), *parts], to_disk, over=over)
+
+
+def read_tensors(path: Path) -> StateDict:
+    """Read named arrays, which may be written to.
+
+    Raises
+    ------
+    RunError
+        If the file is damaged. Those of older versions have no checksum: of them only the form is known.
+    """
+    return read_with_texts(path)[0]
+
+
+def read_with_texts(path: Path) -> tuple[StateDict, dict[str, str]]:
+    """Read named arrays and the texts beside them; as `read_tensors`."""
+    data = read_bytes(path)
+    try:
+        if data[8 : AT.start] == HEAD:
+            told, view = data[AT], memoryview(data)
+            if told != _digits(crc32(view[AT.stop :], crc32(view[: AT.start]))):
+                raise ValueError("its checksum is another")
+        arrays = load(data)
+        texts = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{path} must be as it was written; it is damaged ({error}): put it back as it was, or begin a new run"
+        ) from None
+    return arrays, texts
 
 
 def under(prefix: str, arrays: StateDict) -> StateDict:
@@ -80,6 +119,10 @@ def digest(arrays: Mapping[str, NDArray[Any]]) -> str:
         found.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
         found.update(np.ascontiguousarray(array).data)
     return f"sha256:{found.hexdigest()}"
+
+
+def _digits(checksum: int) -> bytes:
+    return f"{checksum:08x}".encode()
 
 
 @lru_cache(maxsize=256)  # the same models are written again and again

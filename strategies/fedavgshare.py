@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
-from safetensors.numpy import load_file
 
 from flwr_replay.config import require
 from flwr_replay.errors import WireError
@@ -32,7 +31,7 @@ from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.members import Member
 from flwr_replay.payloads.fedavgshare import EnlargedVisit, Give, Given, Receive, Received, number_shared
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
-from flwr_replay.tensors import write_tensors
+from flwr_replay.tensors import read_tensors, write_tensors
 from flwr_replay.wire import Request, StateDict, Weights
 
 __all__ = ["FedAvgShare", "FedAvgShareConfig"]
@@ -115,7 +114,7 @@ class FedAvgShare(FedAvg):
         if given.images.shape != (n, *(shape or given.images.shape[1:])) or not np.isfinite(given.images).all():
             raise WireError(f"a share must have {n} finite images of {shape}; {member.name} sent {given.images.shape}")
         if before := self.givers():  # of which all have one dtype
-            dtype = load_file(self.recorder.folder("shared") / f"{before[0]}.safetensors")["images"].dtype
+            dtype = read_tensors(self.recorder.folder("shared") / f"{before[0]}.safetensors")["images"].dtype
             if dtype != given.images.dtype:
                 raise WireError(f"all images must have one dtype; {member.name} sent {given.images.dtype}, not {dtype}")
         arrays = {"images": given.images, "labels": given.labels}
@@ -128,7 +127,7 @@ class FedAvgShare(FedAvg):
     def receive(self, server_round: int, names: list[str]) -> Receive:
         """Send the union of these institutions' shares."""
         folder = self.recorder.folder("shared")
-        parts = [load_file(folder / f"{name}.safetensors") for name in names]
+        parts = [read_tensors(folder / f"{name}.safetensors") for name in names]
         images, labels = (np.concatenate([part[key] for part in parts]) for key in ("images", "labels"))
         return Receive(server_round=server_round, run=self.settings.run, images=images, labels=labels)
 

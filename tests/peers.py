@@ -72,7 +72,8 @@ class Ran:
         return self.stores / name / "runs" / self.run
 
     def kept(self, key, name, exchange):
-        return StateStore(type("Owner", (), {"state": self.stores / name})()).at(key, self.run, exchange)
+        bound = (self.state(name) / "options.json").read_text()
+        return StateStore(type("Owner", (), {"state": self.stores / name})(), bound).at(key, self.run, exchange)
 
     def private(self, name, exchange):
         """Return φ."""

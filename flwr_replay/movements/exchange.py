@@ -139,6 +139,7 @@ class Exchanging(Strategy):
             If an institution's loss is not finite.
         """
         asked = list(messages)
+        self.sending(server_round, asked)
         replies = ask(grid, asked, self.timeout)
         good: list[tuple[str, Message]] = []
         diverged: list[str] = []
@@ -147,9 +148,6 @@ class Exchanging(Strategy):
             assert member is not None
             request = request_of(message)
             stage = request.stage_name if request else ""
-            self.recorder.travelled(
-                server_round, member, "down", list(rows(message.content, request, self.extra)), stage
-            )
             reply = replies.get(message.metadata.message_id)
             if reply is None or reply.has_error():
                 self.recorder.failed(server_round, member.name, reason_of(reply))
@@ -185,6 +183,15 @@ class Exchanging(Strategy):
         if needed and not good and self.stops_without_answers():
             raise RunError(f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}")
         return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
+
+    def sending(self, server_round: int, messages: Iterable[Message]) -> None:
+        """Write down what is about to be sent: who is killed before the answers are here knows whom it asked."""
+        for message in messages:
+            member, request = self.members.by_node(message.metadata.dst_node_id), request_of(message)
+            assert member is not None
+            found, stage = list(rows(message.content, request, self.extra)), request.stage_name if request else ""
+            self.recorder.travelled(server_round, member, "down", found, stage)
+        self.recorder.flush()
 
     def finite(self, arrays: ArrayRecord) -> ArrayRecord:
         """Refuse weights that are not finite, so that no checkpoint ever holds them."""

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from flwr.app import ArrayRecord
-from safetensors.numpy import load_file
 
-from flwr_replay.tensors import write_tensors
+from flwr_replay.tensors import read_tensors, write_tensors
 from flwr_replay.wire import array_record, opened
 
 __all__ = ["Delivery", "Mailbox", "Parcel"]
@@ -148,5 +147,5 @@ class Mailbox:
         """
         waiting = {name: Delivery.of(one) for name, one in values["waiting"].items()}
         back = {name: [Parcel(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
-        models = {n: array_record(load_file(folder / f"{n:06d}.safetensors")) for n in values["models"]}
+        models = {n: array_record(read_tensors(folder / f"{n:06d}.safetensors")) for n in values["models"]}
         return cls(waiting, back, values["committed"], values["weights"], models, values["posted"], [{*models}])

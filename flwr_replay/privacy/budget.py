@@ -22,6 +22,7 @@ from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 __all__ = ["Account"]
 
 CHARGES = "privacy.jsonl"
+CHARGE = {"mechanism": str, "rate": int | float, "sigma": int | float, "steps": int, "noise": str}
 
 
 class Account:
@@ -115,7 +116,7 @@ class Account:
     @contextmanager
     def _held(self) -> Iterator[_Book]:
         """Read the charges and keep other processes from adding any meanwhile."""
-        if not self.folder.exists():
+        if not self.folder.is_dir():
             private_folder(self.folder)
         with alone(self.folder, wait=True):
             book = _book(self.folder)
@@ -137,7 +138,7 @@ class _Book:
         """Read the file, unless nobody has written it since."""
         if not self.current:
             before = stamp(self.path)  # what is written meanwhile is read the next time
-            charges = read_lines(self.path)
+            charges = read_lines(self.path, CHARGE)
             self.costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
             self.mechanisms = [charge["mechanism"] for charge in charges]
             self.noises = {charge["noise"] for charge in charges}

@@ -88,7 +88,13 @@ def secret_key(folder: Path) -> bytes:
         with alone(folder, wait=True):
             if not path.exists():  # nobody else has made it meanwhile
                 write_atomic(path, secrets.token_bytes(32), mode=0o600)
-    with open(path, "rb") as file:
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise PrivacyError(
+            f"{KEY} in the state directory must be a file that its owner can read; {error.strerror}: put it back"
+        ) from None
+    with file:
         if os.name == "posix" and os.fstat(file.fileno()).st_mode & 0o077:
             raise PrivacyError(f"only its owner may read {KEY} in the state directory; others can: chmod 600 it")
         key = file.read()

@@ -72,8 +72,8 @@ class Purse:
         if epochs < 1:
             raise PrivacyError(f"a private training has at least one epoch; {epochs} were asked for")
         cost = self.plan.cost(mechanism, self.examples, epochs)
+        stream = self.stream(mechanism, request)  # before the charge: a key that cannot be read costs nothing
         self.charge(mechanism, cost, request)
-        stream = self.stream(mechanism, request)
         return PrivateVisit(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
 
     def charge(self, mechanism: str, cost: SampledGaussian, request: Any) -> None:
@@ -92,8 +92,9 @@ class Purse:
         if not self.plan.covers("prior"):
             return counts
         cost = self.plan.counts()
+        stream = self.stream(COUNTS, request)
         self.charge(COUNTS, cost, request)
-        noise = self.stream(COUNTS, request).normal(counts.shape) * cost.sigma
+        noise = stream.normal(counts.shape) * cost.sigma
         noisy = (counts + noise).round().clamp(min=0).long()
         return noisy if noisy.sum() else torch.ones_like(noisy)
 

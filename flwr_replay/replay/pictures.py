@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from flwr_replay.files import private_folder, read_bytes, write_atomic
 
 __all__ = ["SHOWN", "draw_grid", "gather"]
 
@@ -33,10 +36,10 @@ def draw_grid(path: Path, rows: Mapping[str, Tensor]) -> None:
             blank = torch.ones(SHOWN - len(channels), *channels.shape[1:])
             tiles += torch.cat([channels, blank]).unbind()
     larger = torch.stack(tiles).repeat_interleave(SCALE, 2).repeat_interleave(SCALE, 3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp.png")
-    save_image(larger, temporary, nrow=SHOWN, padding=SCALE, pad_value=1.0)
-    temporary.replace(path)
+    picture = BytesIO()
+    save_image(larger, picture, format="png", nrow=SHOWN, padding=SCALE, pad_value=1.0)
+    private_folder(path.parent)
+    write_atomic(path, picture.getvalue())
 
 
 def gather(states: Mapping[str, Path], folder: Path) -> None:
@@ -51,6 +54,5 @@ def gather(states: Mapping[str, Path], folder: Path) -> None:
     """
     for name, state in states.items():
         for picture in sorted(state.glob("pictures/*.png")):
-            target = folder / "pictures" / name
-            target.mkdir(parents=True, exist_ok=True)
-            (target / picture.name).write_bytes(picture.read_bytes())
+            target = private_folder(folder / "pictures" / name)
+            write_atomic(target / picture.name, read_bytes(picture))

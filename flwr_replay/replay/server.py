@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
-from safetensors.numpy import load_file
 
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.generators.codes import unpack_codes
@@ -47,7 +46,7 @@ from flwr_replay.payloads.replay import (
     TrainPrior,
 )
 from flwr_replay.replay.plan import Replaying
-from flwr_replay.tensors import write_tensors
+from flwr_replay.tensors import read_tensors, write_tensors
 from flwr_replay.training import load_arrays, to_arrays
 from flwr_replay.wire import Request, StateDict, opened
 
@@ -322,7 +321,7 @@ class GenerativeReplay:
 
     def file(self, what: str, visit: int) -> StateDict:
         """Read what a visit left."""
-        return load_file(self.movement.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors")
+        return read_tensors(self.movement.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors")
 
     def keep(self, what: str, visit: int, arrays: StateDict) -> None:
         """Write what a visit leaves; a checkpoint then names it."""

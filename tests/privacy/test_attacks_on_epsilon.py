@@ -139,6 +139,17 @@ def test_plain_exchanges_do_not_lead_up_to_a_private_release(folder):
         assert not weights(reply)
 
 
+def test_state_of_another_setting_is_refused_though_the_run_has_lost_what_it_was_bound_to(folder):
+    plain = HostileServer(folder, *TASK, "strategy=avgpush")
+    assert weights(plain.send(Push(run="cut", server_round=1, **PEER)))
+    assert not refusal(plain.send(Deliver(arrays={}, run="cut", exchange=1, kept=1.0)))
+    (plain.state / "runs" / "cut").rename(plain.state / "runs" / "cut2")
+    (plain.state / "runs" / "cut2" / "options.json").unlink()
+    private = HostileServer(folder, *TASK, "strategy=avgpush", "dp=classifier")
+    reply = private.send(Push(run="cut2", server_round=2, **{**PEER, "committed": 1}))
+    assert "was made under others" in refusal(reply)
+
+
 # --- errors and metrics that tell -------------------------------------------------------------------------------------
 
 

@@ -2,14 +2,22 @@
 
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
+from flwr_replay.compose import compose
 from flwr_replay.errors import PrivacyError
+from flwr_replay.institution import Institution
+from flwr_replay.payloads.replay import TrainPrior
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.privacy.secret import KEY, Stream, noise_stream, secret_key
+from flwr_replay.privacy.visit import Purse
+from flwr_replay.state import StateStore
 
 
 def test_the_key_is_made_once_for_its_owner_only(tmp_path):
@@ -37,6 +45,24 @@ def test_a_key_that_others_read_or_that_is_damaged_is_refused(tmp_path):
     (tmp_path / KEY).write_bytes(b"short")
     with pytest.raises(PrivacyError, match=r"32 bytes; it holds 5"):
         secret_key(tmp_path)
+
+
+@pytest.mark.parametrize("spend", ["begin", "noisy_counts"])
+def test_a_key_that_cannot_be_read_costs_nothing(tmp_path, spend):
+    plan = PrivacyPlan.of(
+        compose(["strategy=cwt", "replay=pixelcnn", "privacy.dp=generator+prior", "generator.codebook=gradient"])
+    )
+    data = np.zeros((99, 1, 8, 8), np.uint8), np.zeros(99, np.int64)
+    institution = replace(Institution.from_arrays("a", data), state_root=tmp_path)
+    purse, request = (
+        Purse(plan, institution, StateStore(institution), 0),
+        TrainPrior(run="run", server_round=1, arrays={}),
+    )
+    (institution.state / KEY).mkdir()
+    with pytest.raises(PrivacyError, match="must be a file that its owner can read; Is a directory") as caught:
+        purse.begin("prior", 1, request) if spend == "begin" else purse.noisy_counts(torch.ones(3), request)
+    assert str(tmp_path) not in str(caught.value)
+    assert purse.account("run").spent == []
 
 
 def test_a_secret_stream_never_comes_again(tmp_path):

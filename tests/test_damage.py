@@ -1,0 +1,180 @@
+"""Damage to what a run and its institutions have on the disk: the same bits all the same, or one line with the file.
+
+Runs are broken off and damaged, each kind of file in each way, and resumed as the command line does.
+"""
+
+import logging
+import shutil
+from contextlib import suppress
+
+import pytest
+from replay.runs import GENERATOR, Stopping
+from safetensors.numpy import load_file
+
+from flwr_replay.errors import FlwrReplayError
+from flwr_replay.files import home
+from flwr_replay.progress import Display
+from flwr_replay.simulate import resolve, run_inline
+
+SMALL = ["model=mlp", "model.width=4", "nodes=2", "device=cpu"]
+PRIVATE = ["privacy.dp=classifier", "privacy.noise=seeded", "privacy.target_epsilon=50"]
+JOBS = {
+    "fedreplay": [*SMALL, "strategy=fedreplay", "encoder-epochs=1", "rounds=4", "forgetting=true", "latent-dtype=int8"],
+    "cwt": [*SMALL, *GENERATOR, "strategy=cwt", "replay=vqvae2", "rounds=1", "generator.epochs=1", "task.size=8"],
+    "fedavg": [*SMALL, *PRIVATE, "strategy=fedavg", "rounds=4", "strategy.optimizer_state=keep"],
+}
+STOP = {"fedreplay": 4, "cwt": 3, "fedavg": 3}  # checkpoints
+WAYS = {
+    "empty": lambda data: b"",
+    "cut": lambda data: data[: len(data) // 2],
+    "a flipped bit": lambda data: flipped(data, len(data) * 4 // 5),
+    "other JSON": lambda data: b'{"rounds": "many", "filled": -1}\n',
+    "binary": lambda data: bytes(range(256)),
+    "folder": None,
+}
+AT_THE_SERVER = [
+    *(("fedreplay", f"{name}.jsonl") for name in ("ledger", "metrics", "timings", "forgetting")),
+    *(("fedreplay", name) for name in ("config.yaml", "run-id", "SHA256SUMS", "environment.json", "checkpoints/*3.*")),
+    *(
+        ("fedreplay", f"latents/institution-1/{name}")
+        for name in ("upload.json", "latents.npy", "labels.npy", "scales.npy")
+    ),
+    *(("cwt", name) for name in ("generator.jsonl", "replay/generator-*0.*", "replay/codes-*1.*")),
+    ("fedavg", "privacy.jsonl"),
+]
+AT_AN_INSTITUTION = ["privacy.jsonl", "setting", "ledger.jsonl", "optimizer-*3.safetensors"]
+
+
+def flipped(data, at):
+    return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+
+
+def damage(path, way):
+    data = path.read_bytes()
+    if WAYS[way] is None:
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_bytes(WAYS[way](data))
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """Break each job off, and run it whole; return the folder of all, and the final weights and metrics of each."""
+    place, wholes = tmp_path_factory.mktemp("damage"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, options in JOBS.items():
+            patch.setenv("FLWR_REPLAY_HOME", str(place / name))
+            whole, folder = run_inline([*options, "run_name=whole", f"runs_dir={place}/{name}/runs"], Display())
+            wholes[name] = weights(folder), whole["final"]
+            with suppress(KeyboardInterrupt):
+                run_inline([*options, "run_name=broken", f"runs_dir={place}/{name}/runs"], Stopping(STOP[name]))
+                raise AssertionError("the run must break off")
+    return place, wholes
+
+
+def weights(folder):
+    return {name: array.tobytes() for name, array in load_file(folder / "models" / "global.safetensors").items()}
+
+
+@pytest.fixture
+def resume(broken, tmp_path, monkeypatch, caplog):
+    """Copy a broken run and its institutions, and let a test damage a file and resume."""
+    place, wholes = broken
+
+    def resumed(job, damaged):
+        shutil.copytree(place / job, tmp_path / job)
+        monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / job))
+        folder = tmp_path / job / "runs" / "broken"
+        path = damaged(folder)
+        try:
+            result, _ = run_inline(resolve([], "", str(folder))[0], Display())
+        except FlwrReplayError as error:
+            return path, str(error)
+        if told := [failure["reason"] for failure in result["failures"]]:
+            return path, told[0]
+        assert (weights(folder), result["final"]) == wholes[job]
+        return path, ""
+
+    with caplog.at_level(logging.INFO, "flwr"):
+        yield resumed
+    assert not [record for record in caplog.records if record.exc_info], "a fault of the user's needs no traceback"
+
+
+def check(path, told):
+    assert not told or (path.name in told and "\n" not in told), told
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("job", "name"), AT_THE_SERVER)
+def test_damage_at_the_server(resume, job, name, way):
+    def damaged(folder):
+        [path] = folder.glob(name)
+        damage(path, way)
+        return path.parent if path.suffix == ".npy" else path
+
+    check(*resume(job, damaged))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", AT_AN_INSTITUTION)
+def test_damage_at_an_institution(resume, name, way):
+    def damaged(folder):
+        found = (home() / "state" / "simulation" / "institution-1").rglob(name)
+        run = (folder / "run-id").read_text().strip()
+        [path] = [path for path in found if run in str(path) or name == "ledger.jsonl"]
+        damage(path, way)
+        return path.parent if (name, way != "folder") == ("setting", True) else path  # of which the server is told
+
+    check(*resume("fedavg", damaged))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_both_checkpoints_damaged_are_told_and_nothing_begins_anew(resume, way):
+    def damaged(folder):
+        for path in (folder / "checkpoints").iterdir():
+            damage(path, way)
+        return folder / "checkpoints"
+
+    path, told = resume("fedreplay", damaged)
+    assert f"{path} has none that is whole" in told
+
+
+def test_checkpoints_that_are_gone_are_told(resume):
+    def damaged(folder):
+        shutil.rmtree(folder / "checkpoints")
+        return folder / "checkpoints"
+
+    path, told = resume("fedreplay", damaged)
+    assert f"{path} must hold the run's last two" in told
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_result_is_the_run_s_own(broken, tmp_path, monkeypatch, way):
+    place, wholes = broken
+    shutil.copytree(place / "fedreplay", tmp_path / "home")
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "home" / "runs" / "whole"
+    damage(folder / "result.json", way)
+    with pytest.raises(FlwrReplayError, match=r"result\.json must be"):
+        run_inline(resolve([], "", str(folder))[0], Display())
+    shutil.rmtree(folder / "result.json") if way == "folder" else (folder / "result.json").unlink()
+    assert run_inline(resolve([], "", str(folder))[0], Display())[0]["final"] == wholes["fedreplay"][1]
+
+
+def test_another_seed_in_the_configuration_is_told(resume):
+    def damaged(folder):
+        path = folder / "config.yaml"
+        path.write_text(path.read_text().replace("seed: 0", "seed: 1"))
+        return path
+
+    path, told = resume("fedreplay", damaged)
+    assert f"{path} must be as the run wrote it" in told
+
+
+def test_runs_of_older_versions_go_on(resume):
+    def damaged(folder):
+        (folder / "SHA256SUMS").unlink()
+        return folder
+
+    assert resume("fedreplay", damaged)[1] == ""

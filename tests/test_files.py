@@ -1,0 +1,279 @@
+"""Files and folders: for their owner only, whole or not at all on a full disk, and no leftovers of who was killed."""
+
+import json
+import os
+import resource
+import signal
+import stat
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from replay.runs import GENERATOR
+
+from flwr_replay.compose import compose
+from flwr_replay.engine import InlineGrid
+from flwr_replay.errors import RunError
+from flwr_replay.files import (
+    Lines,
+    alone,
+    make_folder,
+    private_folder,
+    read_json,
+    read_lines,
+    sweep,
+    tighten,
+    write_atomic,
+    write_json,
+)
+from flwr_replay.institution import Institution
+from flwr_replay.opening import open_run
+from flwr_replay.progress import Display
+from flwr_replay.simulate import resolve, run_inline
+from flwr_replay.tensors import write_tensors
+from flwr_replay.wire import config_in
+
+SMALL = ["model=mlp", "model.width=4", "nodes=2", "rounds=1", "device=cpu"]
+
+
+@pytest.fixture
+def open_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@contextmanager
+def full(size):
+    """Let no file grow beyond a size, as a full disk does, but for an error of its own."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def open_to_others(folder):
+    paths = [path for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
+    return [str(path) for path in paths if mode(path) & 0o077]
+
+
+# --- permissions ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_made_is_its_owners_only(tmp_path, open_umask):
+    folder = make_folder(tmp_path / "above" / "runs", "runs-dir")
+    write_atomic(folder / "whole", "x")
+    write_tensors(folder / "arrays", {"w": np.ones(2)})
+    Lines(folder / "lines").close()
+    private_folder(folder / "a" / "b")
+    with alone(folder):
+        assert open_to_others(tmp_path / "above") == []
+
+
+def test_a_folder_that_was_there_keeps_its_permissions(tmp_path):
+    tmp_path.chmod(0o755)
+    make_folder(tmp_path, "runs-dir")
+    assert mode(tmp_path) == 0o755
+
+
+def test_what_is_written_over_an_older_version_s_file_is_shut(tmp_path):
+    for name in ("old", "lines"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o644)
+    write_atomic(tmp_path / "new", "x", over=tmp_path / "old")
+    Lines(tmp_path / "lines").close()
+    assert open_to_others(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["strategy=fedavgshare", "strategy.optimizer_state=keep"],
+        ["strategy=fedreplay", "encoder-epochs=1", "forgetting=true"],
+        ["strategy=fedavg", "privacy.dp=classifier", "privacy.target_epsilon=50"],
+        [*GENERATOR, "strategy=cwt", "replay=vqvae2", "generator.epochs=1", "task.size=8"],
+    ],
+)
+def test_run_and_state_directories_are_their_owners_only(tmp_path, monkeypatch, open_umask, options):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    _, folder = run_inline([*SMALL, *options, f"runs_dir={tmp_path}/runs"], Display())
+    assert list(folder.rglob("*.safetensors"))
+    assert list((tmp_path / "home" / "state").rglob("ledger.jsonl"))
+    assert open_to_others(tmp_path / "runs") + open_to_others(tmp_path / "home") == []
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755)  # as older versions left it
+    (folder / "result.json").unlink()
+    run_inline(resolve([], "", str(folder))[0], Display())
+    assert open_to_others(folder) == []
+
+
+def test_links_are_left_alone(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").write_text("")
+    (tmp_path / "elsewhere").chmod(0o644)
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "elsewhere")
+    tighten(tmp_path / "run")
+    assert (mode(tmp_path / "run"), mode(tmp_path / "elsewhere")) == (0o700, 0o644)
+
+
+# --- full disks -------------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_whole_where_the_disk_is_full(tmp_path):
+    lines = Lines(tmp_path / "ledger.jsonl")
+    lines.append([{"a": "x" * 50}])
+    lines.flush()
+    lines.append({"a": "y" * 50} for _ in range(9))
+    with full(150), pytest.raises(RunError, match=r"ledger\.jsonl must be written; File too large: raise the limit"):
+        lines.flush()
+    lines.append([{"a": "z"}])  # once there is room again
+    lines.close()
+    assert [row["a"][0] for row in read_lines(tmp_path / "ledger.jsonl")] == ["x", "z"]
+    assert (tmp_path / "ledger.jsonl").read_bytes().count(b"\n") == 2
+
+
+def test_no_room_is_told_with_the_file(tmp_path):
+    (tmp_path / "ledger.jsonl").symlink_to("/dev/full")
+    lines = Lines(tmp_path / "ledger.jsonl")
+    lines.append([{"a": 1}])
+    with pytest.raises(
+        RunError, match=r"ledger\.jsonl must be written; No space left on device: make room on its disk"
+    ):
+        lines.flush()
+    lines.close()
+
+
+def test_a_file_is_as_it_was_where_the_disk_is_full(tmp_path):
+    write_json(tmp_path / "result.json", {"rounds": 1})
+    with full(1000), pytest.raises(RunError, match=r"result\.json must be written; File too large"):
+        write_json(tmp_path / "result.json", {"rounds": list(range(1000))})
+    assert read_json(tmp_path / "result.json") == {"rounds": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize(("size", "told"), [(20, "run-id"), (3000, "ledger.jsonl"), (12_000, "000001.safetensors")])
+def test_a_run_on_a_full_disk_ends_with_one_line_and_goes_on(tmp_path, monkeypatch, caplog, size, told):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = [*SMALL, "strategy=fedavg", "rounds=3", f"runs_dir={tmp_path}/runs", "run_name=one"]
+    with full(size), pytest.raises(RunError) as caught:
+        run_inline(options, Display())
+    assert "File too large: raise the limit" in str(caught.value)
+    assert not [record for record in caplog.records if record.exc_info]
+    folder = tmp_path / "runs" / "one"
+    resumed, _ = run_inline(resolve([], "", str(folder))[0] if folder.exists() else options, Display())
+    whole, _ = run_inline([*options, "run_name=whole"], Display())
+    assert resumed["final"] == whole["final"]
+    for ledger in tmp_path.rglob("ledger.jsonl"):
+        assert all(json.loads(line) for line in ledger.read_bytes().split(b"\n") if line)
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_torn_line_is_cut_off_when_the_file_is_opened(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    for torn, kept in ((b'{"a": 1}\n{"b"', 1), (b'{"a": 1}\n{"b": 2}', 2), (b'{"a', 0), (b"", 0)):
+        path.write_bytes(torn)
+        assert len(read_lines(path)) == kept
+        assert path.read_bytes() == torn  # who only reads changes nothing
+        lines = Lines(path)
+        lines.append([{"c": 3}])
+        lines.close()
+        assert [json.loads(line) for line in path.read_bytes().splitlines()][-1] == {"c": 3}
+        assert len(path.read_bytes().splitlines()) == kept + 1
+
+
+class Parts(list):
+    """Parts of a file of which the second comes never, or kills."""
+
+    def __init__(self, then):
+        self.then = then
+
+    def __iter__(self):
+        yield b"private" * 9999
+        self.then()
+
+
+def writer(path, then):
+    """Fork a process that begins to write a file."""
+    child = os.fork()
+    if not child:
+        write_atomic(path, Parts(then))
+        os._exit(1)
+    return child
+
+
+def test_leftovers_of_the_killed_are_removed_and_of_the_living_are_not(tmp_path):
+    state = tmp_path / "state" / "a" / "run"
+    state.mkdir(parents=True)
+    killed = writer(state / "private.safetensors", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    os.waitpid(killed, 0)
+    living = writer(state / "shared.safetensors", lambda: time.sleep(60))
+    try:
+        while len(list(state.iterdir())) < 2:
+            time.sleep(0.01)
+        (state.parent / f".write-{killed}").touch()  # of an older version
+        institution = Institution("a", lambda: None, None, state_root=tmp_path / "state")
+        assert institution.state == state.parent
+        assert [path.name for path in state.parent.rglob(".*")] == [f".shared.safetensors.{living}.tmp"]
+    finally:
+        os.kill(living, signal.SIGKILL)
+        os.waitpid(living, 0)
+    sweep(tmp_path)
+    assert list(state.iterdir()) == []
+
+
+def test_a_kill_while_a_run_directory_is_made_leaves_nothing_in_the_way(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = [*SMALL, "strategy=local", f"runs_dir={tmp_path}/runs", "run_name=one"]
+    config = compose(options)
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(os, "rename", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        open_run(config)
+        os._exit(1)
+    os.waitpid(child, 0)
+    (tmp_path / "runs" / "one").mkdir()  # of an older version, killed between both
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+    result, folder = run_inline(options, Display())
+    assert (result["rounds"], folder.name) == (1, "one")
+    assert list((tmp_path / "runs").iterdir()) == [folder]
+    with pytest.raises(RunError, match="run-name must be new"):
+        run_inline(options, Display())
+
+
+def test_answers_that_a_kill_lost_are_noted_in_the_servers_ledger(tmp_path, monkeypatch):
+    """Both institutions have written down what they send, and the server is killed before it has read it."""
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = [*SMALL, "strategy=fedavg", f"runs_dir={tmp_path}/runs", "run_name=one"]
+    child = os.fork()
+    if not child:
+        answer, asked = InlineGrid._answer, []
+
+        def killed(grid, message):
+            asked.append(config_in(message.content)["stage"])
+            if asked.count("train") == 2:
+                answer(grid, message)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return answer(grid, message)
+
+        monkeypatch.setattr(InlineGrid, "_answer", killed)
+        run_inline(options, Display())
+        os._exit(1)
+    os.waitpid(child, 0)
+    folder = tmp_path / "runs" / "one"
+    own = [read_lines(path) for path in (tmp_path / "home" / "state").rglob("ledger.jsonl")]
+    assert [{row["stage"] for row in rows} for rows in own] == [{"roll-call", "train"}] * 2
+    result, _ = run_inline(resolve([], "", str(folder))[0], Display())
+    rows = read_lines(folder / "ledger.jsonl")
+    lost = [(row["institution"], row["round"], row["stage"]) for row in rows if row["kind"] == "not received"]
+    assert sorted(lost) == [("institution-1", 1, "train"), ("institution-2", 1, "train")]
+    assert sum(result["bytes"].values()) > 0
+    assert "not received" not in result["bytes-by-kind"]["up"]
