@@ -20,7 +20,15 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from flwr_replay.compose import load_client
 from flwr_replay.config import RunConfig
-from flwr_replay.errors import DivergedError, FlwrReplayError, PrivacyError, RefusedError, TrainingError, WireError
+from flwr_replay.errors import (
+    ConfigError,
+    DivergedError,
+    FlwrReplayError,
+    PrivacyError,
+    RefusedError,
+    TrainingError,
+    WireError,
+)
 from flwr_replay.institution import Institution, institution_of
 from flwr_replay.payloads.common import Evaluation, Failure
 from flwr_replay.policy import Policy
@@ -180,7 +188,7 @@ def _failure(message: Message, error: Exception, name: str, deployed: bool, secr
     log = logging.getLogger("flwr")
     told = isinstance(error, (PrivacyError, RefusedError, TrainingError, WireError)) or not deployed
     told &= not (secretive and isinstance(error, DivergedError))
-    kind = "FlwrReplayError" if secretive and not told else type(error).__name__
+    kind = type(error).__name__ if told or not secretive or isinstance(error, ConfigError) else "FlwrReplayError"
     if not isinstance(error, FlwrReplayError):
         log.error("this institution cannot answer", exc_info=error)
     elif not told:

@@ -17,8 +17,8 @@ def told(epsilon, proven=True):
     [
         ([], ""),
         ([None, None], ""),
-        ([told(7.971), None, told(3.0)], ", epsilon 7.97 (dp=proxy)"),
-        ([told(93.11, proven=False), told(1.0)], ", epsilon 93.1 (dp=proxy), no proof"),
+        ([told(7.971), None, told(3.0)], ", epsilon 7.98 (dp=proxy)"),
+        ([told(93.11, proven=False), told(1.0)], ", epsilon 93.2 (dp=proxy), no proof"),
         ([told(None), told(1.0)], ", epsilon inf (dp=proxy)"),  # noise from the run's seed
     ],
 )
@@ -27,7 +27,7 @@ def test_the_largest_of_a_run_stands_behind_its_metric(stated, shown):
 
 
 def test_several_stand_in_order_unless_they_are_equal():
-    assert shown_epsilon([Stated(12.14, True, ""), Stated(28.6, True, "")]) == "epsilon 12.1, 28.6"
+    assert shown_epsilon([Stated(12.14, True, ""), Stated(28.6, True, "")]) == "epsilon 12.2, 28.6"
     assert shown_epsilon([Stated(28.6, True, "proxy"), None]) == "epsilon 28.6, none (dp=proxy)"
     assert shown_epsilon([None, None]) == ""
     assert (
@@ -51,7 +51,7 @@ def test_tables_have_it_beside_every_mean():
     rows = summarise(cells, ["x", "y", "z"], "z", "accuracy", True)
     assert largest([told(7.971)]) == rows["x"]["epsilon"] == Stated(7.971, True, "proxy")
     assert overview({"part": {"strategies": rows, "metric": "accuracy"}})[2:] == [
-        "| x | 0.5000, epsilon 7.97 (dp=proxy) |",
+        "| x | 0.5000, epsilon 7.98 (dp=proxy) |",
         "| y | 0.5000, epsilon 28.6 (dp=proxy), no proof |",
         "| z | 0.5000 |",
     ]

@@ -19,7 +19,7 @@ from flwr_replay.compose import from_run_config
 from flwr_replay.engine import InlineGrid
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import split
-from flwr_replay.policy import Policy, read_policy
+from flwr_replay.policy import LIMITS, Policy, read_policy
 from flwr_replay.simulate import streamed, superlink
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
@@ -123,5 +123,10 @@ def test_the_page_shows_the_policy_as_it_is() -> None:
 def test_the_policy_for_hospitals_is_read() -> None:
     policy = read_policy(EXAMPLES / "hospitals" / "policy.yaml")
     assert policy == Policy(
-        strategies=("fedreplay", "cwt"), kinds=("model", "statistic", "per-sample"), max_upload_mb=64
+        strategies=("fedreplay", "cwt"),
+        kinds=("model", "statistic", "per-sample"),
+        max_upload_mb=64,
+        metrics="counted",
+        max_evaluations=500,
+        limits=tuple({**LIMITS, "epochs": 200, "views": 4}.items()),
     )

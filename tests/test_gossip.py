@@ -148,7 +148,7 @@ class Losing(Grid):
 
     def _answer(self, message):
         if self.asked and self.asked[-1] == ("push", "a", 2):
-            for file in self.root.rglob("state/b/*/mixed-*"):
+            for file in self.root.rglob("state/b/runs/*/mixed-*"):
                 file.unlink()
         return super()._answer(message)
 

@@ -8,7 +8,7 @@ import pytest
 
 from flwr_replay import state
 from flwr_replay.files import write_atomic
-from flwr_replay.state import StateStore
+from flwr_replay.state import ORIGIN, StateStore
 from flwr_replay.tensors import write_tensors
 
 
@@ -68,7 +68,9 @@ def test_what_is_held_in_memory_is_what_the_file_holds(store, tmp_path):
     store.save("model", "run", 1, {"w": np.ones(2)}, give=True)
     file = tmp_path / "runs" / "run" / "model-000001.safetensors"
     another = tmp_path / "another"
-    write_tensors(another, {"w": np.full(2, 7.0)})  # by another process, or a backup that is put back
+    write_tensors(
+        another, {"w": np.full(2, 7.0)}, {ORIGIN: store.origin}
+    )  # by another process, or a backup that is put back
     os.replace(another, file)
     assert store.load("model", "run", 2)["w"].tolist() == [7, 7]
     file.unlink()

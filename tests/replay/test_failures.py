@@ -81,7 +81,7 @@ class Losing(Watched):
 
     def before(self, stage, name):
         if (stage, name) == ("train", "a") and self.asked.count((stage, name)) == 2:
-            gone = list(self.state.glob(f"a/*/{self.lost}"))
+            gone = list(self.state.glob(f"a/runs/*/{self.lost}"))
             assert gone
             for path in gone:
                 path.unlink()

@@ -18,7 +18,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.forecast import forecast
 from flwr_replay.payloads.common import Evaluate, RollCall
 from flwr_replay.payloads.replay import EncodeImages
-from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+from flwr_replay.privacy.accounting import SampledGaussian, epsilon, rounded_up
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.secret import noise_stream
 from flwr_replay.privacy.visit import PrivateVisit
@@ -159,7 +159,7 @@ def test_only_the_generators_weights_are_called_private(once):
     stated = {entry["protection"] for entry in ran.ledger if (entry["stage"], entry["field"]) in private}
     up = {protection for protection in stated if protection != "none"}
     expected = {total(ran.charges(name), n): 1 / n for name, n in SIZES.items()}
-    assert up == {f"({spent:.3g}, {delta:.2g})-DP" for spent, delta in expected.items()}
+    assert up == {f"({rounded_up(spent)}, {rounded_up(delta, 2)})-DP" for spent, delta in expected.items()}
 
 
 def test_end_to_end_nothing_of_training_examples_leaves_unprotected(once):
@@ -235,7 +235,7 @@ def said_at_the_roll_call(tmp_path, *options):
 
 @pytest.mark.parametrize("budget", ["epsilon=8", "epsilon=0.5"])
 def test_a_policy_accepts_a_run_that_is_private_from_end_to_end(tmp_path, budget):
-    assert said_at_the_roll_call(tmp_path, *END_TO_END, budget).startswith("DataError")  # it went on to its data
+    assert said_at_the_roll_call(tmp_path, *END_TO_END, budget).startswith("FlwrReplayError")  # it went on to its data
 
 
 @pytest.mark.parametrize(
