@@ -1,5 +1,6 @@
 """From what a user typed to a configuration: near matches, short keys, and the way back."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -42,7 +43,13 @@ from flwr_replay.errors import ConfigError
         ("momentum=1", "training.momentum lies in [0, 1); got 1.0"),
         ("rounds", "an option is written key=value; got 'rounds'"),
         ("=3", "an option is written key=value; got '=3'"),
-        ("rounds=[1", "options must be Hydra overrides"),
+        ("rounds=[1", "the value of rounds must be a number, true, false, a word, or a list [a,b]; got '[1'"),
+        ("rounds=1=2", "the value of rounds must be a number, true, false, a word, or a list [a,b]; got '1=2'"),
+        ("run-name=ü", "got 'ü': put any other text into quotes, \"run-name='…'\""),
+        (
+            "strategy=fedavg beta=0",
+            "beta is an option of strategy=fml, proxyfl; for the other one write generator.beta",
+        ),
         ("run-name=${oc.env:HOME}", "without ${...}; got it in 'run-name'"),
     ],
 )
@@ -51,6 +58,61 @@ def test_what_cannot_be_is_refused_in_one_line(override, says):
         compose(override.split())
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+ESCAPED = [
+    "run_name=${oc.env:SECRET}",
+    r"run_name=$\{oc.env\:SECRET\}",
+    r"run-name=a$\{oc.env\:SECRET\}b",
+    r"task.data_dir=$\{oc.env\:SECRET\}",
+    r"class-names=[$\{oc.env\:SECRET\},b]",
+    "class-names=['${oc.env:SECRET}',b]",
+    r"device='\${oc.env:SECRET}'",
+    r"device=\${oc.env:SECRET}",
+    r"device=\\${oc.env:SECRET}",
+    'device="${oc.env:SECRET}"',
+    r"device=$\{oc.decode\:$\{oc.env\:SECRET\}\}",
+    r"run_name={a:$\{oc.env\:SECRET\}}",
+    r"rounds=$\{oc.env\:SECRET\}",
+    r"model.weights=$\{model.name\}",
+    r"model=$\{oc.env\:SECRET\}",
+    r"preset=$\{oc.env\:SECRET\}",
+    r"$\{oc.env\:SECRET\}=1",
+    "runs_dir=str(oc)",
+    "rounds=int(2)",
+    "rounds=choice(1,2)",
+    "class-names=glob(*)",
+    "class-names=shuffle([a,b])",
+    "rounds=1,2",
+    "hydra.run.dir=/tmp",
+    "hydra/launcher=basic",
+    "hydra.searchpath=[/etc]",
+    "+task=mnist",
+    "++rounds=3",
+    "~rounds=1",
+    "task@task=mnist",
+    "model=../task/mnist",
+    "run_name=" + "[" * 5000 + "]" * 5000,
+    "class-names=[" + ",".join("a" * 20_000) + "]",
+]
+
+
+@pytest.mark.parametrize("given", ["typed", "overrides", "plain"])
+@pytest.mark.parametrize("attack", ESCAPED, ids=lambda attack: attack[:40])
+def test_what_a_server_sends_reads_nothing_of_the_institutions_machine(attack, given, monkeypatch):
+    monkeypatch.setenv("SECRET", "what-nobody-may-know")
+    key, _, value = attack.partition("=")
+    run_config = {"task": "folder", **({"overrides": shlex.quote(attack)} if given == "overrides" else {key: value})}
+    with pytest.raises(ConfigError) as refused:
+        compose(["task=folder", attack]) if given == "typed" else from_run_config(run_config)
+    assert "what-nobody-may-know" not in str(refused.value)
+    assert len(str(refused.value)) < 2000
+    assert "\n" not in str(refused.value)
+
+
+def test_escapes_within_quotes_are_text():
+    """Hydra unescapes nothing but quotes there; no name of a variable is looked up."""
+    assert compose([r"run_name='$\{oc.env:HOME}'"]).run_name == r"$\{oc.env:HOME}"
 
 
 def test_hyphens_short_keys_and_sections_are_the_same_option():
@@ -112,6 +174,15 @@ def test_flowers_run_config_says_the_same():
     words = ["strategy=cwt", "seed=3", "lr=0.5", "drop=true", "order=shuffled", "data-dir='/a b'", "rounds=2"]
     assert from_run_config(run_config) == compose(words)
     assert from_run_config({}) == compose([])
+
+
+def test_a_zero_is_a_value_where_a_studys_file_need_not_give_one():
+    sent = {"strategy": "proxyfl", "alpha": 0, "beta": 0, "momentum": 0, "nodes": 0, "rounds": 0, "seed": 0}
+    config = from_run_config(sent)
+    assert (config.strategy.alpha, config.strategy.beta, config.training.momentum) == (0, 0, 0)
+    assert config.rounds == compose([]).rounds
+    with pytest.raises(ConfigError, match="batch-size must be at least 1; got 0"):
+        from_run_config({"batch-size": 0})
 
 
 def test_overrides_win_over_plain_keys_and_must_be_words():

@@ -128,7 +128,11 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     DataError
         If an institution would hold no training or no test examples.
     """
-    require(nodes >= 1, f"nodes must be at least 1; got {nodes}")
+    require(
+        1 <= nodes <= len(dataset.train),
+        f"every institution needs training examples of its own; got nodes={nodes} for {len(dataset.train)} of "
+        f"{dataset.name}: take fewer nodes",
+    )
     require(
         not config.contrast or dataset.train.x.dtype == np.uint8,
         f"partition.contrast needs images of bytes; got {dataset.train.x.dtype}: leave it at 0",
