@@ -115,6 +115,50 @@ def test_escapes_within_quotes_are_text():
     assert compose([r"run_name='$\{oc.env:HOME}'"]).run_name == r"$\{oc.env:HOME}"
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("model.width=1000000", "model.width must be at most 4096; got 1000000"),
+        ("task.size=100000", "task.size must be at most 8192; got 100000"),
+        ("task.size=8192 task.channels=2", "is at most 67,108,864 numbers; got 2 x 8192 x 8192"),
+        ("task.channels=10000000", "task.channels must be at most 65536; got 10000000"),
+        ("task.classes=1000000", "task.classes must be at most 4096; got 1000000"),
+        ("task.mean=[nan] task.std=[1]", "task.mean and task.std must be finite numbers; got [nan] and [1.0]"),
+        ("task.mean=[nan]", "task.mean and task.std must be finite numbers; got [nan] and []"),
+        ("task.mean=[0.1] task.std=[inf]", "must be finite numbers; got [0.1] and [inf]"),
+        ("batch-size=99999999999", "training.batch-size must be at most 1000000; got 99999999999"),
+        ("rounds=99999999999", "rounds must be at most 1000000; got 99999999999"),
+        ("nodes=99999999999", "nodes must be at most 10000; got 99999999999"),
+        ("threads=500", "threads must be at most 256; got 500"),
+        ("seed=9999999999999999999", "seed must be a number of fewer than 19 digits"),
+        ("lr=1" + "0" * 400, "training.lr must be a number of fewer than 19 digits"),
+        ("timeout=inf", "timeout must be positive, in seconds, and at most a year; got inf"),
+        ("wait=1e300", "wait must not be negative, in seconds, and at most a year; got 1e+300"),
+        ("generator.width=100000", "generator.width must be at most 4096"),
+        ("generator.dim=100000", "generator.dim must be at most 4096"),
+        ("generator.blocks=1000", "generator.blocks must be at most 100"),
+        ("generator.batch-size=99999999999", "generator.batch-size must be at most 1000000"),
+        ("generator.epochs=99999999999", "generator.epochs must be at most 1000000"),
+        ("prior.width=100000", "prior.width must be at most 4096"),
+        ("prior.layers=100000", "prior.layers must be at most 100"),
+        ("prior.bins=100000", "prior.bins must be at most 4096"),
+        ("encoder-epochs=99999999999", "strategy.encoder-epochs must be at most 1000000"),
+        ("upload-views=99999999999", "strategy.upload-views must be at most 1000"),
+        ("strategy=fedavg local-epochs=99999999999", "strategy.local-epochs must be at most 1000000"),
+        ("strategy=splitnn micro-batches=99999999999", "strategy.micro-batches must be at most 1000000"),
+        ("strategy=proxyfl private-epochs=99999999999", "strategy.private-epochs must be at most 1000000"),
+        ("strategy=cwt dp=classifier target-epsilon=1e-9", "or at least 0.001: below it no noise makes a difference"),
+        ("strategy=cwt dp=classifier epsilon=1e-9", "privacy.epsilon must be 0, for none, or at least 0.001"),
+        ("run-name='a\x1bb'", "run-name must be on one line, without control characters"),
+    ],
+)
+def test_numbers_have_bounds(options, says):
+    with pytest.raises(ConfigError) as refused:
+        compose(shlex.split(options, posix=False))
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_hyphens_short_keys_and_sections_are_the_same_option():
     configs = [
         compose([f"{key}=5"])
