@@ -6,6 +6,7 @@ Nothing heavy is imported before a command needs it, so that `--help` answers at
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from dataclasses import asdict
@@ -19,6 +20,8 @@ from flwr_replay.errors import ConfigError, FlwrReplayError
 from flwr_replay.privacy.cli import app as privacy
 
 __all__ = ["app", "main"]
+
+NO_MEMORY = re.compile("can't allocate memory|out of memory")  # PyTorch's words
 
 app = typer.Typer(
     help="Federated learning for institutions whose data differ, on Flower.",
@@ -41,7 +44,7 @@ def run(
     options: Options = None,
     engine: Engine = "inline",
     runs_dir: RunsDir = "runs",
-    resume: Annotated[str, typer.Option("--resume", help="A run directory to go on with.")] = "",
+    resume: Annotated[str | None, typer.Option("--resume", help="A run directory to go on with.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would travel; train nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -49,14 +52,13 @@ def run(
 
     An option is any of conf/: strategy=cwt task=mnist task.data-dir=DIR partition=ks ks=0.6 model=resnet18 rounds=5.
     """
-    if not runs_dir:
-        raise ConfigError("--runs-dir must name a folder; got '': leave it out for ./runs")
+    _refuse_empty(runs_dir=runs_dir, resume=resume)
     _engine(engine)
     _say("loading …")
     from flwr_replay.progress import TerminalDisplay
     from flwr_replay.simulate import resolve, run_inline, run_ray
 
-    overrides, config = resolve(options or [], runs_dir, resume)
+    overrides, config = resolve(options or [], runs_dir, resume or "")
     if dry_run:
         from flwr_replay.forecast import forecast, forecast_page
 
@@ -70,8 +72,12 @@ def run(
 def compare(
     strategies: Annotated[str, typer.Argument()],
     options: Options = None,
-    against: Annotated[str, typer.Option("--against", help="Differences are to this one; default: the last.")] = "",
-    metric: Annotated[str, typer.Option("--metric", help="accuracy, loss, …; default: the task's leading one.")] = "",
+    against: Annotated[
+        str | None, typer.Option("--against", help="Differences are to this one; default: the last.")
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option("--metric", help="accuracy, loss, …; default: the task's leading one.")
+    ] = None,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
@@ -81,10 +87,12 @@ def compare(
     STRATEGIES are comma-separated, with options of their own after a colon: fedavg,cwt,fedreplay,fedreplay:cut=layer2.
     Options are for all methods; fedreplay.cut=layer2 is for one. Exit code 1: some runs failed, the table says why.
     """
+    _refuse_empty(runs_dir=runs_dir, against=against, metric=metric)
     _say("loading …")
     from flwr_replay.compare import compare_strategies
 
-    table, report = compare_strategies(strategies.split(","), options or [], against, jobs, Path(runs_dir), metric)
+    names, place = strategies.split(","), Path(runs_dir)
+    table, report = compare_strategies(names, options or [], against or "", jobs, place, metric or "")
     print(json.dumps(report, indent=2) if as_json else table)
     if any("error" in cell for cell in report["cells"]):
         sys.exit(1)
@@ -93,8 +101,10 @@ def compare(
 @app.command()
 def study(
     name: Annotated[str, typer.Argument()],
-    data: Annotated[str, typer.Option("--data", help="The folder that the studies' data lie under.")] = "",
-    only: Annotated[str, typer.Option("--only", help="Parts of the study, comma-separated; default: all.")] = "",
+    data: Annotated[str | None, typer.Option("--data", help="The folder that the studies' data lie under.")] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", help="Parts of the study, comma-separated; default: all.")
+    ] = None,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     runs_dir: RunsDir = "runs",
 ) -> None:
@@ -102,10 +112,11 @@ def study(
 
     Finished runs are not repeated. Exit code 1: some runs failed.
     """
+    _refuse_empty(runs_dir=runs_dir, data=data, only=only)
     _say("loading …")
     from flwr_replay.study import run_study
 
-    text, whole = run_study(name, data, jobs, Path(runs_dir), [part for part in only.split(",") if part])
+    text, whole = run_study(name, data or "", jobs, Path(runs_dir), [part for part in (only or "").split(",") if part])
     print(text)
     if not whole:
         sys.exit(1)
@@ -130,6 +141,7 @@ def show(
     out: Annotated[str, typer.Option("--out", help="Where the plots go.")] = "data-show",
 ) -> None:
     """Print and plot each institution's label histogram and the KS and TV matrices."""
+    _refuse_empty(out=out)
     from flwr_replay.data.show import show as describe
     from flwr_replay.files import make_folder
     from flwr_replay.institution import loaded
@@ -162,9 +174,27 @@ def main() -> None:
         text = error.format_message() if isinstance(error, ClickException) else str(error)
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
         sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
+            raise
+        text = " ".join(str(error).split()) or "no more is to be had"
+        print(
+            f"error: this machine's memory is not enough ({text[:200]}): choose smaller models, images or batches",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     except (KeyboardInterrupt, Abort):
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse_empty(**options: str | None) -> None:
+    """Refuse an option that was given without a value, as an unset variable of a shell does."""
+    for name, value in options.items():
+        if value is not None and not value.strip(", "):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must not be empty; got {value!r}: give a value or leave it out"
+            )
 
 
 def _engine(engine: str) -> None:

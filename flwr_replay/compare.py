@@ -40,6 +40,7 @@ from flwr_replay.tasks import ERRORS, make_task
 __all__ = ["Comparison", "compare_strategies", "planned", "run_comparisons"]
 
 SEEDS = (0, 1, 2)
+MOST_SEEDS = 1000
 OF_A_METHOD = ("prior", "generator", "privacy", "replay", "training")  # sections that methods compared may differ in
 OURS = {  # options that a comparison sets itself, and what to write instead
     "strategy": "name the strategies before the options",
@@ -200,14 +201,23 @@ def _options(options: Sequence[str], names: Sequence[str]) -> tuple[list[str], d
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    rule = f"seeds is a number from 1 (seeds=3: seeds 0, 1, 2) or a list without repetition (seeds=0,5,7); got {text!r}"
+    rule = (
+        f"seeds is a number from 1 to {MOST_SEEDS} (seeds=3: seeds 0, 1, 2) or a list without repetition "
+        f"(seeds=0,5,7); got {text[:80]!r}"
+    )
     try:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise ConfigError(rule) from None
-    if "," not in text and numbers and numbers[0] >= 1:
+    if "," not in text and numbers and 1 <= numbers[0] <= MOST_SEEDS:
         return tuple(range(numbers[0]))
-    if "," not in text or not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
+    if (
+        "," not in text
+        or not numbers
+        or min(numbers) < 0
+        or len({*numbers}) < len(numbers)
+        or len(numbers) > MOST_SEEDS
+    ):
         raise ConfigError(rule)
     return tuple(numbers)
 

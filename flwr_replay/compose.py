@@ -3,14 +3,19 @@
 Options come as Hydra overrides (`flwr-replay run task=mnist cut=layer2`) or in Flower's run config, whose key
 `overrides` holds any further Hydra overrides as one text. A hyphen in a key is an underscore, and an option may be
 named without its section where the name is unique: `cut=layer2` is `strategy.cut=layer2`.
+
+At an institution the options come from the server, which nobody there trusts: Hydra composes the files in `conf/`, and
+reads an option's value by its grammar alone, as a number, a text or a list. No interpolation and no function is known.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, fields
 from functools import cache, lru_cache
 from pathlib import Path
@@ -46,6 +51,11 @@ GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prio
 BY_STRATEGY = "by_strategy"  # of a preset: by strategy, options by their full names, set where it is chosen
 DEFAULT = "default"  # the file of a preset for every task that has none of its own
 COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
+COUNTS = ("nodes", "rounds", "seed")  # a study's file must give them some number: 0 is as conf/config.yaml has it
+LONGEST = 20_000  # characters of all options together; Hydra's parser takes time by their square, here seconds
+WHOLE = 10**18
+CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+SHOWN = 80  # characters of a wrong value in an error line
 SECTIONS: dict[str, type] = {
     "task": TaskConfig,
     "partition": PartitionConfig,
@@ -103,7 +113,7 @@ def load_client(name: str) -> type[Any]:
 
 
 def from_run_config(run_config: Mapping[str, Any]) -> RunConfig:
-    """Compose from Flower's run config; empty texts and whole-number zeros mean: not set; `false` and 0.0 are values.
+    """Compose from Flower's run config; empty texts mean: not set, as does a 0 of `nodes`, `rounds` and `seed`.
 
     A plain key is an override of its own; the key `overrides` is split as a shell would and wins.
     """
@@ -111,7 +121,7 @@ def from_run_config(run_config: Mapping[str, Any]) -> RunConfig:
         further = shlex.split(str(run_config.get("overrides", "")))
     except ValueError as error:
         raise ConfigError(f"overrides must be words as in a shell; got {run_config['overrides']!r}: {error}") from None
-    unset = [key for key, value in run_config.items() if value == "" or (type(value) is int and value == 0)]
+    unset = [key for key, value in run_config.items() if value == "" or (key in COUNTS and value == 0)]
     plain = [f"{key}={value}" for key, value in run_config.items() if key not in ("overrides", *unset)]
     return compose([*plain, *further])
 
@@ -129,13 +139,15 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 
 @lru_cache(maxsize=32)
 def _compose(overrides: tuple[str, ...]) -> RunConfig:
+    if (length := sum(map(len, overrides))) > LONGEST:
+        raise ConfigError(f"all options together have at most {LONGEST} characters; got {length}: write fewer")
     pairs = [_pair(override) for override in overrides]
-    chosen = _chosen(pairs)
-    base = dict(_unset(tuple(chosen)))
-    by_strategy = base.pop(BY_STRATEGY, {})
-    given = {_full_key(key, base): value for key, value in pairs if key not in GROUPS}
-    values = _hydra([*chosen, *(f"{key}={value}" for key, value in given.items())])
-    values.pop(BY_STRATEGY, None)
+    values = deepcopy(dict(_unset(tuple(_chosen(pairs)))))
+    by_strategy = values.pop(BY_STRATEGY, {})
+    given = {_full_key(key, values): (key, value) for key, value in pairs if key not in GROUPS}
+    for full, (key, value) in given.items():
+        section, _, option = full.rpartition(".")
+        (values[section] if section else values)[option] = _value(key, value)
     for key, value in by_strategy.get(values["strategy"]["name"], {}).items():
         section, option = key.split(".")
         if key not in given:
@@ -207,12 +219,32 @@ def _plain(value: Any) -> Any:
 
 
 def _pair(override: str) -> tuple[str, str]:
-    if "${" in override:  # what the server sends must not read this machine's environment
-        raise ConfigError(f"an option must be a plain value without ${{...}}; got it in {override.partition('=')[0]!r}")
     key, equals, value = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"an option is written key=value; got {override!r}")
+        raise ConfigError(f"an option is written key=value; got {_short(override)}")
     return key.replace("-", "_"), value
+
+
+def _value(key: str, text: str) -> Any:
+    """Read a value by Hydra's grammar, but without functions, sweeps and interpolations."""
+    from hydra._internal.grammar.functions import Functions
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    option = key.replace("_", "-")
+    try:
+        override = OverridesParser(functions=Functions()).parse_override(f"value={text}")
+        value = None if override.is_sweep_override() else override.value()
+    except (HydraException, ValueError, RecursionError):
+        override = None
+    if override is None or override.is_sweep_override():
+        raise ConfigError(
+            f"the value of {option} must be a number, true, false, a word, or a list [a,b]; got {_short(text)}: put "
+            f"any other text into quotes, \"{option}='…'\""
+        )
+    if "${" in str(value):  # nothing would resolve it, and nobody writes it without hoping so
+        raise ConfigError(f"an option must be a plain value without ${{...}}; got it in {option!r}")
+    return value
 
 
 def _full_key(key: str, base: Mapping[str, Any]) -> str:
@@ -223,19 +255,32 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
             known |= {f"{section}.{name}": f"{section}.{name}" for name in options if name != "name"}
     if key in known:
         return known[key]
-    matches = [full for full in known if full.endswith(f".{key}")]
+    matches = [full for full in known if full.partition(".")[2] == key]
     matches = [full for full in matches if not full.startswith(SPELLED_OUT)] or matches
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
+    if len(matches) > 1:
         raise ConfigError(f"option {key!r} is in several sections; write one of {', '.join(matches)}")
-    shown = [name.replace("_", "-") for name in known if name not in COMMAND_LINE]
+    if matches and not matches[0].startswith(SPELLED_OUT):
+        return matches[0]
     plain = key.removeprefix("strategy.")
-    having = [s for s in choices("strategy") if plain in _hydra([f"strategy={s}"])["strategy"].keys() - {"name"}]
+    having = [name for name in choices("strategy") if plain in _own_options(name)]
+    if matches and having:  # ProxyFL's beta is not the generator's
+        raise ConfigError(f"{key} is an option of strategy={', '.join(having)}; for the other one write {matches[0]}")
+    if matches:
+        return matches[0]
+    shown = [name.replace("_", "-") for name in known if name not in COMMAND_LINE]
     if having:
         ours = base["strategy"]["name"]
         raise ConfigError(f"{key.replace('_', '-')} is an option of strategy={', '.join(having)}; got strategy={ours}")
     raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {nearest(key.replace('_', '-'), shown)}")
+
+
+@cache
+def _own_options(strategy: str) -> frozenset[str]:
+    """Name the options of a strategy."""
+    import yaml
+
+    values = yaml.safe_load((conf_dir() / "strategy" / f"{strategy}.yaml").read_text(encoding="utf-8"))
+    return frozenset(values) - {"name"}
 
 
 @lru_cache(maxsize=32)  # a study composes hundreds of times, and each takes Hydra 0.1 s
@@ -253,7 +298,7 @@ def _hydra(overrides: list[str]) -> dict[str, Any]:
 
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            composed = OmegaConf.to_container(hydra_compose("config", overrides=overrides), resolve=True)
+            composed = OmegaConf.to_container(hydra_compose("config", overrides=overrides), resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"options must be Hydra overrides; got {' '.join(overrides)!r}: {_first(error)}") from None
     assert isinstance(composed, dict)
@@ -280,12 +325,21 @@ def _build(cls: type, values: Mapping[str, Any], section: str) -> Any:
 def _typed(option: str, value: Any, hint: Any) -> Any:
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
-            raise ConfigError(f"{option} must be a list; got {value!r}")
+            raise ConfigError(f"{option} must be a list; got {_short(value)}")
         return tuple(_typed(option, item, get_args(hint)[0]) for item in value)
+    if type(value) is int and not -WHOLE < value < WHOLE:
+        raise ConfigError(f"{option} must be a number of fewer than 19 digits; got {_short(value)}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if hint in (bool, int, float, str) and type(value) is not hint:
-        raise ConfigError(f"{option} must be of type {hint.__name__}; got {value!r}")
+        raise ConfigError(f"{option} must be of type {hint.__name__}; got {_short(value)}")
+    if hint is str and CONTROL.search(value):  # a path or a name with one stands in no list and no line of a log
+        raise ConfigError(f"{option} must be on one line, without control characters; got {_short(value)}")
     return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

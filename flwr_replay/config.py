@@ -7,12 +7,15 @@ YAML under `conf/` chooses among them; its keys equal the field names here. A st
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 from flwr_replay.errors import ConfigError, near_matches
 
 __all__ = [
+    "BATCH",
+    "PASSES",
+    "VIEWS",
     "GeneratorConfig",
     "ModelConfig",
     "PartitionConfig",
@@ -23,7 +26,22 @@ __all__ = [
     "TrainingConfig",
     "one_of",
     "require",
+    "within",
 ]
+
+# Far beyond what anybody needs, and within what a machine can try: memory, threads, hours. An institution composes what
+# a server sends, so these are also the most that it can be asked for. Its policy may allow less.
+BATCH = 1_000_000  # examples
+CHANNELS = 65_536  # of an input: a table's features, a bag's vectors
+CLASSES = 4_096  # a confusion matrix has their square
+EXAMPLE = 2**26  # numbers of an input, channels x size x size
+NODES = 10_000
+PASSES = 1_000_000  # epochs
+ROUNDS = 1_000_000
+SECONDS = 366 * 86_400.0  # of waiting
+THREADS = 256  # more are not started everywhere, and OpenMP then ends the process without a word
+VIEWS = 1_000  # uploads of one image
+WIDTH = 4_096  # of a model's first stage; some double it with every stage
 
 
 def require(rule: bool, message: str) -> None:
@@ -38,6 +56,15 @@ def one_of(option: str, value: str, known: tuple[str, ...]) -> None:
         hint = near_matches(value, known) or "choose one of these"
         shown = ", ".join(name or "'' (empty)" for name in known)
         raise ConfigError(f"{option} must be one of {shown}; got {value!r}: {hint}")
+
+
+def within(prefix: str, config: object, **limits: tuple[float, float]) -> None:
+    """Raise `ConfigError` unless each of these numbers of a configuration lies within its limits."""
+    for name, (low, high) in limits.items():
+        value = getattr(config, name)
+        option = f"{prefix}{name}".replace("_", "-")
+        require(value >= low, f"{option} must be at least {low}; got {value}")
+        require(value <= high, f"{option} must be at most {high}; got {value}")
 
 
 MODELS = ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "deepset", "resnet18", "resnet34", "unet")
@@ -68,11 +95,19 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         one_of("task.kind", self.kind, ("classification", "regression", "segmentation"))
-        for name in ("channels", "size"):
-            require(getattr(self, name) >= 1, f"task.{name} must be at least 1; got {getattr(self, name)}")
+        within("task.", self, channels=(1, CHANNELS), size=(1, int(EXAMPLE**0.5)))
+        require(
+            self.channels * self.size**2 <= EXAMPLE,
+            f"task.channels x task.size x task.size is at most {EXAMPLE:,} numbers; got {self.channels} x {self.size} "
+            f"x {self.size}",
+        )
         for name in ("train_size", "val_size", "test_size"):
             option = f"task.{name.replace('_', '-')}"
             require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
+        require(
+            all(map(isfinite, (*self.mean, *self.std))),
+            f"task.mean and task.std must be finite numbers; got {list(self.mean)} and {list(self.std)}",
+        )
         require(
             len(self.mean) == len(self.std) and len(self.mean) in (0, self.channels) and all(s > 0 for s in self.std),
             f"task.mean and task.std go together, one positive std for each of {self.channels} channels; got "
@@ -83,7 +118,7 @@ class TaskConfig:
             f"task.mean and task.std are for images; task={self.name} has none: leave them out",
         )
         if self.kind == "classification":
-            require(self.classes >= 2, f"task.classes must be at least 2; got {self.classes}")
+            within("task.", self, classes=(2, CLASSES))
         else:
             require(self.classes == 1, f"task.classes is 1 where task.kind={self.kind}; got {self.classes}")
         require(
@@ -139,7 +174,7 @@ class ModelConfig:
         one_of("model.name", self.name, MODELS)
         one_of("model.stem", self.stem, ("published", "small"))
         one_of("model.norm", self.norm, ("batch", "group"))
-        require(self.width >= 1, f"model.width must be at least 1; got {self.width}")
+        within("model.", self, width=(1, WIDTH))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +196,7 @@ class TrainingConfig:
             0 <= self.weight_decay < inf,
             f"training.weight-decay must be finite and not negative; got {self.weight_decay}",
         )
-        require(self.batch_size >= 1, f"training.batch-size must be at least 1; got {self.batch_size}")
+        within("training.", self, batch_size=(1, BATCH))
         require(self.lr_step >= 0, f"training.lr-step must not be negative; got {self.lr_step}")
 
 
@@ -201,14 +236,9 @@ class GeneratorConfig:
     def __post_init__(self) -> None:
         one_of("generator.name", self.name, ("vqvae2",))
         one_of("generator.codebook", self.codebook, ("ema", "gradient"))
-        require(2 <= self.codes <= 2**16, f"generator.codes lies in 2 .. 65536; got {self.codes}")
-        require(self.width >= 2, f"generator.width must be at least 2; got {self.width}")
-        for name in ("dim", "batch_size", "epochs"):
-            option = f"generator.{name.replace('_', '-')}"
-            require(getattr(self, name) >= 1, f"{option} must be at least 1; got {getattr(self, name)}")
-        for name in ("blocks", "lr_halving"):
-            option = f"generator.{name.replace('_', '-')}"
-            require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
+        within("generator.", self, codes=(2, 2**16), width=(2, WIDTH), dim=(1, WIDTH), blocks=(0, 100))
+        within("generator.", self, batch_size=(1, BATCH), epochs=(1, PASSES))
+        require(self.lr_halving >= 0, f"generator.lr-halving must not be negative; got {self.lr_halving}")
         require(0 <= self.beta < inf, f"generator.beta must be finite and not negative; got {self.beta}")
         require(0 <= self.decay < 1, f"generator.decay lies in [0, 1); got {self.decay}")
         require(0 < self.lr < inf, f"generator.lr must be positive and finite; got {self.lr}")
@@ -228,9 +258,8 @@ class PriorConfig:
 
     def __post_init__(self) -> None:
         one_of("prior.name", self.name, ("pixelcnn",))
-        for name in ("width", "layers", "bins", "batch_size", "epochs"):
-            option = f"prior.{name.replace('_', '-')}"
-            require(getattr(self, name) >= 1, f"{option} must be at least 1; got {getattr(self, name)}")
+        within("prior.", self, width=(1, WIDTH), layers=(1, 100), bins=(1, CLASSES))
+        within("prior.", self, batch_size=(1, BATCH), epochs=(1, PASSES))
         require(0 < self.lr < inf, f"prior.lr must be positive and finite; got {self.lr}")
 
 
@@ -262,11 +291,12 @@ class RunConfig:
     wait: float  # seconds to wait for `nodes` institutions to join
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "evaluate_every", "threads"):
-            require(getattr(self, name) >= 1, f"{name.replace('_', '-')} must be at least 1; got {getattr(self, name)}")
-        require(self.nodes >= 0, f"nodes must not be negative; got {self.nodes}")
+        within("", self, rounds=(1, ROUNDS), threads=(1, THREADS), nodes=(0, NODES))
+        require(self.evaluate_every >= 1, f"evaluate-every must be at least 1; got {self.evaluate_every}")
         require(self.seed >= 0, f"seed must not be negative; got {self.seed}")
-        require(self.timeout > 0, f"timeout must be positive, in seconds; got {self.timeout}")
+        require(
+            0 < self.timeout <= SECONDS, f"timeout must be positive, in seconds, and at most a year; got {self.timeout}"
+        )
         shift = getattr(self.strategy, "private_shift", 0)
         require(
             not shift or (self.task.size > 1 and self.task.format != "bags"),
@@ -276,4 +306,6 @@ class RunConfig:
             not shift or shift < self.task.size,
             f"strategy.private-shift moves images by some of their {self.task.size} pixels; got {shift}: choose fewer",
         )
-        require(self.wait >= 0, f"wait must not be negative, in seconds; got {self.wait}")
+        require(
+            0 <= self.wait <= SECONDS, f"wait must not be negative, in seconds, and at most a year; got {self.wait}"
+        )

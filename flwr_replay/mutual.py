@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flwr_replay.config import one_of, require
+from flwr_replay.config import BATCH, PASSES, one_of, require, within
 from flwr_replay.institution import Shard
 from flwr_replay.models import has_batch_norm
 from flwr_replay.movements.settings import Settings
@@ -58,6 +58,7 @@ class MutualConfig:
         for name in ("private_lr", "private_epochs", "private_batch_size", "private_shift"):
             option = f"strategy.{name.replace('_', '-')}"
             require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
+        within("strategy.", self, private_epochs=(0, PASSES), private_batch_size=(0, BATCH))
 
     def told(self, training: Any, lr: float) -> dict[str, Any]:
         """Return what a request says of it; a learning rate falls as training.lr does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 HUGE = 1e18  # a weight's size, beyond which sums of squares overflow in float32
+DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 GATHERED = 8  # batches that are taken from a shard together
 
 
@@ -53,10 +55,13 @@ def select_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        if not DEVICE.fullmatch(device):  # torch would import a module of that name
+            raise RuntimeError("no other is supported")
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device must be auto, cpu or an available cuda[:N]; got {device!r}: {error}") from None
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"device must be auto, cpu or an available cuda[:N]; got {device!r}: {reason}") from None
     return chosen
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flwr_replay.config import one_of, require
+from flwr_replay.config import PASSES, one_of, within
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Visit, Visited
 from flwr_replay.wire import StateDict, Weights, opened
@@ -39,7 +39,7 @@ class FedAvgConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self.local_epochs >= 1, f"strategy.local-epochs must be at least 1; got {self.local_epochs}")
+        within("strategy.", self, local_epochs=(1, PASSES))
         one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
 
 

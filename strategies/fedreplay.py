@@ -34,7 +34,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 from safetensors.numpy import load_file
 
-from flwr_replay.config import one_of, require
+from flwr_replay.config import PASSES, VIEWS, one_of, require, within
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.latents import LatentStore, rows_per_chunk
 from flwr_replay.models import placed, split
@@ -88,9 +88,7 @@ class FedReplayConfig:
             "strategy.encoder-institution needs strategy.encoder=institution; "
             f"got encoder={self.encoder} and encoder-institution={self.encoder_institution!r}",
         )
-        for name in ("encoder_epochs", "patience", "upload_views"):
-            value = getattr(self, name)
-            require(value >= 1, f"strategy.{name.replace('_', '-')} must be at least 1; got {value}")
+        within("strategy.", self, encoder_epochs=(1, PASSES), patience=(1, PASSES), upload_views=(1, VIEWS))
 
 
 class FedReplay(OneShot):

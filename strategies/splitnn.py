@@ -54,7 +54,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flwr_replay.config import one_of, require
+from flwr_replay.config import BATCH, one_of, within
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.models import StagedModel, placed, split, split_before_head
 from flwr_replay.movements.base import Exchange, Settings
@@ -90,7 +90,7 @@ class SplitNNConfig:
     optimizer_state: str = "reset"  # reset: every visit begins with fresh momentum | keep: each party goes on
 
     def __post_init__(self) -> None:
-        require(self.micro_batches >= 1, f"strategy.micro-batches must be at least 1; got {self.micro_batches}")
+        within("strategy.", self, micro_batches=(1, BATCH))
         one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from flwr_replay import institution
 from flwr_replay.cli import main
@@ -67,7 +68,18 @@ def flwr_replay(monkeypatch, capsys, tmp_path):
         (["encoder=random", "encoder-institution=institution-2"], ["needs strategy.encoder=institution", "random"]),
         (["chunk-mb=0.0001"], ["strategy.chunk-mb", "0.0001"]),
         (["device=cuda:7"], ["cuda:7"]),
-        (["nodes=2000"], ["2000"]),
+        (["nodes=2000"], ["every institution needs training examples of its own", "nodes=2000", "1438"]),
+        (["device=hpu"], ["device must be auto, cpu or an available cuda[:N]", "'hpu'"]),
+        (["device=meta"], ["device must be auto, cpu or an available cuda[:N]", "'meta'"]),
+        (["strategy=fedavg", "model=mlp", "model.width=1000000"], ["model.width must be at most 4096", "1000000"]),
+        (["seed=" + "9" * 5000], ["the value of seed must be a number", "'999"]),
+        (["--runs-dir", "two\nlines"], ["runs-dir must be on one line, without control characters"]),
+        (["--runs-dir", ""], ["--runs-dir must not be empty; got ''"]),
+        (["--resume", ""], ["--resume must not be empty; got ''"]),
+        (
+            ["topology-file=deep.json", "topology=file", "strategy=avgpush"],
+            ["deep.json must hold a matrix", "recursion"],
+        ),
         (["--engine", "rey"], ["--engine", "rey"]),
         (["--resume", "nothing-here"], ["nothing-here"]),
     ],
@@ -75,6 +87,7 @@ def flwr_replay(monkeypatch, capsys, tmp_path):
 )
 def test_a_mistake_is_one_line_and_exit_code_2(flwr_replay, tmp_path, words, says):
     (tmp_path / "broken.npz").write_bytes(b"PK not an archive")
+    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
     code, out, err = flwr_replay("run", *words)
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 2, err
@@ -83,6 +96,38 @@ def test_a_mistake_is_one_line_and_exit_code_2(flwr_replay, tmp_path, words, say
         assert text in errors[0]
     assert "Traceback" not in errors[0]
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "fedavg,cwt", "--against", ""],
+        ["compare", "fedavg,cwt", "--metric", ""],
+        ["compare", "fedavg,cwt", "--runs-dir", ""],
+        ["compare", "fedavg,cwt", "seeds=" + "9" * 5000],
+        ["compare", "fedavg,cwt", "seeds=999999999999"],
+        ["study", "skew", "--only", ","],
+        ["study", "skew", "--data", ""],
+        ["data", "show", "--out", ""],
+    ],
+    ids=lambda words: " ".join(words)[:40],
+)
+def test_an_empty_or_boundless_option_is_one_line_and_exit_code_2(flwr_replay, tmp_path, words):
+    code, out, err = flwr_replay(*words)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()[-1]) < 300
+    assert err.splitlines()[-1].startswith("error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_memory_that_is_not_enough_is_told_in_one_line(flwr_replay, monkeypatch):
+    def huge(*given):
+        return torch.empty(2**59)  # more than any machine has
+
+    monkeypatch.setattr("flwr_replay.simulate.check_run", huge)
+    code, _, err = flwr_replay("run", *SMALL)
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: this machine's memory is not enough (")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """From what a user typed to a configuration: near matches, short keys, and the way back."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -42,13 +43,118 @@ from flwr_replay.errors import ConfigError
         ("momentum=1", "training.momentum lies in [0, 1); got 1.0"),
         ("rounds", "an option is written key=value; got 'rounds'"),
         ("=3", "an option is written key=value; got '=3'"),
-        ("rounds=[1", "options must be Hydra overrides"),
+        ("rounds=[1", "the value of rounds must be a number, true, false, a word, or a list [a,b]; got '[1'"),
+        ("rounds=1=2", "the value of rounds must be a number, true, false, a word, or a list [a,b]; got '1=2'"),
+        ("run-name=ü", "got 'ü': put any other text into quotes, \"run-name='…'\""),
+        (
+            "strategy=fedavg beta=0",
+            "beta is an option of strategy=fml, proxyfl; for the other one write generator.beta",
+        ),
         ("run-name=${oc.env:HOME}", "without ${...}; got it in 'run-name'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(override, says):
     with pytest.raises(ConfigError) as refused:
         compose(override.split())
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+ESCAPED = [
+    "run_name=${oc.env:SECRET}",
+    r"run_name=$\{oc.env\:SECRET\}",
+    r"run-name=a$\{oc.env\:SECRET\}b",
+    r"task.data_dir=$\{oc.env\:SECRET\}",
+    r"class-names=[$\{oc.env\:SECRET\},b]",
+    "class-names=['${oc.env:SECRET}',b]",
+    r"device='\${oc.env:SECRET}'",
+    r"device=\${oc.env:SECRET}",
+    r"device=\\${oc.env:SECRET}",
+    'device="${oc.env:SECRET}"',
+    r"device=$\{oc.decode\:$\{oc.env\:SECRET\}\}",
+    r"run_name={a:$\{oc.env\:SECRET\}}",
+    r"rounds=$\{oc.env\:SECRET\}",
+    r"model.weights=$\{model.name\}",
+    r"model=$\{oc.env\:SECRET\}",
+    r"preset=$\{oc.env\:SECRET\}",
+    r"$\{oc.env\:SECRET\}=1",
+    "runs_dir=str(oc)",
+    "rounds=int(2)",
+    "rounds=choice(1,2)",
+    "class-names=glob(*)",
+    "class-names=shuffle([a,b])",
+    "rounds=1,2",
+    "hydra.run.dir=/tmp",
+    "hydra/launcher=basic",
+    "hydra.searchpath=[/etc]",
+    "+task=mnist",
+    "++rounds=3",
+    "~rounds=1",
+    "task@task=mnist",
+    "model=../task/mnist",
+    "run_name=" + "[" * 5000 + "]" * 5000,
+    "class-names=[" + ",".join("a" * 20_000) + "]",
+]
+
+
+@pytest.mark.parametrize("given", ["typed", "overrides", "plain"])
+@pytest.mark.parametrize("attack", ESCAPED, ids=lambda attack: attack[:40])
+def test_what_a_server_sends_reads_nothing_of_the_institutions_machine(attack, given, monkeypatch):
+    monkeypatch.setenv("SECRET", "what-nobody-may-know")
+    key, _, value = attack.partition("=")
+    run_config = {"task": "folder", **({"overrides": shlex.quote(attack)} if given == "overrides" else {key: value})}
+    with pytest.raises(ConfigError) as refused:
+        compose(["task=folder", attack]) if given == "typed" else from_run_config(run_config)
+    assert "what-nobody-may-know" not in str(refused.value)
+    assert len(str(refused.value)) < 2000
+    assert "\n" not in str(refused.value)
+
+
+def test_escapes_within_quotes_are_text():
+    """Hydra unescapes nothing but quotes there; no name of a variable is looked up."""
+    assert compose([r"run_name='$\{oc.env:HOME}'"]).run_name == r"$\{oc.env:HOME}"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("model.width=1000000", "model.width must be at most 4096; got 1000000"),
+        ("task.size=100000", "task.size must be at most 8192; got 100000"),
+        ("task.size=8192 task.channels=2", "is at most 67,108,864 numbers; got 2 x 8192 x 8192"),
+        ("task.channels=10000000", "task.channels must be at most 65536; got 10000000"),
+        ("task.classes=1000000", "task.classes must be at most 4096; got 1000000"),
+        ("task.mean=[nan] task.std=[1]", "task.mean and task.std must be finite numbers; got [nan] and [1.0]"),
+        ("task.mean=[nan]", "task.mean and task.std must be finite numbers; got [nan] and []"),
+        ("task.mean=[0.1] task.std=[inf]", "must be finite numbers; got [0.1] and [inf]"),
+        ("batch-size=99999999999", "training.batch-size must be at most 1000000; got 99999999999"),
+        ("rounds=99999999999", "rounds must be at most 1000000; got 99999999999"),
+        ("nodes=99999999999", "nodes must be at most 10000; got 99999999999"),
+        ("threads=500", "threads must be at most 256; got 500"),
+        ("seed=9999999999999999999", "seed must be a number of fewer than 19 digits"),
+        ("lr=1" + "0" * 400, "training.lr must be a number of fewer than 19 digits"),
+        ("timeout=inf", "timeout must be positive, in seconds, and at most a year; got inf"),
+        ("wait=1e300", "wait must not be negative, in seconds, and at most a year; got 1e+300"),
+        ("generator.width=100000", "generator.width must be at most 4096"),
+        ("generator.dim=100000", "generator.dim must be at most 4096"),
+        ("generator.blocks=1000", "generator.blocks must be at most 100"),
+        ("generator.batch-size=99999999999", "generator.batch-size must be at most 1000000"),
+        ("generator.epochs=99999999999", "generator.epochs must be at most 1000000"),
+        ("prior.width=100000", "prior.width must be at most 4096"),
+        ("prior.layers=100000", "prior.layers must be at most 100"),
+        ("prior.bins=100000", "prior.bins must be at most 4096"),
+        ("encoder-epochs=99999999999", "strategy.encoder-epochs must be at most 1000000"),
+        ("upload-views=99999999999", "strategy.upload-views must be at most 1000"),
+        ("strategy=fedavg local-epochs=99999999999", "strategy.local-epochs must be at most 1000000"),
+        ("strategy=splitnn micro-batches=99999999999", "strategy.micro-batches must be at most 1000000"),
+        ("strategy=proxyfl private-epochs=99999999999", "strategy.private-epochs must be at most 1000000"),
+        ("strategy=cwt dp=classifier target-epsilon=1e-9", "or at least 0.001: below it no noise makes a difference"),
+        ("strategy=cwt dp=classifier epsilon=1e-9", "privacy.epsilon must be 0, for none, or at least 0.001"),
+        ("run-name='a\x1bb'", "run-name must be on one line, without control characters"),
+    ],
+)
+def test_numbers_have_bounds(options, says):
+    with pytest.raises(ConfigError) as refused:
+        compose(shlex.split(options, posix=False))
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -112,6 +218,15 @@ def test_flowers_run_config_says_the_same():
     words = ["strategy=cwt", "seed=3", "lr=0.5", "drop=true", "order=shuffled", "data-dir='/a b'", "rounds=2"]
     assert from_run_config(run_config) == compose(words)
     assert from_run_config({}) == compose([])
+
+
+def test_a_zero_is_a_value_where_a_studys_file_need_not_give_one():
+    sent = {"strategy": "proxyfl", "alpha": 0, "beta": 0, "momentum": 0, "nodes": 0, "rounds": 0, "seed": 0}
+    config = from_run_config(sent)
+    assert (config.strategy.alpha, config.strategy.beta, config.training.momentum) == (0, 0, 0)
+    assert config.rounds == compose([]).rounds
+    with pytest.raises(ConfigError, match="batch-size must be at least 1; got 0"):
+        from_run_config({"batch-size": 0})
 
 
 def test_overrides_win_over_plain_keys_and_must_be_words():

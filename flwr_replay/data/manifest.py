@@ -1,7 +1,9 @@
 """What a `manifest.csv` says of the files in a folder: which there are, their labels, their sites, their splits.
 
-Without given splits each site's examples are divided four to one. The division depends on the number and the order
-of that site's rows only: an institution that holds its own rows gets the bits that a simulation over all rows gets.
+Without given splits about one in five patients is for testing: by a hash of the column `patient` where a row has one,
+else of its file's bytes, so that all examples of a patient lie on one side. Who else there is does not matter: one
+patient more moves nobody from training to testing, which differential privacy rests on, and an institution that holds
+its own rows gets the bits that a simulation over all rows gets.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,15 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from flwr_replay.config import TaskConfig
-from flwr_replay.data.readers import Raw, csv_rows
+from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
 from flwr_replay.errors import DataError, nearest
-from flwr_replay.rng import derived_rng
+from flwr_replay.rng import derived_seed
 
 __all__ = ["SPLITS", "Row", "manifest_rows", "raws_of"]
 
 SPLITS = ("train", "test", "val")
+TESTED = 0.2  # of the patients, where no split is given
+DIGITS = 19  # of a label that is a number
 INTEGER = re.compile(r"[+-]?\d+(\.0+)?")  # spreadsheets write 1 as 1.0
 
 
@@ -35,6 +40,7 @@ class Row:
     where: str  # for error lines
     site: str | None = None
     split: str | None = None
+    patient: str = ""  # empty: not known
 
 
 def manifest_rows(path: Path, task: TaskConfig, column: str, known: Sequence[str] = SPLITS) -> list[Row]:
@@ -54,7 +60,7 @@ def manifest_rows(path: Path, task: TaskConfig, column: str, known: Sequence[str
     Raises
     ------
     DataError
-        For an empty cell, an unknown split, or a file that is listed twice; the line names it.
+        For an empty cell, an unknown split, or a file that is listed twice, however it is spelled; the line names it.
     """
     wanted = [column, "label", *([task.site_column] if task.site_column != "site" else [])]
     lines = csv_rows(path, wanted)
@@ -68,10 +74,10 @@ def manifest_rows(path: Path, task: TaskConfig, column: str, known: Sequence[str
                 raise DataError(f"every row must have a value for {name!r}; {where} has none")
         if "split" in values and values["split"] not in known:
             raise DataError(f"split must be one of {', '.join(known)}; got {values['split']!r} in {where}")
-        file = path.parent / values[column]
-        if (earlier := listed.setdefault(file, where)) != where:
+        file, patient = path.parent / values[column], cells.get("patient", "")
+        if (earlier := listed.setdefault(file.resolve(), where)) != where:
             raise DataError(f"a file must be listed once; {file} is in {earlier} and in {where}")
-        rows.append(Row(file, values["label"], where, values.get(task.site_column), values.get("split")))
+        rows.append(Row(file, values["label"], where, values.get(task.site_column), values.get("split"), patient))
     return rows
 
 
@@ -125,8 +131,14 @@ def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[np.int64]
     """Turn labels into class numbers; a wrong one is reported with its row."""
     numbers = {name: number for number, name in enumerate(task.class_names)}
     found = sorted({row.label for row in rows})
-    named = any(not INTEGER.fullmatch(label) for label in found)
-    if not numbers and named:
+    words = [label for label in found if not INTEGER.fullmatch(label)]
+    if not numbers and words:
+        if len(words) < len(found):
+            row = next(row for row in rows if INTEGER.fullmatch(row.label))
+            raise DataError(
+                f"labels must be all numbers or all names; got {shortened(words[0])} and {shortened(row.label)} "
+                f"({row.where}): write one way only, or set task.class-names"
+            )
         # With fewer names than classes, an institution that lacks a class would number the others differently.
         if len(found) != task.classes:
             raise DataError(
@@ -140,12 +152,13 @@ def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[np.int64]
             y[n] = numbers[row.label]
             continue
         if not INTEGER.fullmatch(row.label):
-            raise DataError(f"unknown class {row.label!r} ({row.where}): {nearest(row.label, numbers)}")
-        number = int(row.label.split(".")[0])
+            raise DataError(f"unknown class {shortened(row.label)} ({row.where}): {nearest(row.label[:99], numbers)}")
+        digits = row.label.split(".")[0]
+        number = int(digits) if len(digits) < DIGITS else -1
         if not 0 <= number < task.classes:
             raise DataError(
-                f"labels of task={task.name} must lie in 0..{task.classes - 1}; got {row.label} ({row.where}): "
-                "set task.classes, or correct the label"
+                f"labels of task={task.name} must lie in 0..{task.classes - 1}; got {shortened(row.label)} "
+                f"({row.where}): set task.classes, or correct the label"
             )
         y[n] = number
     return y
@@ -154,15 +167,27 @@ def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[np.int64]
 def _splits(rows: list[Row], sites: NDArray[np.str_] | None) -> NDArray[np.str_]:
     if rows[0].split is not None:
         return np.asarray([row.split for row in rows])
-    splits = np.full(len(rows), "train", dtype="<U5")
+    places = np.asarray([_place(row) for row in rows])
+    splits = np.where(places < TESTED, "test", "train")
     for site in [None] if sites is None else np.unique(sites):
         members = np.arange(len(rows)) if sites is None else np.flatnonzero(sites == site)
-        tested = max(1, round(len(members) / 5)) if len(members) > 1 else 0
-        # Seeded by nothing but the count, so that it holds with or without a site column in the site's own manifest.
-        order = derived_rng(0, "folder", "split", len(members)).permutation(len(members))
-        splits[members[order[:tested]]] = "test"
+        # A handful of patients may all lie on one side, and both must have some; the last one left is to train on.
+        for split, end in (("test", places[members].min()), ("train", places[members].max())):
+            if not (splits[members] == split).any():
+                splits[members[places[members] == end]] = split
     return splits
 
 
+def _place(row: Row) -> float:
+    """Return where a row's patient lies in [0, 1): a hash that does not depend on any other row, nor on folders."""
+    if row.patient:
+        return derived_seed(SPLIT_SEED, "patient", row.patient) / 2**63
+    try:
+        with open(row.file, "rb") as file:
+            return derived_seed(SPLIT_SEED, "file", file_digest(file, "sha256").hexdigest()) / 2**63
+    except OSError:  # reading it as an image says what is wrong
+        return 0.0
+
+
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return ", ".join(shortened(name)[1:-1] for name in names[:5]) + (", ..." if len(names) > 5 else "")

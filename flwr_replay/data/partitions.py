@@ -130,6 +130,11 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     """
     require(nodes >= 1, f"nodes must be at least 1; got {nodes}")
     require(
+        nodes <= len(dataset.train) or config.name == "natural",
+        f"every institution needs training examples of its own; got nodes={nodes} for {len(dataset.train)} of "
+        f"{dataset.name}: take fewer nodes",
+    )
+    require(
         not config.contrast or dataset.train.x.dtype == np.uint8,
         f"partition.contrast needs images of bytes; got {dataset.train.x.dtype}: leave it at 0",
     )
@@ -155,6 +160,11 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
                     f"every institution must hold {split} examples; {name} of {nodes} got none with "
                     f"partition={config.name}: take fewer nodes or more data"
                 )
+    if nodes > 1 and dataset.train.y.dtype == np.int64 and len(np.unique(dataset.train.y)) < 2:
+        raise DataError(
+            f"{dataset.name} must hold training examples of at least two classes; all have label {dataset.train.y[0]}: "
+            "correct the labels"
+        )
     labels = [dataset.train.labels[part] for part in train]
     return Partition(
         names=names,

@@ -44,11 +44,13 @@ __all__ = [
     "read_digits",
     "read_idx",
     "read_medmnist",
+    "shortened",
 ]
 
 TORCHVISION_FOLDER = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 IDX_UBYTE = 8  # the idx header's code for unsigned bytes
+SHOWN = 40  # characters of a cell in an error line
 SPLIT_SEED = 0  # a fixed split: the run's seed must not move examples between train and test
 
 
@@ -252,7 +254,7 @@ def data_root(task: TaskConfig) -> Path:
 
 
 def picture(path: Path, mode: str, where: str = "") -> Image.Image:
-    """Read an image with 8 bits per channel.
+    """Read an image with 8 bits per channel and nothing transparent.
 
     Parameters
     ----------
@@ -266,7 +268,7 @@ def picture(path: Path, mode: str, where: str = "") -> Image.Image:
     Raises
     ------
     DataError
-        If it is missing, truncated, no image or has more bits; the line names it.
+        If it is missing, truncated, no image, has more bits or pixels that one can see through; the line names it.
     """
     from PIL import Image
 
@@ -275,6 +277,11 @@ def picture(path: Path, mode: str, where: str = "") -> Image.Image:
         with Image.open(path) as image:
             if image.mode not in EIGHT_BIT:
                 raise DataError(f"images must have 8 bits per channel; {named} has mode {image.mode}: convert it")
+            if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] != 255:
+                raise DataError(
+                    f"images must be opaque; {named} has pixels that are not, and what lies behind them is not said: "
+                    "save it without an alpha channel"
+                )
             return image.convert(mode)
     except FileNotFoundError:
         raise DataError(f"image {named} does not exist: add it") from None
@@ -342,3 +349,8 @@ def _fetch(root: Path, what: str, download: Callable[[Path], object]) -> None:
 def line_of(error: Exception) -> str:
     """Put an error's message on one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def shortened(cell: str) -> str:
+    """Quote a cell for an error line, cut where it is long."""
+    return repr(cell if len(cell) <= SHOWN else f"{cell[:SHOWN]}…")

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config import TaskConfig
-from flwr_replay.data.readers import SPLIT_SEED, Raw, data_root
+from flwr_replay.data.readers import SPLIT_SEED, Raw, data_root, shortened
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.rng import derived_rng
 
@@ -52,6 +52,7 @@ NUMBERS = {
 }
 CATEGORIES = {2: ("cp", (1, 2, 3, 4)), 6: ("restecg", (0, 1, 2)), 10: ("slope", (1, 2, 3)), 12: ("thal", (3, 6, 7))}
 LABEL, COLUMNS = 13, 14
+MISSING = ("?", "-9", "-9.0", "")
 ZERO_IS_MISSING = (3, 4, 12)  # nobody has a blood pressure or a cholesterol of 0, and thal has no code 0
 
 
@@ -96,26 +97,42 @@ def read_heart_disease(task: TaskConfig) -> dict[str, Raw]:
 def _read_table(path: Path) -> NDArray[np.float64]:
     """Read one hospital's rows; missing values are NaN."""
     rows = []
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        for number, cells in enumerate(csv.reader(file), 1):
-            if not cells or (number == 1 and cells[0].strip().upper() == "X1"):
-                continue
-            if len(cells) != COLUMNS:
-                raise DataError(f"every row of {path} must have {COLUMNS} values; line {number} has {len(cells)}")
-            try:
-                values = [float("nan") if cell.strip() in ("?", "-9", "-9.0", "") else float(cell) for cell in cells]
-            except ValueError as error:
-                raise DataError(f"values of {path} must be numbers or ?; line {number}: {error}") from None
-            values = [np.nan if c in ZERO_IS_MISSING and value == 0 else value for c, value in enumerate(values)]
-            if values[LABEL] not in (0, 1, 2, 3, 4):
-                raise DataError(f"labels of {path} must be 0 to 4; line {number} has {cells[LABEL]!r}")
-            for column, (name, codes) in CATEGORIES.items():
-                if not np.isnan(values[column]) and values[column] not in codes:
-                    raise DataError(f"{name} in {path} must be one of {codes}; line {number} has {cells[column]!r}")
-            rows.append(values)
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            lines = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} must be a table of numbers in UTF-8; it cannot be read ({error})") from None
+    for number, cells in enumerate(lines, 1):
+        if not cells or (number == 1 and cells[0].strip().upper() == "X1"):
+            continue
+        if len(cells) != COLUMNS:
+            raise DataError(f"every row of {path} must have {COLUMNS} values; line {number} has {len(cells)}")
+        values = [_number(cell, f"{path} line {number}") for cell in cells]
+        values = [np.nan if c in ZERO_IS_MISSING and value == 0 else value for c, value in enumerate(values)]
+        if values[LABEL] not in (0, 1, 2, 3, 4):
+            raise DataError(f"labels of {path} must be 0 to 4; line {number} has {shortened(cells[LABEL])}")
+        for column, (name, codes) in CATEGORIES.items():
+            if not np.isnan(values[column]) and values[column] not in codes:
+                raise DataError(
+                    f"{name} in {path} must be one of {codes}; line {number} has {shortened(cells[column])}"
+                )
+        rows.append(values)
     if not rows:
         raise DataError(f"{path} must hold patients; got none: is it truncated?")
     return np.asarray(rows)
+
+
+def _number(cell: str, where: str) -> float:
+    """Read a value; NaN where the file says that it is missing."""
+    if cell.strip() in MISSING:
+        return np.nan
+    try:
+        value = float(cell)
+    except ValueError:
+        value = np.nan
+    if not np.isfinite(value):
+        raise DataError(f"values must be finite numbers, or ? where they are missing; got {shortened(cell)} in {where}")
+    return value
 
 
 def _features(table: NDArray[np.float64], train: NDArray[np.int64]) -> NDArray[np.float32]:

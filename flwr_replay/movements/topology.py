@@ -346,6 +346,6 @@ def _read(path: Path) -> Matrix:
         return values.astype(np.float64, casting="same_kind")
     except FileNotFoundError:
         raise ConfigError(f"strategy.topology-file must be a file of mixing matrices; {path} does not exist") from None
-    except (OSError, ValueError, TypeError, csv.Error) as error:
+    except (OSError, ValueError, TypeError, csv.Error, RecursionError, MemoryError) as error:
         line = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{path} must hold a matrix of numbers; it cannot be read: {line}") from None

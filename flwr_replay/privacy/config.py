@@ -12,6 +12,7 @@ from flwr_replay.privacy.accounting import SampledGaussian, noise_for
 __all__ = ["MECHANISMS", "PrivacyConfig"]
 
 MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy")
+LEAST = 1e-3  # of an epsilon
 END_TO_END = ("generator", "prior", "classifier")
 
 
@@ -48,7 +49,13 @@ class PrivacyConfig:
             require(1e-9 <= getattr(self, name) <= 1e9, f"{option} lies in [1e-9, 1e9]; got {getattr(self, name)}")
         for name in ("epsilon", "target_epsilon"):
             option = f"privacy.{name.replace('_', '-')}"
-            require(0 <= getattr(self, name) < inf, f"{option} must be finite, not negative; got {getattr(self, name)}")
+            value = getattr(self, name)
+            require(0 <= value < inf, f"{option} must be finite, not negative; got {value}")
+            require(
+                not 0 < value < LEAST,
+                f"{option} must be 0, for none, or at least {LEAST}: below it no noise makes a difference and delta "
+                f"alone says what leaks; got {value}",
+            )
         require(0 <= self.delta < 1, f"privacy.delta is a probability in [0, 1); got {self.delta}")
         require(
             not (self.epsilon and self.target_epsilon),

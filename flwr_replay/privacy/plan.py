@@ -73,6 +73,11 @@ class PrivacyPlan:
             "choose dp=none or another task",
         )
         require(
+            not config.task.balanced,
+            "task.balanced=true leaves patients out until both classes are equally frequent, so that one patient more "
+            "decides about another: choose dp=none or balanced=false",
+        )
+        require(
             "generator" not in wanted or config.replay.name != "none",
             f"dp=generator needs a generator; got replay={config.replay.name}: choose replay=vqvae2 or pixelcnn",
         )

@@ -52,7 +52,7 @@ def test_class_folders(tmp_path: Path, make: Task) -> None:
         draw(tmp_path / ("ill" if n % 2 else "healthy") / f"{n:02d}.png", n)
     (tmp_path / "ill" / "notes.txt").write_text("no image")
     data = load(make())
-    assert (len(data.train), len(data.test), data.val, data.train.sites) == (8, 2, None, None)
+    assert (len(data.train) + len(data.test), data.val, data.train.sites) == (10, None, None)
     for part in (data.train, data.test):
         assert (part.x[:, 0, 0, 0] % 2 == part.y).all()
     swapped = load(make(class_names=("ill", "healthy")))
@@ -110,6 +110,66 @@ def test_one_site_alone_gets_the_bits_it_has_among_all(tmp_path: Path, make: Tas
                 assert len(a)
 
 
+def dealt_to(folder: Path, task: TaskConfig) -> dict[int, str]:
+    data = load(task)
+    return {int(x[0, 0, 0]): split for split in ("train", "test") for x in getattr(data, split).x}
+
+
+def test_one_patient_more_moves_nobody_else(tmp_path: Path, make: Task) -> None:
+    """What an epsilon is for: neighbouring data differ by one example, wherever it stands in the table."""
+    for n in range(61):
+        draw(tmp_path / f"{n}.png", n)
+    rows = [f"{n}.png,{n % 2}" for n in range(61)]
+    manifest(tmp_path, "image,label", rows[1:])
+    before = dealt_to(tmp_path, make())
+    assert 4 < list(before.values()).count("test") < 30
+    for changed in (rows, [*rows[1:], rows[0]], rows[:30:-1] + rows[30::-1]):
+        manifest(tmp_path, "image,label", changed)
+        after = dealt_to(tmp_path, make())
+        assert {n: split for n, split in after.items() if n} == before
+    manifest(tmp_path, "image,label", rows[2:])
+    assert dealt_to(tmp_path, make()).items() <= before.items()
+
+
+def test_one_image_more_in_a_class_folder_moves_nobody_else(tmp_path: Path, make: Task) -> None:
+    for n in range(40):
+        draw(tmp_path / str(n % 2) / f"{n}.png", n)
+    before = dealt_to(tmp_path, make())
+    draw(tmp_path / "0" / "00.png", 200)
+    after = dealt_to(tmp_path, make())
+    assert after.pop(200)
+    assert after == before
+
+
+def test_all_images_of_a_patient_lie_on_one_side(tmp_path: Path, make: Task) -> None:
+    for n in range(60):
+        draw(tmp_path / f"{n}.png", n)
+    rows = [f"{n}.png,{n % 2},{f'p{n // 3}' if n < 45 else ''}" for n in range(60)]
+    manifest(tmp_path, "image,label,patient", rows)
+    dealt = dealt_to(tmp_path, make())
+    assert all(len({dealt[3 * p + n] for n in range(3)}) == 1 for p in range(15))
+    assert len({dealt[n] for n in range(45, 60)}) == 2
+
+
+def test_two_patients_lie_on_two_sides(tmp_path: Path, make: Task) -> None:
+    for n in range(8):
+        draw(tmp_path / f"{n}.png", n)
+    for first in range(7):
+        manifest(tmp_path, "image,label", [f"{first}.png,0", f"{first + 1}.png,1"])
+        assert sorted(dealt_to(tmp_path, make()).values()) == ["test", "train"]
+
+
+def test_images_that_one_can_see_through_are_refused(tmp_path: Path, make: Task) -> None:
+    draw(tmp_path / "0" / "a.png")
+    (tmp_path / "1").mkdir()
+    pixels = np.full((8, 8, 4), 255, np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "1" / "b.png")
+    assert len(load(make()).train) == 1
+    pixels[0, 0, 3] = 254
+    Image.fromarray(pixels).save(tmp_path / "1" / "b.png")
+    refused(make(), "must be opaque", "b.png", "alpha channel")
+
+
 def test_another_site_column(tmp_path: Path, make: Task) -> None:
     for n in range(4):
         draw(tmp_path / f"{n}.png", n)
@@ -156,17 +216,28 @@ def test_manifests_that_are_wrong(tmp_path: Path, make: Task) -> None:
     manifest(tmp_path, "image,label,split", ["a.png,0,training"])
     refused(make(), "'training'", "line 2")
     manifest(tmp_path, "image,label", ["a.png,0", "c.png,2"])
-    refused(make(), "0..1", "got 2", "line 3")
+    refused(make(), "0..1", "got '2'", "line 3")
     manifest(tmp_path, "image,label", ["a.png,99999999999999999999999"])
     refused(make(), "0..1", "line 2")
-    manifest(tmp_path, "image,label", ["a.png,0", "a.png,1"])
-    refused(make(), "listed once", "line 2 and in", "line 3")
+    (tmp_path / "link.png").symlink_to("a.png")
+    for again in ("a.png", "./a.png", "../" + tmp_path.name + "/a.png", "link.png"):
+        manifest(tmp_path, "image,label", ["a.png,0", f"{again},1"])
+        refused(make(), "listed once", "line 2 and in", "line 3")
+    manifest(tmp_path, "image,label", ["a.png,0", "c.png,one"])
+    refused(make(), "all numbers or all names; got 'one' and '0'", "line 2")
+    for label in ("9" * 5000, "x" * 5000):
+        manifest(tmp_path, "image,label", [f"a.png,{label}", "c.png,0" if label[0] == "9" else "c.png,ill"])
+        with pytest.raises(DataError) as caught:
+            load(make(class_names=("healthy", "ill")) if label[0] == "x" else make())
+        assert len(str(caught.value)) < 400
+    manifest(tmp_path, "image,label", ["a.png," + "x" * 200_000])
+    refused(make(), "field larger than field limit")
     manifest(tmp_path, "image,label,label", ["a.png,0,1"])
     refused(make(), "two are named 'label'")
     manifest(tmp_path, "image,label", ["a.png,0,1"])
     refused(make(), "2 cells", "line 2 has more")
     manifest(tmp_path, "image,label", ["a.png,-1"])
-    refused(make(), "got -1")
+    refused(make(), "got '-1'")
     manifest(tmp_path, "image,label", ["a.png,helthy", "c.png,ill"])
     refused(make(class_names=("healthy", "ill")), "'helthy'", "line 2", "did you mean healthy?")
     manifest(tmp_path, "image,label", ["b.png,0", "a.png,1"])
@@ -177,7 +248,7 @@ def test_manifests_that_are_wrong(tmp_path: Path, make: Task) -> None:
 
 def test_a_site_that_lacks_a_class_needs_the_class_names(tmp_path: Path, make: Task) -> None:
     draw(tmp_path / "a.png")
-    draw(tmp_path / "b.png")
+    draw(tmp_path / "b.png", 1)
     manifest(tmp_path, "image,label", ["a.png,ill", "b.png,ill"])
     refused(make(), "1 class names", "(ill)", "set task.class-names")
     assert load(make(class_names=("healthy", "ill"))).train.y.tolist() == [1]

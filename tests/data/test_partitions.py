@@ -353,3 +353,13 @@ def test_examples_are_checked(examples: Make) -> None:
     with pytest.raises(DataError, match="int32"):
         Examples(good.x, good.y.astype(np.int32))  # type: ignore[arg-type]
     assert good.nbytes == 2 * (4 + 8)
+
+
+def test_more_institutions_than_examples_and_one_class_only_are_refused(dataset: Callable[..., Dataset]) -> None:
+    data = dataset(40)
+    few = len(data.train)
+    for name in ("iid", "ks", "majority", "dirichlet"):
+        with pytest.raises(ConfigError, match=f"examples of its own; got nodes=5000 for {few} of made: take fewer"):
+            partition(data, PartitionConfig(name=name), 5000, 0)
+    with pytest.raises(DataError, match="at least two classes; all have label 0"):
+        partition(dataset(40, classes=1), PartitionConfig(name="iid"), 2, 0)

@@ -19,7 +19,7 @@ Make = Callable[..., Any]
 
 @pytest.mark.parametrize(
     ("nodes", "made"),
-    [(4, {}), (25, {}), (3, {"classes": 40}), (3, {"continuous": True}), (1, {"val": False}), (2, {"classes": 1})],
+    [(4, {}), (25, {}), (3, {"classes": 40}), (3, {"continuous": True}), (1, {"val": False}), (1, {"classes": 1})],
 )
 def test_text_and_picture(dataset: Make, tmp_path: Path, nodes: int, made: dict[str, Any]) -> None:
     data = dataset(400, **made)

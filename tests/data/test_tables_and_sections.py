@@ -77,7 +77,10 @@ def test_labels_are_binary_and_every_hospital_keeps_a_fifth_for_testing(tmp_path
     ("row", "told"),
     [
         ("54,1,4", "must have 14 values; line 2 has 3"),
-        (ROW.replace("130", "high"), r"must be numbers or \?; line 2"),
+        (ROW.replace("130", "high"), r"must be finite numbers, or \? where they are missing; got 'high' in .* line 2"),
+        (ROW.replace("130", "nan"), r"must be finite numbers, .* got 'nan'"),
+        (ROW.replace("130", "1e999"), r"must be finite numbers, .* got '1e999'"),
+        (ROW.replace("130", "9" * 5000), r"must be finite numbers, .* got '9{40}…'"),
         (f"{ROW[:-1]}7", "must be 0 to 4; line 2 has '7'"),
         (ROW.replace(",4,130", ",9,130"), r"cp in .* must be one of \(1, 2, 3, 4\); line 2"),
     ],
@@ -86,6 +89,15 @@ def test_a_faulty_row_is_named(tmp_path, row, told):
     with pytest.raises(DataError, match=told) as error:
         load(heart(tmp_path, a=[row] * 5))
     assert "processed.a.data" in str(error.value)
+
+
+def test_a_table_that_is_none_is_told_in_one_line(tmp_path):
+    task = heart(tmp_path, a=[])
+    for content in (bytes(range(256)), b"\xff\xfe", b'"' + b"9" * 200_000):
+        (tmp_path / "processed.a.data").write_bytes(content)
+        with pytest.raises(DataError, match="must be a table of numbers in UTF-8; it cannot be read") as error:
+            load(task)
+        assert "\n" not in str(error.value)
 
 
 def test_without_files_or_rows_it_says_so(tmp_path):

@@ -25,6 +25,7 @@ MASKS = ["task=isbi2012", "task.size=16", "task.classes=1", "model=unet"]
         (["dp=generator", GRADIENT], "dp=generator needs a generator; got replay=none", "replay=vqvae2"),
         ([VQVAE2, "dp=generator"], "running means do; got generator.codebook=ema", "codebook=gradient"),
         (["task=heart_disease", "dp=classifier"], "medians of the training rows", "another task"),
+        (["task=retina", "balanced=true", "dp=classifier"], "task.balanced=true leaves patients out", "balanced=false"),
         (["dp=classifier"], "no layer may mix examples; conv1.norm", "model.norm=group"),
         (["strategy=fedprox", "dp=classifier", "model.norm=group"], "strategy=fedprox can have dp=", "generator"),
         (["strategy=fedavgshare", PIXELCNN, GRADIENT, "dp=generator"], "fedavgshare can have dp=none", "another"),
