@@ -88,20 +88,20 @@ def test_one_site_alone_gets_the_bits_it_has_among_all(tmp_path: Path, make: Tas
     sites = rng.permutation(np.repeat(["c", "a", "b"], [17, 30, 6]))
     rows = []
     for n, site in enumerate(sites):
-        draw(tmp_path / "all" / f"{n}.png", n)
-        rows.append(f"{n}.png,{'ill' if n % 2 else 'healthy'},{site}")
+        draw(tmp_path / "all" / site / f"{n}.png", n)
+        rows.append(f"{site}/{n}.png,{'ill' if n % 2 else 'healthy'},{site}")
     manifest(tmp_path / "all", "image,label,site", rows)
     names = ("healthy", "ill")
     whole = load(make(data_dir=str(tmp_path / "all"), class_names=names))
     part = partition(whole, PartitionConfig(name="natural"), 3, 0)
     assert part.names == ("a", "b", "c")
     for k, name in enumerate(part.names):
-        own = [row for row in rows if row.endswith(f",{name}")]
+        own = [row.removeprefix(f"{name}/") for row in rows if row.endswith(f",{name}")]  # a site has its own folders
         for kind, header in (("with", "image,label,site"), ("without", "image,label")):
             folder = tmp_path / f"{name}-{kind}"
             manifest(folder, header, own if kind == "with" else [row.rpartition(",")[0] for row in own])
             for row in own:
-                shutil.copy(tmp_path / "all" / row.split(",")[0], folder)
+                shutil.copy(tmp_path / "all" / name / row.split(",")[0], folder)
             alone, among = load(make(data_dir=str(folder), class_names=names)), part.examples(whole, k)
             for split in ("train", "test"):
                 a, b = getattr(alone, split), getattr(among, split)
