@@ -122,7 +122,9 @@ class RunDirectory(Recorder):
         tighten(self.path)
         self._checkpoints = Checkpoints(self.path, GROWING)
         write_atomic(self.path / "environment.json", json.dumps(_environment(config), indent=2) + "\n")
+        lost = unanswered(self._lines("ledger"))  # before the roll is called again
         self._ledger = Ledger(self.path / "ledger.jsonl")
+        self._ledger.append(lost)
         self._metrics, self._timings = Lines(self.path / "metrics.jsonl"), Lines(self.path / "timings.jsonl")
 
     # --- Recorder -----------------------------------------------------------------------------------------------------
@@ -334,10 +336,8 @@ class RunDirectory(Recorder):
         self.history = [(at, own.pop(""), own) for at, own in rounds.items()]
         self.bytes = {"up": 0, "down": 0}
         self.forgetting.rewind(server_round)
-        entries = self._lines("ledger")
-        for entry in entries:
+        for entry in self._lines("ledger"):
             self.bytes[entry["direction"]] += entry["bytes"]
-        self._ledger.append(unanswered(entries))
         self.failures = self._lines("failures")
         for row in self._lines("privacy"):  # what was released stays released
             row.pop("round", None)  # which older versions did not write

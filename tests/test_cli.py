@@ -213,7 +213,7 @@ def test_a_run_is_resumed_from_anywhere_and_after_its_data_moved(flwr_replay, tm
         ("run-id", b"../../x", "must hold the run's id"),
         ("run-id", b"", "must hold the run's id"),
         ("result.json", b"", "damaged"),
-        ("ledger.jsonl", b"{}\nGARBAGE\n{}\n", "ledger.jsonl must begin with"),
+        ("ledger.jsonl", b"{}\nGARBAGE\n{}\n", "line 1"),
         ("latents/institution-1/upload.json", b"{", "damaged"),
         ("latents/institution-1/labels.npy", None, "damaged"),
     ],

@@ -282,6 +282,9 @@ def test_a_cell_of_other_options_is_not_taken_for_ours(tmp_path: Path) -> None:
     _, report = compare(tmp_path, "fedavg,local", "seeds=1", "rounds=1")
     config = Path(report["folder"]) / "local-seed0" / "config.yaml"
     config.write_text(config.read_text().replace("lr: 0.01", "lr: 0.5"))
+    with pytest.raises(RunError, match=r"config\.yaml must be as the run wrote it"):
+        compare(tmp_path, "fedavg,local", "seeds=1", "rounds=1")
+    (config.parent / "SHA256SUMS").unlink()
     with pytest.raises(RunError, match=r"another training\.lr"):
         compare(tmp_path, "fedavg,local", "seeds=1", "rounds=1")
 
