@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import FlwrReplayError, RunError
+from flwr_replay.family import end_with_parent
 from flwr_replay.files import read_json
 from flwr_replay.progress import Display, TerminalDisplay
 from flwr_replay.report.epsilon import beside
@@ -102,7 +103,8 @@ def _at_once(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str,
     waiting = list(cells)
     while waiting:
         others = set(multiprocessing.active_children())
-        pool = ProcessPoolExecutor(min(jobs, len(waiting)), multiprocessing.get_context("spawn"))
+        spawn = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(min(jobs, len(waiting)), spawn, initializer=end_with_parent)
         running: dict[Future[dict[str, Any]], Cell] = {pool.submit(run_cell, cell, Display()): cell for cell in waiting}
         ended = []
         try:

@@ -59,10 +59,10 @@ PACKAGES = ("flwr-replay", "flwr", "ray", "torch", "torchvision", "numpy", "hydr
 
 @contextmanager
 def resumable(folder: Path) -> Iterator[None]:
-    """Say how to go on with a run that its user interrupts."""
+    """Say how to go on with a run that its user interrupts, or that is asked to end by SIGTERM."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # of SIGTERM the command line makes the latter
         print(f"interrupted; go on with: flwr-replay run --resume {folder}", file=sys.stderr)
         raise
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,11 +38,15 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run what Flower's run config says; an error of the user's is one line, and the run counts as failed."""
+    """Run what Flower's run config says; an error of the user's is one line, and the run counts as failed.
+
+    Flower ends a run for an `Exception` only: of a process that exits it waits for news, and tells no reason.
+    """
     try:
         result, folder = execute(grid, from_run_config(context.run_config), LogDisplay())
     except (FlwrReplayError, OSError) as error:
-        sys.exit(f"error: {error}")
+        logging.getLogger("flwr").error("error: %s", " ".join(str(error).split()))
+        raise error.with_traceback(None) from None
     print(f"{result['metric']} {result['final']['global'][result['metric']]:.4f}{beside(result)}  {folder}")
 
 
