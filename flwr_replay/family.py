@@ -21,7 +21,7 @@ import psutil
 __all__ = ["MARK", "end", "end_with_parent", "family", "members"]
 
 MARK = "FLWR_REPLAY_FAMILY"
-GRACE = 10  # seconds between asking and killing
+GRACE = 5  # seconds between asking and killing
 WAVES = 5  # who is being started while the others end is found by the next look
 
 
