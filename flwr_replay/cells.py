@@ -26,6 +26,7 @@ from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.family import end_with_parent
 from flwr_replay.files import read_json
 from flwr_replay.progress import Display, TerminalDisplay
+from flwr_replay.replay.missing import lacking
 from flwr_replay.report.epsilon import beside
 from flwr_replay.simulate import resolve, run_inline
 
@@ -136,7 +137,7 @@ def _outcome_line(outcome: dict[str, Any], metric: str) -> str:
     result = outcome["result"]
     value = result["final"]["global"].get(metric)
     shown = "missing" if value is None else f"{value:.4f}"
-    return f"{metric} {shown}{beside(result)}, {result['wall-seconds']:.1f} s"
+    return f"{metric} {shown}{beside(result)}{lacking(result)}, {result['wall-seconds']:.1f} s"
 
 
 def run_cell(cell: Cell, display: Display) -> dict[str, Any]:

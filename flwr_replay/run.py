@@ -231,7 +231,9 @@ class RunDirectory(Recorder):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def finish(self, arrays: StateDict, metric: str, higher_is_better: bool, claim: str) -> dict[str, Any]:
+    def finish(
+        self, arrays: StateDict, metric: str, higher_is_better: bool, claim: str, missing: dict[str, str]
+    ) -> dict[str, Any]:
         """Write the final weights, if the server has any, and `result.json`; return what the latter holds."""
         self._writing.result()
         if arrays:
@@ -262,6 +264,7 @@ class RunDirectory(Recorder):
             "bytes-by-kind": self.bytes_by_kind(),
             "privacy": {name: self.released.get(name) for name in sorted({*own, *self.released})},
             "privacy-claim": claim,
+            "replay-lacks": missing,
             "failures": self.failures,
             "wall-seconds": round(self.counters.seconds + time.monotonic() - self.started, 3),
             "versions": _versions(),

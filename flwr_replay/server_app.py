@@ -23,6 +23,7 @@ from flwr_replay.movements.base import Movement, Settings
 from flwr_replay.opening import open_run
 from flwr_replay.privacy.plan import NOTHING, PrivacyPlan
 from flwr_replay.progress import Display, LogDisplay
+from flwr_replay.replay.missing import lacking
 from flwr_replay.replay.plan import Replaying
 from flwr_replay.report.epsilon import beside
 from flwr_replay.rng import derived_seed
@@ -47,7 +48,8 @@ def main(grid: Grid, context: Context) -> None:
     except (FlwrReplayError, OSError) as error:
         logging.getLogger("flwr").error("error: %s", " ".join(str(error).split()))
         raise error.with_traceback(None) from None
-    print(f"{result['metric']} {result['final']['global'][result['metric']]:.4f}{beside(result)}  {folder}")
+    value = result["final"]["global"][result["metric"]]
+    print(f"{result['metric']} {value:.4f}{beside(result)}{lacking(result)}  {folder}")
 
 
 def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
@@ -121,6 +123,8 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
         try:
             final = opened(strategy.start(grid, first, config.rounds).arrays)
             metric = settings.task.metric
-            return recorder.finish(final, metric, settings.task.higher_is_better, claim(strategy)), recorder.path
+            missing = strategy.replay.missing if strategy.replay else {}
+            result = recorder.finish(final, metric, settings.task.higher_is_better, claim(strategy), missing)
+            return result, recorder.path
         finally:
             recorder.close()

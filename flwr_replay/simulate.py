@@ -81,10 +81,10 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
     if resume:
         for option in options:
             key = option.partition("=")[0].replace("-", "_")
-            if key.removeprefix("task.") not in ("rounds", "timeout", "wait", "device", "data_dir"):
+            if key.removeprefix("task.") not in ("rounds", "timeout", "wait", "device", "data_dir", "replay.missing"):
                 raise ConfigError(
-                    f"a resumed run keeps its options, but for rounds, device, timeout, wait and task.data-dir; got "
-                    f"{option!r} beside --resume: leave it out"
+                    "a resumed run keeps its options, but for rounds, device, timeout, wait, replay.missing and "
+                    f"task.data-dir; got {option!r} beside --resume: leave it out"
                 )
         overrides = [*_overrides_of_run(Path(resume).expanduser()), *options]
         overrides.append(f"resume={_quoted(Path(resume).expanduser().absolute())}")
