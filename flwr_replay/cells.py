@@ -88,10 +88,14 @@ def run_all(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Path, dict[str, 
             yield cell.folder, run_cell(cell, Display())
     resumed = sum(cell.begun for cell in todo)
     _say(f"{len(cells)} runs: {len(cells) - len(todo)} are there, {resumed} go on, {len(todo) - resumed} to begin")
-    for count, (cell, outcome) in enumerate(_in_turn(todo) if jobs == 1 else _at_once(todo, jobs), 1):
-        named = f"{f'{cell.part}, ' if cell.part else ''}{cell.method.label} seed {cell.seed}"
-        _say(f"[{count}/{len(todo)}] {named}: {_outcome_line(outcome, cell.metric)}")
-        yield cell.folder, outcome
+    try:
+        for count, (cell, outcome) in enumerate(_in_turn(todo) if jobs == 1 else _at_once(todo, jobs), 1):
+            named = f"{f'{cell.part}, ' if cell.part else ''}{cell.method.label} seed {cell.seed}"
+            _say(f"[{count}/{len(todo)}] {named}: {_outcome_line(outcome, cell.metric)}")
+            yield cell.folder, outcome
+    except (KeyboardInterrupt, SystemExit):
+        _say("interrupted; the same command goes on")
+        raise
 
 
 def _in_turn(cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
