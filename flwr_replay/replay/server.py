@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 __all__ = ["GenerativeReplay"]
 
 Answer = TypeVar("Answer", Generated, TrainedPrior)
+KEPT = ("itinerary", "visits", "trained", "codes_at", "rows", "coded", "counts", "missing")
 
 
 class GenerativeReplay:
@@ -88,12 +89,11 @@ class GenerativeReplay:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold; weights and codes lie in files named by the visit."""
-        known = ("itinerary", "visits", "trained", "codes_at", "rows", "coded", "counts", "missing")
-        return {name: getattr(self, name) for name in known}
+        return {name: getattr(self, name) for name in KEPT}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
-        vars(self).update(values)
+        """Take back what `state` gave; older versions' checkpoints lack some of it, and hold more."""
+        vars(self).update({name: value for name, value in values.items() if name in KEPT})
 
     def prepare(self, grid: Grid, server_round: int, arrays: StateDict, extra: ConfigRecord, last: bool) -> None:
         """Train what replays, and bring it to who lacks it; called before every exchange.
