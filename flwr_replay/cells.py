@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import FlwrReplayError, RunError
+from flwr_replay.family import end_with_parent
 from flwr_replay.opening import read_result
 from flwr_replay.progress import Display, TerminalDisplay
+from flwr_replay.replay.missing import lacking
 from flwr_replay.report.epsilon import beside
 from flwr_replay.simulate import resolve, run_inline
 
@@ -86,10 +88,14 @@ def run_all(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Path, dict[str, 
             yield cell.folder, run_cell(cell, Display())
     resumed = sum(cell.begun for cell in todo)
     _say(f"{len(cells)} runs: {len(cells) - len(todo)} are there, {resumed} go on, {len(todo) - resumed} to begin")
-    for count, (cell, outcome) in enumerate(_in_turn(todo) if jobs == 1 else _at_once(todo, jobs), 1):
-        named = f"{f'{cell.part}, ' if cell.part else ''}{cell.method.label} seed {cell.seed}"
-        _say(f"[{count}/{len(todo)}] {named}: {_outcome_line(outcome, cell.metric)}")
-        yield cell.folder, outcome
+    try:
+        for count, (cell, outcome) in enumerate(_in_turn(todo) if jobs == 1 else _at_once(todo, jobs), 1):
+            named = f"{f'{cell.part}, ' if cell.part else ''}{cell.method.label} seed {cell.seed}"
+            _say(f"[{count}/{len(todo)}] {named}: {_outcome_line(outcome, cell.metric)}")
+            yield cell.folder, outcome
+    except (KeyboardInterrupt, SystemExit):
+        _say("interrupted; the same command goes on")
+        raise
 
 
 def _in_turn(cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -102,7 +108,8 @@ def _at_once(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str,
     waiting = list(cells)
     while waiting:
         others = set(multiprocessing.active_children())
-        pool = ProcessPoolExecutor(min(jobs, len(waiting)), multiprocessing.get_context("spawn"))
+        spawn = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(min(jobs, len(waiting)), spawn, initializer=end_with_parent)
         running: dict[Future[dict[str, Any]], Cell] = {pool.submit(run_cell, cell, Display()): cell for cell in waiting}
         ended = []
         try:
@@ -134,7 +141,7 @@ def _outcome_line(outcome: dict[str, Any], metric: str) -> str:
     result = outcome["result"]
     value = result["final"]["global"].get(metric)
     shown = "missing" if value is None else f"{value:.4f}"
-    return f"{metric} {shown}{beside(result)}, {result['wall-seconds']:.1f} s"
+    return f"{metric} {shown}{beside(result)}{lacking(result)}, {result['wall-seconds']:.1f} s"
 
 
 def run_cell(cell: Cell, display: Display) -> dict[str, Any]:

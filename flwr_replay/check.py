@@ -157,7 +157,7 @@ def _check_resumption(job: list[str], folder: Path, whole: StateDict, result: di
 
 
 def _check_failure(overrides: list[str]) -> None:
-    _, _, result = _run(overrides, failing=3)
+    _, _, result = _run([*overrides, "replay.missing=say"], failing=3)
     named = {failure["institution"] for failure in result["failures"]}
     assert named == {"institution-2"} or not named, f"only the failing institution may be reported; got {named}"
     assert result["final"]["institutions"], "the others must go on"

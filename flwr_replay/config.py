@@ -208,10 +208,12 @@ class ReplayConfig:
     codes: str = "paper"  # vqvae2: paper: of the union, anew at every visit | last-pass: once more at the end | stale
     ratio: float = 1.0  # replayed examples for each real one of a batch; paper: 1
     cache_mb: float = 512.0  # what decoded images may take in memory; more are decoded whenever they are drawn
+    missing: str = "stop"  # an institution's images are replayed nowhere: stop before the last round | say so
 
     def __post_init__(self) -> None:
         one_of("replay.name", self.name, ("none", "vqvae2", "pixelcnn"))
         one_of("replay.codes", self.codes, ("paper", "last-pass", "stale"))
+        one_of("replay.missing", self.missing, ("stop", "say"))
         require(0 < self.ratio <= 100, f"replay.ratio lies in (0, 100]; got {self.ratio}")
         require(0 <= self.cache_mb < inf, f"replay.cache-mb must be finite and not negative; got {self.cache_mb}")
 

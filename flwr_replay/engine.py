@@ -2,10 +2,15 @@
 
 For tests, notebooks and `flwr-replay run` on small data. The messages, the records and the apps are Flower's own; with
 the same seed and the same number of torch threads the results have the same bits as a simulation's.
+
+A call of the ClientApp cannot be broken off here. It goes on to its end, and an answer that has taken longer than the
+message's time to live, which is the run's timeout, is then dropped, as Flower's SuperLink drops it. What an institution
+has written by then stays with it, as there.
 """
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
@@ -20,6 +25,7 @@ from flwr_replay.wire import CLIENT_APP_RAISED
 __all__ = ["InlineGrid"]
 
 RUN_ID = 1
+EXPIRED = 4  # Flower's code for an answer that is no longer there
 SUPERLINK = 1  # Flower's node id of the server
 
 
@@ -88,12 +94,16 @@ class InlineGrid(Grid):
 
     def _answer(self, message: Message) -> Message:
         context = self.contexts.get(message.metadata.dst_node_id)
+        began = time.monotonic()
         try:
             if context is None:
                 raise LookupError(f"no node {message.metadata.dst_node_id}")
-            return self.app(message, context)
+            reply = self.app(message, context)
         except Exception:
-            return Message(Error(CLIENT_APP_RAISED, traceback.format_exc()), reply_to=message)
+            reply = Message(Error(CLIENT_APP_RAISED, traceback.format_exc()), reply_to=message)
+        if (took := time.monotonic() - began) > message.metadata.ttl:
+            return Message(Error(EXPIRED, f"answered after {took:.3g} s"), reply_to=message)
+        return reply
 
 
 def _identify_process() -> None:

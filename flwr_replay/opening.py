@@ -163,7 +163,8 @@ def _same_options(config: RunConfig, file: Path) -> None:
             f"the run's config.yaml must be readable; {file} is not: {' '.join(str(error).split())}"
         ) from None
     now = _flat(yaml.safe_load(to_yaml(config)))
-    free = ("runs_dir", "run_name", "resume", "rounds", "nodes", "timeout", "wait", "device", "task.data_dir")
+    free = ["runs_dir", "run_name", "resume", "rounds", "nodes", "timeout", "wait", "device", "task.data_dir"]
+    free += ["replay.missing"]
     differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key) and key not in free)
     if differing:
         key = differing[0]

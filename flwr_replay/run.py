@@ -79,10 +79,10 @@ PACKAGES = ("flwr-replay", "flwr", "ray", "torch", "torchvision", "numpy", "hydr
 
 @contextmanager
 def resumable(folder: Path) -> Iterator[None]:
-    """Say how to go on with a run that its user interrupts."""
+    """Say how to go on with a run that its user interrupts, or that is asked to end by SIGTERM."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # of SIGTERM the command line makes the latter
         print(f"interrupted; go on with: flwr-replay run --resume {folder}", file=sys.stderr)
         raise
 
@@ -248,7 +248,9 @@ class RunDirectory(Recorder):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def finish(self, arrays: StateDict, metric: str, higher_is_better: bool, claim: str) -> dict[str, Any]:
+    def finish(
+        self, arrays: StateDict, metric: str, higher_is_better: bool, claim: str, missing: dict[str, str]
+    ) -> dict[str, Any]:
         """Write the final weights, if the server has any, and `result.json`; return what the latter holds."""
         self._checkpoints.wait()
         if arrays:
@@ -283,6 +285,7 @@ class RunDirectory(Recorder):
             "bytes-by-kind": self.bytes_by_kind(),
             "privacy": {name: self.released.get(name) for name in sorted({*own, *self.released})},
             "privacy-claim": claim,
+            "replay-lacks": missing,
             "failures": self.failures,
             "wall-seconds": round(self.counters.seconds + time.monotonic() - self.started, 3),
             "versions": _versions(),

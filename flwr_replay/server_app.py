@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from flwr_replay.movements.base import Movement, Settings
 from flwr_replay.opening import open_run, read_result
 from flwr_replay.privacy.plan import NOTHING, PrivacyPlan
 from flwr_replay.progress import Display, LogDisplay
+from flwr_replay.replay.missing import lacking
 from flwr_replay.replay.plan import Replaying
 from flwr_replay.report.epsilon import beside
 from flwr_replay.rng import derived_seed
@@ -38,12 +39,17 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run what Flower's run config says; an error of the user's is one line, and the run counts as failed."""
+    """Run what Flower's run config says; an error of the user's is one line, and the run counts as failed.
+
+    Flower ends a run for an `Exception` only: of a process that exits it waits for news, and tells no reason.
+    """
     try:
         result, folder = execute(grid, from_run_config(context.run_config), LogDisplay())
     except (FlwrReplayError, OSError) as error:
-        sys.exit(f"error: {error}")
-    print(f"{result['metric']} {result['final']['global'][result['metric']]:.4f}{beside(result)}  {folder}")
+        logging.getLogger("flwr").error("error: %s", " ".join(str(error).split()))
+        raise error.with_traceback(None) from None
+    value = result["final"]["global"][result["metric"]]
+    print(f"{result['metric']} {value:.4f}{beside(result)}{lacking(result)}  {folder}")
 
 
 def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
@@ -117,6 +123,8 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
         try:
             final = opened(strategy.start(grid, first, config.rounds).arrays)
             metric = settings.task.metric
-            return recorder.finish(final, metric, settings.task.higher_is_better, claim(strategy)), recorder.path
+            missing = strategy.replay.missing if strategy.replay else {}
+            result = recorder.finish(final, metric, settings.task.higher_is_better, claim(strategy), missing)
+            return result, recorder.path
         finally:
             recorder.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -11,17 +12,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import yaml
 
 from flwr_replay.compose import COMMAND_LINE, compose, load_strategy, overrides_of
 from flwr_replay.config import RunConfig, TaskConfig
 from flwr_replay.errors import ConfigError, PrivacyError, RunError
+from flwr_replay.family import MARK, family
 from flwr_replay.files import home, write_json
 from flwr_replay.opening import check_unchanged, default_name, read_result, read_run_id
 from flwr_replay.progress import Display
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 INLINE_NODES = 4
+FAILED = re.compile(r"\W*(?:\[\d+m)?ERROR\W.*?: +error: (.*)")  # how Flower shows what the ServerApp logs in the end
 APP = """\
 [project]
 name = "flwr-replay-run"
@@ -79,10 +81,10 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
     if resume:
         for option in options:
             key = option.partition("=")[0].replace("-", "_")
-            if key.removeprefix("task.") not in ("rounds", "timeout", "wait", "device", "data_dir"):
+            if key.removeprefix("task.") not in ("rounds", "timeout", "wait", "device", "data_dir", "replay.missing"):
                 raise ConfigError(
-                    f"a resumed run keeps its options, but for rounds, device, timeout, wait and task.data-dir; got "
-                    f"{option!r} beside --resume: leave it out"
+                    "a resumed run keeps its options, but for rounds, device, timeout, wait, replay.missing and "
+                    f"task.data-dir; got {option!r} beside --resume: leave it out"
                 )
         overrides = [*_overrides_of_run(Path(resume).expanduser()), *options]
         overrides.append(f"resume={_quoted(Path(resume).expanduser().absolute())}")
@@ -189,13 +191,13 @@ def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
     if gpus := _gpus(config.device):
         resources["client-resources-num-gpus"] = round(gpus / min(config.nodes, cpus), 3)
     federation = " ".join(f"{key}={value}" for key, value in resources.items())
-    reason = "see the log above"
+    reason = f"the simulation ended without a result; its log is above: flwr-replay run --resume {folder} goes on"
     scratch = tempfile.TemporaryDirectory(prefix="flwr-replay-")
     with resumable(folder), scratch, superlink(Path(scratch.name)) as link:
         for line in flwr_run(link, overrides, "--federation-config", federation):
             print(line, end="", file=sys.stderr, flush=True)
-            if line.startswith("error: "):
-                reason = line.removeprefix("error: ").strip()
+            if said := FAILED.match(line):
+                reason = said[1]
     if not (folder / "result.json").exists():
         raise RunError(reason)
     return _with_skew(read_result(folder), folder, part)
@@ -224,7 +226,7 @@ class SuperLink:
 
 @contextmanager
 def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
-    """Start a SuperLink on the loopback and stop it afterwards.
+    """Start a SuperLink on the loopback; afterwards, or should this process be killed, all that it started is stopped.
 
     Parameters
     ----------
@@ -254,32 +256,15 @@ def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
     command = [flower("flower-superlink"), "--insecure", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--simulation"] if simulation else []
     command += ["--control-api-address", f"127.0.0.1:{free_port()}", "--disable-runtime-dependency-installation"]
-    log = open(scratch / "superlink.log", "w")  # noqa: SIM115 - closed below
-    server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
+    with open(scratch / "superlink.log", "w") as log, family() as mark:
+        environment[MARK] = mark
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + 60
         while not _answers(port):
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RunError(f"the SuperLink must start; it said: {(scratch / 'superlink.log').read_text()[-500:]}")
             time.sleep(0.1)
         yield SuperLink(port, scratch, environment)
-    finally:
-        _end(server)
-        log.close()
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started: the simulation and its actors have sessions of their own."""
-    with suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(server.pid)
-        family = [parent, *parent.children(recursive=True)]
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.terminate()
-        for process in psutil.wait_procs(family, timeout=10)[1]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-    server.wait()
 
 
 def flwr_run(link: SuperLink, overrides: Sequence[str], *arguments: str) -> Iterator[str]:

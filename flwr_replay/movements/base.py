@@ -213,7 +213,8 @@ class Movement(Exchanging):
         for server_round in range(done + 1, num_rounds * per_round + 1):
             self.call_roll(grid, server_round)
             if self.replay:
-                self.replay.prepare(grid, server_round, opened(arrays), train_config)
+                last = server_round > (num_rounds - 1) * per_round
+                self.replay.prepare(grid, server_round, opened(arrays), train_config, last)
             trained, metrics = self.exchange_round(grid, server_round, arrays, train_config)
             if trained is not None:
                 arrays = self.finite(trained)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -21,6 +22,9 @@ from flwr_replay.training import form_of, to_arrays
 from flwr_replay.wire import CLIENT_APP_RAISED, Payload, Request, metrics_in, opened, request_of, rows
 
 __all__ = ["Exchanging"]
+
+NO_APPS_FAULT = 0  # Flower's code for what no app has caused
+SAME_FAULTS = 3  # messages that may fail for the same one, told by its text
 
 
 class Exchanging(Strategy):
@@ -53,6 +57,7 @@ class Exchanging(Strategy):
         self.members = Members()
         self.trained: set[str] = set()  # who has answered a training request, and may have state to go on with
         self.good: list[tuple[str, Message]] = []  # the good answers of the last exchange, by name
+        self.faults: Counter[str] = Counter()  # of the machine, by what Flower says of each
         self.label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of all labels
 
     def scale_labels(self, scale: tuple[float, float] | None) -> None:
@@ -101,7 +106,7 @@ class Exchanging(Strategy):
             node_id, reply = message.metadata.dst_node_id, replies.get(message.metadata.message_id)
             refusal = failure_of(reply) if reply is not None else None
             if reply is None or (reply.has_error() and reply.error.code != CLIENT_APP_RAISED):
-                lost = f"no answer to the roll call ({reason_of(reply)}); it is asked again"
+                lost = f"no answer to the roll call ({reason_of(message, reply)}); it is asked again"
                 refusal = Failure(failure=lost, error="RunError")
                 self.members.ask_again(node_id)
             if refusal is None:
@@ -150,7 +155,9 @@ class Exchanging(Strategy):
             stage = request.stage_name if request else ""
             reply = replies.get(message.metadata.message_id)
             if reply is None or reply.has_error():
-                self.recorder.failed(server_round, member.name, reason_of(reply))
+                self.recorder.failed(server_round, member.name, reason_of(message, reply))
+                if reply is not None and reply.error.code == NO_APPS_FAULT:
+                    self.faults[reply.error.reason or ""] += 1
                 continue
             refusal = failure_of(reply)
             declared: type[Payload] | None = Failure if refusal else None
@@ -179,6 +186,12 @@ class Exchanging(Strategy):
         self.recorder.flush()
         if diverged:  # what the others have released is in the ledger
             raise DivergedError(diverged[0])
+        if max(self.faults.values(), default=0) >= SAME_FAULTS:  # a simulation goes on sending to a worker that is dead
+            raise RunError(
+                f"no worker of a simulation may be gone; {SAME_FAULTS} messages to one have failed: "
+                f"{self.recorder.failures_line()}: free memory, or have fewer workers by a larger threads, and resume "
+                "the run"
+            )
         self.good = good
         if needed and not good and self.stops_without_answers():
             raise RunError(f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}")

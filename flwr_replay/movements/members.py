@@ -17,6 +17,8 @@ from flwr_replay.wire import rows
 
 __all__ = ["Member", "Members", "ask", "failure_of", "reason_of", "wait_for_nodes"]
 
+EXPIRED = (3, 4)  # Flower's codes for a message, or its answer, that is not there, or no longer
+
 
 @dataclass(frozen=True)
 class Member:
@@ -153,10 +155,11 @@ def failure_of(message: Message) -> Failure | None:
     return Failure.decode(message.content)
 
 
-def reason_of(reply: Message | None) -> str:
-    """Say why there is no answer; of a traceback that is the last line."""
-    if reply is None:
-        return "no answer in time"
+def reason_of(message: Message, reply: Message | None) -> str:
+    """Say why there is no answer to a message; of a traceback that is the last line."""
+    about = message.metadata
+    if reply is None or (reply.error.code in EXPIRED and time.time() >= about.created_at + about.ttl):
+        return f"no answer within timeout={about.ttl:g} s"
     lines = (reply.error.reason or "no reason given").strip().splitlines()
     return f"error {reply.error.code}: {lines[-1]}"
 

@@ -91,7 +91,10 @@ class Recorder:
         by_reason: dict[str, list[str]] = {}
         for failure in (one for one in self.failures if one["round"] == self.failures[-1]["round"]):
             by_reason.setdefault(failure["reason"], []).append(failure["institution"])
-        return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()) or "none gave a reason"
+        return (
+            "; ".join(f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in by_reason.items())
+            or "none gave a reason"
+        )
 
     def end_exchange(self, snapshot: Snapshot) -> None:
         """Note that a server round is over."""

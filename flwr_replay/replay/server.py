@@ -16,8 +16,12 @@ replayed examples.
     D, e (or all D_k, P_k) to every institution
 
 Deviations: replay=pixelcnn keeps the decoder D_k of the time of each prior P_k, so that they fit each other for good;
-an institution draws from it once, as many codes of each label as P_k stands for, and replays these. Who arrives late is
-given what there is; its own images are not replayed elsewhere.
+an institution draws from it once, as many codes of each label as P_k stands for, and replays these.
+
+A visit that fails is made again before every exchange that follows, and before the last round, or where nobody could be
+visited, once more at once. Who comes late is visited when it comes. What is missing then stops the run, which can be
+resumed, or with replay.missing=say stands in the first line of its result: an institution whose images are not
+replayed, or one that has not received what is. The last pass of codes=last-pass counts once all have made it.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["GenerativeReplay"]
 
 Answer = TypeVar("Answer", Generated, TrainedPrior)
+KEPT = ("itinerary", "visits", "trained", "codes_at", "rows", "coded", "counts", "missing")
 
 
 class GenerativeReplay:
@@ -65,12 +70,14 @@ class GenerativeReplay:
         self.movement, self.replaying = movement, replaying
         self.run = movement.settings.run
         self.model = replaying.fresh_generator()
-        self.itinerary: list[str] = []
+        self.itinerary: list[str] = []  # who fails stands in it again
         self.visits = 0  # that are over, failed ones included
         self.trained: list[int] = []  # those that came to something: their files are there
-        self.codes_at, self.rows = 0, 0  # replay=vqvae2: which file the codes are in, and how many
+        self.codes_at, self.rows = -1, 0  # replay=vqvae2: which file the codes are in, and how many
+        self.coded = 0  # codes=last-pass: for how many visits all have encoded once more
+        self.uncoded: list[str] = []  # who has not
         self.counts: list[list[int]] = []  # replay=pixelcnn: how many examples of each label every prior stands for
-        self.complete = False
+        self.missing: dict[str, str] = {}  # in the last round: whom replay lacks, and how
         self.server_round = 0
         self.held: dict[str, int] = {}  # how much an institution was sent: of vqvae2 all or nothing, else priors
 
@@ -81,25 +88,68 @@ class GenerativeReplay:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold; weights and codes lie in files named by the visit."""
-        known = ("itinerary", "visits", "trained", "codes_at", "rows", "counts", "complete")
-        return {name: getattr(self, name) for name in known}
+        return {name: getattr(self, name) for name in KEPT}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
-        vars(self).update(values)
+        """Take back what `state` gave; older versions' checkpoints lack some of it, and hold more."""
+        vars(self).update({name: value for name, value in values.items() if name in KEPT})
 
-    def prepare(self, grid: Grid, server_round: int, arrays: StateDict, extra: ConfigRecord) -> None:
-        """Train what replays, unless that is done, and bring it to who lacks it; called before every exchange."""
+    def prepare(self, grid: Grid, server_round: int, arrays: StateDict, extra: ConfigRecord, last: bool) -> None:
+        """Train what replays, and bring it to who lacks it; called before every exchange.
+
+        Raises
+        ------
+        RunError
+            If nobody could train the generator, or something is missing for the last round and may not be.
+        """
         self.grid, self.server_round, self.extra = grid, server_round, extra
-        if not self.complete:
-            self.train(arrays)
-        whole = 1 if self.codes_travel else len(self.trained)
-        if lacking := [member for member in self.movement.members if self.held.get(member.name, 0) < whole]:
+        self.complete(arrays)
+        if not self.trained or (last and self.lacking() != self.missing):  # said already: it goes on without
+            self.complete(arrays)
+        failures = self.movement.recorder.failures_line()
+        if not self.trained:
+            raise RunError(f"no institution could train the generator; {failures}: resume the run when one can")
+        self.missing = self.lacking() if last else {}
+        if self.missing and self.replaying.replay.missing == "stop":
+            lacks = "; ".join(f"{name} {what}" for name, what in self.missing.items())
+            raise RunError(
+                f"the last round needs all that is replayed; {lacks} ({failures}): resume the run when they answer, "
+                "or with replay.missing=say"
+            )
+
+    def complete(self, arrays: StateDict) -> None:
+        """Make the visits that are due, and bring what they came to to who lacks it."""
+        self.train(arrays)
+        if lacking := [member for member in self.movement.members if self.lacks(member)]:
             self.distribute(lacking)
+
+    def lacking(self) -> dict[str, str]:
+        """Say of institutions what replay lacks of them, or they of it."""
+        found = {member.name: "has received no replays" for member in self.movement.members if self.lacks(member)}
+        if self.unfinished:
+            found |= dict.fromkeys(self.uncoded, "has not encoded its images once more")
+        names = {*self.itinerary, *self.movement.members.names} - {*self.visited}
+        return dict(sorted((found | dict.fromkeys(names, "is not replayed")).items()))
+
+    def lacks(self, member: Member) -> bool:
+        """Say whether an institution has received less than all that is replayed."""
+        whole = min(1, len(self.trained)) if self.codes_travel else len(self.trained)
+        return self.held.get(member.name, 0) < whole
+
+    @property
+    def visited(self) -> list[str]:
+        """Names of those whose images are replayed, in the order of the visits."""
+        return [self.itinerary[visit] for visit in self.trained]
+
+    @property
+    def unfinished(self) -> bool:
+        """Say whether images are still to be encoded by the generator as it is now."""
+        last_pass = self.codes_travel and self.replaying.replay.codes == "last-pass"
+        return last_pass and self.coded < len(self.trained)
 
     def expect(self, members: list[Member]) -> None:
         """Take everything for done and everybody for equipped, so that what follows can be forecast."""
-        self.complete, self.rows = True, sum(member.num_examples for member in members)
+        self.rows = sum(member.num_examples for member in members)
         self.counts, self.held = [[self.rows]], {member.name: 1 for member in members}
 
     def holding(self, name: str) -> int:
@@ -110,20 +160,19 @@ class GenerativeReplay:
     # --- Algorithm 1, lines 24-27 -------------------------------------------------------------------------------------
 
     def train(self, arrays: StateDict) -> None:
-        """Let the generator visit the institutions, one after another."""
+        """Let the generator visit the institutions, one after another, whose images are not replayed yet."""
         members = self.movement.members
-        self.itinerary = self.itinerary or members.names
+        if self.visits == len(self.itinerary):
+            self.itinerary += [member.name for member in members if member.name not in self.visited]
         while self.visits < len(self.itinerary):
             if (member := members.get(self.itinerary[self.visits])) and self.visit(member):
                 self.trained.append(self.visits)
+                self.held = {} if self.codes_travel else self.held  # what they have is older
             self.visits += 1
             self.movement.checkpoint(self.server_round - 1, arrays)
-        if not self.trained:
-            raise RunError(f"no institution could train the generator; {self.movement.recorder.failures_line()}")
-        if self.codes_travel and self.replaying.replay.codes == "last-pass":
+        if self.unfinished:
             self.encode_once_more()
-        self.complete = True
-        self.movement.checkpoint(self.server_round - 1, arrays)
+            self.movement.checkpoint(self.server_round - 1, arrays)
 
     def visit(self, member: Member) -> bool:
         """Have an institution train the generator and encode, or train a prior; say whether that came to something."""
@@ -147,7 +196,7 @@ class GenerativeReplay:
         if codes is None:
             return False
         self.keep("generator", self.visits, weights)
-        self.keep_all(self.visits, [self.codes, codes] if stale and self.trained else [codes])
+        self.keep_all([self.codes, codes] if stale and self.trained else [codes])
         return True
 
     def prepared(self, member: Member) -> bool:
@@ -179,11 +228,19 @@ class GenerativeReplay:
         return not answer.labels.any() if masks else bool(self.movement.settings.task.accepts(answer.labels))
 
     def encode_once_more(self) -> None:
-        """Have every institution encode its real images with the generator as it is at the end."""
-        present = [self.movement.members.get(self.itinerary[visit]) for visit in self.trained]
-        found = [self.encoded(member, self.generator, 0) for member in present if member]
-        if codes := [one for one in found if one]:  # if everybody has left, the codes of the last visit stay
-            self.keep_all(len(self.itinerary), codes)
+        """Have every institution encode its real images with the generator as it is; e changes once all have."""
+        found: list[StateDict] = []
+        self.uncoded = []
+        for name in self.visited:
+            member = self.movement.members.get(name)
+            codes = self.encoded(member, self.generator, 0) if member else None
+            if codes is None:
+                self.uncoded.append(name)
+            else:
+                found.append(codes)
+        if not self.uncoded:
+            self.keep_all(found)
+            self.coded, self.held = len(self.trained), {}
 
     def take_prior(self, member: Member, weights: StateDict) -> bool:
         """Have an institution train a prior for the generator that it has just trained."""
@@ -327,11 +384,11 @@ class GenerativeReplay:
         """Write what a visit leaves; a checkpoint then names it."""
         write_tensors(self.movement.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors", arrays)
 
-    def keep_all(self, visit: int, parts: list[StateDict]) -> None:
-        """Write the union of codes and labels."""
+    def keep_all(self, parts: list[StateDict]) -> None:
+        """Write the union of codes and labels, beside the one that the last checkpoint names."""
         union = {key: np.concatenate([part[key] for part in parts]) for key in ("codes", "labels")}
-        self.keep("codes", visit, union)
-        self.codes_at, self.rows = visit, len(union["labels"])
+        self.codes_at, self.rows = max(self.visits, self.codes_at + 1), len(union["labels"])
+        self.keep("codes", self.codes_at, union)
 
 
 def prefixed(prefix: str, arrays: StateDict) -> StateDict:

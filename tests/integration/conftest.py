@@ -82,15 +82,15 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 
 @contextmanager
-def supernode(link: SuperLink, name: str, data: Path, state: Path, policy: Path) -> Iterator[None]:
-    """Start one institution's SuperNode, in a session of its own and with a Flower home of its own."""
-    home = link.folder / name
+def supernode(link: SuperLink, name: str, data: Path, state: Path, policy: Path, place: str = "") -> Iterator[None]:
+    """Start one institution's SuperNode, in a session of its own and with a Flower home of its own, by its name."""
+    home = link.folder / (place or name)
     home.mkdir()
     owned = f'name="{name}" data="{data}" state="{state}" policy="{policy}"'
     command = [flower("flower-supernode"), "--insecure", "--superlink", f"127.0.0.1:{link.port}"]
     command += ["--port", str(free_port()), "--node-config", owned]
     environment = {**link.environment, "FLWR_HOME": str(home), "FLWR_REPLAY_HOME": str(home / "unused")}
-    with open(link.folder / f"{name}.log", "w") as log:
+    with open(home.with_suffix(".log"), "w") as log:
         node = subprocess.Popen(
             command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=home, text=True
         )

@@ -34,6 +34,7 @@ class Watched(InlineGrid):
 
     asked: tuple[tuple[str, str], ...] = ()  # (stage, institution), in order
     failing: tuple[tuple[str, str], ...] = ()
+    failing_first: tuple[tuple[str, str], ...] = ()  # once for every time that it stands here
     breaking: tuple[str, str] | None = None
     late: str = ""  # joins after the first round's training
 
@@ -51,7 +52,7 @@ class Watched(InlineGrid):
     def _answer(self, message):
         asked = config_in(message.content)["stage"], self.name_of(message.metadata.dst_node_id)
         self.asked += (asked,)
-        if asked in self.failing:
+        if asked in self.failing or self.asked.count(asked) <= self.failing_first.count(asked):
             return Message(Error(2, "made to fail"), reply_to=message)
         self.before(*asked)
         reply = super()._answer(message)

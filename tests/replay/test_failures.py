@@ -1,13 +1,15 @@
 """Institutions that fail, come late or lose what they keep: nobody trains without replay unnoticed."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hospitals import node_configs, write_shards
-from replay.runs import FEW, JOB, SIZES, B, Watched, run, same
+from replay.runs import FEW, JOB, SIZES, Watched, lines, run, same
 from safetensors.numpy import load_file
 
+from flwr_replay.cli import _summary
 from flwr_replay.compose import compose
 from flwr_replay.errors import RunError
 from flwr_replay.movements.members import Member
@@ -16,7 +18,7 @@ from flwr_replay.replay.institution import GenerativeStages
 from flwr_replay.server_app import settings_of
 from flwr_replay.strategies.cwt import CWT as CWTStrategy
 from flwr_replay.training import to_arrays
-from flwr_replay.wire import opened
+from flwr_replay.wire import config_in, opened
 
 CWT, FEDAVG = ["strategy=cwt", *FEW], ["strategy=fedavg", *FEW, "rounds=2"]
 
@@ -27,8 +29,19 @@ def without_b(folder):
     return {kind: run(folder, *CWT, f"replay={kind}", nodes=nodes) for kind in ("vqvae2", "pixelcnn")}
 
 
+@pytest.fixture(scope="module")
+def without_failures(folder):
+    return {kind: run(folder, *CWT, f"replay={kind}") for kind in ("vqvae2", "pixelcnn")}
+
+
 def kept(ran, name, what="codes-00"):
     return load_file(sorted(ran.state(name).glob(f"{what}-*"))[-1])
+
+
+def received(ran, name):
+    """Return for how many examples an institution keeps codes."""
+    sources = {path.name[: len("codes-00")] for path in ran.state(name).glob("codes-*")}
+    return sum(len(kept(ran, name, source)["labels"]) for source in sources)
 
 
 @pytest.mark.parametrize(
@@ -41,37 +54,123 @@ def kept(ran, name, what="codes-00"):
     ],
 )
 def test_who_fails_the_generators_visit_is_left_out_and_the_others_go_on(folder, without_b, kind, stage, left):
-    ran = run(folder, *CWT, f"replay={kind}", failing=[(stage, "b")])
+    ran = run(folder, *CWT, f"replay={kind}", "replay.missing=say", failing=[(stage, "b")])
     assert not (ran.folder / "replay" / "generator-001.safetensors").exists()
     for what in ("generator", left):
         assert same(ran.visit(what, 2), without_b[kind].visit(what, 1))
     assert ran.result["failures"][0] == {"round": 1, "institution": "b", "reason": "error 2: made to fail"}
     assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
+    assert ran.result["replay-lacks"] == {"b": "is not replayed"}
+    skew = {"ks": 0.0, "tv": 0.0, "dropped": 0}
+    first, *_ = _summary({**ran.result, "skew": skew}, ran.folder).splitlines()
+    assert first.endswith(", replay is not whole: b is not replayed")
     assert [name for at, name in ran.grid.asked if at == "train"] == ["a", "b", "c"]
     if stage != "keep-codes":  # it replays what the others have
         what = "codes-00" if kind == "vqvae2" else "codes-01"
         assert same(kept(ran, "b", what), kept(ran, "c", what))
 
 
-def test_a_generator_that_nobody_can_train_ends_the_run(folder):
-    with pytest.raises(RunError, match=r"no institution could train the generator; a, b, c: .*made to fail"):
-        run(folder, *CWT, "replay=vqvae2", failing=[("train-generator", name) for name in SIZES])
+@pytest.mark.parametrize("kind", ["vqvae2", "pixelcnn"])
+def test_a_generator_that_nobody_can_train_ends_the_run_until_somebody_can(folder, without_failures, kind):
+    options, name = [*CWT, f"replay={kind}"], f"nobody-{kind}"
+    failing = [("train-generator", name) for name in SIZES]
+    with pytest.raises(RunError, match=r"no institution could train the generator; a, b, c: .*made to fail: resume"):
+        run(folder, *options, name=name, failing=failing)
+    with pytest.raises(RunError, match="no institution could train the generator"):
+        run(folder, *options, resume=str(folder / "runs" / name), failing=failing)
+    ran = run(folder, *options, resume=str(folder / "runs" / name))
+    assert same(ran.weights, without_failures[kind].weights)
 
 
 @pytest.mark.parametrize(
-    ("kind", "brought"), [("vqvae2", ["keep-decoder", "keep-codes"]), ("pixelcnn", ["keep-prior", "keep-prior"])]
+    ("kind", "stage"),
+    [
+        ("vqvae2", "train-generator"),
+        ("vqvae2", "encode-images"),
+        ("vqvae2", "keep-codes"),
+        ("vqvae2", "keep-decoder"),
+        ("pixelcnn", "train-prior"),
+        ("pixelcnn", "keep-prior"),
+    ],
 )
-def test_who_comes_late_receives_what_there_is_before_it_trains(folder, kind, brought):
+def test_what_fails_once_is_made_again_before_the_last_round(folder, kind, stage):
+    ran = run(folder, *FEDAVG, f"replay={kind}", failing_first=[(stage, "b")])
+    assert [failure["round"] for failure in ran.result["failures"]] == [1]
+    assert ran.result["replay-lacks"] == {}
+    for name in SIZES:
+        assert received(ran, name) == sum(SIZES.values())
+    visits = [name for asked, name in ran.grid.asked if asked == "train-generator"]
+    assert sorted(set(visits)) == list(SIZES)
+    assert visits[-1] == "b" or stage.startswith("keep-")
+
+
+@pytest.mark.parametrize("kind", ["vqvae2", "pixelcnn"])
+def test_visits_that_are_lost_in_the_only_round_are_made_again_at_once(folder, kind):
+    lost = [("train-generator", "b"), ("train-generator", "c")]
+    ran = run(folder, *CWT, f"replay={kind}", failing_first=lost)
+    visits = [name for asked, name in ran.grid.asked if asked == "train-generator"]
+    assert visits == ["a", "b", "c", "b", "c"]
+    assert [received(ran, name) for name in SIZES] == [sum(SIZES.values())] * 3
+    assert ran.result["replay-lacks"] == {}
+
+
+def test_a_last_pass_that_one_misses_is_made_again(folder):
+    options = [*FEDAVG, "replay=vqvae2", "replay.codes=last-pass"]
+    whole = run(folder, *options)
+    ran = run(folder, *options, grid_type=MissingLastPass)
+    assert [failure["round"] for failure in ran.result["failures"]] == [1]
+    assert len(ran.visit("codes", 2)["labels"]) == sum(SIZES.values())  # of the visits; replayed in the first round
+    assert same(ran.visit("codes", 3), whole.visit("codes", 3))
+    assert received(ran, "b") == sum(SIZES.values())
+
+
+class MissingLastPass(Watched):
+    """Institution b fails once when it is to encode once more."""
+
+    def _answer(self, message):
+        asked = [one for one in self.asked if one == ("encode-images", "b")]
+        if len(asked) == 1 and config_in(message.content)["stage"] == "encode-images":
+            self.failing_first = [("encode-images", "b")] * 2
+        return super()._answer(message)
+
+
+@pytest.mark.parametrize(
+    ("stage", "lacks"), [("train-generator", "is not replayed"), ("keep-decoder", "has received no replays")]
+)
+def test_what_is_missing_for_the_last_round_stops_the_run_which_can_go_on(folder, without_failures, stage, lacks):
+    options, name = [*FEDAVG, "replay=vqvae2"], f"stopped-{stage}"
+    failing = [(stage, "b")]
+    with pytest.raises(RunError, match=f"needs all that is replayed; b {lacks} .*made to fail.*: resume the run"):
+        run(folder, *options, name=name, failing=failing)
+    stopped = folder / "runs" / name
+    assert {row["round"] for row in lines(stopped / "timings.jsonl")} == {0, 1}
+    with pytest.raises(RunError, match=f"b {lacks}"):
+        run(folder, *options, resume=str(stopped), failing=failing)
+    shutil.copytree(stopped, folder / "runs" / f"{name}-copy")
+    ran = run(folder, *options, resume=str(stopped))
+    assert ran.result["replay-lacks"] == {}
+    assert received(ran, "b") == sum(SIZES.values())
+    said = run(folder, *options, "replay.missing=say", resume=str(folder / "runs" / f"{name}-copy"), failing=failing)
+    assert said.result["replay-lacks"] == {"b": lacks}
+
+
+@pytest.mark.parametrize(
+    ("kind", "brought"),
+    [
+        ("vqvae2", ["keep-codes", "train-generator", "encode-images", "keep-decoder", "keep-codes"]),
+        ("pixelcnn", ["keep-prior", "keep-prior", "train-generator", "train-prior", "keep-prior"]),
+    ],
+)
+def test_who_comes_late_is_visited_and_receives_what_there_is_before_it_trains(folder, kind, brought):
     ran = run(folder, *FEDAVG, f"replay={kind}", late="c")
     assert [stage for stage, name in ran.grid.asked if name == "c"] == ["roll-call", *brought, "train", "evaluate"]
-    found = sorted(path.name[:8] for path in ran.state("c").glob("codes-*"))
-    assert found == (["codes-00"] if kind == "vqvae2" else ["codes-00", "codes-01"])
-    for what in (*found, "decoder-00"):
+    found = {name: sorted(path.name[:8] for path in ran.state(name).glob("codes-*")) for name in "ac"}
+    assert {*found["a"]} == {*found["c"]}
+    for what in {*found["c"], "decoder-00"}:
         assert same(kept(ran, "c", what), kept(ran, "a", what))
-    assert sum(len(kept(ran, "c", what)["labels"]) for what in found) == SIZES["a"] + SIZES["b"]
-    in_generator = 4 * B + 2 * 2 * B + (0 if kind == "vqvae2" else SIZES["a"] + SIZES["b"])
-    assert ran.result["examples-seen"] == in_generator + 2 * (4 + 2) * 2 * B + (SIZES["c"] + B)
+    assert received(ran, "c") == received(ran, "a") == sum(SIZES.values())
     assert not ran.result["failures"]
+    assert ran.result["replay-lacks"] == {}
 
 
 class Losing(Watched):
@@ -142,7 +241,8 @@ def test_a_generator_is_tried_before_anybody_is_given_it(folder, monkeypatch):
 
     train = GenerativeStages.train_generator
     monkeypatch.setattr(GenerativeStages, "train_generator", huge)
-    ran = run(folder, *CWT, "replay=vqvae2")
-    [failure] = ran.result["failures"]
+    ran = run(folder, *CWT, "replay=vqvae2", "replay.missing=say")
+    failure, *again = ran.result["failures"]
+    assert again == [failure, {**failure, "round": 2}, {**failure, "round": 3}]
     assert failure["institution"] == "b"
     assert failure["reason"] == "sent a generator under which an image's loss is not finite"

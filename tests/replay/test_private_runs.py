@@ -121,7 +121,7 @@ def test_a_budget_stops_an_institution_before_it_is_exceeded(folder):
 
 
 def test_a_budget_that_the_generator_would_exceed_leaves_an_institution_out_of_replay(folder):
-    ran = run(folder, *GENERATOR, "sigma=2", "delta=0.01", "epsilon=0.8")
+    ran = run(folder, *GENERATOR, "sigma=2", "delta=0.01", "epsilon=0.8", "replay.missing=say")
     assert [bool(ran.result["privacy"][name]) for name in SIZES] == [True, True, False]
     assert not (ran.state("c") / "privacy.jsonl").exists()
     assert len(ran.codes(1)) == SIZES["a"] + SIZES["b"]

@@ -1,7 +1,11 @@
 """A run that breaks off while its generator is trained ends with the bits of an uninterrupted one."""
 
 import pytest
-from replay.runs import FEW, broken, run, same
+from replay.runs import FEW, TASK, broken, run, same
+
+from flwr_replay.compose import compose
+from flwr_replay.server_app import settings_of
+from flwr_replay.strategies.cwt import CWT
 
 BREAKS = {
     "vqvae2": [("encode-images", "b"), ("keep-decoder", "c")],
@@ -47,3 +51,25 @@ def test_with_an_answer_on_its_way(folder, uninterrupted, kind, at):
 def test_with_codes_encoded_otherwise(folder, codes, where):
     options = [*JOB, "replay=vqvae2", f"replay.codes={codes}"]
     check(run(folder, *options), broken(folder, *options, **where))
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_with_a_visit_that_is_made_again(folder, kind):
+    options, lost = ["strategy=fedavg", *FEW, "rounds=2", f"replay={kind}"], [("train-generator", "b")]
+    whole = run(folder, *options, failing_first=lost)
+    for visits in (2, 4):  # b's first, b's second
+        resumed = broken(folder, *options, failing_first=lost, stop_after=visits + (visits > 3))
+        assert same(whole.weights, resumed.weights)
+        kept = [sorted(path.name for path in (ran.folder / "replay").iterdir()) for ran in (whole, resumed)]
+        assert kept[0] == kept[1]
+        assert len(resumed.result["failures"]) == 1
+
+
+def test_from_a_checkpoint_of_an_older_version():
+    config = compose([*TASK, *JOB, "replay=vqvae2"])
+    replay = CWT(config.strategy, settings_of(config)).replay
+    kept = {"itinerary": ["a", "b"], "visits": 2, "trained": [0, 1], "codes_at": 1, "rows": 9, "counts": []}
+    replay.restore({**kept, "complete": True})
+    assert kept.items() <= replay.state().items()
+    assert replay.visited == ["a", "b"]
+    assert callable(replay.complete)

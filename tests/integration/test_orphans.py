@@ -1,0 +1,85 @@
+"""Who starts processes may be killed: they end with it, on Ray and of a comparison."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import psutil
+import pytest
+
+from flwr_replay.family import GRACE, MARK, members
+
+COMMAND = [sys.executable, "-c", "from flwr_replay.cli import main; main()"]
+SMALL = ["model=mlp", "model.width=4", "nodes=2", "rounds=5000"]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Commands that a test starts; none of theirs stays, whatever the test finds."""
+    found: list[subprocess.Popen[str]] = []
+    yield found
+    for command in found:
+        command.kill()
+        command.wait()
+
+
+def start(started: list[subprocess.Popen[str]], folder: Path, *words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "FLWR_REPLAY_HOME": str(folder)}
+    command = [*COMMAND, *words, "--runs-dir", str(folder)]
+    pipe = subprocess.PIPE
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=pipe, text=True, cwd=folder)
+    started.append(run)
+    return run
+
+
+def wait_for(text: str, stream: IO[str] | None) -> str:
+    said = ""
+    for line in stream or []:
+        said += line
+        if text in line:
+            return said
+    raise AssertionError(said)
+
+
+def mark_of(run: subprocess.Popen[str]) -> str:
+    """Return the mark of a command's family, and see that Ray belongs to it."""
+    for child in psutil.Process(run.pid).children():
+        if mark := child.environ().get(MARK):
+            names = {process.name() for process in members(mark)}
+            assert {"raylet", "gcs_server"} <= names
+            assert any("Actor" in name for name in names)
+            return str(mark)
+    raise AssertionError("no process has a mark")
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=2 * GRACE)[1]
+
+
+def test_a_killed_simulation_leaves_no_process(started, tmp_path):
+    run = start(started, tmp_path, "run", "--engine", "ray", "strategy=cwt", *SMALL)
+    wait_for("round 1/5000", run.stderr)
+    mark = mark_of(run)
+    family = psutil.Process(run.pid).children(recursive=True)  # the watchdog is one of them
+    run.kill()
+    assert gone(family)
+    assert not members(mark)
+
+
+def test_a_killed_comparison_leaves_no_worker(started, tmp_path):
+    run = start(started, tmp_path, "compare", "cwt,fedavg", *SMALL, "seeds=1", "--jobs", "2")
+    wait_for("to begin", run.stderr)
+    for _ in range(600):
+        if len(list(tmp_path.glob("*/*/checkpoints/*.safetensors"))) >= 2:
+            break
+        time.sleep(0.1)
+    family = psutil.Process(run.pid).children(recursive=True)
+    assert len(family) >= 2
+    run.kill()
+    assert gone(family)

@@ -1,0 +1,63 @@
+"""A family of processes ends with the one that opened it, whoever in between has died before."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from flwr_replay.family import GRACE, MARK, family, members
+
+# A child in a session of its own, which starts a grandchild that may ignore SIGTERM, and may end before it.
+CHILD = """
+import subprocess, sys, time
+grand = "import signal, time; signal.signal(15, signal.%s); print(1, flush=True); time.sleep(600)" % sys.argv[2]
+grandchild = subprocess.Popen([sys.executable, "-c", grand], start_new_session=True, stdout=subprocess.PIPE)
+grandchild.stdout.readline()
+print(grandchild.pid, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+OPENER = f"""
+import os, subprocess, sys, time
+from flwr_replay.family import MARK, family
+with family() as mark:
+    environment = {{**os.environ, MARK: mark}}
+    words = [sys.executable, "-c", {CHILD!r}, *sys.argv[1:]]
+    child = subprocess.Popen(words, env=environment, start_new_session=True)
+    print(mark, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("by", "stays", "when_asked"),
+    [(signal.SIGKILL, 0, "SIG_IGN"), (signal.SIGKILL, 600, "SIG_DFL"), (signal.SIGINT, 0, "SIG_DFL")],
+)
+def test_a_family_ends_with_the_one_that_opened_it(by, stays, when_asked):
+    words = [sys.executable, "-c", OPENER, str(stays), when_asked]
+    opener = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    mark, grandchild = (opener.stdout.readline().strip() for _ in range(2))
+    if not stays:
+        while len(members(mark)) > 1:
+            time.sleep(0.05)
+    found = members(mark)
+    assert int(grandchild) in {process.pid for process in found}
+    opener.send_signal(by)
+    opener.wait(timeout=4 * GRACE)
+    assert not psutil.wait_procs(found, timeout=4 * GRACE)[1]
+    assert not members(mark)
+
+
+def test_other_families_are_let_alone():
+    with family() as one:
+        outer = subprocess.Popen(
+            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, MARK: one}
+        )
+        with family() as other:
+            assert not members(other)
+        assert outer.poll() is None
+        assert [process.pid for process in members(one)] == [outer.pid]
+    assert outer.wait() is not None
