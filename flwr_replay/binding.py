@@ -20,7 +20,19 @@ from flwr_replay.config import RunConfig
 __all__ = ["FREE", "binding", "differing", "digest_of"]
 
 # What may differ when a run goes on; no promise rests on it.
-FREE = ("runs_dir", "run_name", "resume", "rounds", "nodes", "timeout", "wait", "device", "task.data_dir")
+
+FREE = (
+    "runs_dir",
+    "run_name",
+    "resume",
+    "rounds",
+    "nodes",
+    "timeout",
+    "wait",
+    "device",
+    "task.data_dir",
+    "replay.missing",
+)
 
 
 @lru_cache(maxsize=64)

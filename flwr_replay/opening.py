@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from flwr_replay.binding import FREE
 from flwr_replay.compose import to_yaml
 from flwr_replay.config import RunConfig
 from flwr_replay.errors import RunError
@@ -163,9 +164,7 @@ def _same_options(config: RunConfig, file: Path) -> None:
             f"the run's config.yaml must be readable; {file} is not: {' '.join(str(error).split())}"
         ) from None
     now = _flat(yaml.safe_load(to_yaml(config)))
-    free = ["runs_dir", "run_name", "resume", "rounds", "nodes", "timeout", "wait", "device", "task.data_dir"]
-    free += ["replay.missing"]
-    differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key) and key not in free)
+    differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key) and key not in FREE)
     if differing:
         key = differing[0]
         raise RunError(

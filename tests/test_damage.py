@@ -42,7 +42,7 @@ AT_THE_SERVER = [
     *(("cwt", name) for name in ("generator.jsonl", "replay/generator-*0.*", "replay/codes-*1.*")),
     ("fedavg", "privacy.jsonl"),
 ]
-AT_AN_INSTITUTION = ["privacy.jsonl", "setting", "ledger.jsonl", "optimizer-*3.safetensors"]
+AT_AN_INSTITUTION = ["privacy.jsonl", "options.json", "ledger.jsonl", "optimizer-*3.safetensors"]
 
 
 def flipped(data, at):
@@ -124,7 +124,7 @@ def test_damage_at_an_institution(resume, name, way):
         run = (folder / "run-id").read_text().strip()
         [path] = [path for path in found if run in str(path) or name == "ledger.jsonl"]
         damage(path, way)
-        return path.parent if (name, way != "folder") == ("setting", True) else path  # of which the server is told
+        return path.parent if (name, way != "folder") == ("options.json", True) else path  # of which the server is told
 
     check(*resume("fedavg", damaged))
 
