@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,7 +112,6 @@ class LatentStore:
         self.progress: dict[str, dict[str, int]] = {}
         for meta in sorted(folder.glob("*/upload.json")):
             self.progress[meta.parent.name] = read_json(meta)
-        self._maps: dict[str, dict[str, NDArray[Any]]] = {}
 
     def next_row(self, name: str) -> int | None:
         """Return the row at which an institution's upload goes on; None once it is complete."""
@@ -123,7 +124,9 @@ class LatentStore:
         Raises
         ------
         WireError
-            If it does not begin where the last one ended, is empty, or does not fit the upload's total.
+            If it does not begin where the last one ended, is empty, or does not fit the upload's total or form.
+        RunError
+            If it cannot be written: the disk is full.
         """
         progress = self.progress.get(name, {"filled": 0, "total": chunk.total, "raw-bytes": 0})
         last = chunk.first + len(chunk.labels)
@@ -137,26 +140,42 @@ class LatentStore:
             raise WireError(
                 f"a chunk must hold rows of its upload; {name} sent {chunk.first} to {last} of {chunk.total}"
             )
-        shapes = {tuple(self._open(other)["latents"].shape[1:]) for other in self.progress}
-        if shapes and chunk.latents.shape[1:] not in shapes:
-            raise WireError(f"{name}'s latents must have the others' shape {shapes}; got {chunk.latents.shape[1:]}")
         arrays = {"latents": chunk.latents, "labels": chunk.labels, "scales": chunk.scales}
         for key, array in arrays.items():
             if array is not None:
-                self._map(name, key, chunk.total, array)[chunk.first : last] = array
-        for mapped in self._maps.pop(name, {}).values():
-            mapped.flush()  # type: ignore[attr-defined]
+                self._write(name, key, chunk.first, chunk.total, array)
         done = {"filled": last, "total": chunk.total, "raw-bytes": progress["raw-bytes"] + chunk.raw_bytes}
         write_atomic(self.folder / name / "upload.json", json.dumps(done))
         self.progress[name] = done
 
-    def _map(self, name: str, key: str, total: int, like: NDArray[Any]) -> NDArray[Any]:
-        path = self.folder / name / f"{key}.npy"
-        if not path.exists():
+    def _write(self, name: str, key: str, first: int, total: int, array: NDArray[Any]) -> None:
+        """Write rows to their place in an .npy file, which grows with them.
+
+        Not by way of memory: where a disk is full, that would end the process without a word.
+        """
+        header, path = _header(array.dtype, (total, *array.shape[1:])), self.folder / name / f"{key}.npy"
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            np.lib.format.open_memmap(path, "w+", like.dtype, (total, *like.shape[1:])).flush()
-        mapped: NDArray[Any] = np.lib.format.open_memmap(path, "r+")
-        return self._maps.setdefault(name, {}).setdefault(key, mapped)
+            with open(path, "r+b" if first else "wb") as file:
+                if first and file.read(len(header)) != header:
+                    raise WireError(f"{name}'s rows must keep their form; it sent {array.dtype} {array.shape[1:]}")
+                file.write(b"" if first else header)
+                file.seek(len(header) + first * array[:1].nbytes)
+                file.write(np.ascontiguousarray(array).data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RunError(
+                f"uploads must be written to {path}; that failed: {error.strerror}: make room, then resume the run"
+            ) from None
+
+    @property
+    def row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Shapes of one row's latents and labels in the first upload that is complete; None if there is none."""
+        for name in self.complete[:1]:
+            maps = self._open(name)
+            return maps["latents"].shape[1:], maps["labels"].shape[1:]
+        return None
 
     @property
     def complete(self) -> list[str]:
@@ -197,3 +216,10 @@ class LatentStore:
                 f"{self.folder / name} must hold the latents that {name} uploaded; it is damaged ({error}): remove the "
                 "folder, and they are asked for again"
             ) from None
+
+
+def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    form = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, form)
+    return file.getvalue()

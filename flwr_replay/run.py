@@ -189,6 +189,7 @@ class RunDirectory(Recorder):
             "trained": snapshot.trained,
             "examples": snapshot.examples,
             "label-scale": snapshot.label_scale,
+            "bindings": snapshot.bindings,
         }
         folder = self.path / "checkpoints"
         stem = f"{snapshot.server_round:06d}"
@@ -220,7 +221,15 @@ class RunDirectory(Recorder):
         self._rewind(values["server-round"])
         parts = under("arrays/", arrays), under("state/", arrays)
         scale = tuple(values["label-scale"]) if values["label-scale"] else None
-        return Snapshot(values["server-round"], *parts, values["state"], values["trained"], values["examples"], scale)
+        return Snapshot(
+            values["server-round"],
+            *parts,
+            values["state"],
+            values["trained"],
+            values["examples"],
+            scale,
+            values.get("bindings", {}),
+        )
 
     def folder(self, name: str, fresh: bool = False) -> Path:
         """Return a folder inside the run directory."""
