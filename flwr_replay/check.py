@@ -152,6 +152,10 @@ def _check_resumption(job: list[str], folder: Path, whole: StateDict, result: di
     overrides = [*overrides_of(folder / "broken" / "config.yaml"), f"resume={folder / 'broken'}"]
     resumed, _, ended = _run(overrides)
     _same(whole, resumed, "a resumed run and an uninterrupted one")
+    files = [folder / name / "models" / "global.safetensors" for name in ("whole", "broken")]
+    if whole:
+        one, other = (file.read_bytes() for file in files)
+        assert one == other, "a resumed run's models/ must have the same bytes, the order of the weights included"
     for key in ("final", "examples-seen"):  # the bytes are more: the roll is called again
         assert ended[key] == result[key], f"a resumed run must report the same {key}; {ended[key]}, was {result[key]}"
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from flwr_replay.config import TrainingConfig
 from flwr_replay.errors import ConfigError, TrainingError, WireError
+from flwr_replay.identity import proof_of
 from flwr_replay.institution import Institution, Shard
 from flwr_replay.learning import Learner
 from flwr_replay.models import placed
@@ -172,7 +173,10 @@ class InstitutionClient(NumPyClient):
         if self.institution.tested_elsewhere:
             _ = self.institution.external  # missing ones are told before anybody trains
         told = self.task.label_sums(train.y)
-        return Present(name=self.institution.name, num_examples=len(train), raw_bytes=train.raw_bytes, **told)
+        proof = proof_of(self.institution.state, request.run)
+        return Present(
+            name=self.institution.name, num_examples=len(train), raw_bytes=train.raw_bytes, proof=proof, **told
+        )
 
     def evaluate_model(self, request: Evaluate) -> Evaluation:
         """Test the weights that came on the institution's test shard, or on its training examples."""

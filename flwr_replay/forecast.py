@@ -51,7 +51,7 @@ def forecast(config: RunConfig) -> list[Line]:
         own = part.examples(loaded(config.task), k).train
         told = settings.task.label_sums(torch.from_numpy(own.y))
         strategy.members.add(Member(name, k, len(own), own.nbytes, **told))
-        present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, **told)
+        present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, proof="0" * 64, **told)
     strategy.scale_labels(strategy.members.label_scale())
     lines: dict[tuple[str, str, str, str, str, str], tuple[int, int]] = {}
     arrays = to_arrays(backbone(config.model, config.task)(0))

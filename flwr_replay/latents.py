@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flwr_replay.disk import opener, writing
 from flwr_replay.errors import RunError, WireError
-from flwr_replay.files import private_folder, read_json, tally, write_atomic, write_json
+from flwr_replay.files import private_folder, read_json, tally, write_json
 from flwr_replay.payloads.fedreplay import Latents
 
 __all__ = ["BLOCK", "LatentStore", "pack", "rows_per_chunk", "shifted", "unpack"]
@@ -111,7 +114,6 @@ class LatentStore:
         for meta in sorted(folder.glob("*/upload.json")):
             self.progress[meta.parent.name] = read_json(meta, UPLOAD)
             self._check(meta.parent.name)
-        self._maps: dict[str, dict[str, NDArray[Any]]] = {}
 
     def next_row(self, name: str) -> int | None:
         """Return the row at which an institution's upload goes on; None once it is complete."""
@@ -124,7 +126,9 @@ class LatentStore:
         Raises
         ------
         WireError
-            If it does not begin where the last one ended, is empty, or does not fit the upload's total.
+            If it does not begin where the last one ended, is empty, or does not fit the upload's total or form.
+        RunError
+            If it cannot be written: the disk is full.
         """
         progress = self.progress.get(name, {"filled": 0, "total": chunk.total, "raw-bytes": 0})
         last = chunk.first + len(chunk.labels)
@@ -138,29 +142,42 @@ class LatentStore:
             raise WireError(
                 f"a chunk must hold rows of its upload; {name} sent {chunk.first} to {last} of {chunk.total}"
             )
-        shapes = {tuple(self._open(other)["latents"].shape[1:]) for other in self.progress}
-        if shapes and chunk.latents.shape[1:] not in shapes:
-            raise WireError(f"{name}'s latents must have the others' shape {shapes}; got {chunk.latents.shape[1:]}")
+        done = {"filled": last, "total": chunk.total, "raw-bytes": progress["raw-bytes"] + chunk.raw_bytes}
         arrays = {"latents": chunk.latents, "labels": chunk.labels, "scales": chunk.scales}
         for key, array in arrays.items():
             if array is not None:
-                self._map(name, key, chunk.total, array)[chunk.first : last] = array
-        done = {"filled": last, "total": chunk.total, "raw-bytes": progress["raw-bytes"] + chunk.raw_bytes}
-        for key, mapped in self._maps.pop(name, {}).items():
-            mapped.flush()  # type: ignore[attr-defined]
-            end = mapped.offset + mapped[:last].nbytes  # type: ignore[attr-defined]
-            done[key] = tally(self.folder / name / f"{key}.npy", tuple(progress.get(key, (0, 0))), end)
+                done[key] = self._write(name, key, chunk, array, tuple(progress.get(key, (0, 0))))
         write_json(self.folder / name / "upload.json", done)
         self.progress[name] = done
 
-    def _map(self, name: str, key: str, total: int, like: NDArray[Any]) -> NDArray[Any]:
-        path = self.folder / name / f"{key}.npy"
-        if name not in self.progress:  # anew, where a crash left one
-            private_folder(path.parent)
-            write_atomic(path, b"")  # for its owner only
-            np.lib.format.open_memmap(path, "w+", like.dtype, (total, *like.shape[1:])).flush()
-        mapped: NDArray[Any] = np.lib.format.open_memmap(path, "r+")
-        return self._maps.setdefault(name, {}).setdefault(key, mapped)
+    def _write(
+        self, name: str, key: str, chunk: Latents, array: NDArray[Any], before: tuple[int, int]
+    ) -> tuple[int, int]:
+        """Write rows to their place in an .npy file, which grows with them; return its length and checksum so far.
+
+        Not by way of memory: where a disk is full, that would end the process without a word.
+        """
+        header, path = _header(array.dtype, (chunk.total, *array.shape[1:])), self.folder / name / f"{key}.npy"
+        end = len(header) + (chunk.first + len(array)) * array[:1].nbytes
+        private_folder(path.parent)
+        with writing(path), open(path, "r+b" if chunk.first else "wb", opener=opener()) as file:
+            if chunk.first and file.read(len(header)) != header:
+                raise WireError(f"{name}'s rows must keep their form; it sent {array.dtype} {array.shape[1:]}")
+            file.write(b"" if chunk.first else header)
+            file.seek(end - array.nbytes)
+            file.write(np.ascontiguousarray(array).data)
+            file.truncate()  # what a crash has left of a chunk
+            file.flush()
+            os.fsync(file.fileno())
+        return tally(path, before, end)
+
+    @property
+    def row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Shapes of one row's latents and labels in the first upload that is complete; None if there is none."""
+        for name in self.complete[:1]:
+            maps = self._open(name)
+            return maps["latents"].shape[1:], maps["labels"].shape[1:]
+        return None
 
     @property
     def complete(self) -> list[str]:
@@ -194,7 +211,9 @@ class LatentStore:
 
     def _check(self, name: str) -> None:
         """Refuse an upload that is not as it was stored; those of older versions have no checksums."""
-        progress, lengths = self.progress[name], {len(array) for array in self._open(name).values()}
+        progress = self.progress[name]
+        whole = progress["filled"] == progress["total"]  # else the files are shorter than they say
+        lengths = {len(array) for array in self._open(name).values()} if whole else {progress["total"]}
         sums = {self.folder / name / f"{key}.npy": tuple(progress[key]) for key in progress.keys() - UPLOAD}
         rows = 0 <= progress["filled"] <= progress["total"] and lengths == {progress["total"]}
         if not rows or any(tally(path, end=told[0]) != told for path, told in sums.items()):
@@ -212,3 +231,10 @@ class LatentStore:
             f"{self.folder / name} must hold the latents that {name} uploaded; it is damaged ({how}): remove the "
             "folder, and they are asked for again"
         )
+
+
+def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    form = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, form)
+    return file.getvalue()

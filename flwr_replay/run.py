@@ -207,6 +207,7 @@ class RunDirectory(Recorder):
             "trained": snapshot.trained,
             "examples": snapshot.examples,
             "label-scale": snapshot.label_scale,
+            "bindings": snapshot.bindings,
         }
         self._timings.append([{"round": snapshot.server_round, "seconds": seconds}])
         for lines in (self._ledger, self._metrics, self._timings):  # a resumed run finds them with the checkpoint
@@ -238,7 +239,15 @@ class RunDirectory(Recorder):
         self._rewind(values["server-round"])
         parts = under("arrays/", arrays), under("state/", arrays)
         scale = tuple(values["label-scale"]) if values["label-scale"] else None
-        return Snapshot(values["server-round"], *parts, values["state"], values["trained"], values["examples"], scale)
+        return Snapshot(
+            values["server-round"],
+            *parts,
+            values["state"],
+            values["trained"],
+            values["examples"],
+            scale,
+            values.get("bindings", {}),
+        )
 
     def folder(self, name: str, fresh: bool = False) -> Path:
         """Return a folder inside the run directory."""

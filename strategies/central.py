@@ -12,12 +12,13 @@ Deviations: none; in a deployment the one institution must really hold all data 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flwr_replay.config import one_of
+from flwr_replay.movements.members import Member
 from flwr_replay.movements.serial import Serial
-from flwr_replay.payloads.common import Visit
-from flwr_replay.wire import Weights
+from flwr_replay.payloads.common import MOST, Visit
+from flwr_replay.wire import Request, Weights
 
 __all__ = ["Central", "CentralConfig"]
 
@@ -50,6 +51,12 @@ class Central(Serial):
     def taught(self, answered: list[str]) -> list[str]:
         """All: the one that trains holds everybody's data."""
         return self.members.names
+
+    def examples_of(self, member: Member, request: type[Request], told: dict[str, Any]) -> range:
+        """Where it trains on the union: at least all that were told; who takes no part has examples there, too."""
+        if told.get("pooled") and request.message_type == "train":
+            return range(sum(one.num_examples for one in self.members.known), MOST + 1)
+        return super().examples_of(member, request, told)
 
     def visit(self, server_round: int, arrays: Weights) -> Visit:
         """Ask for one epoch on the union; with one institution its own data are the union."""

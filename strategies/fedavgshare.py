@@ -18,12 +18,15 @@ several, it may touch most patients.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
+from numpy.typing import NDArray
 
 from flwr_replay.config import require
 from flwr_replay.errors import WireError
@@ -61,6 +64,7 @@ class FedAvgShare(FedAvg):
         super().__init__(*args, **kwargs)
         self.received: dict[str, list[str]] = {}  # whose examples an institution holds beside its own
         self.held: dict[str, int] = {}  # how many these are
+        self.sent_to: dict[str, int] = {}  # how many an institution is being sent
 
     def exchange_round(
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
@@ -68,20 +72,23 @@ class FedAvgShare(FedAvg):
         """Share whatever has not been shared yet, then run FedAvg's round."""
         given = self.givers()
         giving = [member for member in self.members if member.name not in given]
-        asked = [self.message(member, self.give(server_round), config) for member in giving]
-        for member, reply in self.answers(self.exchange(grid, server_round, asked, needed=not given)):
-            try:
-                self.store(member, Given.decode(reply.content))
-            except WireError as error:  # one bad share must not spoil the others' training
-                self.recorder.failed(server_round, member.name, str(error))
-        given = self.givers() if giving else given
+        if giving:
+            asked = (self.message(member, self.give(server_round), config) for member in giving)
+            self.exchange(grid, server_round, asked, needed=not given, take=self.store, at_once=1)
+            given = self.givers()
         others = {member.name: [name for name in given if name != member.name] for member in self.members}
         lacking = [member for member in self.members if others[member.name] != self.received.get(member.name, [])]
-        requests = {member.name: self.receive(server_round, others[member.name]) for member in lacking}
-        asked = [self.message(member, requests[member.name], config) for member in lacking]
-        for member, _ in self.answers(self.exchange(grid, server_round, asked, needed=False)):
-            self.received[member.name] = others[member.name]
-            self.held[member.name] = len(requests[member.name].labels)
+
+        def receives() -> Iterator[Message]:
+            for member in lacking:
+                request = self.receive(server_round, others[member.name])
+                self.sent_to[member.name] = len(request.labels)
+                yield self.message(member, request, config)
+
+        def take(member: Member, reply: Message) -> None:
+            self.received[member.name], self.held[member.name] = others[member.name], self.sent_to[member.name]
+
+        self.exchange(grid, server_round, receives(), needed=False, take=take, at_once=1)
         return super().exchange_round(grid, server_round, arrays, config)
 
     def task_for_all(self, server_round: int, arrays: Weights) -> EnlargedVisit:
@@ -100,7 +107,15 @@ class FedAvgShare(FedAvg):
         """Ask for a share of the examples."""
         return Give(server_round=server_round, run=self.settings.run, share=self.config.share)
 
-    def store(self, member: Member, given: Given) -> None:
+    def examples_of(self, member: Member, request: type[Request], told: dict[str, Any]) -> range:
+        """Beside an institution's own examples, those of others that it holds, or is given."""
+        if issubclass(request, Receive):
+            return range(self.sent_to[member.name], self.sent_to[member.name] + 1)
+        own = super().examples_of(member, request, told)
+        more = self.held.get(member.name, 0) if issubclass(request, EnlargedVisit) and member.ours else 0
+        return range(own.start + more, own.stop + more)
+
+    def store(self, member: Member, reply: Message) -> None:
         """Keep S_k on the server's disk.
 
         Raises
@@ -108,17 +123,35 @@ class FedAvgShare(FedAvg):
         WireError
             If it is not a share of examples of this task.
         """
-        n, shape = number_shared(member.num_examples, self.config.share), self.settings.input_shape
-        if not self.settings.task.accepts(given.labels) or len(given.labels) != n:
-            raise WireError(f"a share must have {n} labels of {self.settings.task}; {member.name} sent others")
-        if given.images.shape != (n, *(shape or given.images.shape[1:])) or not np.isfinite(given.images).all():
-            raise WireError(f"a share must have {n} finite images of {shape}; {member.name} sent {given.images.shape}")
-        if before := self.givers():  # of which all have one dtype
-            dtype = read_tensors(self.recorder.folder("shared") / f"{before[0]}.safetensors")["images"].dtype
-            if dtype != given.images.dtype:
-                raise WireError(f"all images must have one dtype; {member.name} sent {given.images.dtype}, not {dtype}")
+        given, task = Given.decode(reply.content), self.settings.task
+        n, (shape, dtype) = number_shared(member.num_examples, self.config.share), self.image_form(given.images)
+        if not task.accepts(given.labels) or given.labels.shape != task.blank_labels(n, shape).shape:
+            raise WireError(f"a share must have {n} labels of {task}; {member.name} sent others")
+        if given.images.shape != (n, *shape):
+            raise WireError(f"a share must have {n} images of {shape}; {member.name} sent {given.images.shape}")
+        if given.images.dtype != dtype:
+            raise WireError(f"all images must have one dtype; {member.name} sent {given.images.dtype}, not {dtype}")
         arrays = {"images": given.images, "labels": given.labels}
         write_tensors(self.recorder.folder("shared") / f"{member.name}.safetensors", arrays)
+
+    def image_form(self, images: NDArray[Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Return shape and dtype that every image must have: the task's, and that which most institutions told.
+
+        Where the shape is not known here, the first institution's images decide.
+        """
+        if shape := self.settings.input_shape:
+            told = Counter(str(self.image_dtype(member)) for member in self.members if member.num_examples)
+            return shape, np.dtype(max(sorted(told), key=lambda name: told[name]))
+        if before := self.givers():
+            images = read_tensors(self.recorder.folder("shared") / f"{before[0]}.safetensors")["images"]
+        return images.shape[1:], images.dtype
+
+    def image_dtype(self, member: Member) -> np.dtype[Any]:
+        """Return an institution's images' dtype, from how many bytes it told."""
+        shape = self.settings.input_shape or ()
+        label = self.settings.task.blank_labels(1, shape)
+        value_bytes = (member.raw_bytes // member.num_examples - label.nbytes) // int(np.prod(shape))
+        return np.dtype(np.uint8 if value_bytes == 1 else np.float32)
 
     def givers(self) -> list[str]:
         """Return the names of those whose examples are there."""
@@ -136,11 +169,9 @@ class FedAvgShare(FedAvg):
         shape, exchanges = self.settings.input_shape or (), []
         sizes = {member.name: number_shared(member.num_examples, self.config.share) for member in self.members}
         for member in self.members:
-            label = self.settings.task.blank_labels(1, shape)
-            value_bytes = (member.raw_bytes // member.num_examples - label.nbytes) // int(np.prod(shape))
-            dtype = np.uint8 if value_bytes == 1 else np.float32
+            own = self.image_dtype(member)
 
-            def blank(n: int, dtype: Any = dtype) -> dict[str, Any]:
+            def blank(n: int, dtype: Any = own) -> dict[str, Any]:
                 images = np.broadcast_to(np.zeros((), dtype), (n, *shape))
                 return {"images": images, "labels": self.settings.task.blank_labels(n, shape)}
 

@@ -38,8 +38,8 @@ from flwr_replay.config import PASSES, VIEWS, one_of, require, within
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.latents import LatentStore, rows_per_chunk
 from flwr_replay.models import placed, split
-from flwr_replay.movements.answers import not_finite
 from flwr_replay.movements.base import Exchange, Settings
+from flwr_replay.movements.exchange import stopped
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
@@ -54,9 +54,11 @@ from flwr_replay.training import (
     step,
     to_arrays,
 )
-from flwr_replay.wire import StateDict, opened
+from flwr_replay.wire import Request, StateDict, opened
 
 __all__ = ["FedReplay", "FedReplayConfig"]
+
+UNDER_WAY_MB = 128  # of uploads at a time, or one chunk: what the server holds does not grow with the institutions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,7 @@ class FedReplay(OneShot):
 
     def prepare(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> None:
         """Obtain the encoder, once."""
+        self.at_once = max(1, int(UNDER_WAY_MB / self.config.chunk_mb))
         if self.encoder is not None:
             return
         self.build_primary()
@@ -136,17 +139,25 @@ class FedReplay(OneShot):
     def train_encoder(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> StateDict:
         """Have one institution train the backbone; under `largest` the next largest stands in for one that fails."""
         request = self.encode_request(server_round, arrays)
-        for member in self.encoder_candidates():
-            for reply in self.exchange(grid, server_round, [self.message(member, request, config)]):
-                answer = Encoder.decode(reply.content)
-                if opened(answer.arrays).keys() != self.encoder_shapes.keys() or not_finite([(member.name, reply)]):
-                    self.recorder.failed(server_round, member.name, "sent an encoder that is not whole, or not finite")
-                    continue
+        came: list[Encoder] = []
+
+        def take(member: Member, reply: Message) -> None:
+            answer = Encoder.decode(reply.content)
+            if opened(answer.arrays).keys() != self.encoder_shapes.keys():
+                raise WireError("sent an encoder that is not whole")
+            came.append(answer)
+
+        asked, diverged = self.encoder_candidates(), list[str]()
+        for member in asked:
+            self.exchange(grid, server_round, [self.message(member, request, config)], take=take)
+            diverged += self.diverged
+            for answer in came:
                 self.recorder.saw(answer.examples_seen)
                 loss = "" if answer.validation_loss is None else f", validation loss {answer.validation_loss:.4f}"
                 self.recorder.log(f"encoder from {member.name}: {answer.epochs} epochs{loss}")
                 return opened(answer.arrays)
-        raise RunError(f"no institution could train the encoder; {self.recorder.failures_line()}")
+        why = f"no institution could train the encoder; {self.recorder.failures_line()}"
+        raise stopped(why, len(asked), diverged)
 
     def encoder_candidates(self) -> list[Member]:
         """Return who may train the encoder, in the order of asking."""
@@ -166,6 +177,12 @@ class FedReplay(OneShot):
             max_epochs=self.config.encoder_epochs,
             patience=self.config.patience,
         )
+
+    def examples_of(self, member: Member, request: type[Request], told: dict[str, Any]) -> range:
+        """Of the encoder's training at most all: some may judge it."""
+        if member.ours and request is Encode:
+            return range(1, member.num_examples + 1)
+        return super().examples_of(member, request, told)
 
     # --- stage 2 ------------------------------------------------------------------------------------------------------
 
@@ -191,12 +208,41 @@ class FedReplay(OneShot):
 
     def keep(self, member: Member, reply: Message) -> None:
         """Store a chunk: e ← e ∪ e_k."""  # Alg. 2, line 7
-        chunk = Latents.decode(reply.content)
+        chunk, asked = Latents.decode(reply.content), self.config.latent_dtype
+        if chunk.total != chunk.num_examples * self.config.upload_views:
+            raise WireError(f"an upload has examples times views rows; {member.name} announces {chunk.total}")
+        if chunk.latents.dtype != asked or (chunk.scales is not None) != (asked == "int8"):
+            raise WireError(f"{member.name}'s latents must be {asked}, as asked for; got {chunk.latents.dtype}")
         if not self.settings.task.accepts(chunk.labels):
             raise WireError(f"{member.name}'s labels must be the task's, {self.settings.task}: check its data")
-        if not all(np.isfinite(array).all() for array in (chunk.latents, chunk.scales) if array is not None):
-            raise WireError(f"{member.name}'s latents must be finite; got others: check its data and the encoder")
+        came, expected = (chunk.latents.shape[1:], chunk.labels.shape[1:]), self.row_shapes(chunk)
+        if came != expected:
+            raise WireError(f"{member.name}'s latents and labels must have shapes {expected}; got {came}")
         self.store.add(member.name, chunk)
+
+    def row_shapes(self, chunk: Latents) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes that one row's latents and labels must have.
+
+        Where the shape of an example is not known here, the first upload decides, if the primary can take it.
+
+        Raises
+        ------
+        WireError
+            If it cannot.
+        """
+        if shape := self.settings.input_shape:
+            return self.latent_shape(), self.settings.task.blank_labels(1, shape).shape[1:]
+        if before := self.store.row_shapes:
+            return before
+        try:
+            with torch.inference_mode():
+                self.primary.eval()(torch.zeros(1, *chunk.latents.shape[1:], device=self.settings.device))
+        except (RuntimeError, ValueError, IndexError) as error:
+            line = " ".join(str(error).split())[:200]
+            raise WireError(f"latents must fit the model after the cut; {chunk.latents.shape[1:]}: {line}") from None
+        finally:
+            self.primary.train()
+        return chunk.latents.shape[1:], chunk.labels.shape[1:]
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One encoder, if an institution trains it, and every institution's latents, chunk by chunk, once."""
@@ -287,7 +333,7 @@ class FedReplay(OneShot):
         for name, array in arrays.items():
             part, key = name.split("/", 1)
             parts[part][key] = array
-        self.encoder = parts["encoder"]
+        self.encoder = {name: parts["encoder"][name] for name in self.encoder_shapes}  # the model's order
         load_arrays(self.primary, parts["primary"])
         load_optimizer_arrays(self.optimizer, parts["optimizer"])
         self.store = LatentStore(self.recorder.folder("latents"))

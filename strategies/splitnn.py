@@ -55,9 +55,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.config import BATCH, one_of, within
-from flwr_replay.errors import ConfigError, WireError
+from flwr_replay.errors import ConfigError, DivergedError, WireError
 from flwr_replay.models import StagedModel, placed, split, split_before_head
 from flwr_replay.movements.base import Exchange, Settings
+from flwr_replay.movements.exchange import stopped
 from flwr_replay.movements.members import Member
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.splitnn import (
@@ -153,8 +154,8 @@ class SplitNN(Serial):
         load_optimizer_arrays(optimizer, {name: array.copy() for name, array in self.kept.items()})  # for a visit anew
         answer = yield self.visit(server_round, arrays)
         member = self.visited(server_round)
-        if member is None or answer.num_examples != member.num_examples:
-            raise WireError(f"an institution keeps its number of examples; got {answer.num_examples} at a visit")
+        if member is None:
+            raise WireError("an institution that is visited takes part; it does not")
         sizes = self.group_sizes(member)
         for group, n in enumerate(sizes):
             a = [a_B.requires_grad_() for a_B in self.received(answer.activations, n, self.shapes[0])]
@@ -167,11 +168,11 @@ class SplitNN(Serial):
                 answer = yield self.head_loss(server_round, group, _joined(s))
                 if len(answer.losses) != len(a):
                     raise WireError(f"{len(a)} batches have as many losses; got {len(answer.losses)}")
-                losses += torch.tensor(answer.losses)
+                losses += torch.tensor(list(map(float, answer.losses)))
                 late_steps(server, optimizer, s, self.received(answer.gradients, n, self.shapes[1]))
             g = _joined([a_B.grad for a_B in a if a_B.grad is not None])  # ∂L/∂a
             answer = yield self.next_batch(server_round, group + 1, g, last=group + 1 == len(sizes))
-        whole, loss = self.whole(answer, server, arrays), mean_loss(losses)
+        loss, whole = mean_loss(losses), self.whole(answer, server, arrays)
         self.recorder.saw(sum(sizes))
         self.kept = optimizer_arrays(optimizer) if self.config.optimizer_state == "keep" else {}
         return whole, loss
@@ -187,18 +188,26 @@ class SplitNN(Serial):
             messages = [self.message(member, request, config)] if member else []
             answers = list(self.answers(self.exchange(grid, server_round, messages)))
             if not answers:
-                self.missed += 1
-                self.trained = trained  # who broke off has saved nothing to go on with
-                return None, None
+                return self.broken_off(trained)
             try:
                 request = training.send(request.answer.decode(answers[0][1].content))
             except StopIteration as ended:
                 self.missed = 0
                 whole, loss = ended.value
                 return array_record(whole), MetricRecord({"train-loss": loss})
-            except WireError as error:
-                self.recorder.failed(server_round, answers[0][0].name, str(error))
-                member = None  # nobody is asked for more
+            except (DivergedError, WireError) as error:  # what one has sent makes the server's part useless
+                name = answers[0][0].name
+                self.recorder.failed(server_round, name, str(error))
+                if self.stops_without_answers():
+                    diverged = [f"{name}: {error}"] if isinstance(error, DivergedError) else []
+                    raise stopped(f"no institution could be visited; {name}: {error}", 1, diverged) from None
+                return self.broken_off(trained)
+
+    def broken_off(self, trained: set[str]) -> tuple[None, None]:
+        """Note a visit that came to nothing; who broke it off has saved nothing to go on with."""
+        self.missed += 1
+        self.trained = trained
+        return None, None
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -287,8 +296,10 @@ class SplitNN(Serial):
         WireError
             If they are not n labels of the task.
         """
-        if len(upload.labels) != n or not self.settings.task.accepts(upload.labels):
-            raise WireError(f"{n} activations must come with as many labels of {self.settings.task}; got others")
+        task = self.settings.task
+        blank = task.blank_labels(n, self.settings.input_shape)
+        if upload.labels.shape != blank.shape or not task.accepts(upload.labels):
+            raise WireError(f"{n} activations must come with as many labels of {task}; got others")
         return self.batches(upload.labels)
 
     def batches(self, array: NDArray[Any]) -> tuple[Tensor, ...]:

@@ -27,17 +27,17 @@ class Lying(InlineGrid):
     def _answer(self, message):
         reply = super()._answer(message)
         name = self.contexts[message.metadata.dst_node_id].node_config["name"]
-        if name == "b" and message.metadata.message_type == self.lies_in:
+        if name in self.liars and message.metadata.message_type == self.lies_in:
             self.lie(reply.content)
         return reply
 
 
-def start(folder, strategy, lie, lies_in="train", sizes=SIZES):
+def start(folder, strategy, lie, lies_in="train", sizes=SIZES, liars="b"):
     write_shards(folder, sizes)
     overrides = [f"strategy={strategy}", *JOB]
     config, recorder = compose(overrides), Recorder()
     grid = Lying(app, {"overrides": shlex.join(overrides)}, node_configs(folder, folder / "state"))
-    grid.lie, grid.lies_in = lie, lies_in
+    grid.lie, grid.lies_in, grid.liars = lie, lies_in, liars
     settings = Settings(
         training=config.training,
         nodes=3,
@@ -74,6 +74,9 @@ LIES = {
     "whole numbers": (changed(first=np.zeros((4, 1, 3, 3), np.int64)), "weights must come back as they were sent"),
     "a weight is missing": (changed(first=None), f"{FIRST!r} is missing"),
     "a list for a count": (number("num-examples", [1, 2]), "num_examples must be int"),
+    "all the weight": (number("num-examples", 10**12), "num_examples must be 33, by the roll call; got"),
+    "some of the weight": (number("num-examples", 34), "num_examples must be 33, by the roll call; got 34"),
+    "more passes than there are": (number("examples-seen", 10**15), "examples_seen must be what a visit can use"),
     "fewer than none": (number("num-examples", -5), "num_examples must be int"),
     "a loss that is no number": (number("train-loss", float("nan")), "train_loss must be float"),
 }
@@ -91,18 +94,32 @@ def test_a_lie_is_told_and_changes_nothing(tmp_path, strategy, lie):
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "cwt"])
-def test_weights_that_are_not_finite_stop_the_run_and_name_their_sender(tmp_path, strategy):
-    with pytest.raises(DivergedError, match=r"the weights must stay finite; .* is not, from b: lower training.lr"):
-        start(tmp_path, strategy, changed(first=np.full((4, 1, 3, 3), np.nan, np.float32)))
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+def test_weights_that_are_not_finite_are_left_out_and_their_sender_named(tmp_path, strategy, value):
+    final, recorder = start(tmp_path, strategy, changed(first=np.full((4, 1, 3, 3), value, np.float32)))
+    assert {(one["institution"], one["reason"]) for one in recorder.failures} == {
+        ("b", f"weights must stay finite, and below 1e+18; {FIRST!r} does not: lower training.lr")
+    }
+    assert all(np.isfinite(array).all() for array in final.values())
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "cwt"])
+def test_a_run_in_which_all_diverge_stops_and_names_the_first(tmp_path, strategy):
+    spoil = changed(first=np.full((4, 1, 3, 3), np.nan, np.float32))
+    with pytest.raises(DivergedError, match=r"^[abc]: weights must stay finite, .* lower training.lr"):
+        start(tmp_path, strategy, spoil, liars="abc")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
         ("confusion", 5, "confusion must be a list of int"),
-        ("confusion", [0] * 9, "not all zero"),
+        ("confusion", [0] * 9, "confusion must count 9 of 9 examples; got 0"),
+        ("confusion", [10**9, *[0] * 8], "confusion must count 9 of 9 examples"),
+        ("num-examples", 10**12, "num_examples must be 1 to 1000000000"),
+        ("loss", 1e308, "loss must be at most"),
         ("confusion", [1, 2], "must hold 9 counts"),
-        ("num-examples", 0, "at least one example"),
+        ("num-examples", 0, "num_examples must be 1 to 1000000000; got 0"),
         ("loss", float("inf"), "loss must be float"),
     ],
 )

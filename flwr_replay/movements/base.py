@@ -19,9 +19,10 @@ from flwr.serverapp.strategy import Result
 
 from flwr_replay.config import require
 from flwr_replay.errors import RefusedError, RunError
+from flwr_replay.movements.asking import wait_for_nodes
 from flwr_replay.movements.evaluation import Pooled, beside, pool_answers
 from flwr_replay.movements.exchange import Exchanging
-from flwr_replay.movements.members import Member, wait_for_nodes
+from flwr_replay.movements.members import Member
 from flwr_replay.movements.recorder import Recorder, Snapshot
 from flwr_replay.movements.settings import Settings
 from flwr_replay.payloads.common import Evaluate, Evaluation, Replayed
@@ -185,26 +186,30 @@ class Movement(Exchanging):
         Raises
         ------
         RunError
-            If institutions are missing, or none answers.
+            If institutions are missing, or none that answers can take part.
         RefusedError
             If every institution refuses.
         DivergedError
-            If the loss at an institution is not finite.
+            If weights or losses are finite at no institution, or not at the server.
         """
         self.timeout = self.settings.timeout if timeout is None else timeout
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self.extra = frozenset([*train_config, *evaluate_config])
         result, arrays = Result(), initial_arrays
+        done, snapshot = 0, self.recorder.restore()
+        if snapshot:
+            self.members.remember(snapshot.examples, snapshot.bindings)
         wait_for_nodes(grid, max(self.min_nodes, self.settings.nodes), self.settings.wait)
         self.call_roll(grid, 0)
         if not len(self.members):
-            raise RefusedError(f"no institution takes part; {self.recorder.failures_line()}")
-        done, snapshot = 0, self.recorder.restore()
+            kind = RunError if self.unfit else RefusedError
+            raise kind(f"no institution takes part; {self.recorder.failures_line()}")
         self.scale_labels(snapshot.label_scale if snapshot else self.members.label_scale())
         if snapshot:
-            done, arrays = snapshot.server_round, array_record(snapshot.arrays)
+            saved = snapshot.arrays  # files of weights have the same bytes if these are in the same order
+            order = dict.fromkeys([*(name for name in initial_arrays if name in saved), *saved])
+            done, arrays = snapshot.server_round, array_record({name: saved[name] for name in order})
             self.trained = set(snapshot.trained)
-            self.members.check_same_data(snapshot.examples)
             self.restore(snapshot.state_arrays, snapshot.state_values)
             if self.replay:
                 self.replay.restore(snapshot.state_values["replay"])
@@ -253,7 +258,7 @@ class Movement(Exchanging):
 
     def look_back(self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
         """Have every institution test the model on its own training examples: a row of the forgetting matrix."""
-        taught = self.taught([name for name, _ in self.good])
+        taught = self.taught(self.answered)
         if found := self.tested_on("train", grid, server_round, arrays, config):
             self.recorder.looked_back(server_round, taught, found[1])
 
@@ -263,13 +268,16 @@ class Movement(Exchanging):
         """Have every institution test the model on other examples than its test shard."""
         request = self.evaluation_on(split, server_round, arrays)
         asked = [self.message(member, request, config) for member in self.members if member.ours]
-        answers = self.answers(self.exchange(grid, server_round, asked, needed=False))
-        return pool_answers(answers, self.settings.task, partial(self.recorder.failed, server_round), self.evaluated)
+        return self.pooled(server_round, self.exchange(grid, server_round, asked, needed=False))
+
+    def pooled(self, server_round: int, replies: Iterable[Message]) -> Pooled | None:
+        """Pool what evaluations tell; one that cannot be is its sender's failure."""
+        refuse, settings = partial(self.recorder.failed, server_round), self.settings
+        return pool_answers(self.answers(replies), settings.task, refuse, self.evaluated, settings.input_shape)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the metrics over the test shards: by summed counts, or weighted means for a user's own ClientApp."""
-        refuse = partial(self.recorder.failed, server_round)
-        found = pool_answers(self.answers(replies), self.settings.task, refuse, self.evaluated)
+        found = self.pooled(server_round, replies)
         if found is None:
             return None
         pooled, own = found
@@ -288,10 +296,12 @@ class Movement(Exchanging):
 
     def checkpoint(self, server_round: int, arrays: StateDict) -> None:
         """Hand all that a resumed run needs to the recorder."""
-        examples, trained = {member.name: member.num_examples for member in self.members}, sorted(self.trained)
+        known, trained = self.members.known, sorted(self.trained)
+        examples = {member.name: member.num_examples for member in known}
+        bindings = {member.name: (member.node_id, member.proof) for member in known}
         state_arrays, state_values = self.state()
         if self.replay:
             state_values = {**state_values, "replay": self.replay.state()}
         self.recorder.end_exchange(
-            Snapshot(server_round, arrays, state_arrays, state_values, trained, examples, label_scale=self.label_scale)
+            Snapshot(server_round, arrays, state_arrays, state_values, trained, examples, self.label_scale, bindings)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 from flwr.app import Message
@@ -11,10 +12,12 @@ from flwr_replay.errors import WireError
 from flwr_replay.movements.members import Member
 from flwr_replay.payloads.common import Evaluation
 
-__all__ = ["Pooled", "beside", "pool_answers"]
+__all__ = ["Pooled", "beside", "check_evaluation", "pool_answers"]
 
 Metrics = dict[str, float]
 Pooled = tuple[Metrics, dict[str, Metrics]]
+MOST_COUNTED = 10**15
+LARGEST = 1e100  # of a loss or a sum of errors, so that sums over institutions stay finite
 
 
 def pool_answers(
@@ -22,6 +25,7 @@ def pool_answers(
     task: Any,
     refuse: Callable[[str, str], None],
     declared: type[Evaluation] = Evaluation,
+    input_shape: tuple[int, ...] | None = None,
 ) -> Pooled | None:
     """Pool over the test shards: by summed counts, or by weighted means where nobody runs this package's ClientApp.
 
@@ -35,6 +39,8 @@ def pool_answers(
         Told the name of an institution whose answer cannot be, and why.
     declared : type[Evaluation]
         What an answer is.
+    input_shape : tuple of int | None
+        Of one example, where it is known.
 
     Returns
     -------
@@ -48,6 +54,7 @@ def pool_answers(
         if member.ours and task is not None:
             try:
                 evaluation = declared.decode(reply.content)
+                check_evaluation(evaluation, task, input_shape)
                 own[member.name] = declared.pool(task, [evaluation])
                 evaluations.append(evaluation)
             except WireError as error:
@@ -57,6 +64,40 @@ def pool_answers(
     if not own:
         return None
     return (declared.pool(task, evaluations) if evaluations else _weighted_means(list(own.values()))), own
+
+
+def check_evaluation(evaluation: Evaluation, task: Any, input_shape: tuple[int, ...] | None = None) -> None:
+    """Refuse sums over a test shard that no shard has.
+
+    Parameters
+    ----------
+    evaluation : Evaluation
+        Or one of a pair of models.
+    task : Any
+        See `flwr_replay.tasks`; its own empty evaluation says which fields are told.
+    input_shape : tuple of int | None
+        Of one example; needed for masks, which count pixels.
+
+    Raises
+    ------
+    WireError
+        If counts do not add up, or a number is absurdly large.
+    """
+    labels = task.blank_labels(1, input_shape or ())
+    counted = evaluation.num_examples * labels.size if input_shape or labels.ndim == 1 else None
+    blank = type(evaluation).empty(task)
+    for field in fields(blank):
+        wanted, told = getattr(blank, field.name), getattr(evaluation, field.name)
+        if isinstance(told, float) and abs(told) > LARGEST:
+            raise WireError(f"{field.name} must be at most {LARGEST:g}; got {told:g}")
+        if not isinstance(wanted, (list, tuple)) or not len(told):  # which of them must be there the task says
+            continue
+        if len(told) != len(wanted):
+            raise WireError(f"{field.name} must hold {len(wanted)} counts; got {len(told)}")
+        if counted is not None and sum(told) != counted:
+            raise WireError(f"{field.name} must count {counted} of {evaluation.num_examples} examples; got {sum(told)}")
+        if max(told) > MOST_COUNTED:
+            raise WireError(f"{field.name} must hold counts; got {max(told)}")
 
 
 def beside(found: Pooled, elsewhere: Pooled) -> Pooled:

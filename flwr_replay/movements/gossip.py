@@ -20,7 +20,7 @@ somebody joins or leaves; a receiver that has mixed but could not say so for so 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,7 +30,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.config import one_of, require
-from flwr_replay.errors import ConfigError
+from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.mailbox import Delivery, Mailbox, Parcel
 from flwr_replay.movements.members import Member
@@ -45,7 +45,6 @@ from flwr_replay.wire import StateDict, array_record, opened
 __all__ = ["Gossip", "GossipConfig"]
 
 PATIENCE = 3  # rounds without an acknowledgement after which parcels go back
-HUGE = 1e18  # a weight's size, beyond which sums of squares overflow in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,35 +123,40 @@ class Gossip(Relay):
         waiting = self.mailbox.waiting
         self.exchanged = self.has_edges(server_round, sum(member.name not in waiting for member in self.members))
         asked = [m for m in self.configure_train(server_round, arrays, config, grid) if self.receiver(m) not in waiting]
-        replies = self.exchange(grid, server_round, asked, needed=bool(asked))
-        trained = self.good
-        self.deal(server_round, dict(self.released(server_round, replies)))
+        released: dict[str, Released] = {}
+
+        def take(member: Member, reply: Message) -> None:
+            released[member.name] = self.released(member, reply)
+
+        self.exchange(grid, server_round, asked, needed=bool(asked), take=take)
+        trained = self.answered
+        self.recorder.saw(sum(answer.examples_seen for answer in released.values()))
+        self.deal(server_round, released)
         self.bring(grid, server_round, config)
         self.mailbox.keep(self.recorder.folder("mailbox"))
-        self.good = trained
-        return self.aggregate_train(server_round, replies)
+        self.answered = trained
+        return ArrayRecord(), None
 
     def receiver(self, message: Message) -> str:
         """Return the name of the institution that a message goes to."""
         member = self.members.by_node(message.metadata.dst_node_id)
         return member.name if member else ""
 
-    def released(self, server_round: int, replies: Iterable[Message]) -> Iterator[tuple[str, Released]]:
-        """Yield what was released; a model of another form, or one that is not finite, is nobody's to have."""
-        for member, reply in self.answers(replies):
-            answer = self.answer.decode(reply.content)
-            fault, arrays = "", opened(answer.arrays)
-            if self.exchanged and (not arrays or (self.form and form_of(arrays) != self.form)):
-                fault = "released a model of another form than the common one"
-            elif not largest(arrays) <= HUGE:  # nor NaN
-                fault = f"released weights that are not finite, or above {HUGE:g}"
-            elif abs(answer.weight - (w := self.mailbox.weights.get(member.name, 1.0))) > 1e-9 * w:
-                fault = f"released a model with w = {answer.weight:g}; by what it has mixed it is {w:g}"
-            if fault:
-                self.recorder.failed(server_round, member.name, fault)
-            else:
-                came = reply.content.array_records.get("arrays", answer.arrays)  # handed on as these bytes
-                yield member.name, replace(answer, arrays=came)
+    def released(self, member: Member, reply: Message) -> Released:
+        """Return what an institution has released.
+
+        Raises
+        ------
+        WireError
+            If the model is of another form, or its weight another: it is nobody's to have.
+        """
+        answer = self.answer.decode(reply.content)
+        arrays, w = opened(answer.arrays), self.mailbox.weights.get(member.name, 1.0)
+        if self.exchanged and (not arrays or (self.form and form_of(arrays) != self.form)):
+            raise WireError("released a model of another form than the common one")
+        if abs(answer.weight - w) > 1e-9 * w:
+            raise WireError(f"released a model with w = {answer.weight:g}; by what it has mixed it is {w:g}")
+        return replace(answer, arrays=reply.content.array_records.get("arrays", answer.arrays))  # as these bytes
 
     def deal(self, server_round: int, released: dict[str, Released]) -> None:
         """Put everyone's shares into the mailbox: the column of each sender in P(t)."""
@@ -198,9 +202,18 @@ class Gossip(Relay):
         """Bring what waits; forget what is acknowledged; give back what waits for somebody who stays away."""
         present = [(member, self.mailbox.waiting.get(member.name)) for member in self.members]
         asked = [self.message(m, self.delivery(server_round, waiting), config) for m, waiting in present if waiting]
-        for member, reply in self.answers(self.exchange(grid, server_round, asked, needed=False)):
-            if twice := self.mailbox.acknowledged(member.name, Committed.decode(reply.content).parcels):
-                self.recorder.log(f"{member.name} holds {twice} parcels that went back to their senders too")
+        acknowledged: dict[str, Sequence[int]] = {}
+
+        def check(member: Member, reply: Message) -> None:
+            held = Committed.decode(reply.content).parcels
+            if not self.mailbox.can_hold(member.name, held):
+                raise WireError(f"must acknowledge the parcels that it was brought; got {list(held)[:6]}")
+            acknowledged[member.name] = held
+
+        self.exchange(grid, server_round, asked, needed=False, take=check)
+        for name, held in sorted(acknowledged.items()):
+            if twice := self.mailbox.acknowledged(name, held):
+                self.recorder.log(f"{name} holds {twice} parcels that went back to their senders too")
         for name, waiting in self.mailbox.waiting.items():
             if server_round - waiting.exchange >= PATIENCE and waiting.parcels:
                 self.recorder.log(f"{name} does not acknowledge: what waits for it goes back to its senders")
@@ -247,9 +260,3 @@ class Gossip(Relay):
                 found.append((member, request, Committed(num_examples=0, parcels=request.parcels), 1))
         self.mailbox = Mailbox()
         return found
-
-
-def largest(arrays: StateDict) -> float:
-    """Return the largest size of any number; NaN if one is."""
-    ends = [(float(array.max()), -float(array.min())) for array in arrays.values() if array.size]
-    return float(np.max(ends, initial=0.0))

@@ -83,6 +83,12 @@ class Mailbox:
         self.models[self.posted] = model
         return self.posted
 
+    def can_hold(self, name: str, held: Sequence[int]) -> bool:
+        """Say whether these are the numbers of what an institution was brought, or was before it went back."""
+        delivery = self.waiting[name]
+        deliveries = [delivery, *([delivery.given_back] if delivery.given_back else [])]
+        return any(list(held) == [parcel.number for parcel in one.parcels] for one in deliveries)
+
     def acknowledged(self, name: str, held: Sequence[int]) -> int:
         """Forget a delivery that lies at its receiver, which holds these numbers; return how many others hold, too.
 

@@ -1,23 +1,30 @@
-"""Who takes part: the roll call, and institutions by name instead of Flower's random node ids."""
+"""Who takes part: the roll call, and institutions by name instead of Flower's random node ids.
+
+A name belongs, for the rest of a run, to the node that answered under it first. A SuperNode with a key keeps its node
+id. One without a key gets another id when it starts anew: it then proves that it is the same institution
+(`flwr_replay/identity.py`), and whoever cannot is refused.
+"""
 
 from __future__ import annotations
 
+import hmac
 import math
-import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 
-from flwr.app import Message, RecordDict
-from flwr.serverapp import Grid
+from flwr.app import Message
 
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.files import NAME
-from flwr_replay.payloads.common import Failure, Present
+from flwr_replay.payloads.common import MOST, Present
 from flwr_replay.wire import rows
 
-__all__ = ["Member", "Members", "ask", "failure_of", "reason_of", "wait_for_nodes"]
+__all__ = ["Member", "Members", "present"]
 
-EXPIRED = (3, 4)  # Flower's codes for a message, or its answer, that is not there, or no longer
+LARGEST_LABEL = 1e12  # in its unit
+MOST_BYTES = 10**15
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,46 @@ class Member:
     label_sum: float | None = None  # regression: over its training examples
     label_squares: float | None = None
     ours: bool = True  # False: a ClientApp that answers no roll call; its name is its node id
+    proof: str = ""  # SHA-256 of what it showed first
+
+
+def present(node_id: int, reply: Message) -> Member:
+    """Read an answer to the roll call; one that is not this package's is of a user's own ClientApp.
+
+    Raises
+    ------
+    WireError
+        If it tells what cannot be.
+    """
+    try:
+        declared = not reply.has_error() and all(rows(reply.content, Present))
+    except WireError:  # an answer of its own
+        declared = False
+    if not declared:
+        return Member(str(node_id), node_id, ours=False)
+    told = Present.decode(reply.content)
+    n, total, squares = told.num_examples, told.label_sum, told.label_squares
+    if not NAME.fullmatch(told.name):
+        raise WireError(
+            "an institution's name has at most 160 letters, digits, spaces, dots, hyphens and underscores and "
+            f"begins with a letter or digit; got {told.name[:160]!r}: change it in its --node-config or site column"
+        )
+    if not 1 <= n <= MOST or told.raw_bytes > MOST_BYTES:
+        raise WireError(
+            f"an institution has from 1 to {MOST:,} training examples of at most {MOST_BYTES:,} bytes; "
+            f"{told.name} tells {n} of {told.raw_bytes} bytes"
+        )
+    if (total is None) != (squares is None):
+        raise WireError(f"sums of labels and of their squares go together; {told.name} tells one of them")
+    if total is not None and squares is not None:
+        possible = abs(total) <= n * LARGEST_LABEL and 0 <= squares <= n * LARGEST_LABEL**2
+        if not possible or n * squares < total**2 * (1 - 1e-9):
+            raise WireError(
+                f"{told.name} tells sums of {n} labels that no labels below {LARGEST_LABEL:g} have: {total:g}, "
+                f"squares {squares:g}"
+            )
+    digest = sha256(told.proof.encode()).hexdigest() if told.proof else ""
+    return Member(told.name, node_id, n, told.raw_bytes, total, squares, proof=digest)
 
 
 class Members:
@@ -38,12 +85,16 @@ class Members:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Member] = {}
-        self._present: frozenset[int] = frozenset()
+        self._known: dict[str, Member] = {}  # those, and who took part before the run was resumed
+        self._names: dict[int, str] = {}  # whom a node id stands for
+        self._online: frozenset[int] = frozenset()
         self._asked: set[int] = set()
+        self._here: set[int] = set()  # who has answered the roll call since it came or returned
+        self._waiting: set[int] = set()  # who was refused since its name was in use
 
     def __iter__(self) -> Iterator[Member]:
         """Yield those present now, by name."""
-        return (self._by_name[name] for name in sorted(self._by_name) if self._by_name[name].node_id in self._present)
+        return (self._by_name[name] for name in self.names if self._by_name[name].node_id in self._here)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -51,7 +102,7 @@ class Members:
     def get(self, name: str) -> Member | None:
         """Return an institution that is present now."""
         member = self._by_name.get(name)
-        return member if member and member.node_id in self._present else None
+        return member if member and member.node_id in self._here else None
 
     @property
     def ours(self) -> bool:
@@ -63,63 +114,105 @@ class Members:
         """Names of all that ever took part, sorted: an order that does not change when one leaves for a while."""
         return sorted(self._by_name)
 
+    @property
+    def known(self) -> list[Member]:
+        """All that ever took part, also before the run was resumed, by name."""
+        return [self._known[name] for name in sorted(self._known)]
+
     def by_node(self, node_id: int) -> Member | None:
         """Return the institution behind a node id."""
-        return next((member for member in self._by_name.values() if member.node_id == node_id), None)
+        member = self._by_name.get(self._names.get(node_id, ""))
+        return member if member and member.node_id == node_id else None
 
     def newcomers(self, node_ids: Iterable[int]) -> list[int]:
-        """Note which nodes are there now; return those that no roll call has reached yet, in ascending order."""
-        self._present = frozenset(node_ids)
-        unknown = sorted(self._present - self._asked)
-        self._asked |= self._present
+        """Note which nodes are there now; return those to ask, ascending: new ones, and who was away."""
+        online = frozenset(node_ids)
+        if gone := self._online - online:
+            self._here -= gone
+            self._asked -= gone | self._waiting  # a name may be free now
+            self._waiting.clear()
+        unknown = sorted(online - self._asked)
+        self._online = online
+        self._asked |= online
         return unknown
 
     def ask_again(self, node_id: int) -> None:
         """Forget that a node was asked: its answer was lost, and nobody can tell whose app it runs."""
         self._asked.discard(node_id)
 
-    def check_same_data(self, before: Mapping[str, int]) -> None:
-        """Refuse to go on with a run when an institution no longer has as many examples as it had.
+    def remember(self, examples: Mapping[str, int], bindings: Mapping[str, tuple[int, str]]) -> None:
+        """Take back, where a run is resumed, who took part in it: numbers of examples, node ids and proofs."""
+        for name, n in examples.items():
+            node_id, proof = bindings.get(name, (0, ""))  # older checkpoints have none
+            self._known[name] = Member(name, node_id, n, proof=proof)
+
+    def admit(self, arrived: Iterable[Member]) -> dict[int, str]:
+        """Enter who has answered the roll call.
+
+        Returns
+        -------
+        dict of int to str
+            By node id, why the others may not take part.
+        """
+        faults, fit = {}, []
+        for member in arrived:
+            if fault := self._fault(member):
+                faults[member.node_id] = fault
+            else:
+                fit.append(member)
+        answering = Counter(member.name for member in fit)
+        for member in fit:
+            if answering[member.name] > 1:  # none of them more rightly than the others
+                self._waiting.add(member.node_id)
+                faults[member.node_id] = _twice(member.name)
+            else:
+                self._enter(member)
+        return faults
+
+    def add(self, member: Member) -> None:
+        """Enter an institution that is present.
 
         Raises
         ------
         RunError
-            For the first that differs.
+            If it may not take part.
         """
-        for member in self:
-            had = before.get(member.name, member.num_examples)
-            if had != member.num_examples:
-                raise RunError(
-                    f"a resumed run needs the data that it began with; {member.name} had {had} training examples and "
-                    f"now has {member.num_examples}: use the same nodes, partition and files, or begin a new run"
-                )
+        if fault := self._fault(member):
+            raise RunError(fault)
+        self._enter(member)
 
-    def admit(self, node_id: int, reply: Message | None) -> None:
-        """Enter an answer to the roll call; an institution that returns under a new node id keeps its name.
+    def _enter(self, member: Member) -> None:
+        known = self._known.get(member.name)
+        if known and known.proof:
+            member = replace(member, proof=known.proof)  # the one that it showed first
+        self._by_name[member.name] = self._known[member.name] = member
+        self._names[member.node_id] = member.name
+        self._here.add(member.node_id)
 
-        Raises
-        ------
-        RunError
-            If two nodes that are both present give the same name.
-        WireError
-            If the answer holds what cannot be.
-        """
-        try:
-            list(rows(reply.content if reply is not None and not reply.has_error() else RecordDict(), Present))
-            ours = reply is not None and not reply.has_error()
-        except WireError:  # a user's own answer to queries
-            ours = False
-        if not ours or reply is None:
-            self._by_name[str(node_id)] = Member(str(node_id), node_id, ours=False)
-            return
-        answer = Present.decode(reply.content)
-        n, total, squares = answer.num_examples, answer.label_sum or 0.0, answer.label_squares or 0.0
-        if n * squares < total**2 * (1 - 1e-9):
-            raise WireError(
-                f"{answer.name} tells sums of {n} labels that no labels have: {total:g}, squares {squares:g}"
+    def _fault(self, member: Member) -> str:
+        """Say why an institution may not take part under this name; nothing if it may."""
+        name, known = member.name, self._known.get(member.name)
+        before = self._names.get(member.node_id, name)
+        if before != name:
+            return f"a node keeps its name in a run; it was {before!r} and now answers as {name!r}: begin a new run"
+        here = self.get(name)
+        if here and here.node_id != member.node_id:
+            self._waiting.add(member.node_id)
+            return _twice(name)
+        if known is None:
+            return ""
+        if known.num_examples != member.num_examples:
+            return (
+                f"a run goes on with the data that it began with; {name} had {known.num_examples} training examples "
+                f"and now has {member.num_examples}: use the same nodes, partition and files, or begin a new run"
             )
-        told = (answer.num_examples, answer.raw_bytes, answer.label_sum, answer.label_squares)
-        self.add(Member(answer.name, node_id, *told))
+        proven = bool(known.proof) and hmac.compare_digest(known.proof, member.proof)
+        if known.node_id and known.node_id != member.node_id and not proven:
+            return (
+                f"who returns as another node must prove to be the same institution, by identity.key in its state "
+                f"directory; {name!r} does not: restore the state directory, or begin a new run"
+            )
+        return ""
 
     def label_scale(self) -> tuple[float, float] | None:
         """Return mean and standard deviation of all labels, from the sums that institutions told; None without sums."""
@@ -131,71 +224,9 @@ class Members:
         variance = sum(member.label_squares or 0.0 for member in told) / n - mean**2
         return mean, math.sqrt(variance) if variance > 0 else 1.0
 
-    def add(self, member: Member) -> None:
-        """Enter an institution that is present."""
-        if not NAME.fullmatch(member.name):
-            raise RunError(
-                "an institution's name has at most 160 letters, digits, spaces, dots, hyphens and underscores and "
-                f"begins with a letter or digit; got {member.name!r}: change it in its --node-config or site column"
-            )
-        known = self.get(member.name)
-        if known and known.node_id != member.node_id:
-            raise RunError(
-                f"every institution needs a name of its own; two SuperNodes answer as {member.name!r}: "
-                "give each another name in its --node-config"
-            )
-        self._by_name[member.name] = member
-        self._present |= {member.node_id}
 
-
-def failure_of(message: Message) -> Failure | None:
-    """Return the refusal or failure that an institution of ours sent instead of an answer."""
-    if message.has_error() or "failure" not in message.content.get("config", {}):
-        return None
-    return Failure.decode(message.content)
-
-
-def reason_of(message: Message, reply: Message | None) -> str:
-    """Say why there is no answer to a message; of a traceback that is the last line."""
-    about = message.metadata
-    if reply is None or (reply.error.code in EXPIRED and time.time() >= about.created_at + about.ttl):
-        return f"no answer within timeout={about.ttl:g} s"
-    lines = (reply.error.reason or "no reason given").strip().splitlines()
-    return f"error {reply.error.code}: {lines[-1]}"
-
-
-def ask(grid: Grid, messages: list[Message], seconds: float) -> dict[str, Message]:
-    """Send messages and wait for their replies; return these by the id of the message that they answer.
-
-    Flower's own `send_and_receive` looks for replies of a deployment every three seconds only.
-    """
-    waiting = set(grid.push_messages(messages)) if messages else set()
-    found: dict[str, Message] = {}
-    deadline, pause = time.monotonic() + seconds, 0.02
-    while waiting:
-        found |= {reply.metadata.reply_to_message_id: reply for reply in grid.pull_messages(waiting)}
-        waiting -= found.keys()
-        if time.monotonic() >= deadline:
-            break
-        if waiting:
-            time.sleep(pause)
-            pause = min(0.2, 1.5 * pause)
-    return found
-
-
-def wait_for_nodes(grid: Grid, minimum: int, seconds: float) -> None:
-    """Wait until enough nodes have joined.
-
-    Raises
-    ------
-    RunError
-        If fewer than `minimum` have joined when `seconds` are over.
-    """
-    deadline = time.monotonic() + seconds
-    while (joined := len(set(grid.get_node_ids()))) < minimum:
-        if time.monotonic() >= deadline:
-            raise RunError(
-                f"this run needs at least {minimum} institutions; {joined} joined within {seconds:g} s: "
-                "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
-            )
-        time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
+def _twice(name: str) -> str:
+    return (
+        f"every institution needs a name of its own; two SuperNodes answer as {name!r}: give each another name in its "
+        "--node-config"
+    )

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from flwr_replay.errors import WireError
 from flwr_replay.movements.base import Movement
 from flwr_replay.movements.members import Member
 from flwr_replay.wire import Request, StateDict, array_record, opened
@@ -23,6 +22,7 @@ class OneShot(Movement):
     """Base of the methods in which data-like uploads stand in for the institutions' data."""
 
     failed_before: int = 0  # number of failures when this round's uploads began
+    at_once: int | None = None  # uploads under way, and so in memory; None: as many as there are institutions
 
     @abstractmethod
     def prepare(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> None:
@@ -34,7 +34,13 @@ class OneShot(Movement):
 
     @abstractmethod
     def keep(self, member: Member, reply: Message) -> None:
-        """Store one upload."""
+        """Store one upload as it arrives.
+
+        Raises
+        ------
+        WireError
+            If it is not what was asked for.
+        """
 
     @abstractmethod
     def learn(self, server_round: int, arrays: StateDict) -> tuple[StateDict, float]:
@@ -59,10 +65,10 @@ class OneShot(Movement):
         weights = opened(arrays)
         self.prepare(grid, server_round, weights, config)
         self.failed_before = len(self.recorder.failures)
-        while requests := list(self.configure_train(server_round, arrays, config, grid)):
-            replies = self.exchange(grid, server_round, requests)
-            self.aggregate_train(server_round, replies)
-            if not replies:  # who is missing stays missing until the next round
+        while requests := self.requests(server_round):
+            messages = (self.message(member, request, config) for member, request in requests)
+            self.exchange(grid, server_round, messages, take=self.keep, at_once=self.at_once)
+            if not self.answered:  # who is missing stays missing until the next round
                 break
         trained, loss = self.learn(server_round, weights)
         return array_record(trained), MetricRecord({"train-loss": loss})
@@ -70,18 +76,17 @@ class OneShot(Movement):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask each institution for the next chunk that is missing; one that failed to is asked again next round."""
+        """Ask each institution for the next chunk that is missing."""
+        return [self.message(member, request, config) for member, request in self.requests(server_round)]
+
+    def requests(self, server_round: int) -> list[tuple[Member, Request]]:
+        """Return who is asked for what is missing; one that failed to send it is asked again next round."""
         tired = {failure["institution"] for failure in self.recorder.failures[self.failed_before :]}
         pairs = [(member, self.missing(member, server_round)) for member in self.members if member.name not in tired]
-        return [self.message(member, request, config) for member, request in pairs if request is not None]
+        return [(member, request) for member, request in pairs if request is not None]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Store the uploads; the global weights change in `learn` only."""
-        for member, reply in self.answers(replies):
-            try:
-                self.keep(member, reply)
-            except WireError as error:  # one bad upload must not end the others' run
-                self.recorder.failed(server_round, member.name, str(error))
+        """Change nothing: uploads are stored as they arrive, and the global weights change in `learn` only."""
         return None, None

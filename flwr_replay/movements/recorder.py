@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Snapshot:
     trained: list[str]  # names of those that have trained
     examples: dict[str, int]  # how many training examples each institution has
     label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of the labels
+    bindings: dict[str, tuple[int, str]] = field(default_factory=dict)  # of each: node id, SHA-256 of its proof
 
 
 class Recorder:

@@ -14,6 +14,7 @@ from flwr_replay.fields import instruction, model, notice, statistic
 from flwr_replay.wire import Payload, Request, Weights
 
 __all__ = [
+    "MOST",
     "OPEN_STAGES",
     "Evaluate",
     "Evaluation",
@@ -28,6 +29,7 @@ __all__ = [
     "Visited",
 ]
 
+MOST = 10**9  # examples that an institution may say it has
 OPEN_STAGES = ("roll-call", "train", "evaluate")  # what a ClientApp of anyone's may answer in its own words
 
 
@@ -53,6 +55,9 @@ class Present(Payload):
     label_squares: float | None = statistic(
         "label's unit squared; sum over the training labels", default=None, withheld=True
     )
+    proof: str = notice(
+        default=""
+    )  # that it is the same one, where it returns as another node: flwr_replay/identity.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +116,24 @@ class Visited(Spent):
         """Read the reply of a ClientApp that knows nothing of this package: one array record, perhaps metrics.
 
         Without `num-examples` every institution counts as one example.
+
+        Raises
+        ------
+        WireError
+            If there is not one array record, or a number of examples or a loss that cannot be.
         """
         if len(content.array_records) != 1:
             raise WireError(f"a training reply must hold one ArrayRecord; got {len(content.array_records)}")
         metrics: dict[str, Any] = {}
         for record in content.metric_records.values():
             metrics |= record
-        n = int(metrics.get("num-examples", 1))
-        loss = float(metrics.get("train-loss", metrics.get("train_loss", math.nan)))
-        return cls(arrays=next(iter(content.array_records.values())), num_examples=n, examples_seen=n, train_loss=loss)
+        n, loss = metrics.get("num-examples", 1), metrics.get("train-loss", metrics.get("train_loss"))
+        if isinstance(n, list) or not 1 <= n <= MOST or n != int(n):  # nor NaN
+            raise WireError(f"num-examples must be a whole number from 1 to {MOST:,}; got {n}")
+        if loss is not None and (isinstance(loss, list) or not math.isfinite(loss)):
+            raise WireError(f"train-loss must be a finite number; got {loss}")
+        arrays = next(iter(content.array_records.values()))
+        return cls(arrays=arrays, num_examples=int(n), examples_seen=int(n), train_loss=loss)
 
 
 @dataclass(frozen=True, kw_only=True)

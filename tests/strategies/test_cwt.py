@@ -129,7 +129,7 @@ def test_a_cycle_of_failures_ends_the_run(start):
         start(failing=[("b", 1), ("c", 1), ("a", 2)])
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(start, shards):
+def test_a_cycle_of_losses_that_are_not_finite_stops_the_run_at_the_last_good_checkpoint(start, shards):
     class Kept(Recorder):
         snapshots = ()
 
@@ -137,7 +137,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(sta
             self.snapshots += (snapshot,)
 
     recorder = Kept()
-    with pytest.raises(DivergedError, match=r"^b: the loss must stay finite"):
-        start(recorder=recorder, diverging=[("b", 1)])
-    [good] = recorder.snapshots
-    agree(good.arrays, twin(shards, ["a"]))
+    with pytest.raises(DivergedError, match=r"^a: the loss must stay finite"):
+        start(recorder=recorder, diverging=[("b", 1), ("c", 1), ("a", 2)])
+    for kept in recorder.snapshots:
+        agree(kept.arrays, twin(shards, ["a"]))

@@ -1,0 +1,57 @@
+"""Peak memory of FedReplay's server while institutions upload, by their number and `strategy.chunk-mb`.
+
+python benchmarks/memory.py [--institutions 2 4 8] [--chunk-mb 64 8] [--views 200]
+
+On Flower's simulation, whose main process holds the ServerApp and the messages under way; institutions are others, and
+not counted. Every institution uploads so many views of 175 digits after conv1 of a cnn of width 16: 200 are 143 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+JOB = (
+    "strategy=fedreplay task=digits partition=iid partition.size=175 model=cnn model.width=16 encoder=random rounds=1 "
+    "batch-size=4096 device=cpu"
+)
+
+
+def peak(institutions: int, chunk_mb: float, views: int) -> float:
+    """Return the most memory that the server's process has had resident, MB."""
+    command = [sys.executable, "-c", "from flwr_replay.cli import main; main()", "run", "--engine", "ray"]
+    options = [f"nodes={institutions}", f"chunk-mb={chunk_mb:g}", f"upload-views={views}"]
+    found = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        run = subprocess.Popen(
+            [*command, *JOB.split(), *options, "--runs-dir", folder],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while run.poll() is None:
+            for process in psutil.Process(run.pid).children(recursive=True):
+                with suppress(psutil.Error, OSError, IndexError):  # it has just ended
+                    if process.name().startswith("flwr-simulation"):
+                        status = Path(f"/proc/{process.pid}/status").read_text()
+                        found = max(found, int(status.partition("VmHWM:")[2].split()[0]) / 1000)
+            time.sleep(0.05)
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--institutions", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--chunk-mb", type=float, nargs="+", default=[64.0, 8.0])
+    parser.add_argument("--views", type=int, default=200)
+    told = parser.parse_args()
+    for chunk_mb in told.chunk_mb:
+        for institutions in told.institutions:
+            found = peak(institutions, chunk_mb, told.views)
+            print(f"{institutions} institutions, chunk-mb={chunk_mb:g}: {found:.0f} MB", flush=True)

@@ -1,0 +1,112 @@
+"""Messages on their way: nodes that must join, requests and replies as they arrive, failures in words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from flwr_replay.errors import RunError
+from flwr_replay.payloads.common import Failure
+
+__all__ = ["ask", "failure_of", "reason_of", "wait_for_nodes"]
+
+EXPIRED = (3, 4)  # Flower's codes for a message, or its answer, that is not there, or no longer
+LONGEST = 1000  # characters of a reason that somebody else gives
+
+
+def wait_for_nodes(grid: Grid, minimum: int, seconds: float) -> None:
+    """Wait until enough nodes have joined.
+
+    Raises
+    ------
+    RunError
+        If fewer than `minimum` have joined when `seconds` are over.
+    """
+    deadline = time.monotonic() + seconds
+    while (joined := len(set(grid.get_node_ids()))) < minimum:
+        if time.monotonic() >= deadline:
+            raise RunError(
+                f"this run needs at least {minimum} institutions; {joined} joined within {seconds:g} s: "
+                "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
+            )
+        time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
+
+
+def ask(
+    grid: Grid, messages: Iterable[Message], seconds: float, at_once: int | None = None
+) -> Iterator[tuple[Message, Message | None]]:
+    """Send messages; yield each with its reply as these arrive, and with None if none came in time.
+
+    Flower's own `send_and_receive` looks for replies of a deployment every three seconds only.
+
+    Parameters
+    ----------
+    grid : Grid
+        Where they go.
+    messages : iterable of Message
+        Drawn when there is room for them.
+    seconds : float
+        To wait for each reply.
+    at_once : int | None
+        How many may be under way; replies are then fetched one by one, so that no more of them lie in memory, however
+        many institutions there are. None: all.
+    """
+    coming = iter(messages)
+    waiting: dict[str, tuple[Message, float]] = {}
+    pause = 0.02
+    while True:
+        if fresh := list(islice(coming, None if at_once is None else at_once - len(waiting))):
+            list(grid.push_messages(fresh))
+            deadline = time.monotonic() + seconds
+            waiting |= {message.metadata.message_id: (message, deadline) for message in fresh}
+            pause = 0.02
+        if not waiting:
+            return
+        before = len(waiting)
+        for ids in [list(waiting)] if at_once is None else [[message_id] for message_id in waiting]:
+            replies = list(grid.pull_messages(ids))
+            while replies:
+                reply = replies.pop(0)
+                if asked := waiting.pop(reply.metadata.reply_to_message_id, None):
+                    yield asked[0], reply
+                del reply  # the next one is made while this would lie in memory
+        for message_id, (message, deadline) in list(waiting.items()):
+            if time.monotonic() >= deadline:
+                del waiting[message_id]
+                yield message, None
+        if len(waiting) == before:
+            time.sleep(pause)
+            pause = min(0.2, 1.5 * pause)
+
+
+def failure_of(message: Message) -> Failure | None:
+    """Return the refusal or failure that an institution of ours sent instead of an answer.
+
+    Raises
+    ------
+    WireError
+        If it is one, but not as declared.
+    """
+    if message.has_error() or "failure" not in message.content.get("config", {}):
+        return None
+    told = Failure.decode(message.content)
+    return replace(told, failure=_line(told.failure) or told.error)
+
+
+def reason_of(message: Message, reply: Message | None) -> str:
+    """Say why there is no answer to a message; of a traceback that is the last line."""
+    about = message.metadata
+    if reply is None or (reply.error.code in EXPIRED and time.time() >= about.created_at + about.ttl):
+        return f"no answer within timeout={about.ttl:g} s"
+    lines = (reply.error.reason or "").strip().splitlines()
+    return f"error {reply.error.code}: {_line(lines[-1]) if lines else 'no reason given'}"
+
+
+def _line(text: str) -> str:
+    """Put what somebody else wrote on one line of a terminal or log."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text[:LONGEST]).split())
