@@ -34,7 +34,7 @@ class Slow(InlineGrid):
 
     def late(self, message, context):
         if not hasattr(self, "slept"):
-            self.slept = time.sleep(2.1)
+            self.slept = time.sleep(4.1)
         return app(message, context)
 
 
@@ -59,9 +59,9 @@ def ran(grid_type, tmp_path, *options):
 
 def test_an_answer_in_process_that_comes_after_the_timeout_is_not_used(tmp_path):
     ran(InlineGrid, tmp_path / "first", "rounds=1")  # what is slow only once
-    result, _ = ran(Slow, tmp_path, "timeout=2", "rounds=2")
+    result, _ = ran(Slow, tmp_path, "timeout=4", "rounds=2")
     [failure] = result["failures"]
-    assert failure == {"round": 1, "institution": "institution-2", "reason": "no answer within timeout=2 s"}
+    assert failure == {"round": 1, "institution": "institution-2", "reason": "no answer within timeout=4 s"}
     used = [ran(InlineGrid, tmp_path / str(rounds), f"rounds={rounds}")[0]["examples-seen"] for rounds in (1, 2)]
     assert used[0] < result["examples-seen"] < used[1]
 
