@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 import secrets
-from contextlib import suppress
 from pathlib import Path
 
 from flwr_replay.errors import PrivacyError
-from flwr_replay.files import write_atomic
+from flwr_replay.files import write_once
 
 __all__ = ["KEY", "proof_of"]
 
@@ -41,16 +41,9 @@ def proof_of(folder: Path, run: str) -> str:
         If the key is damaged, or others may read it.
     """
     path = folder / KEY
-    if not path.exists():
-        made = folder / f"{KEY}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-        write_atomic(made, secrets.token_bytes(32), mode=0o600)
-        with suppress(FileExistsError):  # another process of this institution was first: its key stays
-            os.link(made, path)
-        made.unlink()
-    with open(path, "rb") as file:
-        if os.name == "posix" and os.fstat(file.fileno()).st_mode & 0o077:
-            raise PrivacyError(f"only its owner may read {KEY} in the state directory; others can: chmod 600 it")
-        key = file.read()
-    if len(key) != 32:
-        raise PrivacyError(f"{KEY} in the state directory must hold 32 bytes; it holds {len(key)}: remove it")
-    return hmac.digest(key, run.encode(), "sha256").hex()
+    key = write_once(path, secrets.token_hex(32))
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        raise PrivacyError(f"only its owner may read {KEY} in the state directory; others can: chmod 600 it")
+    if not re.fullmatch("[0-9a-f]{64}", key):
+        raise PrivacyError(f"{KEY} in the state directory must hold 64 hexadecimal digits; it does not: remove it")
+    return hmac.digest(bytes.fromhex(key), run.encode(), "sha256").hex()

@@ -142,10 +142,11 @@ class RunDirectory(Recorder):
         found: list[Row],
         stage: str = "",
         raw_bytes: int | None = None,
+        split: str = "",
     ) -> None:
         """Write a message's fields to the ledger."""
         message = {"round": server_round, "institution": member.name, "direction": direction, "stage": stage}
-        self._ledger.record(message, found, raw_bytes)
+        self._ledger.record({**message, "split": split} if split else message, found, raw_bytes)
         self.bytes[direction] += sum(row.bytes for row in found)
 
     def flush(self) -> None:

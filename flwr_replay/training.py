@@ -20,6 +20,7 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.wire import StateDict, Weights, array_record, opened
 
 __all__ = [
+    "HUGE",
     "as_input",
     "at_once",
     "batches",

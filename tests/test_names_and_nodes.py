@@ -209,5 +209,5 @@ def test_an_identity_is_made_once_and_is_its_owners_only(tmp_path):
         proof_of(tmp_path, "run-1")
     key.chmod(0o600)
     key.write_bytes(b"short")
-    with pytest.raises(PrivacyError, match="must hold 32 bytes; it holds 5"):
+    with pytest.raises(PrivacyError, match="must hold 64 hexadecimal digits"):
         proof_of(tmp_path, "run-1")

@@ -44,7 +44,7 @@ def run(tmp_path, *options, grid_type=InlineGrid, served=app, nodes=3, **told):
 
 @pytest.mark.parametrize("code", [CRASHED, LOST])
 def test_a_lost_answer_is_reported_and_the_node_asked_again(tmp_path, code):
-    result, folder = run(tmp_path, *FEDREPLAY, "timeout=1", grid_type=Losing, code=code)
+    result, folder = run(tmp_path, *FEDREPLAY, "timeout=4", grid_type=Losing, code=code)
     [failure] = result["failures"]
     assert failure["institution"] == "3"
     assert "asked again" in failure["reason"]

@@ -6,22 +6,22 @@ Whatever is wrong with an answer is its sender's failure, and never the others'.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, RecordDict
 from numpy.typing import NDArray
 
 from flwr_replay.errors import DivergedError, FlwrReplayError, WireError
 from flwr_replay.fields import Field
 from flwr_replay.payloads.common import MOST, Visited
+from flwr_replay.training import HUGE, largest
 from flwr_replay.wire import Payload, Request, Row, arrays_in, metrics_in, opened, rows
 
-__all__ = ["check_answer", "check_foreign", "legible", "not_finite", "told_by"]
+__all__ = ["check_answer", "check_foreign", "legible", "told_by"]
 
-HUGE = 1e18  # a weight's size, beyond which sums of squares overflow in float32
 PASSES = 1000  # over an institution's examples that one answer may tell of
 
 
@@ -165,13 +165,8 @@ def check_finite(arrays: Mapping[str, NDArray[Any]], weights: bool) -> None:
     for name, array in arrays.items():
         if not np.issubdtype(array.dtype, np.floating) or not array.size:
             continue
-        largest = max(float(array.max()), -float(array.min()))
-        if weights and not largest <= HUGE:  # nor NaN
+        size = largest({name: array})
+        if weights and not size <= HUGE:  # nor NaN
             raise DivergedError(f"weights must stay finite, and below {HUGE:g}; {name!r} does not: lower training.lr")
-        if not math.isfinite(largest):
+        if not math.isfinite(size):
             raise WireError(f"{name} must be finite; got others: check the data and the weights that were sent")
-
-
-def not_finite(replies: Iterable[tuple[str, Message]]) -> list[str]:
-    """Return the names of those whose weights are not finite."""
-    return [name for name, reply in replies if not all(np.isfinite(array).all() for array in arrays_in(reply.content))]

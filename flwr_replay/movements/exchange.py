@@ -230,8 +230,8 @@ class Exchanging(Strategy):
         for message in messages:
             member, request = self.members.by_node(message.metadata.dst_node_id), request_of(message)
             assert member is not None
-            found = list(rows(message.content, request, self.extra))
-            self.recorder.travelled(server_round, member, "down", found, request.stage_name if request else "")
+            found, stage = list(rows(message.content, request, self.extra)), request.stage_name if request else ""
+            self.recorder.travelled(server_round, member, "down", found, stage, split=split_of(message))
             self.recorder.flush()
             yield message
 
@@ -261,7 +261,7 @@ class Exchanging(Strategy):
         if self.settings.privacy and "delta" in told:
             epsilon, mechanism = told.get("epsilon"), self.settings.privacy.mechanism
             self.recorder.spent(server_round, member.name, epsilon, told["delta"], mechanism)
-        self.recorder.travelled(server_round, member, "up", found, stage, told.get("raw-bytes"))
+        self.recorder.travelled(server_round, member, "up", found, stage, told.get("raw-bytes"), split_of(message))
         if refusal:
             diverged = refusal.error == DivergedError.__name__
             return (DivergedError if diverged else RefusedError)(refusal.failure)
@@ -318,6 +318,11 @@ class Exchanging(Strategy):
         """Pair replies with their institutions, by name, whatever the order of arrival."""
         pairs = [(self.members.by_node(reply.metadata.src_node_id), reply) for reply in replies]
         return sorted(((m, reply) for m, reply in pairs if m is not None), key=lambda pair: pair[0].name)
+
+
+def split_of(message: Message) -> str:
+    """Return on which examples a request asks for a test; nothing where it asks for none."""
+    return str(config_in(message.content).get("split", ""))
 
 
 def stopped(why: str, failed: int, diverged: Sequence[str]) -> RunError | DivergedError:

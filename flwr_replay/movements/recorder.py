@@ -53,8 +53,12 @@ class Recorder:
         found: list[Row],
         stage: str = "",
         raw_bytes: int | None = None,
+        split: str = "",
     ) -> None:
-        """Note what one message held; `raw_bytes` is the size of the raw examples that its samples stand for."""
+        """Note what one message held; `raw_bytes` is the size of the raw examples that its samples stand for.
+
+        `split` says of a test on which examples it is.
+        """
 
     def flush(self) -> None:
         """Keep what has been noted: the messages of an exchange have all been seen."""

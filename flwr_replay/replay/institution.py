@@ -6,8 +6,7 @@ stand in the methods' own files (`clients/cwt.py`).
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -38,6 +37,7 @@ from flwr_replay.replay.pictures import SHOWN, draw_grid
 from flwr_replay.replay.plan import Replaying
 from flwr_replay.replay.replayer import Replayer, Source, replayer_of
 from flwr_replay.state import StateStore
+from flwr_replay.tensors import digest
 from flwr_replay.training import batches, encoded, generator, load_arrays, mean_loss, step, to_arrays
 from flwr_replay.wire import StateDict, Weights, opened
 
@@ -56,7 +56,7 @@ class GenerativeStages:
 
     def train_generator(self, request: TrainGenerator) -> Generated:
         """Update the generator on real images and on replays."""  # line 7
-        config, data = self.replaying.generator, self.checked_images()
+        config, data = self.replaying.generator, self.checked_images("generator")
         model = self.generator(request.arrays)
         if self.replaying.replay.name == "vqvae2":  # line 8: D_old ← D
             decoder = {name: value.cpu().numpy() for name, value in model.decoder_state_dict().items()}
@@ -114,7 +114,7 @@ class GenerativeStages:
 
     def train_prior(self, request: TrainPrior) -> TrainedPrior:
         """Train a prior on the codes of x_k; these do not leave."""  # footnote 1
-        config, data = self.replaying.prior, self.checked_images()
+        config, data = self.replaying.prior, self.checked_images("prior")
         own, given = by_prefix(opened(request.arrays))
         model = self.generator(own).eval()
         prior = self.replaying.fresh_prior(model).to(self.institution.device)
@@ -160,9 +160,7 @@ class GenerativeStages:
         """Draw e from a prior and keep it with D."""
         decoder, given = by_prefix(opened(request.arrays))
         counts = tuple(request.label_counts)
-        packed = drawn(
-            Drawing(digest_of(given), counts, request.source, given), self.replaying, self.institution.device
-        )
+        packed = drawn(Drawing(digest(given), counts, request.source, given), self.replaying, self.institution.device)
         classes = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         bins = self.replaying.bins(request.label_mean, request.label_scale)
         labels = bins.centres(classes) if self.replaying.kind == "regression" else classes
@@ -191,7 +189,7 @@ class GenerativeStages:
         while (kept := self.kept("codes", len(sources), run, server_round)) and (
             decoder := self.kept("decoder", len(sources), run, server_round)
         ):
-            sources.append(Source(digest_of(kept) + digest_of(decoder), decoder, kept["codes"], kept["labels"]))
+            sources.append(Source(digest(kept) + digest(decoder), decoder, kept["codes"], kept["labels"]))
         if (have := sum(len(source.labels) for source in sources)) != replayed:
             raise TrainingError(
                 f"an institution replays the {replayed} examples that it has received; it has codes and decoder of "
@@ -211,15 +209,19 @@ class GenerativeStages:
         load_arrays(model, arrays)
         return model.train()
 
-    def checked_images(self) -> Shard:
-        """Return the institution's training examples.
+    def checked_images(self, mechanism: str) -> Shard:
+        """Return the institution's training examples as a generator or prior learns them.
+
+        Where that is private, numbers outside [0, 1] are cut off: an error would tell of them.
 
         Raises
         ------
         DataError
-            If they are numbers outside [0, 1].
+            If they are numbers outside [0, 1], and may be told.
         """
         data = self.institution.train
+        if self.purse and self.purse.plan.covers(mechanism):
+            return data if data.x.dtype == torch.uint8 else replace(data, x=data.x.clamp(0, 1))
         if data.x.dtype != torch.uint8 and not (data.x.min() >= 0 and data.x.max() <= 1):
             raise DataError("replay needs images of bytes, or of numbers in [0, 1]; got others: choose replay=none")
         return data
@@ -274,7 +276,7 @@ class GenerativeStages:
 class Drawing:
     """What a prior is to draw; equal where it gives the same codes."""
 
-    digest: bytes
+    digest: str
     counts: tuple[int, ...]  # for each label
     source: int
     prior: StateDict = field(compare=False)
@@ -316,11 +318,3 @@ def by_prefix(arrays: StateDict) -> tuple[StateDict, StateDict]:
         first, _, rest = name.partition(".")
         cut[first == "prior"][rest] = array
     return cut[False], cut[True]
-
-
-def digest_of(arrays: StateDict) -> bytes:
-    """Return what tells these arrays from others."""
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        digest.update(name.encode() + str(arrays[name].dtype).encode() + arrays[name].tobytes())
-    return digest.digest()

@@ -27,7 +27,7 @@ __all__ = ["Replayer", "Source", "replayer_of"]
 class Source:
     """A decoder, and codes and labels for it; equal where what they were read from is."""
 
-    digest: bytes
+    digest: str
     decoder: StateDict = field(compare=False)
     codes: NDArray[np.uint8] = field(compare=False)  # packed, (n, bytes)
     labels: NDArray[Any] = field(compare=False)  # (n,)

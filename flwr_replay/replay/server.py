@@ -36,7 +36,6 @@ from flwr.serverapp import Grid
 
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.generators.codes import unpack_codes
-from flwr_replay.movements.answers import not_finite
 from flwr_replay.movements.members import Member
 from flwr_replay.payloads.replay import (
     Codes,
@@ -355,9 +354,7 @@ class GenerativeReplay:
         for _, reply in self.movement.answers(
             self.movement.exchange(self.grid, self.server_round, [message], needed=False)
         ):
-            if not not_finite([(member.name, reply)]):
-                return reply
-            self.movement.recorder.failed(self.server_round, member.name, "sent weights that are not finite")
+            return reply
         return None
 
     # --- files --------------------------------------------------------------------------------------------------------
