@@ -17,7 +17,7 @@ from typing import Any
 
 from flwr_replay.config import RunConfig
 
-__all__ = ["FREE", "binding", "differing", "digest_of"]
+__all__ = ["FREE", "binding", "differing", "digest_of", "flat"]
 
 # What may differ when a run goes on; no promise rests on it.
 
@@ -38,7 +38,7 @@ FREE = (
 @lru_cache(maxsize=64)
 def binding(config: RunConfig) -> str:
     """Write the options that a run keeps, its strategy and mechanisms among them, as JSON."""
-    values = _flat({**asdict(config), "strategy": {"name": config.strategy.name, **asdict(config.strategy)}})
+    values = flat({**asdict(config), "strategy": {"name": config.strategy.name, **asdict(config.strategy)}})
     return json.dumps({key: value for key, value in sorted(values.items()) if key not in FREE})
 
 
@@ -59,8 +59,9 @@ def differing(before: str, now: str) -> str:
     return "they are written otherwise"
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Name the values of nested mappings by their way: `strategy.name`."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.binding import FREE
+from flwr_replay.binding import FREE, flat
 from flwr_replay.compose import to_yaml
 from flwr_replay.config import RunConfig
 from flwr_replay.errors import RunError
@@ -158,25 +158,18 @@ def _same_options(config: RunConfig, file: Path) -> None:
     import yaml
 
     try:
-        saved = _flat(yaml.safe_load(read_text(file)))
+        saved = flat(yaml.safe_load(read_text(file)))
     except (yaml.YAMLError, AttributeError) as error:
         raise RunError(
             f"the run's config.yaml must be readable; {file} is not: {' '.join(str(error).split())}"
         ) from None
-    now = _flat(yaml.safe_load(to_yaml(config)))
+    now = flat(yaml.safe_load(to_yaml(config)))
     differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key) and key not in FREE)
     if differing:
         key = differing[0]
         raise RunError(
             f"a resumed run keeps its options; {key} was {saved.get(key)!r}, now {now.get(key)!r}: leave it out"
         )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 def default_name(config: RunConfig) -> str:
