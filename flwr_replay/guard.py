@@ -30,7 +30,7 @@ from flwr_replay.errors import (
     WireError,
 )
 from flwr_replay.institution import Institution, institution_of
-from flwr_replay.payloads.common import Evaluation, Failure
+from flwr_replay.payloads.common import Evaluation, Failure, Present
 from flwr_replay.policy import Policy
 from flwr_replay.privacy.plan import PrivacyPlan, mechanisms_of
 from flwr_replay.privacy.visit import Purse
@@ -38,6 +38,9 @@ from flwr_replay.state import StateStore
 from flwr_replay.wire import REQUESTS, Payload, Request, Row, config_in, metrics_in, request_of, rows
 
 __all__ = ["guard"]
+
+CHOSEN = ("private_lr", "private_batch_size")  # options whose value in a request may be another
+LONGEST = 200  # characters of a name that the own ledger holds
 
 
 def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -47,14 +50,15 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
     was broken; what the data or this machine look like (paths, values, tracebacks) stays in the institution's own log.
     """
     deployed = "data" in context.node_config or "name" in context.node_config
-    instructions = config_in(message.content) if message.has_content() else {}
+    instructions: dict[str, Any] = {}
     try:
         institution, config = institution_of(context)
         plan = _plan(config)
     except Exception as error:
         return _failure(message, error, str(context.node_config.get("name", "")), deployed)
-    run = str(instructions.get("run", context.run_id))
     try:
+        instructions = config_in(message.content)
+        run = str(instructions.get("run", context.run_id))
         reply, found = _answered(message, context, call_next, institution, config, run)
     except Exception as error:
         reply = _failure(message, error, institution.name, deployed, secretive=plan is not None)
@@ -62,10 +66,10 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
     try:
         institution.record_release(
             found,
-            run=run,
-            server_round=int(instructions.get("server-round", 0)),
-            stage=str(instructions.get("stage", message.metadata.message_type)),
-            split=str(instructions.get("split", "")),
+            run=str(instructions.get("run", context.run_id))[:LONGEST],
+            server_round=asked if type(asked := instructions.get("server-round", 0)) is int else 0,
+            stage=str(instructions.get("stage", message.metadata.message_type))[:LONGEST],
+            split=str(instructions.get("split", ""))[:LONGEST],
         )
     except Exception as error:  # what cannot be written down does not leave; only this notice does
         return _failure(message, error, institution.name, deployed, secretive=plan is not None)
@@ -90,7 +94,7 @@ def _answered(
     purse = Purse(plan, institution, store, config.seed) if plan else None
     before = purse.charged(run) if purse and private else ()
     reply = call_next(message, context)
-    if answer and issubclass(answer, Evaluation) and policy.told_metrics == "counted":
+    if answer and policy.told_metrics != "exact":
         _keep_counts(reply, answer)
     found, told = list(rows(reply.content, answer)), metrics_in(reply.content)
     if plan and purse:
@@ -120,18 +124,34 @@ def _check_request(message: Message, request: type[Request] | None, policy: Poli
     plan, instructions = _plan(config), config_in(message.content)
     policy.check_strategy(config.strategy.name)
     _check_options(policy, config)
-    policy.check_limits({**instructions, **metrics_in(message.content)})
+    policy.check_limits(instructions)
+    policy.check_limits(metrics_in(message.content))
     if plan:
         policy.check_delta(plan.config.delta)
     if request is None:
         return
     request.check_scalars(message.content)
+    _check_options_kept(instructions, config)
     if int(instructions.get("server-round", 0)) < 0:
         raise WireError(f"server-round counts exchanges from 0; got {instructions['server-round']}")
     announced = instructions.get("stages", [])  # at the roll call: what will be asked for
     for asked in (request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS)):
         policy.check_release(asked, plan.promise if plan else None)
     _check_size(message, policy, request.answer)
+
+
+def _check_options_kept(instructions: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuse instructions that are not what the run's own options say: a larger share, another beta.
+
+    An empty option means that the server chooses; learning rates fall, and batches may be as training has them.
+    """
+    for option, value in asdict(config.strategy).items():
+        told = instructions.get(option.replace("_", "-"), value)
+        if option not in CHOSEN and value != "" and told != value:
+            raise RefusedError(
+                f"a server asks for what its run says; strategy.{option.replace('_', '-')} is {value!r}, it asks for "
+                f"{str(told)[:40]}: refused"
+            )
 
 
 @lru_cache(maxsize=64)  # the same options come with every message
@@ -153,15 +173,21 @@ def _check_size(message: Message, policy: Policy, answer: type[Payload]) -> None
 
 
 def _keep_counts(reply: Message, answer: type[Payload]) -> None:
-    """Leave in the answer to a test what counts examples."""
-    counted = {name for name, field in answer.by_key().items() if field.counted}
-    kept = {name: value for name, value in metrics_in(reply.content).items() if name in counted}
-    if not kept.keys() - {"num-examples"}:
+    """Leave in the answer to a test what counts examples, and in any other no loss: it is a test of what was sent."""
+    tested, told = issubclass(answer, Evaluation), metrics_in(reply.content)
+    fields = answer.by_key()
+    kept = {
+        name: value
+        for name, value in told.items()
+        if name in fields and (fields[name].counted if tested else answer is Present or not fields[name].withheld)
+    }
+    if tested and not kept.keys() - {"num-examples"}:
         raise RefusedError(
             "policy lets counts of a test leave (metrics: counted); this task's metrics are no counts: choose a "
             "classification or segmentation, or ask the institution to change its policy file"
         )
-    reply.content["metrics"] = MetricRecord(kept)
+    if kept != told:
+        reply.content["metrics"] = MetricRecord(kept)
 
 
 def _check_account(

@@ -204,7 +204,8 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
                 f"a SuperNode must have both name and data; {key} is missing: start it with "
                 """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
             )
-    task = replace(config.task, data_dir=owned["data"], download=False)  # the server must not make it fetch
+    # The server must neither make it fetch nor, by the name of a column, choose whom it trains on.
+    task = replace(config.task, data_dir=owned["data"], download=False, site_column="site")
     # Flower drops a key with spaces around = without a word; the SuperNode's log must show what is in force.
     rules = owned.get("policy") or "none: everything may leave"
     logging.getLogger("flwr").info("%s: data %s, policy %s", owned["name"], owned["data"], rules)

@@ -47,7 +47,7 @@ class PairClient(InstitutionClient):
             if visit.optimizer_state == "keep" and (slots := under(prefix, kept)):
                 load_optimizer_arrays(half.optimizer, slots)
         covered = self.purse is not None and self.purse.plan.covers("proxy")
-        if self.purse and covered and visit.beta > 0 and not self.purse.plan.unproven:
+        if self.purse and covered and visit.beta != 0 and not self.purse.plan.unproven:
             raise PrivacyError(
                 "the run's configuration has strategy.beta=0, for which its epsilon is proven; the server asks for "
                 f"beta={visit.beta:g}: refused"

@@ -12,7 +12,9 @@ The policy is a YAML file in the institution's hands:
                                               # digest FILE`. Stages that bring an encoder, generator or decoder are
                                               # extract, encode-images, train-generator, keep-decoder, train-prior,
                                               # keep-prior. A stage that is not named takes any weights. SplitNN's
-                                              # part is moved by the server's gradients: no digest pins it
+                                              # part is moved by the server's gradients: no digest pins it. What
+                                              # pinned weights make of images can still be inverted, exactly where
+                                              # a layer is wider than its input
     max-upload-mb: 64                         # the largest message that may leave, 10^6 bytes
     max-epsilon: 8                            # what depends on training examples must be differentially private with at
                                               # most this epsilon in a run: the run needs dp=end-to-end and a budget
@@ -21,7 +23,8 @@ The policy is a YAML file in the institution's hands:
     max-delta: 1.0e-5                         # the largest delta; choose it far below one over the number of examples
     metrics: counted                          # of tests: none | counted: numbers of examples and pixels only | exact:
                                               # losses and scores too, by which crafted weights read out single pixels.
-                                              # Left out: exact, and counted beside max-epsilon
+                                              # Losses of training leave with exact only. Left out: exact, and counted
+                                              # beside max-epsilon
     max-evaluations: 1000                     # tests in one run; left out: 10,000
     limits: {epochs: 50}                      # the most that a server may ask for; the others are as in `LIMITS`
 

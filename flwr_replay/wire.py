@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, ClassVar, NamedTuple, Self, cast, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 StateDict = dict[str, NDArray[Any]]
+Record = TypeVar("Record", ArrayRecord, MetricRecord, ConfigRecord)
 Weights = StateDict | ArrayRecord  # a record that the server only hands on stays unopened
 CLIENT_APP_RAISED = 2  # Flower's code for a handler that raised, or that is not there
 NUMPY_FORMAT = "numpy.ndarray"  # Flower's name for arrays in NumPy's file format
@@ -78,17 +79,26 @@ class NamedArrays(list[NDArray[Any]]):
 
 def arrays_in(content: RecordDict) -> NamedArrays:
     """Decode a message's arrays; none if it holds no such record."""
-    return NamedArrays.of(cast(ArrayRecord, content["arrays"])) if "arrays" in content else NamedArrays({})
+    record = _record(content, "arrays", ArrayRecord)
+    return NamedArrays.of(record) if record is not None else NamedArrays({})
 
 
 def metrics_in(content: RecordDict) -> dict[str, Any]:
     """Return a message's metrics."""
-    return dict(content["metrics"].items()) if "metrics" in content else {}
+    return dict(_record(content, "metrics", MetricRecord) or {})
 
 
 def config_in(content: RecordDict) -> dict[str, Any]:
     """Return a message's instructions and notices."""
-    return dict(content["config"].items()) if "config" in content else {}
+    return dict(_record(content, "config", ConfigRecord) or {})
+
+
+def _record(content: RecordDict, name: str, kind: type[Record]) -> Record | None:
+    """Return a record under its name; of another type it would be read by one side of a check and not by the other."""
+    record = content.get(name)
+    if record is not None and type(record) is not kind:
+        raise WireError(f"record {name!r} must be of type {kind.__name__}; got {type(record).__name__}")
+    return record
 
 
 def array_record(arrays: Weights) -> ArrayRecord:
@@ -187,6 +197,13 @@ class Payload:
         Raises a `WireError` if one is of another type, a statistic is not finite, or a count is negative.
         """
         scalars = {**config_in(content), **metrics_in(content)}
+        known = cls.by_key()
+        for record, names in (("metrics", metrics_in(content)), ("config", config_in(content))):
+            for name in names:  # beyond what is declared, a user's own ServerApp may add instructions only
+                if (name in known or record == "metrics") and (
+                    name not in known or RECORD_OF[known[name].kind] != record
+                ):
+                    raise WireError(f"{cls.__name__} does not declare {name!r} in {record}: it is refused")
         for name, (field, kind) in cls.scalar_types().items():
             value = scalars.get(_key(name))
             if value is None:

@@ -4,13 +4,17 @@ import threading
 
 import numpy as np
 import pytest
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from hospitals import write_shards
-from hostile_server import HostileServer, refusal, weights
+from hostile_server import HostileServer, metrics, refusal, weights
 
-from flwr_replay.errors import ConfigError, PrivacyError
+from flwr_replay.compose import compose
+from flwr_replay.errors import ConfigError, DataError, PrivacyError
+from flwr_replay.institution import _deployed
 from flwr_replay.payloads.common import RollCall, Visit
-from flwr_replay.payloads.fedreplay import Extract
-from flwr_replay.payloads.replay import EncodeImages, KeepPrior
+from flwr_replay.payloads.fedavgshare import Give
+from flwr_replay.payloads.fedreplay import Encode, Extract
+from flwr_replay.payloads.replay import EncodeImages, KeepCodes, KeepPrior
 from flwr_replay.policy import read_policy
 from flwr_replay.rng import derived_seed
 from flwr_replay.state import StateStore
@@ -180,3 +184,79 @@ def test_of_two_first_messages_one_binds_the_run(tmp_path):
         from flwr_replay.state import _bind
 
         _bind.cache_clear()
+
+
+# --- what a check reads, and what is obeyed ---------------------------------------------------------------------------
+
+
+def test_instructions_in_the_wrong_record_are_not_obeyed(folder):
+    """A ConfigRecord called metrics was read by the client and not by the guard: raw examples left unasked."""
+    server = HostileServer(folder, *TASK, "strategy=fedavgshare", policy="kinds: [model, statistic]\nmetrics: none")
+    give = Give(run="wrong", share=0.05).encode()
+    moved = RecordDict({"metrics": ConfigRecord(dict(give["config"]))})
+    for content in (moved, RecordDict({"config": MetricRecord({"a": 1})}), RecordDict({"arrays": ConfigRecord({})})):
+        reply = server.send_content(content)
+        assert "must be of type" in refusal(reply)
+        assert not weights(reply)
+
+
+def test_an_instruction_that_is_there_twice_is_refused(folder):
+    """The guard looked at one, and the client obeyed the other."""
+    server = HostileServer(folder, *TASK, "strategy=fedavg", "local_epochs=500", policy="limits: {epochs: 1000}")
+    content = Visit(arrays=server.weights, run="twice", lr=0.1, local_epochs=500).encode()
+    content["metrics"] = MetricRecord({"local-epochs": 1})
+    assert "does not declare 'local-epochs' in metrics" in refusal(server.send_content(content))
+
+
+def test_a_server_asks_for_no_more_than_its_run_says(folder):
+    server = HostileServer(folder, *TASK, "strategy=fedavgshare", "share=0.05")
+    assert "strategy.share is 0.05, it asks for 1.0" in refusal(server.send(Give(run="share", share=1.0)))
+    assert len(weights(server.send(Give(run="share", share=0.05)))["labels"]) == 2
+
+
+def test_losses_of_training_leave_only_where_exact_metrics_do(folder):
+    options = [*TASK, "strategy=fedreplay", "encoder=institution", "encoder_epochs=1", "patience=1"]
+    told = {}
+    for metrics_ in ("exact", "counted", "none"):
+        server = HostileServer(folder, *options, policy=f"metrics: {metrics_}")
+        ask = Encode(arrays=server.weights, run=f"loss {metrics_}", cut="hidden1", lr=0.1, max_epochs=1, patience=1)
+        told[metrics_] = {name for name in metrics(server.send(ask)) if name.endswith("loss")}
+    assert told == {"exact": {"train-loss", "validation-loss"}, "counted": set(), "none": set()}
+
+
+def test_replays_without_codes_are_refused(folder):
+    """What there was no code for was memory that nobody had written, and went into a private training as public."""
+    server = HostileServer(folder, *TASK, *REPLAY, "strategy=cwt")
+    reply = server.send(KeepCodes(run="heap", codes=np.zeros((1, 2), np.uint8), labels=np.zeros(200, np.int64)))
+    assert "got 1 codes and 200 labels" in refusal(reply)
+
+
+def test_a_name_without_end_makes_no_ledger_without_end(folder):
+    server = HostileServer(folder, *TASK, "strategy=cwt")
+    size = (server.state / "ledger.jsonl").stat().st_size if (server.state / "ledger.jsonl").exists() else 0
+    server.send_content(RecordDict({"config": ConfigRecord({"stage": "s" * 10**6, "run": "r" * 10**6})}))
+    assert (server.state / "ledger.jsonl").stat().st_size < size + 5000
+
+
+@pytest.mark.parametrize("server_round", ["x", 1.5, True, [1]], ids=str)
+def test_what_is_refused_is_written_down_whatever_the_round_is(folder, server_round):
+    server = HostileServer(folder, *TASK, "strategy=cwt")
+    server.send(RollCall(strategy="cwt", run="rounds"))
+    before = len(server.ledger)
+    server.send_content(
+        RecordDict({"config": ConfigRecord({"stage": "train", "run": "r", "server-round": server_round})})
+    )
+    assert len(server.ledger) > before
+
+
+def test_a_server_does_not_choose_by_a_column_whom_an_institution_trains_on(tmp_path):
+    server_of = {}
+    for column in ("site", "room"):
+        deployed = _deployed(
+            compose(["task=folder", "classes=2", "task.channels=1", f"task.site_column={column}"]),
+            {"name": "a", "data": str(tmp_path)},
+        )
+        with pytest.raises(DataError) as error:
+            deployed.read()
+        server_of[column] = str(error.value)
+    assert server_of["site"] == server_of["room"]

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flwr_replay.errors import DataError, TrainingError
+from flwr_replay.errors import DataError, TrainingError, WireError
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import pack_codes, unpack_codes
 from flwr_replay.generators.pixelcnn import CodePrior
@@ -170,6 +170,8 @@ class GenerativeStages:
 
     def keep(self, request: KeepCodes | KeepPrior, source: int, codes: NDArray[Any], labels: NDArray[Any]) -> Kept:
         """Keep codes in the state directory, and none of a later source, which an earlier attempt may have left."""
+        if len(codes) != len(labels):  # what there is no code for would be whatever lies in memory
+            raise WireError(f"replays have a label for each code; got {len(codes)} codes and {len(labels)} labels")
         arrays = {"codes": codes, "labels": labels}
         self.state.save(f"codes-{source:02d}", request.run, request.server_round, arrays)
         self.state.forget(f"codes-{source + 1:02d}", request.run)

@@ -69,7 +69,7 @@ class Replayer:
             mine = (rows < end) & (rows >= (self.ends[i - 1] if i else 0))
             if mine.any():
                 made = generator.decode(self.codes[rows[mine]].long().to(self.device)).mul_(255).round_().byte()
-                images = made.new_empty((len(rows), *made.shape[1:])) if images is None else images
+                images = made.new_zeros((len(rows), *made.shape[1:])) if images is None else images
                 images[mine.to(self.device)] = made
         assert images is not None
         return images

@@ -171,6 +171,15 @@ def test_a_private_model_that_diverges_is_not_told(folder):
     assert np.isfinite(metrics(server.send(EvaluatePair(run="nan", server_round=3)))["loss"])
 
 
+@pytest.mark.parametrize("beta", [0.5, -1.0, float("nan")], ids=str)
+def test_a_proven_proxy_learns_nothing_from_the_private_model(folder, beta):
+    """A negative beta was neither above 0 nor 0: the private model, which has no noise, then taught the proxy."""
+    server = HostileServer(folder, *TASK, "strategy=proxyfl", "dp=proxy", "beta=0")
+    reply = server.send(TrainProxy(run="beta", server_round=1, **PEER, **{**PAIR, "beta": beta}, **ALONE))
+    assert "strategy.beta is 0.0" in refusal(reply)
+    assert not server.charges("beta")
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38], ids=str)
 def test_weights_that_are_no_numbers_meet_no_data(folder, bad, monkeypatch):
     server = HostileServer(folder, *TASK, "strategy=cwt", "dp=classifier")
