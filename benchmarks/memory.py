@@ -25,7 +25,7 @@ JOB = (
 
 
 def peak(institutions: int, chunk_mb: float, views: int) -> float:
-    """Return the most memory that the server's process has had resident, MB."""
+    """Return the most memory that the server's process has had, MB; pages of files, which the system drops, aside."""
     command = [sys.executable, "-c", "from flwr_replay.cli import main; main()", "run", "--engine", "ray"]
     options = [f"nodes={institutions}", f"chunk-mb={chunk_mb:g}", f"upload-views={views}"]
     found = 0.0
@@ -40,8 +40,8 @@ def peak(institutions: int, chunk_mb: float, views: int) -> float:
                 with suppress(psutil.Error, OSError, IndexError):  # it has just ended
                     if process.name().startswith("flwr-simulation"):
                         status = Path(f"/proc/{process.pid}/status").read_text()
-                        found = max(found, int(status.partition("VmHWM:")[2].split()[0]) / 1000)
-            time.sleep(0.05)
+                        found = max(found, int(status.partition("RssAnon:")[2].split()[0]) / 1000)
+            time.sleep(0.02)
     return found
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from flwr_replay.binding import differing, digest_of
+from flwr_replay.disk import opener
 from flwr_replay.errors import PrivacyError, WireError
 from flwr_replay.files import NAME, private_folder, stamp, write_once
 from flwr_replay.institution import Institution
@@ -71,7 +72,7 @@ class StateStore:
     def count_test(self, run: str) -> int:
         """Count a test that a run asks for; return how many there were before."""
         private_folder(folder := self.of_run(run))
-        with open(folder / "tests", "ab") as file:
+        with open(folder / "tests", "ab", opener=opener()) as file:
             file.write(b".")
             return file.tell() - 1
 

@@ -70,7 +70,7 @@ def test_weights_equal_the_simulation(
 def test_private_models_and_accounts_stay_at_the_institutions(deployment: Any, said: dict[str, str]) -> None:
     run = (deployment.runs / "proxyfl" / "run-id").read_text().strip()
     for clinic in CLINICS:
-        charges = (deployment.state / clinic / run / "privacy.jsonl").read_text().splitlines()
+        charges = (deployment.state / clinic / "runs" / run / "privacy.jsonl").read_text().splitlines()
         assert len(charges) == 1
         fields = {row["field"] for row in deployment.server_ledger("proxyfl") if row["institution"] == clinic}
         assert not any("private" in field and "arrays" in field for field in fields)
@@ -120,7 +120,11 @@ def _models(name: str, run: Path, state: Path) -> dict[str, Any]:
     if name != "proxyfl":
         return load_file(run / "models" / "global.safetensors")
     run_id = (run / "run-id").read_text().strip()
-    files = [(c, key, state / c / run_id / f"{key}-000001.safetensors") for c in CLINICS for key in ("pair", "mixed")]
+    files = [
+        (c, key, state / c / "runs" / run_id / f"{key}-000001.safetensors")
+        for c in CLINICS
+        for key in ("pair", "mixed")
+    ]
     return {f"{c} {key} {part}": array for c, key, file in files for part, array in load_file(file).items()}
 
 

@@ -34,6 +34,7 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
 
 def test_each_reason_is_shown_by_flwr_run(link: SuperLink, tmp_path: Path) -> None:
     (tmp_path / "runs" / "taken").mkdir(parents=True)
+    (tmp_path / "runs" / "taken" / "mine.txt").touch()  # an empty folder is nobody's
     wrong = {
         "run-name must be new; ": ["strategy=cwt", "run_name=taken"],
         "cut is an option of strategy=fedreplay, splitnn; got strategy=cwt": ["strategy=cwt", "cut=layer2"],
