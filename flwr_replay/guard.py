@@ -132,12 +132,15 @@ def _check_request(message: Message, request: type[Request] | None, policy: Poli
         return
     request.check_scalars(message.content)
     _check_options_kept(instructions, config)
-    if int(instructions.get("server-round", 0)) < 0:
-        raise WireError(f"server-round counts exchanges from 0; got {instructions['server-round']}")
     announced = instructions.get("stages", [])  # at the roll call: what will be asked for
     for asked in (request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS)):
         policy.check_release(asked, plan.promise if plan else None)
     _check_size(message, policy, request.answer)
+    if config.task.mean and request.stage_name in dict(policy.weights):
+        raise RefusedError(
+            "policy pins the weights of this stage; task.mean and task.std would change what they make of an image: "
+            "leave these out, or ask the institution to change its policy file"
+        )
 
 
 def _check_options_kept(instructions: Mapping[str, Any], config: RunConfig) -> None:
@@ -157,7 +160,10 @@ def _check_options_kept(instructions: Mapping[str, Any], config: RunConfig) -> N
 @lru_cache(maxsize=64)  # the same options come with every message
 def _check_options(policy: Policy, config: RunConfig) -> None:
     """Refuse a configuration that asks for more than the policy's limits."""
+    unused = ("generator", "prior") if config.replay.name == "none" else ()
     for section, values in asdict(config).items():
+        if section in unused:
+            continue
         policy.check_limits(
             {f"{section}.{name}": value for name, value in values.items()}
             if isinstance(values, dict)

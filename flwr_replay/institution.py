@@ -204,8 +204,9 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
                 f"a SuperNode must have both name and data; {key} is missing: start it with "
                 """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
             )
-    # The server must neither make it fetch nor, by the name of a column, choose whom it trains on.
+    # The server must neither make it fetch nor choose, by a column or by sizes, whom it trains on and whom it tests on.
     task = replace(config.task, data_dir=owned["data"], download=False, site_column="site")
+    task = replace(task, train_size=0, val_size=0, test_size=0)
     # Flower drops a key with spaces around = without a word; the SuperNode's log must show what is in force.
     rules = owned.get("policy") or "none: everything may leave"
     logging.getLogger("flwr").info("%s: data %s, policy %s", owned["name"], owned["data"], rules)

@@ -36,6 +36,7 @@ runs; they do not bind other code.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -43,6 +44,7 @@ from typing import Any, get_args
 
 import yaml
 
+from flwr_replay.config import BATCH, CHANNELS, CLASSES, PASSES, THREADS, VIEWS, WIDTH
 from flwr_replay.errors import ConfigError, RefusedError, nearest
 from flwr_replay.fields import Field, Kind
 from flwr_replay.payloads.common import Evaluation
@@ -50,22 +52,31 @@ from flwr_replay.wire import Payload
 
 __all__ = ["LIMITS", "RANDOM", "Policy", "read_policy"]
 
+PINNED = (
+    "extract",
+    "encode-images",
+    "train-generator",
+    "keep-decoder",
+    "train-prior",
+    "keep-prior",
+)  # weights of these
+DIGEST = re.compile("sha256:[0-9a-f]{64}")
 RANDOM = "random"  # of weights: those that the run's seed gives
 METRICS = ("none", "counted", "exact")
 EVALUATIONS = 10_000  # tests in a run
 LIMITS: Mapping[str, float] = {  # what a server may ask for at most, by the last word of an option's name
-    "epochs": 10_000,  # local, of encoders, generators, priors, private models
-    "views": 100,  # of each example
+    "epochs": PASSES,  # local, of encoders, generators, priors, private models
+    "views": VIEWS,  # of each example
     "counts": 10_000_000,  # examples that are to be drawn from a prior
-    "width": 16_384,
-    "dim": 16_384,
-    "layers": 256,
-    "blocks": 256,
-    "bins": 10_000,
-    "size": 1_000_000,  # of an image, of a batch
-    "classes": 100_000,
-    "channels": 100_000,  # of an image; features of a row
-    "threads": 512,
+    "width": WIDTH,
+    "dim": WIDTH,
+    "layers": 100,
+    "blocks": 100,
+    "bins": CLASSES,
+    "classes": CLASSES,
+    "channels": CHANNELS,  # of an image; features of a row
+    "size": BATCH,  # of an image, of a batch
+    "threads": THREADS,
     "mb": 100_000,  # of memory, of a message
     "source": 10_000,  # the number of a prior
 }
@@ -256,6 +267,12 @@ def _mapping(value: Any, what: str) -> dict[str, Any]:
 
 
 def _weights(value: Any, what: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    for stage, allowed in _mapping(value, what).items():
+        if stage not in PINNED:  # a mistyped one would pin nothing
+            raise ConfigError(f"unknown stage {stage!r} under {what}: {nearest(stage, PINNED)}")
+        for one in _names(allowed, f"{stage} under {what}"):
+            if one != RANDOM and not DIGEST.fullmatch(one):
+                raise ConfigError(f"{stage} under {what} must be {RANDOM} or sha256: and 64 digits; got {one!r}")
     return tuple((stage, _names(allowed, f"{stage} under {what}")) for stage, allowed in _mapping(value, what).items())
 
 

@@ -352,6 +352,7 @@ class RunDirectory(Recorder):
         for entry in self._lines("ledger"):
             self.bytes[entry["direction"]] += entry["bytes"]
         self.failures = self._lines("failures")
+        self.earlier = len(self.failures)
         for row in self._lines("privacy"):  # what was released stays released
             row.pop("round", None)  # which older versions did not write
             self.released[row.pop("institution")] = row

@@ -20,7 +20,7 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.wire import StateDict, Weights, array_record, opened
 
 __all__ = [
-    "HUGE",
+    "LARGEST",
     "as_input",
     "at_once",
     "batches",
@@ -41,7 +41,8 @@ __all__ = [
     "to_arrays",
 ]
 
-HUGE = 1e18  # a weight's size, beyond which sums of squares overflow in float32
+LARGEST = 1e6  # size of a weight: one beyond it is wrong, and what it makes of data may be no number
+LARGEST_STATISTIC = 1e12  # of a norm layer's running mean or variance, which have the square of the inputs' unit
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 GATHERED = 8  # batches that are taken from a shard together
 
@@ -87,10 +88,19 @@ def _digest(form: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]) -> str
 
 
 def check_weights(arrays: StateDict) -> None:
-    """Raise `WireError` where weights are not finite, or so large that what they make of data is not: it would tell."""
+    """Refuse weights that nobody can go on from, before they meet data: what they make of these would tell of them.
+
+    Raises
+    ------
+    DivergedError
+        If they are not finite, or absurdly large.
+    """
     for name, array in arrays.items():
-        if np.issubdtype(array.dtype, np.inexact) and not largest({name: array}) <= HUGE:  # nor NaN
-            raise WireError(f"weights must be finite and at most {HUGE:g} in size; {name!r} is not")
+        most = LARGEST_STATISTIC if name.endswith(("running_mean", "running_var")) else LARGEST
+        if np.issubdtype(array.dtype, np.inexact) and not largest({name: array}) <= most:  # nor NaN
+            raise DivergedError(
+                f"weights must be finite and at most {most:g} in size; {name!r} is not: lower training.lr"
+            )
 
 
 def largest(arrays: StateDict) -> float:

@@ -194,7 +194,7 @@ class Payload:
     def check_scalars(cls, content: RecordDict) -> None:
         """Refuse metrics, instructions and notices of another type than declared, and numbers that cannot be.
 
-        Raises a `WireError` if one is of another type, a statistic is not finite, or a count is negative.
+        Raises a `WireError` if one is of another type, not finite, or a count that is negative.
         """
         scalars = {**config_in(content), **metrics_in(content)}
         known = cls.by_key()
@@ -209,8 +209,10 @@ class Payload:
             if value is None:
                 continue
             listed = isinstance(value, list)
-            if listed != kind.listed or not kind.fits(value if listed else [value], field.kind == "statistic"):
-                raise WireError(f"{cls.__name__}.{name} must be {kind}; got {str(value)[:40]}")
+            if listed != kind.listed or not kind.fits(value if listed else [value], field.kind != "notice"):
+                raise WireError(
+                    f"{cls.__name__}.{name} must be {kind}, finite, and no count below 0; got {str(value)[:40]}"
+                )
 
     @classmethod
     @cache

@@ -218,6 +218,8 @@ class FedReplay(OneShot):
         came, expected = (chunk.latents.shape[1:], chunk.labels.shape[1:]), self.row_shapes(chunk)
         if came != expected:
             raise WireError(f"{member.name}'s latents and labels must have shapes {expected}; got {came}")
+        if self.settings.input_shape and len(chunk.labels) < min(self.fitting_rows(), chunk.total - chunk.first):
+            raise WireError(f"an upload comes in as few chunks as fit; {member.name} sent {len(chunk.labels)} rows")
         self.store.add(member.name, chunk)
 
     def row_shapes(self, chunk: Latents) -> tuple[tuple[int, ...], tuple[int, ...]]:

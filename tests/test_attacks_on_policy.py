@@ -93,18 +93,37 @@ def test_a_generator_is_pinned_likewise(folder):
     assert "codes" in weights(server.send(EncodeImages(arrays=fresh, run="codes", replayed=0)))
 
 
+def test_pinned_weights_come_without_another_way_to_change_images(folder):
+    """Two means, one on either side of every ReLU, undid a pinned encoder."""
+    options = [*TASK, "strategy=fedreplay", "encoder=random", "task.mean=[-1000.0]", "task.std=[1.0]"]
+    server = HostileServer(folder, *options, policy="weights: {extract: [random]}")
+    ask = Extract(arrays=encoder_of(server.weights), run="mean", views=1, **CUT)
+    assert "task.mean and task.std would change" in refusal(server.send(ask))
+
+
+def test_limits_of_what_a_run_does_not_have_do_not_matter(folder):
+    server = HostileServer(folder, *TASK, "strategy=cwt", policy="limits: {epochs: 2}")  # generator.epochs is 6
+    assert not refusal(server.send(Visit(arrays=server.weights, run="unused", lr=0.1)))
+
+
+@pytest.mark.parametrize("lr", [float("nan"), float("inf")], ids=str)
+def test_instructions_are_numbers(folder, lr):
+    server = HostileServer(folder, *TASK, "strategy=cwt")
+    assert "Visit.lr must be float, finite" in refusal(server.send(Visit(arrays=server.weights, run="lr", lr=lr)))
+
+
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
-        (lambda w: Visit(arrays=w, run="l", lr=0.1, local_epochs=10**9), "local-epochs from 0 to 10000"),
-        (lambda w: Visit(arrays=w, run="l", lr=0.1, local_epochs=-1), "local-epochs from 0 to 10000"),
-        (lambda w: Extract(arrays=encoder_of(w), run="l", views=10**6, **CUT), "views from 0 to 100"),
+        (lambda w: Visit(arrays=w, run="l", lr=0.1, local_epochs=10**9), "local-epochs from 0 to 1e+06"),
+        (lambda w: Visit(arrays=w, run="l", lr=0.1, local_epochs=-1), "local-epochs from 0 to 1e+06"),
+        (lambda w: Extract(arrays=encoder_of(w), run="l", views=10**6, **CUT), "views from 0 to 1000"),
         (lambda w: KeepPrior(arrays=w, run="l", source=0, label_counts=[10**12, 0, 0]), "label-counts from 0 to 1e+07"),
         (lambda w: KeepPrior(arrays=w, run="l", source=10**9, label_counts=[1, 0, 0]), "source from 0 to 10000"),
-        (lambda w: RollCall(strategy="cwt", run="l", server_round=-1), "server-round"),
+        (lambda w: RollCall(strategy="cwt", run="l", server_round=-1), "RollCall.server_round must be int"),
     ],
     ids=["epochs", "negative", "views", "counts", "source", "round"],
 )
@@ -130,6 +149,8 @@ def test_a_policy_lowers_the_limits_of_a_configuration(folder, option):
         ("limits: 3", "must hold names"),
         ("weights: [random]", "must hold names"),
         ("weights: {extract: random}", "must be a list"),
+        ("weights: {extrct: [random]}", "did you mean extract"),
+        ("weights: {extract: [randm]}", "must be random or sha256"),
         ("metrics: some", "must be none, counted, exact"),
         ("max-delta: -1", "not below 0"),
         ("max-evaluations: yes", "must be a number"),

@@ -6,19 +6,18 @@ Whatever is wrong with an answer is its sender's failure, and never the others'.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, RecordDict
-from numpy.typing import NDArray
 
-from flwr_replay.errors import DivergedError, FlwrReplayError, WireError
+from flwr_replay.errors import FlwrReplayError, WireError
 from flwr_replay.fields import Field
 from flwr_replay.payloads.common import MOST, Visited
-from flwr_replay.training import HUGE, largest
-from flwr_replay.wire import Payload, Request, Row, arrays_in, metrics_in, opened, rows
+from flwr_replay.training import check_weights, largest
+from flwr_replay.wire import Payload, Request, Row, StateDict, arrays_in, metrics_in, opened, rows
 
 __all__ = ["check_answer", "check_foreign", "legible", "told_by"]
 
@@ -98,7 +97,7 @@ def check_answer(
     sent = asked.get("arrays")
     if weights and sent_weights and isinstance(sent, ArrayRecord):
         _check_weights(_forms(sent), _forms(answer.get("arrays", ArrayRecord())), weights.part)  # type: ignore[arg-type]
-    check_finite(arrays_in(answer).state_dict(), weights is not None)
+    (check_weights if weights else _check_finite)(arrays_in(answer).state_dict())
 
 
 def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
@@ -125,7 +124,8 @@ def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
         sent = asked.get("arrays")
         if isinstance(sent, ArrayRecord) and isinstance(came, ArrayRecord):
             _check_weights(_forms(sent), _forms(came), part=False)
-        return check_finite(opened(came), weights=True)
+        check_weights(opened(came))
+        return
     told = {name: value for record in answer.metric_records.values() for name, value in record.items()}
     n = told.pop("num-examples", 1)
     if isinstance(n, list) or not 1 <= n <= MOST or n != int(n):
@@ -133,7 +133,6 @@ def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
     numbers = {name: value for name, value in told.items() if not isinstance(value, list)}
     if not numbers or not all(map(math.isfinite, numbers.values())):
         raise WireError(f"an evaluation must hold metrics, all finite; got {numbers or 'none'}")
-    return None
 
 
 def _weights(payload: type[Payload]) -> Field | None:
@@ -152,21 +151,8 @@ def _check_weights(sent: dict[str, tuple[Any, ...]], came: dict[str, tuple[Any, 
         raise WireError(f"weights must come back as they were sent; {lacking[0]!r} is missing")
 
 
-def check_finite(arrays: Mapping[str, NDArray[Any]], weights: bool) -> None:
-    """Refuse numbers that no model can go on from.
-
-    Raises
-    ------
-    DivergedError
-        If they are weights.
-    WireError
-        If they are functions of examples.
-    """
+def _check_finite(arrays: StateDict) -> None:
+    """Refuse functions of examples that no model can learn from."""
     for name, array in arrays.items():
-        if not np.issubdtype(array.dtype, np.floating) or not array.size:
-            continue
-        size = largest({name: array})
-        if weights and not size <= HUGE:  # nor NaN
-            raise DivergedError(f"weights must stay finite, and below {HUGE:g}; {name!r} does not: lower training.lr")
-        if not math.isfinite(size):
+        if np.issubdtype(array.dtype, np.floating) and not math.isfinite(largest({name: array})):
             raise WireError(f"{name} must be finite; got others: check the data and the weights that were sent")

@@ -35,6 +35,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.failures: list[dict[str, Any]] = []
+        self.earlier = 0  # how many of these are of earlier attempts
         self.released: dict[str, dict[str, Any]] = {}  # by institution: what it states that it has released
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -94,7 +95,8 @@ class Recorder:
     def failures_line(self) -> str:
         """Return the failures of the last exchange that had any as one line, each reason once."""
         by_reason: dict[str, list[str]] = {}
-        for failure in (one for one in self.failures if one["round"] == self.failures[-1]["round"]):
+        lately = self.failures[self.earlier :]
+        for failure in (one for one in lately if one["round"] == lately[-1]["round"]):
             by_reason.setdefault(failure["reason"], []).append(failure["institution"])
         return (
             "; ".join(f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in by_reason.items())

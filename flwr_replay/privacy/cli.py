@@ -123,9 +123,10 @@ def _sizes(examples: str) -> list[int]:
 
 
 def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta: float, as_json: bool) -> None:
-    from flwr_replay.privacy.accounting import epsilon
+    from flwr_replay.privacy.accounting import epsilon, rounded_up
 
-    found: dict[str, float | None] = {"rdp": epsilon([cost], delta)}
+    bound = epsilon([cost], delta)
+    found: dict[str, float | None] = {"rdp": bound}
     try:
         found["prv"] = epsilon([cost], delta, "prv")
     except ConfigError as error:  # beyond its reach; RDP's bound stands
@@ -144,9 +145,9 @@ def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta:
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    prv = "" if found["prv"] is None else f", {found['prv']:.2f} (PRV)"
+    rdp, prv = rounded_up(bound, 4), "" if found["prv"] is None else f", {rounded_up(found['prv'], 4)} (PRV)"
     print(
-        f"epsilon {found['rdp']:.2f} (RDP){prv} at delta {delta:.2g}, noise {cost.sigma:g}\n"
+        f"epsilon {rdp} (RDP){prv} at delta {rounded_up(delta, 2)}, noise {cost.sigma:g}\n"
         f"{epochs} epochs of {examples // batch:,} steps make {cost.steps:,}; sampling rate {batch}/{examples:,} = "
         f"{cost.rate:.4g}\n"
         "for neighbours that differ by one example, with Poisson sampling; shuffled epochs are not covered"

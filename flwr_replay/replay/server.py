@@ -127,7 +127,8 @@ class GenerativeReplay:
         found = {member.name: "has received no replays" for member in self.movement.members if self.lacks(member)}
         if self.unfinished:
             found |= dict.fromkeys(self.uncoded, "has not encoded its images once more")
-        names = {*self.itinerary, *self.movement.members.names} - {*self.visited}
+        ours = {member.name for member in self.movement.members.known if member.ours}
+        names = ({*self.itinerary} | ours) - {*self.visited}
         return dict(sorted((found | dict.fromkeys(names, "is not replayed")).items()))
 
     def lacks(self, member: Member) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+from flwr_replay.privacy.accounting import rounded_up
+
 __all__ = ["gaps"]
 
 
@@ -55,4 +57,4 @@ def _epsilon(stated: list[dict[str, Any]], whole: bool) -> str:
         return "not protected"
     worst = max(known, key=lambda one: one["epsilon"])
     what = "all that depends on training examples" if whole else "these weights only"
-    return f"{worst['epsilon']:.2f} at δ = {worst['delta']:.1e}, {what}"
+    return f"{rounded_up(worst['epsilon'])} at δ = {rounded_up(worst['delta'], 2)}, {what}"

@@ -176,7 +176,7 @@ def test_a_proven_proxy_learns_nothing_from_the_private_model(folder, beta):
     """A negative beta was neither above 0 nor 0: the private model, which has no noise, then taught the proxy."""
     server = HostileServer(folder, *TASK, "strategy=proxyfl", "dp=proxy", "beta=0")
     reply = server.send(TrainProxy(run="beta", server_round=1, **PEER, **{**PAIR, "beta": beta}, **ALONE))
-    assert "strategy.beta is 0.0" in refusal(reply)
+    assert "strategy.beta is 0.0" in refusal(reply) or "must be float, finite" in refusal(reply)
     assert not server.charges("beta")
 
 
@@ -187,7 +187,7 @@ def test_weights_that_are_no_numbers_meet_no_data(folder, bad, monkeypatch):
     name = next(iter(server.weights))
     spoilt = {**server.weights, name: np.full_like(server.weights[name], bad)}
     for request in (Visit(arrays=spoilt, run="bad", lr=0.1), Evaluate(arrays=spoilt, run="bad")):
-        assert "weights must be finite and at most 1e+18" in refusal(server.send(request))
+        assert "weights must be finite and at most 1e+06" in refusal(server.send(request))
     assert not server.charges("bad")
 
 
