@@ -62,7 +62,8 @@ def ask(monkeypatch, tmp_path):
         one = owned.Institution(
             name="a", read=read, read_pooled=read, device=torch.device("cpu"), policy=rules, state_root=tmp_path
         )
-        config = compose([*JOB, f"strategy={strategy}"])
+        own = ["latent_dtype=int8", "patience=1", "encoder_epochs=1"] if strategy == "fedreplay" else []
+        config = compose([*JOB, f"strategy={strategy}", *own])
         monkeypatch.setattr(owned, "_institution", lambda run_config, node: (one, config))
         grid = InlineGrid.simulated(served, {}, 1)
         content, kind = (

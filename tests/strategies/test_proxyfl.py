@@ -250,7 +250,7 @@ def test_a_server_that_asks_for_another_beta_than_was_configured_is_refused(fold
                 message.content["config"]["beta"] = 0.5
             return super()._answer(message)
 
-    with pytest.raises(RunError, match=r"configuration has strategy\.beta=0.*asks for beta=0\.5"):
+    with pytest.raises(RunError, match=r"strategy\.beta is 0\.0, it asks for 0\.5"):
         run(folder, *PROXYFL, *DP, "beta=0", grid_type=Lying)
 
 
