@@ -20,7 +20,7 @@ and the receiver multiplies them, as it must after line 10 (`movements/topology.
 stands first, as in deep mutual learning; both models step from answers before either has stepped
 (`flwr_replay/mutual.py`). An optimizer's state stays at its institution while proxies change places, which the paper
 leaves open. A private model may learn from the proxy that arrived in passes of its own (private-epochs), which costs no
-privacy.
+privacy. With dp=proxy a private model that diverges begins anew from before the visit, and nobody is told.
 """
 
 from __future__ import annotations
