@@ -12,8 +12,8 @@ What is protected: as in ProxyFL; with β > 0 the proxies' ε is what the paper 
 
 Deviations: Shen et al. have no differential privacy. Both models step from answers before either has stepped; the state
 of a proxy's optimizer stays at its institution while the proxies are averaged (optimizer-state=reset: it begins anew);
-a private model may learn in passes of its own (private-epochs); with dp=proxy one that diverges begins anew from before the
-visit, and nobody is told.
+a private model may learn in passes of its own (private-epochs); with dp=proxy one that diverges begins anew from before
+the visit, and nobody is told.
 """
 
 from __future__ import annotations
