@@ -71,7 +71,7 @@ def test_a_gap_is_what_lies_between_the_plain_method_and_the_reference():
     report = {"cells": [*cells, {"label": codes, "error": "none"}], "metric": "accuracy", "against": "central"}
     assert gaps(report)[2:] == [
         f"| {codes} | 0.7000 | 75.0% | none |",
-        f"| {private} | 0.5000 | 50.0% | 7.25 at δ = 1.0e-03, these weights only |",
+        f"| {private} | 0.5000 | 50.0% | 7.25 at δ = 0.001, these weights only |",
     ]
     assert gaps({**report, "cells": cells[:2]}) == []
 

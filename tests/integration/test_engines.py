@@ -1,6 +1,5 @@
 """The in-process engine and Flower's Ray simulation end with the same bits at equal torch threads."""
 
-import os
 import shlex
 import signal
 import subprocess
@@ -30,12 +29,12 @@ def test_inline_and_ray_give_the_same_bits(job, tmp_path, monkeypatch):
     }
 
 
-def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(tmp_path):
+def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))  # where the institutions' state lies, then too
     job = ["strategy=cwt", "model=mlp", "model.width=8", "nodes=2", "rounds=5000", "run-name=x"]
     job += ["--runs-dir", str(tmp_path)]
     command = [sys.executable, "-c", "from flwr_replay.cli import main; main()", "run", "--engine", "ray", *job]
-    env = {**os.environ, "FLWR_REPLAY_HOME": str(tmp_path)}
-    run = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     for line in run.stderr:
         if "round 2/5000" in line:
             break
