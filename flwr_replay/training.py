@@ -97,7 +97,7 @@ def check_weights(arrays: StateDict) -> None:
     """
     for name, array in arrays.items():
         most = LARGEST_STATISTIC if name.endswith(("running_mean", "running_var")) else LARGEST
-        if np.issubdtype(array.dtype, np.inexact) and not largest({name: array}) <= most:  # nor NaN
+        if np.issubdtype(array.dtype, np.floating) and not largest({name: array}) <= most:  # nor NaN
             raise DivergedError(
                 f"weights must be finite and at most {most:g} in size; {name!r} is not: lower training.lr"
             )
