@@ -188,5 +188,5 @@ def summed(one: Seen, factors_B: Tensor, rows: Rows) -> Tensor:
     weighted_BqT = one.g_BqT[rows] * factors_B[rows, None, None]
     # Below this size numbers are rounded by more than their last bit, up to twice their size, and what came in may be
     # so large that the product matters: without them it is smaller, never larger.
-    weighted_BqT = weighted_BqT.masked_fill_(weighted_BqT.abs() < torch.finfo(weighted_BqT.dtype).tiny, 0)
+    weighted_BqT = F.hardshrink(weighted_BqT, torch.finfo(weighted_BqT.dtype).tiny)
     return weighted_BqT.transpose(0, 1).flatten(1) @ one.a_BpT[rows].transpose(1, 2).flatten(0, 1)
