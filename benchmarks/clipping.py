@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flwr_replay.compose import compose, model_named
+from flwr_replay.config.compose import compose, model_named
 from flwr_replay.models import build, placed
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.ghost import Ghost

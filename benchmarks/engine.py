@@ -33,19 +33,21 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
-from flwr_replay.client_app import backbone
-from flwr_replay.compose import compose
-from flwr_replay.config import RunConfig
-from flwr_replay.engine import InlineGrid
-from flwr_replay.institution import Shard, dealt, loaded
+from flwr_replay.config.compose import compose
+from flwr_replay.config.sections import RunConfig
+from flwr_replay.data.dealt import dealt, loaded
+from flwr_replay.institution.owner import Shard
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.learning.training import generator, iterations, make_optimizer
+from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.parallel import weighted_mean
 from flwr_replay.payloads.common import Evaluation
-from flwr_replay.progress import Display
+from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.simulate import run_inline, run_ray
-from flwr_replay.tasks import make_task
-from flwr_replay.training import generator, iterations, load_arrays, make_optimizer, to_arrays
-from flwr_replay.wire import StateDict
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.simulate import run_inline, run_ray
+from flwr_replay.wire.records import StateDict
+from flwr_replay.wire.weights import load_arrays, to_arrays
 
 
 class Pairing(Display):
@@ -84,7 +86,7 @@ def shards(config: RunConfig) -> list[tuple[Shard, Shard]]:
 def one_by_one(
     x: torch.Tensor, y: torch.Tensor, batch_size: int, shuffle: torch.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the batches of an epoch as a plain loop takes them: the same as `flwr_replay.training.batches`."""
+    """Yield the batches of an epoch as a plain loop takes them: the same as `flwr_replay.learning.training.batches`."""
     order = torch.randperm(len(y), generator=shuffle)
     for i in range(iterations(len(y), batch_size)):
         rows = order[i * batch_size : (i + 1) * batch_size]

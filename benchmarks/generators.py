@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from flwr_replay.config import GeneratorConfig
+from flwr_replay.config.sections import GeneratorConfig
 from flwr_replay.generators.codes import pack_codes
 from flwr_replay.generators.vqvae2 import build_generator
-from flwr_replay.training import generator, select_device, step
+from flwr_replay.learning.training import generator, select_device, step
 
 
 def rate(work: Callable[[], Any], images: int, repeats: int, device: torch.device) -> float:

@@ -26,7 +26,7 @@ JOB = (
 
 def peak(institutions: int, chunk_mb: float, views: int) -> float:
     """Return the most memory that the server's process has had, MB; pages of files, which the system drops, aside."""
-    command = [sys.executable, "-c", "from flwr_replay.cli import main; main()", "run", "--engine", "ray"]
+    command = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()", "run", "--engine", "ray"]
     options = [f"nodes={institutions}", f"chunk-mb={chunk_mb:g}", f"upload-views={views}"]
     found = 0.0
     with tempfile.TemporaryDirectory() as folder:

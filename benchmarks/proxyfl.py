@@ -27,18 +27,18 @@ from types import SimpleNamespace
 import torch
 from engine import Pairing, shards
 
-from flwr_replay.client_app import backbone
-from flwr_replay.compose import compose
-from flwr_replay.config import RunConfig
+from flwr_replay.config.compose import compose
+from flwr_replay.config.sections import RunConfig
+from flwr_replay.institution.budgeted import PrivateVisit
+from flwr_replay.institution.mutual import Learning, MutualLearner
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.learning.training import make_optimizer
+from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.topology import mixing_matrix
-from flwr_replay.mutual import Learning, MutualLearner
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.secret import Stream
-from flwr_replay.privacy.visit import PrivateVisit
 from flwr_replay.rng import derived_seed
-from flwr_replay.simulate import run_inline, run_ray
-from flwr_replay.tasks import make_task
-from flwr_replay.training import make_optimizer
+from flwr_replay.runs.simulate import run_inline, run_ray
 
 
 def plain(config: RunConfig) -> Iterator[None]:

@@ -25,16 +25,17 @@ from pathlib import Path
 
 import torch
 
-from flwr_replay.client_app import backbone
-from flwr_replay.compose import compose
-from flwr_replay.config import RunConfig
-from flwr_replay.institution import Shard, dealt, loaded
+from flwr_replay.config.compose import compose
+from flwr_replay.config.sections import RunConfig
+from flwr_replay.data.dealt import dealt, loaded
+from flwr_replay.institution.owner import Shard
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.learning.training import batches, generator, make_optimizer
 from flwr_replay.models import split
-from flwr_replay.progress import Display
+from flwr_replay.models.zoo import backbone
+from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.simulate import run_inline, run_ray
-from flwr_replay.tasks import make_task
-from flwr_replay.training import batches, generator, make_optimizer
+from flwr_replay.runs.simulate import run_inline, run_ray
 
 NODES, EXAMPLES, BATCH = 4, 640, 32
 BATCHES = EXAMPLES // BATCH  # of a visit

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from flwr_replay.compose import compose
-from flwr_replay.forecast import forecast
+from flwr_replay.config.compose import compose
 from flwr_replay.movements.topology import mixing_matrix, receivers
+from flwr_replay.runs.forecast import forecast
 
 INSTITUTIONS = (4, 8, 16, 32)
 METHODS = {  # options, and the graph over which models pass

@@ -1,16 +1,16 @@
 """AvgPush: the institution's half; the server's half is `strategies/avgpush.py`.
 
-Source: Kalra et al. 2023, section 4.1. Mixing stands in `flwr_replay/peer.py`.
+Source: Kalra et al. 2023, section 4.1. Mixing stands in `flwr_replay/institution/peer.py`.
 """
 
 from __future__ import annotations
 
+from flwr_replay.institution.peer import PeerClient
+from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.payloads.avgpush import Push
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.payloads.local import EvaluateOwn
 from flwr_replay.payloads.relay import Released
-from flwr_replay.peer import PeerClient
-from flwr_replay.training import refuse_single_batches
 
 __all__ = ["AvgPushClient"]
 

@@ -6,7 +6,7 @@ batch holds replayed examples too (Qu et al. 2022, Algorithm 1, lines 1-6).
 
 from __future__ import annotations
 
-from flwr_replay.client import InstitutionClient
+from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.payloads.common import Visit, Visited
 
 __all__ = ["CWTClient"]

@@ -5,7 +5,7 @@ Source: McMahan et al. 2017, Algorithm 1, ClientUpdate; Qu et al. 2022, section 
 
 from __future__ import annotations
 
-from flwr_replay.client import InstitutionClient
+from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.payloads.common import Visit, Visited
 
 __all__ = ["FedAvgClient"]

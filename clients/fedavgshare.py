@@ -11,7 +11,7 @@ import torch
 
 from flwr_replay.clients.fedavg import FedAvgClient
 from flwr_replay.errors import TrainingError
-from flwr_replay.institution import Shard
+from flwr_replay.institution.owner import Shard
 from flwr_replay.payloads.common import Visited
 from flwr_replay.payloads.fedavgshare import EnlargedVisit, Give, Given, Receive, Received, number_shared
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from flwr_replay.client import InstitutionClient
+from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.payloads.common import Visit, Visited
 
 __all__ = ["FedProxClient"]

@@ -11,25 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import DivergedError
-from flwr_replay.institution import Shard
-from flwr_replay.latents import BLOCK, pack, rows_per_chunk, shifted
+from flwr_replay.institution.budgeted import PrivateVisit
+from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.institution.owner import Shard
+from flwr_replay.learning.latents import BLOCK, pack, rows_per_chunk, shifted
+from flwr_replay.learning.training import batches, learning_rate, make_optimizer, mean_loss, refuse_single_batches, step
 from flwr_replay.models import split
+from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
-from flwr_replay.privacy.visit import PrivateVisit
-from flwr_replay.training import (
-    as_input,
-    batches,
-    encoded,
-    learning_rate,
-    load_arrays,
-    make_optimizer,
-    mean_loss,
-    refuse_single_batches,
-    step,
-    to_arrays,
-)
+from flwr_replay.wire.weights import encoded, load_arrays, to_arrays
 
 __all__ = ["FedReplayClient"]
 

@@ -9,10 +9,11 @@ import math
 
 import torch
 
-from flwr_replay.client import InstitutionClient
+from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.learning.training import at_once, mean_loss, refuse_single_batches
+from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
-from flwr_replay.training import as_input, at_once, mean_loss, refuse_single_batches
-from flwr_replay.wire import array_record
+from flwr_replay.wire.records import array_record
 
 __all__ = ["FedSGDClient"]
 

@@ -1,13 +1,14 @@
 """FML: the institution's half; the server's half is `strategies/fml.py`.
 
-Source: Shen et al. 2020 (arXiv 2006.16765); Kalra et al. 2023, section 4.1. A step is in `flwr_replay/mutual.py`.
+Source: Shen et al. 2020 (arXiv 2006.16765); Kalra et al. 2023, section 4.1. A step is in
+`flwr_replay/institution/mutual.py`.
 """
 
 from __future__ import annotations
 
-from flwr_replay.pair import PairClient
+from flwr_replay.institution.pair import PairClient
 from flwr_replay.payloads.mutual import EvaluateWithProxy, MutualVisited, PairEvaluation, TrainMutually
-from flwr_replay.training import encoded
+from flwr_replay.wire.weights import encoded
 
 __all__ = ["FMLClient"]
 

@@ -5,10 +5,11 @@ Source: "Regular" in Kalra et al. 2023, section 4. The model lives in the instit
 
 from __future__ import annotations
 
-from flwr_replay.client import InstitutionClient
+from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
-from flwr_replay.training import refuse_single_batches, to_arrays
+from flwr_replay.wire.weights import to_arrays
 
 __all__ = ["LocalClient"]
 

@@ -1,14 +1,14 @@
 """ProxyFL: the institution's half; the server's half is `strategies/proxyfl.py`.
 
-Source: Kalra et al. 2023, Algorithm 1, lines 2-6; a step is in `flwr_replay/mutual.py`, lines 7-10 in
-`flwr_replay/peer.py`.
+Source: Kalra et al. 2023, Algorithm 1, lines 2-6; a step is in `flwr_replay/institution/mutual.py`, lines 7-10 in
+`flwr_replay/institution/peer.py`.
 """
 
 from __future__ import annotations
 
-from flwr_replay.pair import PairClient
+from flwr_replay.institution.pair import PairClient
+from flwr_replay.institution.peer import PeerClient
 from flwr_replay.payloads.mutual import EvaluatePair, PairEvaluation, ReleasedProxy, TrainProxy
-from flwr_replay.peer import PeerClient
 
 __all__ = ["ProxyFLClient"]
 

@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import DivergedError, TrainingError
+from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.learning.training import batches, late_steps, make_optimizer, mean_loss, refuse_single_batches, step
 from flwr_replay.models import StagedModel, split, split_before_head
 from flwr_replay.payloads.splitnn import (
     Activations,
@@ -33,19 +34,8 @@ from flwr_replay.payloads.splitnn import (
     NextBatch,
     NextBatchUnlabelled,
 )
-from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
-from flwr_replay.training import (
-    batches,
-    encoded,
-    late_steps,
-    load_arrays,
-    make_optimizer,
-    mean_loss,
-    refuse_single_batches,
-    step,
-    to_arrays,
-)
-from flwr_replay.wire import StateDict
+from flwr_replay.wire.records import StateDict
+from flwr_replay.wire.weights import encoded, load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
 __all__ = ["SplitNNClient"]
 

@@ -22,16 +22,18 @@ import numpy as np
 from flwr.app import Error, Message
 from safetensors.numpy import load_file
 
-from flwr_replay.client_app import app, backbone
-from flwr_replay.compose import compose, load_strategy, overrides_of
-from flwr_replay.engine import InlineGrid
-from flwr_replay.forecast import forecast
-from flwr_replay.opening import new_run_id
-from flwr_replay.progress import Display
+from flwr_replay.client_app import app
+from flwr_replay.config.compose import compose, load_strategy, overrides_of
+from flwr_replay.models.zoo import backbone
+from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.server_app import execute, settings_of
-from flwr_replay.training import to_arrays
-from flwr_replay.wire import CLIENT_APP_RAISED, StateDict, array_record, opened
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import execute, settings_of
+from flwr_replay.runs.forecast import forecast
+from flwr_replay.runs.opening import new_run_id
+from flwr_replay.wire.payload import CLIENT_APP_RAISED
+from flwr_replay.wire.records import StateDict, array_record, opened
+from flwr_replay.wire.weights import to_arrays
 
 __all__ = ["check_strategy"]
 

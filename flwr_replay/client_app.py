@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
-
 import torch
 from flwr.app import Context
-from torch import nn
 
-from flwr_replay.binding import binding
-from flwr_replay.client import InstitutionClient
-from flwr_replay.compose import load_client, model_named
-from flwr_replay.config import ModelConfig, TaskConfig
-from flwr_replay.guard import guard
-from flwr_replay.institution import institution_of
-from flwr_replay.models import build
+from flwr_replay.config.binding import binding
+from flwr_replay.config.compose import load_client, model_named
+from flwr_replay.generators.plan import Replaying
+from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.institution.guard import guard
+from flwr_replay.institution.node import institution_of
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.plan import PrivacyPlan
-from flwr_replay.replay.plan import Replaying
 from flwr_replay.serve import serve
-from flwr_replay.tasks import make_task
 
 __all__ = ["app", "make_client"]
 
@@ -41,12 +36,6 @@ def make_client(context: Context) -> InstitutionClient:
     )
     assert isinstance(client, InstitutionClient)
     return client
-
-
-@lru_cache(maxsize=4)
-def backbone(model: ModelConfig, task: TaskConfig) -> Callable[[int], nn.Module]:
-    """Return the one builder of a configuration's backbone: seed to fresh weights."""
-    return partial(build, model, task)
 
 
 app = serve(make_client, mods=[guard])

@@ -16,10 +16,11 @@ from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
-from flwr_replay.client import InstitutionClient
 from flwr_replay.errors import ConfigError, WireError
+from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.payloads.common import OPEN_STAGES
-from flwr_replay.wire import NamedArrays, arrays_in, config_in, metrics_in, request_of
+from flwr_replay.wire.payload import request_of
+from flwr_replay.wire.records import NamedArrays, arrays_in, config_in, metrics_in
 
 __all__ = ["serve", "serving"]
 

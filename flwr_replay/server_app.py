@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from torch import nn
 
-from flwr_replay.client_app import backbone
-from flwr_replay.compose import from_run_config, load_strategy, model_named
-from flwr_replay.config import RunConfig, require
+from flwr_replay.config.compose import from_run_config
 from flwr_replay.errors import FlwrReplayError
-from flwr_replay.files import alone
-from flwr_replay.models.pretrained import load_pretrained
-from flwr_replay.movements.base import Movement, Settings
-from flwr_replay.opening import open_run, read_result
-from flwr_replay.privacy.plan import NOTHING, PrivacyPlan
-from flwr_replay.progress import Display, LogDisplay
-from flwr_replay.replay.missing import lacking
-from flwr_replay.replay.plan import Replaying
 from flwr_replay.report.epsilon import beside
-from flwr_replay.rng import derived_seed
-from flwr_replay.run import RunDirectory, resumable
-from flwr_replay.tasks import make_task
-from flwr_replay.training import select_device, to_arrays
-from flwr_replay.wire import REQUESTS, array_record, opened
+from flwr_replay.report.missing import lacking
+from flwr_replay.report.progress import LogDisplay
+from flwr_replay.runs.execute import execute
 
-__all__ = ["app", "execute", "settings_of"]
+__all__ = ["app"]
 
 app = ServerApp()
 
@@ -50,81 +32,3 @@ def main(grid: Grid, context: Context) -> None:
         raise error.with_traceback(None) from None
     value = result["final"]["global"][result["metric"]]
     print(f"{result['metric']} {value:.4f}{beside(result)}{lacking(result)}  {folder}")
-
-
-def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
-    """Return the builder of the backbone as the server begins with it: fresh, or with the user's weights."""
-    fresh, file = backbone(config.model, config.task), config.model.weights
-    require(
-        not file or load_strategy(config.strategy.name)[0].begins_at_server,
-        f"model.weights is read by the server, and strategy={config.strategy.name} begins at the institutions: leave "
-        "one of them out",
-    )
-    return (lambda seed: load_pretrained(fresh(seed), file)) if file else fresh
-
-
-def settings_of(config: RunConfig) -> Settings:
-    """Return what a run's strategy needs beside its own options."""
-    return Settings(
-        training=config.training,
-        nodes=config.nodes,
-        seed=config.seed,
-        evaluate_every=config.evaluate_every,
-        external=config.external,
-        forgetting=config.forgetting,
-        timeout=config.timeout,
-        wait=config.wait,
-        task=make_task(config.task),
-        model=beginning(config),
-        private_models=tuple(
-            backbone(model_named(name), config.task) for name in getattr(config.strategy, "private_models", ())
-        ),
-        input_shape=(config.task.channels, config.task.size, config.task.size),
-        device=select_device(config.device),
-        replaying=Replaying.of(config),
-        privacy=PrivacyPlan.of(config),
-    )
-
-
-def claim(strategy: Movement) -> str:
-    """Say in plain words what of a run is differentially private, from what its stages declare."""
-    privacy = strategy.settings.privacy
-    if privacy is None:
-        return NOTHING
-    return privacy.sentence({stage: REQUESTS[stage].answer for stage in strategy.all_stages()})
-
-
-def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, Any], Path]:
-    """Run one configuration over a grid; return what `result.json` holds, and the run directory.
-
-    What can be refused without any institution is refused before the run directory is made.
-
-    Parameters
-    ----------
-    grid : Grid
-        Flower's, or `flwr_replay.engine.InlineGrid`.
-    config : RunConfig
-        Resolved; `resume` names a run directory to go on with.
-    display : Display
-        Where progress is shown.
-    """
-    torch.set_num_threads(config.threads)
-    settings = settings_of(config)
-    strategy_type, _ = load_strategy(config.strategy.name)
-    strategy_type.check(config.strategy, settings)
-    config, run_id = open_run(config)
-    stored = Path(config.runs_dir) / config.run_name / "result.json"
-    if stored.exists() and (result := read_result(stored.parent))["rounds"] >= config.rounds:
-        return result, stored.parent  # a finished run is not run again
-    first = array_record(to_arrays(beginning(config)(derived_seed(config.seed, "model"))))
-    with alone(stored.parent), resumable(stored.parent):
-        recorder = RunDirectory(config, display)
-        strategy = strategy_type(config.strategy, replace(settings, run=run_id), recorder)
-        try:
-            final = opened(strategy.start(grid, first, config.rounds).arrays)
-            metric = settings.task.metric
-            missing = strategy.replay.missing if strategy.replay else {}
-            result = recorder.finish(final, metric, settings.task.higher_is_better, claim(strategy), missing)
-            return result, recorder.path
-        finally:
-            recorder.close()

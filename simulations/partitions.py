@@ -14,7 +14,7 @@ split. FedSGD takes one step a round, so it has 50 rounds and ten times the lear
 
 from __future__ import annotations
 
-from flwr_replay.study import Part
+from flwr_replay.studies.study import Part
 
 __all__ = ["PARTS"]
 

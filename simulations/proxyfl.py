@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flwr_replay.study import Part
+from flwr_replay.studies.study import Part
 
 __all__ = ["PARTS"]
 

@@ -5,7 +5,7 @@ Source: Qu et al. 2022, section 4.2 (accuracy of each method as the label skew g
 
 from __future__ import annotations
 
-from flwr_replay.study import Part
+from flwr_replay.studies.study import Part
 
 __all__ = ["PARTS"]
 

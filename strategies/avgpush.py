@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flwr_replay.movements.gossip import Gossip, GossipConfig
-from flwr_replay.movements.members import Member
 from flwr_replay.payloads.avgpush import Push
 from flwr_replay.payloads.local import EvaluateOwn
 from flwr_replay.payloads.relay import Released
-from flwr_replay.wire import Weights
+from flwr_replay.server.members import Member
+from flwr_replay.wire.records import Weights
 
 __all__ = ["AvgPush", "AvgPushConfig"]
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flwr_replay.config import one_of
-from flwr_replay.movements.members import Member
+from flwr_replay.config.sections import one_of
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.common import MOST, Visit
-from flwr_replay.wire import Request, Weights
+from flwr_replay.server.members import Member
+from flwr_replay.wire.payload import Request
+from flwr_replay.wire.records import Weights
 
 __all__ = ["Central", "CentralConfig"]
 

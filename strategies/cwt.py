@@ -1,7 +1,7 @@
 """Cyclic weight transfer: the server's half; the institution's half is `clients/cwt.py`.
 
 Source: Chang et al. 2018 (doi:10.1093/jamia/ocy017); Qu et al. 2022, section 4.1; with replay
-Algorithm 1, whose generator is trained by `flwr_replay/replay/server.py` before the first cycle.
+Algorithm 1, whose generator is trained by `flwr_replay/server/replay.py` before the first cycle.
 Idea: one model visits the institutions in turn; each trains it for max(1, ⌊|D_k|/b⌋) iterations and hands it on.
 Travels: the weights, to the visited institution (`Visit`) and back (`Visited`, with counts and a loss).
 
@@ -18,11 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flwr_replay.config import one_of
+from flwr_replay.config.sections import one_of
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.common import Visit
 from flwr_replay.rng import derived_rng
-from flwr_replay.wire import Weights
+from flwr_replay.wire.records import Weights
 
 __all__ = ["CWT", "CWTConfig"]
 

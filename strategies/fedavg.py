@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flwr_replay.config import PASSES, one_of, within
+from flwr_replay.config.sections import PASSES, one_of, within
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Visit, Visited
-from flwr_replay.wire import StateDict, Weights, opened
+from flwr_replay.wire.records import StateDict, Weights, opened
 
 __all__ = ["FedAvg", "FedAvgConfig"]
 

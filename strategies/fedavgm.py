@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flwr_replay.config import require
+from flwr_replay.config.sections import require
 from flwr_replay.payloads.common import Visited
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
-from flwr_replay.wire import StateDict
+from flwr_replay.wire.records import StateDict
 
 __all__ = ["FedAvgM", "FedAvgMConfig"]
 

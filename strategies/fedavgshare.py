@@ -28,14 +28,15 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from flwr_replay.config import require
+from flwr_replay.config.sections import require
 from flwr_replay.errors import WireError
+from flwr_replay.files.tensors import read_tensors, write_tensors
 from flwr_replay.movements.base import Exchange
-from flwr_replay.movements.members import Member
 from flwr_replay.payloads.fedavgshare import EnlargedVisit, Give, Given, Receive, Received, number_shared
+from flwr_replay.server.members import Member
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
-from flwr_replay.tensors import read_tensors, write_tensors
-from flwr_replay.wire import Request, StateDict, Weights
+from flwr_replay.wire.payload import Request
+from flwr_replay.wire.records import StateDict, Weights
 
 __all__ = ["FedAvgShare", "FedAvgShareConfig"]
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
-from flwr_replay.config import require
+from flwr_replay.config.sections import require
 from flwr_replay.payloads.common import Visit
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
-from flwr_replay.wire import Weights
+from flwr_replay.wire.records import Weights
 
 __all__ = ["FedProx", "FedProxConfig"]
 

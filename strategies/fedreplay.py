@@ -34,27 +34,20 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 from safetensors.numpy import load_file
 
-from flwr_replay.config import PASSES, VIEWS, one_of, require, within
+from flwr_replay.config.sections import PASSES, VIEWS, one_of, require, within
 from flwr_replay.errors import ConfigError, RunError, WireError
-from flwr_replay.latents import LatentStore, rows_per_chunk
+from flwr_replay.learning.latents import LatentStore, rows_per_chunk
+from flwr_replay.learning.training import generator, make_optimizer, mean_loss, refuse_single_batches, step
 from flwr_replay.models import placed, split
 from flwr_replay.movements.base import Exchange, Settings
-from flwr_replay.movements.exchange import stopped
-from flwr_replay.movements.members import Member
 from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
 from flwr_replay.rng import derived_seed
-from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
-from flwr_replay.training import (
-    generator,
-    load_arrays,
-    make_optimizer,
-    mean_loss,
-    refuse_single_batches,
-    step,
-    to_arrays,
-)
-from flwr_replay.wire import Request, StateDict, opened
+from flwr_replay.server.exchange import stopped
+from flwr_replay.server.members import Member
+from flwr_replay.wire.payload import Request
+from flwr_replay.wire.records import StateDict, opened
+from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
 __all__ = ["FedReplay", "FedReplayConfig"]
 

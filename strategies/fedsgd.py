@@ -24,12 +24,12 @@ import torch
 from torch import nn
 
 from flwr_replay.errors import ConfigError
+from flwr_replay.learning.training import make_optimizer
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Visited
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
-from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
-from flwr_replay.training import load_arrays, make_optimizer, to_arrays
-from flwr_replay.wire import StateDict, Weights, opened
+from flwr_replay.wire.records import StateDict, Weights, opened
+from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
 __all__ = ["FedSGD", "FedSGDConfig"]
 

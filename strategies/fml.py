@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flwr_replay.config import one_of
+from flwr_replay.config.sections import one_of
+from flwr_replay.movements.mutual import MutualConfig, check_pair
 from flwr_replay.movements.parallel import Parallel, weighted_mean
-from flwr_replay.movements.settings import Settings
-from flwr_replay.mutual import MutualConfig, check_pair
 from flwr_replay.payloads.common import Visited
 from flwr_replay.payloads.mutual import EvaluateWithProxy, MutualVisited, PairEvaluation, TrainMutually
 from flwr_replay.rng import derived_seed
-from flwr_replay.wire import StateDict, Weights, opened
+from flwr_replay.server.settings import Settings
+from flwr_replay.wire.records import StateDict, Weights, opened
 
 __all__ = ["FML", "FMLConfig"]
 

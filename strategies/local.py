@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flwr_replay.config import one_of
+from flwr_replay.config.sections import one_of
 from flwr_replay.movements.base import Exchange
-from flwr_replay.movements.members import Member
 from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
 from flwr_replay.rng import derived_seed
-from flwr_replay.wire import StateDict, Weights
+from flwr_replay.server.members import Member
+from flwr_replay.wire.records import StateDict, Weights
 
 __all__ = ["Local", "LocalConfig"]
 

@@ -12,15 +12,17 @@ Travels: θ_k up, once (`TrainProxy`, `ReleasedProxy`), shares of the others' θ
         z_k ← Σ_k' P(t)[k, k'] w_k' θ_k',  w_k ← Σ_k' P(t)[k, k'] w_k',  θ_k ← z_k / w_k  # lines 7-10
 
 What is protected: with dp=proxy and β = 0, every institution's training examples against whoever sees its proxies, by
-its own (ε, δ). With β > 0, the paper's setting, that ε is what the paper counts and no proof (`flwr_replay/mutual.py`).
+its own (ε, δ). With β > 0, the paper's setting, that ε is what the paper counts and no proof
+(`flwr_replay/institution/mutual.py`).
 Not protected: what metrics on test examples tell of private models, who takes part, numbers of examples.
 
 Deviations: proxies pass through the server, which forwards them and averages nothing. θ_k and w_k travel as they are,
 and the receiver multiplies them, as it must after line 10 (`movements/topology.py`). In the divergence the teacher
 stands first, as in deep mutual learning; both models step from answers before either has stepped
-(`flwr_replay/mutual.py`). An optimizer's state stays at its institution while proxies change places, which the paper
-leaves open. A private model may learn from the proxy that arrived in passes of its own (private-epochs), which costs no
-privacy. With dp=proxy a private model that diverges begins anew from before the visit, and nobody is told.
+(`flwr_replay/institution/mutual.py`). An optimizer's state stays at its institution while proxies change places, which
+the paper leaves open. A private model may learn from the proxy that arrived in passes of its own (private-epochs),
+which costs no privacy. With dp=proxy a private model that diverges begins anew from before the visit, and nobody is
+told.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_replay.movements.gossip import Gossip, GossipConfig
-from flwr_replay.movements.members import Member
-from flwr_replay.movements.settings import Settings
-from flwr_replay.mutual import MutualConfig, check_pair
+from flwr_replay.movements.mutual import MutualConfig, check_pair
 from flwr_replay.payloads.mutual import EvaluatePair, PairEvaluation, ReleasedProxy, TrainProxy
 from flwr_replay.rng import derived_seed
-from flwr_replay.wire import Weights
+from flwr_replay.server.members import Member
+from flwr_replay.server.settings import Settings
+from flwr_replay.wire.records import Weights
 
 __all__ = ["ProxyFL", "ProxyFLConfig"]
 

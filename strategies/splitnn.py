@@ -54,12 +54,11 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flwr_replay.config import BATCH, one_of, within
+from flwr_replay.config.sections import BATCH, one_of, within
 from flwr_replay.errors import ConfigError, DivergedError, WireError
+from flwr_replay.learning.training import iterations, late_steps, make_optimizer, mean_loss, step
 from flwr_replay.models import StagedModel, placed, split, split_before_head
 from flwr_replay.movements.base import Exchange, Settings
-from flwr_replay.movements.exchange import stopped
-from flwr_replay.movements.members import Member
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.splitnn import (
     Activations,
@@ -73,9 +72,11 @@ from flwr_replay.payloads.splitnn import (
     NextBatch,
     NextBatchUnlabelled,
 )
-from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
-from flwr_replay.training import iterations, late_steps, load_arrays, make_optimizer, mean_loss, step, to_arrays
-from flwr_replay.wire import Payload, Request, StateDict, Weights, array_record, opened
+from flwr_replay.server.exchange import stopped
+from flwr_replay.server.members import Member
+from flwr_replay.wire.payload import Payload, Request
+from flwr_replay.wire.records import StateDict, Weights, array_record, opened
+from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
 __all__ = ["SplitNN", "SplitNNConfig"]
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from flwr_replay.client_app import backbone
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
+from flwr_replay.models.zoo import backbone
 from flwr_replay.rng import derived_seed
 
 B, LR = 16, 0.05

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.data import load
 from flwr_replay.errors import DataError
 

@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
-from flwr_replay.client_app import backbone
-from flwr_replay.movements.recorder import Recorder
+from flwr_replay.models.zoo import backbone
 from flwr_replay.rng import derived_seed
-from flwr_replay.training import to_arrays
-from flwr_replay.wire import array_record
+from flwr_replay.server.recorder import Recorder
+from flwr_replay.wire.records import array_record
+from flwr_replay.wire.weights import to_arrays
 
 
 def write_shards(folder, sizes):

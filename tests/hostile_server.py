@@ -6,11 +6,12 @@ import shlex
 from flwr.app import Message
 from hospitals import node_configs
 
-from flwr_replay.client_app import app, backbone
-from flwr_replay.compose import compose, load_client
-from flwr_replay.engine import InlineGrid
-from flwr_replay.training import to_arrays
-from flwr_replay.wire import arrays_in, config_in, metrics_in
+from flwr_replay.client_app import app
+from flwr_replay.config.compose import compose, load_client
+from flwr_replay.models.zoo import backbone
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.wire.records import arrays_in, config_in, metrics_in
+from flwr_replay.wire.weights import to_arrays
 
 
 class HostileServer:

@@ -9,17 +9,18 @@ import numpy as np
 from flwr.app import Error, Message
 from hospitals import node_configs, write_shards
 
-from flwr_replay import institution, state
 from flwr_replay.client_app import app
-from flwr_replay.compose import compose
-from flwr_replay.engine import InlineGrid
-from flwr_replay.peer import apart
+from flwr_replay.config.compose import compose
+from flwr_replay.files.tensors import under
+from flwr_replay.institution import owner as institution
+from flwr_replay.institution import state
+from flwr_replay.institution.peer import apart
+from flwr_replay.institution.state import StateStore
 from flwr_replay.privacy import budget
-from flwr_replay.progress import Display
-from flwr_replay.server_app import execute
-from flwr_replay.state import StateStore
-from flwr_replay.tensors import under
-from flwr_replay.wire import config_in
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import execute
+from flwr_replay.wire.records import config_in
 
 B, N = 16, 40
 NAMES = "abcd"

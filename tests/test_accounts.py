@@ -23,7 +23,7 @@ import itertools, os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from peers import run
-from flwr_replay.mutual import MutualLearner
+from flwr_replay.institution.mutual import MutualLearner
 calls, step, checkpoints = itertools.count(1), MutualLearner.step, Path({folder!r}) / "runs" / "shot" / "checkpoints"
 def shot(*both):
     if next(calls) == 13:  # two steps a round at each of four: the first of the third institution in round 2

@@ -7,14 +7,15 @@ import pytest
 from flwr.app import Array, ArrayRecord
 from hospitals import fresh, node_configs, write_shards
 
-from flwr_replay.client_app import app, backbone
-from flwr_replay.compose import compose, load_strategy
-from flwr_replay.engine import InlineGrid
+from flwr_replay.client_app import app
+from flwr_replay.config.compose import compose, load_strategy
 from flwr_replay.errors import DivergedError
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
-from flwr_replay.movements.recorder import Recorder
-from flwr_replay.tasks import make_task
-from flwr_replay.wire import opened
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.server.recorder import Recorder
+from flwr_replay.wire.records import opened
 
 JOB = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4", "batch_size=16", "rounds=2"]
 SIZES = {"a": 40, "b": 33, "c": 20}

@@ -8,18 +8,18 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from hospitals import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, DataError, PrivacyError
-from flwr_replay.institution import _deployed
+from flwr_replay.files.tensors import digest, write_tensors
+from flwr_replay.institution.node import _deployed
+from flwr_replay.institution.policy import read_policy
+from flwr_replay.institution.state import StateStore
 from flwr_replay.payloads.common import RollCall, Visit
 from flwr_replay.payloads.fedavgshare import Give
 from flwr_replay.payloads.fedreplay import Encode, Extract
 from flwr_replay.payloads.replay import EncodeImages, KeepCodes, KeepPrior
-from flwr_replay.policy import read_policy
 from flwr_replay.rng import derived_seed
-from flwr_replay.state import StateStore
-from flwr_replay.tensors import digest, write_tensors
-from flwr_replay.training import to_arrays
+from flwr_replay.wire.weights import to_arrays
 
 TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
 REPLAY = ["replay=vqvae2", "generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=1"]
@@ -61,13 +61,13 @@ def test_an_encoder_that_hands_images_on_is_refused_where_weights_are_pinned(fol
 
 
 def build(config):
-    from flwr_replay.client_app import backbone
+    from flwr_replay.models.zoo import backbone
 
     return backbone(config.model, config.task)
 
 
 def test_weights_are_pinned_by_the_digest_that_the_command_prints(folder, tmp_path, capsys):
-    from flwr_replay.cli import app
+    from flwr_replay.cli.main import app
 
     options = [*TASK, "strategy=fedreplay", "encoder=random"]
     arrays = encoder_of(HostileServer(folder, *options).weights)
@@ -85,7 +85,7 @@ def test_a_generator_is_pinned_likewise(folder):
     server = HostileServer(
         folder, *TASK, *REPLAY, "strategy=cwt", policy="weights: {encode-images: [random], keep-decoder: []}"
     )
-    from flwr_replay.replay.plan import Replaying
+    from flwr_replay.generators.plan import Replaying
 
     fresh = to_arrays(Replaying.of(server.config).fresh_generator())
     crafted = {name: array + 1 for name, array in fresh.items()}
@@ -202,7 +202,7 @@ def test_of_two_first_messages_one_binds_the_run(tmp_path):
         assert sorted(one == "refused" for one in told) == [False] + [True] * 7
         assert (tmp_path / "runs" / "r" / "options.json").read_text() in told
         (tmp_path / "runs" / "r" / "options.json").unlink()
-        from flwr_replay.state import _bind
+        from flwr_replay.institution.state import _bind
 
         _bind.cache_clear()
 

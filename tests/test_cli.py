@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from flwr_replay import institution
-from flwr_replay.cli import main
-from flwr_replay.compose import choices
-from flwr_replay.files import alone, read_json
+from flwr_replay.cli.main import main
+from flwr_replay.config.compose import choices
+from flwr_replay.files.atomic import alone, read_json
+from flwr_replay.institution import owner as institution
 
 SMALL = ["model.width=4", "rounds=1", "encoder-epochs=1"]
 
@@ -124,7 +124,7 @@ def test_a_memory_that_is_not_enough_is_told_in_one_line(flwr_replay, monkeypatc
     def huge(*given):
         return torch.empty(2**59)  # more than any machine has
 
-    monkeypatch.setattr("flwr_replay.simulate.check_run", huge)
+    monkeypatch.setattr("flwr_replay.runs.simulate.check_run", huge)
     code, _, err = flwr_replay("run", *SMALL)
     assert code == 2
     assert err.splitlines()[-1].startswith("error: this machine's memory is not enough (")
@@ -309,7 +309,7 @@ def test_doctor_finds_this_machine_fit(flwr_replay):
 def test_help_imports_nothing_heavy():
     script = (
         "import sys; sys.argv = ['flwr-replay', '--help']\n"
-        "from flwr_replay.cli import main\n"
+        "from flwr_replay.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "print([name for name in ('torch', 'flwr', 'hydra', 'numpy', 'matplotlib') if name in sys.modules])"
     )

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.special import gamma
 
-from flwr_replay import cells as cells_module
-from flwr_replay.compare import compare_strategies
 from flwr_replay.errors import ConfigError, DivergedError, RunError
-from flwr_replay.files import alone
+from flwr_replay.files.atomic import alone
 from flwr_replay.report.comparison import interval, paired_difference, summarise, table
 from flwr_replay.report.plots import curves, points
+from flwr_replay.studies import cells as cells_module
+from flwr_replay.studies.compare import compare_strategies
 
 SMALL = ["model=mlp", "width=16", "rounds=2", "nodes=3", "partition.size=120", "ks=0.6", "device=cpu"]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_replay.compose import choices, compose, from_run_config, overrides_of, to_yaml
+from flwr_replay.config.compose import choices, compose, from_run_config, overrides_of, to_yaml
 from flwr_replay.errors import ConfigError
 
 

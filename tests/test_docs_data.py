@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flwr_replay.compose import choices, compose
+from flwr_replay.config.compose import choices, compose
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^flwr-replay run .*", PAGE, re.M)

@@ -3,9 +3,9 @@
 import pytest
 
 from flwr_replay.privacy.plan import NO_PROOF
-from flwr_replay.progress import shown_metrics
 from flwr_replay.report.comparison import overview, summarise
 from flwr_replay.report.epsilon import Stated, beside, largest, shown_epsilon
+from flwr_replay.report.progress import shown_metrics
 
 
 def told(epsilon, proven=True):

@@ -15,12 +15,12 @@ import torch
 from flwr.app import Context, RecordDict
 from flwr.common.config import flatten_dict
 
-from flwr_replay.compose import from_run_config
-from flwr_replay.engine import InlineGrid
+from flwr_replay.config.compose import from_run_config
 from flwr_replay.errors import ConfigError
+from flwr_replay.institution.policy import LIMITS, Policy, read_policy
 from flwr_replay.models import split
-from flwr_replay.policy import LIMITS, Policy, read_policy
-from flwr_replay.simulate import streamed, superlink
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.superlink import streamed, superlink
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 APPS = ("cwt", "fedreplay", "numpy_client")

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from flwr_replay.family import GRACE, MARK, family, members
+from flwr_replay.runs.processes import GRACE, MARK, family, members
 
 # A child in a session of its own, which starts a grandchild that may ignore SIGTERM, and may end before it.
 CHILD = """
@@ -22,7 +22,7 @@ time.sleep(float(sys.argv[1]))
 """
 OPENER = f"""
 import os, subprocess, sys, time
-from flwr_replay.family import MARK, family
+from flwr_replay.runs.processes import MARK, family
 with family() as mark:
     environment = {{**os.environ, MARK: mark}}
     words = [sys.executable, "-c", {CHILD!r}, *sys.argv[1:]]

@@ -9,13 +9,13 @@ import pytest
 from flwr.app import Error, Message
 
 from flwr_replay.client_app import app
-from flwr_replay.compare import compare_strategies
-from flwr_replay.compose import compose
-from flwr_replay.engine import InlineGrid
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
-from flwr_replay.progress import Display
-from flwr_replay.server_app import execute
-from flwr_replay.wire import config_in
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import execute
+from flwr_replay.studies.compare import compare_strategies
+from flwr_replay.wire.records import config_in
 
 JOB = ["strategy=fedavg", "model=mlp", "model.width=4", "nodes=3", "rounds=9", "device=cpu"]
 GONE = "<class 'ray.exceptions.ActorDiedError'>:<'The actor died.\n\tactor_id: 1\nThe actor is dead because of that.'>"

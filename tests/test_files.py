@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from replay.runs import GENERATOR
 
-from flwr_replay.compose import compose
-from flwr_replay.engine import InlineGrid
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
-from flwr_replay.files import (
+from flwr_replay.files.atomic import (
     Lines,
     alone,
     make_folder,
@@ -27,12 +26,14 @@ from flwr_replay.files import (
     write_atomic,
     write_json,
 )
-from flwr_replay.institution import Institution
-from flwr_replay.opening import open_run
-from flwr_replay.progress import Display
-from flwr_replay.simulate import resolve, run_inline
-from flwr_replay.tensors import write_tensors
-from flwr_replay.wire import config_in
+from flwr_replay.files.tensors import write_tensors
+from flwr_replay.institution.owner import Institution
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.opening import open_run
+from flwr_replay.runs.options import resolve
+from flwr_replay.runs.simulate import run_inline
+from flwr_replay.wire.records import config_in
 
 SMALL = ["model=mlp", "model.width=4", "nodes=2", "rounds=1", "device=cpu"]
 

@@ -13,13 +13,13 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from flwr_replay.client_app import app
-from flwr_replay.compose import choices, compose
-from flwr_replay.engine import InlineGrid
+from flwr_replay.config.compose import choices, compose
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.payloads.common import Failure
-from flwr_replay.progress import Display
-from flwr_replay.server_app import execute
-from flwr_replay.wire import config_in
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import execute
+from flwr_replay.wire.records import config_in
 
 MUTANTS = int(os.environ.get("FLWR_REPLAY_FUZZ", "2"))
 ROUNDS = min(MUTANTS, 25)

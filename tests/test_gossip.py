@@ -13,12 +13,12 @@ from peers import NAMES, Grid, broken, hospitals, run, same, total
 from safetensors.numpy import load_file
 
 from flwr_replay.client_app import app
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
-from flwr_replay.movements.mailbox import Delivery, Mailbox, Parcel
-from flwr_replay.server_app import settings_of
+from flwr_replay.runs.execute import settings_of
+from flwr_replay.server.mailbox import Delivery, Mailbox, Parcel
 from flwr_replay.strategies.avgpush import AvgPush
-from flwr_replay.wire import array_record, config_in, opened
+from flwr_replay.wire.records import array_record, config_in, opened
 
 JOB = ["strategy=avgpush", "topology=exponential-half", "rounds=3"]
 

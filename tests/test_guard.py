@@ -10,22 +10,23 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from flwr_replay import institution as owned
 from flwr_replay.check import WatchedGrid
-from flwr_replay.client_app import app, backbone, make_client
+from flwr_replay.client_app import app, make_client
 from flwr_replay.clients.cwt import CWTClient
-from flwr_replay.compose import compose
-from flwr_replay.engine import InlineGrid
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, DataError, RefusedError
-from flwr_replay.guard import guard
+from flwr_replay.institution import owner as owned
+from flwr_replay.institution.guard import guard
+from flwr_replay.institution.policy import read_policy
+from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.common import RollCall, Visit
 from flwr_replay.payloads.fedreplay import Encode, Extract
-from flwr_replay.policy import read_policy
-from flwr_replay.progress import Display
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import execute
 from flwr_replay.serve import serve
-from flwr_replay.server_app import execute
-from flwr_replay.training import to_arrays
-from flwr_replay.wire import array_record, config_in, opened
+from flwr_replay.wire.records import array_record, config_in, opened
+from flwr_replay.wire.weights import to_arrays
 
 JOB = ["task=digits", "partition=iid", "partition.size=64", "model=mlp", "model.width=8", "rounds=2", "device=cpu"]
 CONFIG = compose(JOB)

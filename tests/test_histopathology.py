@@ -5,11 +5,11 @@ import json
 import pytest
 from slides import TASK, write_slides
 
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RefusedError
-from flwr_replay.forecast import forecast
-from flwr_replay.progress import Display
-from flwr_replay.simulate import run_inline
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.forecast import forecast
+from flwr_replay.runs.simulate import run_inline
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch
 from flwr.app import Context, RecordDict
 
 from flwr_replay.errors import ConfigError, DataError
-from flwr_replay.institution import Institution, institution_of
+from flwr_replay.institution.node import institution_of
+from flwr_replay.institution.owner import Institution
 
 X, Y = torch.rand(6, 1, 4, 4), torch.arange(6) % 2
 RUN = {"strategy": "cwt", "task": "folder", "channels": 1, "task.size": 8, "device": "cpu"}

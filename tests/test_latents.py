@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from flwr_replay.errors import WireError
-from flwr_replay.latents import LatentStore, pack, shifted, unpack
+from flwr_replay.learning.latents import LatentStore, pack, shifted, unpack
 from flwr_replay.payloads.fedreplay import Latents
 
 

@@ -7,15 +7,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flwr_replay.config import ModelConfig, TaskConfig
+from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.errors import ConfigError
+from flwr_replay.institution.budgeted import PrivateVisit
+from flwr_replay.institution.mutual import Learning, MutualLearner, shifted
+from flwr_replay.learning.tasks import make_task
 from flwr_replay.models import build
-from flwr_replay.movements.settings import Settings
-from flwr_replay.mutual import Learning, MutualConfig, MutualLearner, check_pair, shifted
+from flwr_replay.movements.mutual import MutualConfig, check_pair
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.secret import Stream
-from flwr_replay.privacy.visit import PrivateVisit
-from flwr_replay.tasks import make_task
+from flwr_replay.server.settings import Settings
 
 TASK = TaskConfig(name="x", format="x", channels=1, size=8, classes=3)
 LR, B = 0.1, 6

@@ -9,14 +9,14 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from hospitals import node_configs, write_shards
 
 from flwr_replay.client_app import app
-from flwr_replay.compose import compose
-from flwr_replay.engine import InlineGrid
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import PrivacyError, RunError
-from flwr_replay.identity import KEY, proof_of
+from flwr_replay.institution.identity import KEY, proof_of
 from flwr_replay.payloads.common import Failure
-from flwr_replay.progress import Display
-from flwr_replay.server_app import execute
-from flwr_replay.wire import config_in
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import execute
+from flwr_replay.wire.records import config_in
 
 JOB = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=4", "batch_size=16", "device=cpu"]
 DP = ["strategy=fedavg", "dp=classifier", "target_epsilon=8"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 
 KALRA = ["avgpush", "fedavg", "local", "central"]
 

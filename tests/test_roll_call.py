@@ -8,11 +8,11 @@ from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from flwr_replay.client_app import app
-from flwr_replay.compose import compose, overrides_of
-from flwr_replay.engine import InlineGrid
+from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.errors import RunError
-from flwr_replay.progress import Display
-from flwr_replay.server_app import execute
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import execute
 
 JOB = ["partition=iid", "partition.size=64", "model=mlp", "model.width=8", "rounds=2", "device=cpu"]
 FEDREPLAY = ["strategy=fedreplay", "cut=hidden1", "encoder=random"]

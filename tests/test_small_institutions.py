@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from hospitals import fresh, node_configs
 
-from flwr_replay.client_app import app, backbone
-from flwr_replay.compose import choices, compose, load_strategy
-from flwr_replay.engine import InlineGrid
+from flwr_replay.client_app import app
+from flwr_replay.config.compose import choices, compose, load_strategy
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
-from flwr_replay.movements.recorder import Recorder
-from flwr_replay.tasks import make_task
-from flwr_replay.wire import opened
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.server.recorder import Recorder
+from flwr_replay.wire.records import opened
 
 JOB = ["task=medmnist", "task.size=8", "classes=2", "model=mlp", "model.width=8", "batch_size=8", "rounds=2"]
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flwr_replay import state
-from flwr_replay.files import write_atomic
-from flwr_replay.state import ORIGIN, StateStore
-from flwr_replay.tensors import write_tensors
+from flwr_replay.files.atomic import write_atomic
+from flwr_replay.files.tensors import write_tensors
+from flwr_replay.institution import state
+from flwr_replay.institution.state import ORIGIN, StateStore
 
 
 @pytest.fixture

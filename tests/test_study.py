@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from flwr_replay.compare import _by_epsilon
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.generators.plan import Replaying
 from flwr_replay.privacy.plan import PrivacyPlan
-from flwr_replay.replay.plan import Replaying
 from flwr_replay.report.gaps import gaps
 from flwr_replay.simulations import partitions, proxyfl, replay, skew
-from flwr_replay.study import Part, run_study, studies
+from flwr_replay.studies.compare import _by_epsilon
+from flwr_replay.studies.study import Part, run_study, studies
 
 
 def test_every_part_composes():

@@ -17,8 +17,8 @@ from sklearn.metrics import (
 from torch import nn
 
 from flwr_replay.errors import WireError
+from flwr_replay.learning.tasks import Classification, Regression, Segmentation
 from flwr_replay.payloads.common import Evaluation
-from flwr_replay.tasks import Classification, Regression, Segmentation
 
 
 @st.composite

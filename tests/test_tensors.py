@@ -5,7 +5,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from flwr_replay.tensors import CODES, write_tensors
+from flwr_replay.files.tensors import CODES, write_tensors
 
 
 @pytest.mark.parametrize("dtype", CODES)

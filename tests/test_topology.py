@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from flwr_replay.errors import RunError, WireError
-from flwr_replay.movements.topology import TOPOLOGIES, mixed, mixing_matrix, parcel, receivers
+from flwr_replay.learning.pushsum import mixed, parcel
+from flwr_replay.movements.topology import TOPOLOGIES, mixing_matrix, receivers
 
 NAMED = [name for name in TOPOLOGIES if name != "file"]
 PERMUTATIONS = ["exponential", "ring", "random", "none"]

@@ -11,28 +11,26 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.clients.cwt import CWTClient
-from flwr_replay.config import ModelConfig, TaskConfig, TrainingConfig
+from flwr_replay.config.sections import ModelConfig, TaskConfig, TrainingConfig
 from flwr_replay.data import Dataset, Examples
 from flwr_replay.errors import DivergedError, TrainingError, WireError
-from flwr_replay.institution import Institution
-from flwr_replay.models import build as build_model
-from flwr_replay.models import placed
-from flwr_replay.payloads.common import Visit
-from flwr_replay.rng import derived_seed
-from flwr_replay.state import load_optimizer_arrays, optimizer_arrays
-from flwr_replay.tasks import Classification
-from flwr_replay.training import (
-    as_input,
+from flwr_replay.institution.owner import Institution
+from flwr_replay.learning.tasks import Classification
+from flwr_replay.learning.training import (
     batches,
     generator,
     learning_rate,
-    load_arrays,
     make_optimizer,
     mean_loss,
     refuse_single_batches,
-    to_arrays,
 )
-from flwr_replay.wire import opened
+from flwr_replay.models import build as build_model
+from flwr_replay.models import placed
+from flwr_replay.models.layers import as_input
+from flwr_replay.payloads.common import Visit
+from flwr_replay.rng import derived_seed
+from flwr_replay.wire.records import opened
+from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
 N, B = 45, 8
 DATA = Examples(np.random.default_rng(0).integers(0, 256, (N, 1, 3, 3), np.uint8), np.arange(N, dtype=np.int64) % 3)

@@ -10,15 +10,15 @@ from flwr.clientapp import ClientApp
 from hospitals import node_configs, write_shards
 
 from flwr_replay.client_app import app
-from flwr_replay.compose import compose
-from flwr_replay.engine import InlineGrid
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
-from flwr_replay.latents import LatentStore
+from flwr_replay.learning.latents import LatentStore
 from flwr_replay.payloads.fedreplay import Latents
-from flwr_replay.progress import Display
-from flwr_replay.server_app import execute
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import execute
 from flwr_replay.strategies import fedreplay
-from flwr_replay.wire import arrays_in, config_in
+from flwr_replay.wire.records import arrays_in, config_in
 
 JOB = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4", "batch_size=16", "device=cpu"]
 FEDREPLAY = [*JOB, "strategy=fedreplay", "encoder=random", "rounds=2"]

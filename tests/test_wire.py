@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from flwr_replay.errors import WireError
-from flwr_replay.fields import instruction, model, notice, per_sample, statistic
-from flwr_replay.wire import NamedArrays, Payload, Weights, array_record, arrays_in, opened, rows
+from flwr_replay.wire.fields import instruction, model, notice, per_sample, statistic
+from flwr_replay.wire.payload import Payload, rows
+from flwr_replay.wire.records import NamedArrays, Weights, array_record, arrays_in, opened
 
 DTYPES = ("float32", "float16", "int8", "int64")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config import PartitionConfig, require
+from flwr_replay.config.sections import PartitionConfig, require
 from flwr_replay.data.skew import is_continuous, ks_of_counts, mean_pairwise
 from flwr_replay.errors import ConfigError
 from flwr_replay.rng import derived_rng

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config import TaskConfig, one_of
+from flwr_replay.config.sections import TaskConfig, one_of
 from flwr_replay.data.bags import read_bags
 from flwr_replay.data.clinical import read_boneage, read_brats, read_isic, read_retina, read_tuberculosis
 from flwr_replay.data.folder import read_folder

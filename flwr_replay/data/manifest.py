@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from flwr_replay.config import TaskConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
 from flwr_replay.errors import DataError, nearest
 from flwr_replay.rng import derived_seed

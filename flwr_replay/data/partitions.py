@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config import PartitionConfig, require
+from flwr_replay.config.sections import PartitionConfig, require
 from flwr_replay.data.by_ks import deal_by_ks
 from flwr_replay.data.datasets import Dataset, Examples
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_groups, mean_pairwise, tv_matrix
 from flwr_replay.errors import ConfigError, DataError
-from flwr_replay.files import NAME
+from flwr_replay.files.atomic import NAME
 from flwr_replay.rng import derived_rng, derived_seed
 
 __all__ = ["Partition", "institution_name", "partition"]

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config import TaskConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError, DataError, nearest
-from flwr_replay.files import home, make_folder
+from flwr_replay.files.atomic import home, make_folder
 from flwr_replay.rng import derived_rng
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config import TaskConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.readers import Raw, data_root, picture
 from flwr_replay.errors import ConfigError, DataError
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from flwr_replay.data.datasets import Dataset
 from flwr_replay.data.partitions import Partition
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_histogram, tv_matrix
-from flwr_replay.files import make_folder, write_atomic
+from flwr_replay.files.atomic import make_folder, write_atomic
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flwr_replay.config import PriorConfig
+from flwr_replay.config.sections import PriorConfig
 from flwr_replay.generators.base import ReplayGenerator, by_level
 from flwr_replay.models.seeding import seeded
 

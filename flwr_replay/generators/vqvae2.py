@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flwr_replay.config import GeneratorConfig
+from flwr_replay.config.sections import GeneratorConfig
 from flwr_replay.generators.base import ReplayGenerator, by_level
 from flwr_replay.generators.codebooks import EMACodebook, GradientCodebook, perplexity
 from flwr_replay.models.seeding import seeded

@@ -1,6 +1,6 @@
 """Backbones: every model is an ordered list of named stages, so that it can be cut at a name.
 
->>> from flwr_replay.config import ModelConfig, TaskConfig
+>>> from flwr_replay.config.sections import ModelConfig, TaskConfig
 >>> task = TaskConfig(name="digits", format="digits", channels=1, size=8, classes=10)
 >>> model = build(ModelConfig(name="mlp", width=200), task, seed=0)
 >>> encoder, primary = split(model, "hidden1")

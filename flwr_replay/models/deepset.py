@@ -13,7 +13,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from flwr_replay.config import ModelConfig, TaskConfig
+from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.models.layers import stage
 from flwr_replay.models.staged import StagedModel
 

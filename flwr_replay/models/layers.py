@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Standardize", "norm_layer", "stage"]
+__all__ = ["Standardize", "as_input", "norm_layer", "stage"]
 
 
 class Standardize(nn.Module):
@@ -51,3 +51,8 @@ def norm_layer(kind: str, channels: int) -> nn.Module:
         return nn.BatchNorm2d(channels)
     most = max(1, min(32, channels // 4))
     return nn.GroupNorm(next(groups for groups in range(most, 0, -1) if channels % groups == 0), channels)
+
+
+def as_input(x: Tensor) -> Tensor:
+    """Turn stored bytes 0..255 into float32 in [0, 1]; other numbers into float32 as they are."""
+    return x.float().div_(255) if x.dtype == torch.uint8 else x.float()

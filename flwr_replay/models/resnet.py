@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchvision.models.resnet import BasicBlock, conv1x1
 
-from flwr_replay.config import ModelConfig, TaskConfig
+from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.models.layers import norm_layer, stage
 from flwr_replay.models.staged import StagedModel
 

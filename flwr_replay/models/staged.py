@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from flwr_replay.config import one_of, require
+from flwr_replay.config.sections import one_of, require
 
 __all__ = ["StagedModel", "freeze", "has_batch_norm", "placed", "split", "split_before_head"]
 

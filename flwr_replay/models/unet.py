@@ -14,7 +14,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from flwr_replay.config import ModelConfig, TaskConfig, require
+from flwr_replay.config.sections import ModelConfig, TaskConfig, require
 from flwr_replay.models.layers import norm_layer, stage
 from flwr_replay.models.staged import StagedModel
 

@@ -27,18 +27,20 @@ do not allow.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
 
-from flwr_replay.config import ModelConfig, TaskConfig, require
+from flwr_replay.config.sections import ModelConfig, TaskConfig, require
 from flwr_replay.models.deepset import deepset
 from flwr_replay.models.layers import Standardize, norm_layer, stage
 from flwr_replay.models.seeding import seeded
 from flwr_replay.models.staged import StagedModel
 from flwr_replay.models.unet import unet
 
-__all__ = ["build"]
+__all__ = ["backbone", "build"]
 
 # Steps take 0.7 to 0.9 of the time so; ResNets' 1.1. Not where norms sum over an image: behind a cut the sum would have
 # another order, and so other last bits.
@@ -195,3 +197,9 @@ def _cnn(model: ModelConfig, task: TaskConfig) -> StagedModel:
             head=stage(flatten=nn.Flatten(), fc=nn.Linear(model.width * (task.size // 4) ** 2, task.classes)),
         )
     )
+
+
+@lru_cache(maxsize=4)
+def backbone(model: ModelConfig, task: TaskConfig) -> Callable[[int], nn.Module]:
+    """Return the one builder of a configuration's backbone: seed to fresh weights."""
+    return partial(build, model, task)

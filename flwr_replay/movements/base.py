@@ -17,28 +17,22 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flwr_replay.config import require
+from flwr_replay.config.sections import require
 from flwr_replay.errors import RefusedError, RunError
-from flwr_replay.movements.asking import wait_for_nodes
-from flwr_replay.movements.evaluation import Pooled, beside, pool_answers
-from flwr_replay.movements.exchange import Exchanging
-from flwr_replay.movements.members import Member
-from flwr_replay.movements.recorder import Recorder, Snapshot
-from flwr_replay.movements.settings import Settings
+from flwr_replay.learning.training import learning_rate, refuse_single_batches
 from flwr_replay.payloads.common import Evaluate, Evaluation, Replayed
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.privacy.plan import mechanisms_of
-from flwr_replay.replay.forecast import exchanges_of
-from flwr_replay.replay.server import GenerativeReplay
-from flwr_replay.training import learning_rate, refuse_single_batches
-from flwr_replay.wire import (
-    Payload,
-    Request,
-    StateDict,
-    Weights,
-    array_record,
-    opened,
-)
+from flwr_replay.server.asking import wait_for_nodes
+from flwr_replay.server.evaluation import Pooled, beside, pool_answers
+from flwr_replay.server.exchange import Exchanging
+from flwr_replay.server.members import Member
+from flwr_replay.server.recorder import Recorder, Snapshot
+from flwr_replay.server.replay import GenerativeReplay
+from flwr_replay.server.replay_forecast import exchanges_of
+from flwr_replay.server.settings import Settings
+from flwr_replay.wire.payload import Payload, Request
+from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
 __all__ = ["Exchange", "Movement", "Settings"]
 
@@ -56,7 +50,7 @@ class Movement(Exchanging):
     def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
         super().__init__(config, settings, recorder)
         plan = self.settings.replaying
-        self.replay = GenerativeReplay(self, plan) if plan else None
+        self.replay = GenerativeReplay(self, plan, self.checkpoint) if plan else None
         self.elsewhere: Pooled | None = None  # the last metrics on other institutions' examples
 
     @classmethod
@@ -171,7 +165,7 @@ class Movement(Exchanging):
         Parameters
         ----------
         grid : Grid
-            Flower's, or `flwr_replay.engine.InlineGrid`.
+            Flower's, or `flwr_replay.runs.engine.InlineGrid`.
         initial_arrays : ArrayRecord
             The fresh global weights.
         num_rounds : int

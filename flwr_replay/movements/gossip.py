@@ -29,18 +29,18 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from flwr_replay.config import one_of, require
+from flwr_replay.config.sections import one_of, require
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.movements.base import Exchange
-from flwr_replay.movements.mailbox import Delivery, Mailbox, Parcel
-from flwr_replay.movements.members import Member
 from flwr_replay.movements.relay import Relay
-from flwr_replay.movements.settings import Settings
 from flwr_replay.movements.topology import TOPOLOGIES, Matrix, checked, mixing_matrix, read_matrices, receivers
 from flwr_replay.payloads.relay import Committed, Deliver, Released
 from flwr_replay.rng import derived_seed
-from flwr_replay.training import form_of
-from flwr_replay.wire import StateDict, array_record, opened
+from flwr_replay.server.mailbox import Delivery, Mailbox, Parcel
+from flwr_replay.server.members import Member
+from flwr_replay.server.settings import Settings
+from flwr_replay.wire.records import StateDict, array_record, opened
+from flwr_replay.wire.weights import form_of
 
 __all__ = ["Gossip", "GossipConfig"]
 

@@ -12,8 +12,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Movement
-from flwr_replay.movements.members import Member
-from flwr_replay.wire import Request, StateDict, array_record, opened
+from flwr_replay.server.members import Member
+from flwr_replay.wire.payload import Request
+from flwr_replay.wire.records import StateDict, array_record, opened
 
 __all__ = ["OneShot"]
 

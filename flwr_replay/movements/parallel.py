@@ -12,7 +12,8 @@ from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.payloads.common import Visited
-from flwr_replay.wire import Request, StateDict, Weights, array_record, opened
+from flwr_replay.wire.payload import Request
+from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
 __all__ = ["Parallel", "weighted_mean"]
 

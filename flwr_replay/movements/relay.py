@@ -10,8 +10,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Movement
-from flwr_replay.movements.members import Member
-from flwr_replay.wire import Payload, Request
+from flwr_replay.server.members import Member
+from flwr_replay.wire.payload import Payload, Request
 
 __all__ = ["Relay"]
 

@@ -10,9 +10,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
-from flwr_replay.movements.members import Member
 from flwr_replay.payloads.common import Visited
-from flwr_replay.wire import Request, StateDict, Weights, array_record
+from flwr_replay.server.members import Member
+from flwr_replay.wire.payload import Request
+from flwr_replay.wire.records import StateDict, Weights, array_record
 
 __all__ = ["Serial"]
 

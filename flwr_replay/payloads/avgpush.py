@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flwr_replay.payloads.relay import PeerVisit, Released
-from flwr_replay.wire import Request
+from flwr_replay.wire.payload import Request
 
 __all__ = ["Push"]
 

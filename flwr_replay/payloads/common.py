@@ -10,8 +10,9 @@ from typing import Any
 from flwr.app import RecordDict
 
 from flwr_replay.errors import WireError
-from flwr_replay.fields import instruction, model, notice, statistic
-from flwr_replay.wire import Payload, Request, Weights
+from flwr_replay.wire.fields import instruction, model, notice, statistic
+from flwr_replay.wire.payload import Payload, Request
+from flwr_replay.wire.records import Weights
 
 __all__ = [
     "MOST",
@@ -57,7 +58,7 @@ class Present(Payload):
     )
     proof: str = notice(
         default=""
-    )  # that it is the same one, where it returns as another node: flwr_replay/identity.py
+    )  # that it is the same one, where it returns as another node: flwr_replay/institution/identity.py
 
 
 @dataclass(frozen=True, kw_only=True)

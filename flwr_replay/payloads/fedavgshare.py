@@ -7,9 +7,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from flwr_replay.fields import instruction, per_sample, statistic
 from flwr_replay.payloads.common import Visit, Visited
-from flwr_replay.wire import Payload, Request
+from flwr_replay.wire.fields import instruction, per_sample, statistic
+from flwr_replay.wire.payload import Payload, Request
 
 __all__ = ["EnlargedVisit", "Give", "Given", "Receive", "Received", "number_shared"]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flwr_replay.fields import instruction, model
 from flwr_replay.payloads.common import LabelScale, Replayed, Visited
-from flwr_replay.wire import Request, Weights
+from flwr_replay.wire.fields import instruction, model
+from flwr_replay.wire.payload import Request
+from flwr_replay.wire.records import Weights
 
 __all__ = ["Differentiate", "Gradient"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flwr_replay.fields import instruction, statistic
 from flwr_replay.payloads.common import Evaluation, LabelScale, Spending, Spent
-from flwr_replay.wire import Request
+from flwr_replay.wire.fields import instruction, statistic
+from flwr_replay.wire.payload import Request
 
 __all__ = ["EvaluateOwn", "TrainOwn", "Trained"]
 

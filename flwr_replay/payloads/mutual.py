@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flwr_replay.fields import instruction, model, statistic
 from flwr_replay.payloads.common import Evaluation, LabelScale, Spending, Visited
 from flwr_replay.payloads.relay import PeerVisit, Released
-from flwr_replay.wire import Request, Weights
+from flwr_replay.wire.fields import instruction, model, statistic
+from flwr_replay.wire.payload import Request
+from flwr_replay.wire.records import Weights
 
 __all__ = ["EvaluatePair", "EvaluateWithProxy", "Mutual", "MutualVisited", "PairEvaluation", "ReleasedProxy"]
 

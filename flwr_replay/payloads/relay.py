@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from flwr_replay.fields import instruction, model, statistic
 from flwr_replay.payloads.common import LabelScale, Spending, Spent
-from flwr_replay.wire import Payload, Request, Weights
+from flwr_replay.wire.fields import instruction, model, statistic
+from flwr_replay.wire.payload import Payload, Request
+from flwr_replay.wire.records import Weights
 
 __all__ = ["Committed", "Deliver", "PeerVisit", "Released"]
 

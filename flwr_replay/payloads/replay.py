@@ -12,9 +12,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from flwr_replay.fields import instruction, model, per_sample, statistic
 from flwr_replay.payloads.common import LabelScale, Spending, Spent
-from flwr_replay.wire import Payload, Request, Weights
+from flwr_replay.wire.fields import instruction, model, per_sample, statistic
+from flwr_replay.wire.payload import Payload, Request
+from flwr_replay.wire.records import Weights
 
 __all__ = [
     "Codes",

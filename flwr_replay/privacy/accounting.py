@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config import one_of, require
+from flwr_replay.config.sections import one_of, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.privacy import importing_opacus
 

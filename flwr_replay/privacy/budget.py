@@ -16,7 +16,7 @@ from math import inf, isfinite
 from pathlib import Path
 
 from flwr_replay.errors import BudgetError
-from flwr_replay.files import Lines, alone, private_folder, read_lines, stamp, sync
+from flwr_replay.files.atomic import Lines, alone, private_folder, read_lines, stamp, sync
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 
 __all__ = ["Account"]

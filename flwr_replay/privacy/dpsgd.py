@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flwr_replay.config import require
+from flwr_replay.config.sections import require
 from flwr_replay.errors import ConfigError
 from flwr_replay.privacy import importing_opacus
 from flwr_replay.privacy.accounting import SampledGaussian

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flwr_replay.config import require
+from flwr_replay.config.sections import require
 from flwr_replay.models.staged import StagedModel
 
 __all__ = ["Ghost"]

@@ -8,13 +8,13 @@ from functools import lru_cache
 from math import inf, isfinite
 from typing import Any, Self
 
-from flwr_replay.config import RunConfig, require
+from flwr_replay.config.privacy import PrivacyConfig
+from flwr_replay.config.sections import RunConfig, require
 from flwr_replay.errors import BudgetError, ConfigError, PrivacyError
-from flwr_replay.fields import Field
 from flwr_replay.payloads.common import Evaluation
-from flwr_replay.privacy.accounting import SampledGaussian, epsilon, rounded_up
-from flwr_replay.privacy.config import PrivacyConfig
-from flwr_replay.wire import Payload, Row
+from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for, rounded_up
+from flwr_replay.wire.fields import Field
+from flwr_replay.wire.payload import Payload, Row
 
 __all__ = ["COUNTS", "NOTHING", "NO_PROOF", "PrivacyPlan", "mechanisms_of"]
 
@@ -298,8 +298,10 @@ def mechanisms_of(half: type[Any]) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def _sigma(plan: PrivacyPlan, examples: int) -> float:
     """Return the noise multiplier of an institution, the same in all mechanisms."""
+    if not plan.config.target_epsilon:
+        return plan.config.sigma
     samplings = [(min(1.0, batch / examples), examples // batch * epochs) for _, epochs, batch in plan.passes]
-    return plan.config.sigma_for(samplings, plan.config.delta_for(examples), plan.fixed())
+    return noise_for(plan.config.target_epsilon, plan.config.delta_for(examples), samplings, fixed=plan.fixed())
 
 
 def _check_end_to_end(config: RunConfig) -> None:

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from flwr_replay.errors import PrivacyError
-from flwr_replay.files import alone, write_atomic
+from flwr_replay.files.atomic import alone, write_atomic
 from flwr_replay.rng import derived_seed
 
 __all__ = ["Stream", "noise_stream", "secret_key"]

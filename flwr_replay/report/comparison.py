@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from flwr_replay.progress import shown_bytes
 from flwr_replay.report.epsilon import largest, shown_epsilon
+from flwr_replay.report.progress import shown_bytes
 
 __all__ = ["interval", "markdown", "notes", "overview", "paired_difference", "summarise", "table"]
 
@@ -145,7 +145,7 @@ def table(report: Mapping[str, Any]) -> str:
     Parameters
     ----------
     report : Mapping
-        As `flwr_replay.compare.compare_strategies` returns it.
+        As `flwr_replay.studies.compare.compare_strategies` returns it.
     """
     from rich.console import Console
     from rich.table import Table
@@ -176,7 +176,7 @@ def overview(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
     Parameters
     ----------
     reports : Mapping
-        Column heading to a report of `flwr_replay.compare.compare_strategies`.
+        Column heading to a report of `flwr_replay.studies.compare.compare_strategies`.
     """
     labels = list(dict.fromkeys(label for report in reports.values() for label in report["strategies"]))
     rows = []

@@ -17,7 +17,7 @@ def gaps(report: Mapping[str, Any]) -> list[str]:
     Parameters
     ----------
     report : Mapping
-        Of `flwr_replay.compare.compare_strategies`; its `against` is the reference.
+        Of `flwr_replay.studies.compare.compare_strategies`; its `against` is the reference.
 
     Returns
     -------

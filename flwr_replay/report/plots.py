@@ -25,7 +25,7 @@ def points(report: Mapping[str, Any]) -> bytes:
     Parameters
     ----------
     report : Mapping
-        As `flwr_replay.compare.compare_strategies` returns it.
+        As `flwr_replay.studies.compare.compare_strategies` returns it.
     """
     from matplotlib.figure import Figure
 
@@ -73,7 +73,7 @@ def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]]
     Parameters
     ----------
     report : Mapping
-        As `flwr_replay.compare.compare_strategies` returns it.
+        As `flwr_replay.studies.compare.compare_strategies` returns it.
     histories : Mapping
         By label, for each seed that ended well: (round, metric) in order.
     axis : str
@@ -114,7 +114,7 @@ def lines(reports: Mapping[str, Mapping[str, Any]], title: str) -> bytes:
     Parameters
     ----------
     reports : Mapping
-        Name on the axis to a report of `flwr_replay.compare.compare_strategies`.
+        Name on the axis to a report of `flwr_replay.studies.compare.compare_strategies`.
     title : str
         Of the picture.
 
@@ -204,7 +204,7 @@ def heat_map(found: Mapping[str, Any]) -> bytes:
     Parameters
     ----------
     found : Mapping
-        As `flwr_replay.forgetting.Forgetting.summary` returns it.
+        As `flwr_replay.report.forgetting.Forgetting.summary` returns it.
     """
     from matplotlib.figure import Figure
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from flwr_replay.config import TaskConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data import Dataset, Examples
 
 ROOT = Path(__file__).resolve().parents[2]

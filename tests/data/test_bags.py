@@ -9,10 +9,11 @@ import pytest
 import torch
 from slides import CLASSES, SEEN, TASK, F, write_slides
 
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.data import Examples, load
 from flwr_replay.errors import ConfigError, DataError
-from flwr_replay.institution import Institution, institution_of
+from flwr_replay.institution.node import institution_of
+from flwr_replay.institution.owner import Institution
 
 
 def task(folder, *more):
@@ -107,7 +108,7 @@ def test_files_that_cannot_be_are_named(tmp_path):
 
 
 def test_bags_are_not_replayed(tmp_path):
-    from flwr_replay.replay.plan import Replaying
+    from flwr_replay.generators.plan import Replaying
 
     with pytest.raises(ConfigError, match="replay needs images; task=histopathology has bags"):
         Replaying.of(compose([*TASK, "strategy=cwt", "replay=vqvae2"]))

@@ -8,7 +8,7 @@ import pytest
 from clinical import read, refused, truncate, write_csv
 from PIL import Image
 
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.data import load
 from flwr_replay.errors import ConfigError
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_replay.compose import choices, compose
-from flwr_replay.config import TaskConfig
+from flwr_replay.config.compose import choices, compose
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.clinical.subjects import divide
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.rng import derived_seed

@@ -6,8 +6,9 @@ import pytest
 from clinical import draw, levels, read, refused, truncate
 from PIL import Image
 
-from flwr_replay.progress import Display
-from flwr_replay.simulate import resolve, run_inline
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.options import resolve
+from flwr_replay.runs.simulate import run_inline
 
 SIZE = ("task.size=8",)
 MONTGOMERY, SHENZHEN = "MontgomerySet", "ChinaSet_AllFiles"

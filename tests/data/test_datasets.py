@@ -16,7 +16,7 @@ import pytest
 import yaml
 from numpy.typing import NDArray
 
-from flwr_replay.config import PartitionConfig, TaskConfig
+from flwr_replay.config.sections import PartitionConfig, TaskConfig
 from flwr_replay.data import load
 from flwr_replay.errors import ConfigError, DataError
 

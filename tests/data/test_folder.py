@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flwr_replay.config import PartitionConfig, TaskConfig
+from flwr_replay.config.sections import PartitionConfig, TaskConfig
 from flwr_replay.data import Dataset, load, partition
 from flwr_replay.errors import ConfigError, DataError
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flwr_replay.config import PartitionConfig, TaskConfig
+from flwr_replay.config.sections import PartitionConfig, TaskConfig
 from flwr_replay.data import Dataset, Examples, Partition, institution_name, load, mean_pairwise_ks, partition
 from flwr_replay.errors import ConfigError, DataError
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flwr_replay.config import PartitionConfig
+from flwr_replay.config.sections import PartitionConfig
 from flwr_replay.data import partition, show
 from flwr_replay.errors import RunError
 

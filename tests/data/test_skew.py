@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import ks_2samp
 
-from flwr_replay.data.skew import (
-    ks_matrix,
-    label_groups,
-    label_histogram,
-    mean_pairwise,
-    mean_pairwise_ks,
-    tv_matrix,
-)
+from flwr_replay.data.skew import ks_matrix, label_groups, label_histogram, mean_pairwise, mean_pairwise_ks, tv_matrix
 from flwr_replay.errors import DataError
 
 CLASSES = st.lists(st.lists(st.integers(-3, 6), min_size=1, max_size=30), min_size=1, max_size=5)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.data import load, partition
 from flwr_replay.data.partitions import scaled_contrast
 from flwr_replay.data.tables import CATEGORIES, NUMBERS

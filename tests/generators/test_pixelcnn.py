@@ -8,12 +8,12 @@ import pytest
 import torch
 import yaml
 
-from flwr_replay.config import GeneratorConfig, PriorConfig
+from flwr_replay.config.sections import GeneratorConfig, PriorConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.generators.base import by_level
 from flwr_replay.generators.pixelcnn import LabelBins, PixelCNN, build_prior
 from flwr_replay.generators.vqvae2 import build_generator
-from flwr_replay.training import generator, step
+from flwr_replay.learning.training import generator, step
 
 CONF = Path(__file__).parents[2] / "conf" / "prior"
 TINY = {"name": "pixelcnn", "width": 8, "layers": 2}

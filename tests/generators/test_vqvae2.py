@@ -10,11 +10,12 @@ import torch
 import yaml
 from sklearn.datasets import load_digits
 
-from flwr_replay.config import GeneratorConfig
+from flwr_replay.config.sections import GeneratorConfig
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.generators.base import by_level
 from flwr_replay.generators.vqvae2 import build_generator
-from flwr_replay.training import encoded, generator, load_arrays, step
+from flwr_replay.learning.training import generator, step
+from flwr_replay.wire.weights import encoded, load_arrays
 
 CONF = Path(__file__).parents[2] / "conf" / "generator"
 TINY = {"name": "vqvae2", "codes": 8, "dim": 4, "width": 8}

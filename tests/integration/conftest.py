@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flwr_replay.simulate import SuperLink, flower, flwr_run, free_port, superlink
+from flwr_replay.runs.superlink import SuperLink, flower, flwr_run, free_port, superlink
 
 HOSPITALS = Path(__file__).parents[2] / "docs" / "examples" / "hospitals"
 CLINICS = ("clinic-a", "clinic-b", "clinic-c")

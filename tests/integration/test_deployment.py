@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flwr_replay.progress import LogDisplay
-from flwr_replay.simulate import run_inline
+from flwr_replay.report.progress import LogDisplay
+from flwr_replay.runs.simulate import run_inline
 
 pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("deployment")]
 

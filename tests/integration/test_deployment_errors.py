@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from integration.conftest import HOSPITALS, TASK, supernode
 
-from flwr_replay.simulate import FAILED, SuperLink, flwr_run, superlink
+from flwr_replay.runs.simulate import FAILED
+from flwr_replay.runs.superlink import SuperLink, flwr_run, superlink
 
 pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("deployment")]
 AT_ONCE = 60  # seconds; without a reason Flower waits as long for a sign of life

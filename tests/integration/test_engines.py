@@ -9,9 +9,10 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from flwr_replay.compose import overrides_of
-from flwr_replay.progress import Display
-from flwr_replay.simulate import resolve, run_inline, run_ray
+from flwr_replay.config.compose import overrides_of
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.options import resolve
+from flwr_replay.runs.simulate import run_inline, run_ray
 
 
 @pytest.mark.parametrize("job", ["strategy=fedreplay cut=conv1 rounds=2 encoder-epochs=2 model.width=8"])
@@ -33,7 +34,7 @@ def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(tmp_pa
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))  # where the institutions' state lies, then too
     job = ["strategy=cwt", "model=mlp", "model.width=8", "nodes=2", "rounds=5000", "run-name=x"]
     job += ["--runs-dir", str(tmp_path)]
-    command = [sys.executable, "-c", "from flwr_replay.cli import main; main()", "run", "--engine", "ray", *job]
+    command = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()", "run", "--engine", "ray", *job]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     for line in run.stderr:
         if "round 2/5000" in line:

@@ -13,9 +13,9 @@ from typing import IO
 import psutil
 import pytest
 
-from flwr_replay.family import GRACE, MARK, members
+from flwr_replay.runs.processes import GRACE, MARK, members
 
-COMMAND = [sys.executable, "-c", "from flwr_replay.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()"]
 SMALL = ["model=mlp", "model.width=4", "nodes=2", "rounds=5000"]
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from flwr_replay.config import ModelConfig, TaskConfig
+from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.models import build
 
 TASK = TaskConfig(name="slides", format="bags", channels=5, size=3, classes=4)

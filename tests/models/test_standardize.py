@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from flwr_replay.compose import compose
-from flwr_replay.config import ModelConfig, TaskConfig
+from flwr_replay.config.compose import compose
+from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import build, split
 from flwr_replay.privacy.dpsgd import clipped_sums, refuse_mixing

@@ -6,8 +6,7 @@ import torch
 from hospitals import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 
-from flwr_replay.compose import choices, load_client, load_strategy
-from flwr_replay.fields import model
+from flwr_replay.config.compose import choices, load_client, load_strategy
 from flwr_replay.payloads.avgpush import Push
 from flwr_replay.payloads.common import Evaluate, Visit, Visited
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
@@ -16,6 +15,7 @@ from flwr_replay.payloads.mutual import EvaluatePair, TrainProxy
 from flwr_replay.payloads.relay import Deliver
 from flwr_replay.payloads.replay import TrainedPrior, TrainPrior
 from flwr_replay.privacy.plan import mechanisms_of
+from flwr_replay.wire.fields import model
 
 TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
 GROUP = ["model=cnn", "model.width=4", "model.norm=group"]

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from flwr_replay.errors import PrivacyError, RunError
-from flwr_replay.files import write_atomic
+from flwr_replay.files.atomic import write_atomic
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.budget import CHARGES, Account
 

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flwr_replay.config import ModelConfig, TaskConfig, TrainingConfig
+from flwr_replay.config.sections import ModelConfig, TaskConfig, TrainingConfig
 from flwr_replay.errors import ConfigError
+from flwr_replay.learning.tasks import Classification, Regression, Segmentation, make_task
+from flwr_replay.learning.training import make_optimizer
 from flwr_replay.models import StagedModel, build, freeze, placed
 from flwr_replay.privacy import dpsgd
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.dpsgd import clipped_sums, noisy_step, poisson_batches, refuse_mixing
 from flwr_replay.privacy.ghost import Ghost
 from flwr_replay.privacy.secret import Stream, noise_stream
-from flwr_replay.tasks import Classification, Regression, Segmentation, make_task
-from flwr_replay.training import make_optimizer
 
 IMAGES = TaskConfig(name="images", format="digits", channels=1, size=16, classes=3)
 MASKS = replace(IMAGES, kind="segmentation", classes=1)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.layers import stage
 from flwr_replay.models.staged import StagedModel
-from flwr_replay.privacy.config import PrivacyConfig
 from flwr_replay.privacy.dpsgd import clipped_sums
 
 EXTREMES = st.integers(-45, 38).map(lambda exponent: 10.0**exponent)

@@ -10,14 +10,14 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import PrivacyError
-from flwr_replay.institution import Institution
+from flwr_replay.institution.budgeted import Purse
+from flwr_replay.institution.owner import Institution
+from flwr_replay.institution.state import StateStore
 from flwr_replay.payloads.replay import TrainPrior
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.privacy.secret import KEY, Stream, noise_stream, secret_key
-from flwr_replay.privacy.visit import Purse
-from flwr_replay.state import StateStore
 
 
 def test_the_key_is_made_once_for_its_owner_only(tmp_path):

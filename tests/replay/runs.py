@@ -12,12 +12,12 @@ from hospitals import node_configs
 from safetensors.numpy import load_file
 
 from flwr_replay.client_app import app
-from flwr_replay.compose import compose, overrides_of
-from flwr_replay.engine import InlineGrid
+from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.generators.codes import unpack_codes
-from flwr_replay.progress import Display
-from flwr_replay.server_app import execute
-from flwr_replay.wire import StateDict, config_in
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import execute
+from flwr_replay.wire.records import StateDict, config_in
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}  # 4, 2 and 1 batches

@@ -11,11 +11,11 @@ from hospitals import write_shards
 from replay.runs import JOB, SIZES, B, run, same
 from torch.nn.functional import cross_entropy
 
-from flwr_replay.client_app import backbone
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.generators.vqvae2 import build_generator
+from flwr_replay.models.zoo import backbone
 from flwr_replay.rng import derived_seed
-from flwr_replay.training import to_arrays
+from flwr_replay.wire.weights import to_arrays
 
 G = 4  # the generator's batch size
 CODES = 32

@@ -9,16 +9,16 @@ from hospitals import node_configs, write_shards
 from replay.runs import FEW, JOB, SIZES, Watched, lines, run, same
 from safetensors.numpy import load_file
 
-from flwr_replay.cli import _summary
-from flwr_replay.compose import compose
+from flwr_replay.cli.main import _summary
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
-from flwr_replay.movements.members import Member
+from flwr_replay.institution.replay import GenerativeStages
 from flwr_replay.payloads.replay import TrainedPrior
-from flwr_replay.replay.institution import GenerativeStages
-from flwr_replay.server_app import settings_of
+from flwr_replay.runs.execute import settings_of
+from flwr_replay.server.members import Member
 from flwr_replay.strategies.cwt import CWT as CWTStrategy
-from flwr_replay.training import to_arrays
-from flwr_replay.wire import config_in, opened
+from flwr_replay.wire.records import config_in, opened
+from flwr_replay.wire.weights import to_arrays
 
 CWT, FEDAVG = ["strategy=cwt", *FEW], ["strategy=fedavg", *FEW, "rounds=2"]
 

@@ -8,9 +8,9 @@ from PIL import Image
 from replay.runs import simulated
 from safetensors.numpy import load_file
 
-from flwr_replay.compose import compose, overrides_of
-from flwr_replay.replay.plan import Replaying
-from flwr_replay.replay.replayer import Source, replayer_of
+from flwr_replay.config.compose import compose, overrides_of
+from flwr_replay.generators.plan import Replaying
+from flwr_replay.generators.sampler import Source, replayer_of
 
 AGES = [60 + 3 * n for n in range(40)]  # months
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.generators.codes import pack_codes, unpack_codes
-from flwr_replay.replay.plan import Replaying
-from flwr_replay.training import generator, step
+from flwr_replay.generators.plan import Replaying
+from flwr_replay.learning.training import generator, step
 
 
 @pytest.fixture(scope="module")

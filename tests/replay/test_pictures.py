@@ -6,9 +6,9 @@ from hospitals import write_shards
 from PIL import Image
 from replay.runs import FEW, GENERATOR, PRIOR, SIZES, run
 
-from flwr_replay.progress import Display
-from flwr_replay.replay.pictures import draw_grid
-from flwr_replay.simulate import run_inline
+from flwr_replay.institution.pictures import draw_grid
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.simulate import run_inline
 
 TILE = 3 * 8 + 3  # larger, and a border
 WIDTH = 12 * TILE + 3

@@ -11,24 +11,25 @@ from flwr.app import Message
 from hospitals import node_configs, write_shards
 from replay.runs import FEW, JOB, B, broken, run, same, simulated
 
-from flwr_replay.client_app import app, backbone
-from flwr_replay.compose import compose, load_strategy, overrides_of
-from flwr_replay.engine import InlineGrid
+from flwr_replay.client_app import app
+from flwr_replay.config.compose import compose, load_strategy, overrides_of
 from flwr_replay.errors import ConfigError
-from flwr_replay.forecast import forecast
+from flwr_replay.generators.plan import Replaying
+from flwr_replay.generators.sampler import Replayer
+from flwr_replay.institution.budgeted import PrivateVisit
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.common import Evaluate, RollCall
 from flwr_replay.payloads.replay import EncodeImages
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon, rounded_up
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.secret import noise_stream
-from flwr_replay.privacy.visit import PrivateVisit
-from flwr_replay.replay.plan import Replaying
-from flwr_replay.replay.replayer import Replayer
 from flwr_replay.rng import derived_seed
-from flwr_replay.server_app import settings_of
-from flwr_replay.tasks import make_task
-from flwr_replay.training import to_arrays
-from flwr_replay.wire import config_in
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import settings_of
+from flwr_replay.runs.forecast import forecast
+from flwr_replay.wire.records import config_in
+from flwr_replay.wire.weights import to_arrays
 
 SIZES = {"a": 48, "b": 40, "c": 24}
 SMALL = ["strategy=cwt", *FEW, "model.norm=group"]

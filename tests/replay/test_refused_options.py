@@ -3,10 +3,10 @@
 import pytest
 from replay.runs import JOB
 
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
-from flwr_replay.progress import Display
-from flwr_replay.server_app import execute
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.execute import execute
 
 VQVAE2, PIXELCNN, GRADIENT = "replay=vqvae2", "replay=pixelcnn", "generator.codebook=gradient"
 END_TO_END = [PIXELCNN, GRADIENT, "dp=end-to-end", "model.norm=group"]

@@ -8,11 +8,11 @@ import torch
 from hospitals import write_shards
 from replay.runs import FEW, JOB, SIZES, B, K, N, run
 
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.generators.codes import pack_codes
-from flwr_replay.replay.plan import Replaying
-from flwr_replay.replay.replayer import Replayer, Source
-from flwr_replay.training import to_arrays
+from flwr_replay.generators.plan import Replaying
+from flwr_replay.generators.sampler import Replayer, Source
+from flwr_replay.wire.weights import to_arrays
 
 
 def rng():

@@ -3,8 +3,8 @@
 import pytest
 from replay.runs import FEW, TASK, broken, run, same
 
-from flwr_replay.compose import compose
-from flwr_replay.server_app import settings_of
+from flwr_replay.config.compose import compose
+from flwr_replay.runs.execute import settings_of
 from flwr_replay.strategies.cwt import CWT
 
 BREAKS = {

@@ -9,16 +9,17 @@ import torch
 from hospitals import fresh
 from torch.nn.functional import cross_entropy
 
-from flwr_replay.client_app import app, backbone
-from flwr_replay.compose import compose
-from flwr_replay.engine import InlineGrid
+from flwr_replay.client_app import app
+from flwr_replay.config.compose import compose
+from flwr_replay.data.dealt import dealt
 from flwr_replay.errors import RefusedError, RunError
-from flwr_replay.institution import dealt
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
 from flwr_replay.rng import derived_seed
+from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.strategies.central import Central
-from flwr_replay.tasks import make_task
-from flwr_replay.wire import opened
+from flwr_replay.wire.records import opened
 
 N, B = 90, 16
 

@@ -10,16 +10,17 @@ from flwr.app import Error, Message
 from hospitals import Seen, fresh, node_configs, write_shards
 from torch.nn.functional import cross_entropy
 
-from flwr_replay.client_app import app, backbone
-from flwr_replay.compose import compose
-from flwr_replay.engine import InlineGrid
+from flwr_replay.client_app import app
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import DivergedError, RunError
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
-from flwr_replay.movements.recorder import Recorder
 from flwr_replay.rng import derived_rng, derived_seed
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.server.recorder import Recorder
 from flwr_replay.strategies.cwt import CWT
-from flwr_replay.tasks import make_task
-from flwr_replay.wire import config_in, metrics_in, opened
+from flwr_replay.wire.records import config_in, metrics_in, opened
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}  # 4, 2 and 1 iterations

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from torch.nn.functional import cross_entropy
 
-from flwr_replay.client_app import app, backbone
-from flwr_replay.compose import compose, load_strategy
-from flwr_replay.engine import InlineGrid
+from flwr_replay.client_app import app
+from flwr_replay.config.compose import compose, load_strategy
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import weighted_mean
 from flwr_replay.rng import derived_seed
-from flwr_replay.tasks import make_task
-from flwr_replay.wire import config_in, opened
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.wire.records import config_in, opened
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}

@@ -5,9 +5,9 @@ import pytest
 from averaging import JOB, SIZES, agree, local_sgd, mean, run, same
 from hospitals import write_shards
 
-from flwr_replay.client_app import backbone
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
+from flwr_replay.models.zoo import backbone
 from flwr_replay.rng import derived_seed
 
 

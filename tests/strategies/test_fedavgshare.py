@@ -11,17 +11,17 @@ from hospitals import write_shards
 from safetensors.numpy import load_file
 
 from flwr_replay.check import check_strategy
-from flwr_replay.client_app import backbone
 from flwr_replay.clients.fedavgshare import FedAvgShareClient
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RefusedError
-from flwr_replay.forecast import forecast_page
+from flwr_replay.institution.policy import Policy
+from flwr_replay.learning.training import generator
+from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.fedavgshare import Given
-from flwr_replay.policy import Policy
-from flwr_replay.progress import Display
+from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.simulate import run_inline
-from flwr_replay.training import generator
+from flwr_replay.runs.forecast import forecast_page
+from flwr_replay.runs.simulate import run_inline
 
 
 @pytest.fixture

@@ -11,18 +11,19 @@ from hospitals import Seen, fresh, node_configs, write_shards
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from flwr_replay.client_app import app, backbone
-from flwr_replay.compose import compose, overrides_of
-from flwr_replay.engine import InlineGrid
+from flwr_replay.client_app import app
+from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.latents import unpack
+from flwr_replay.learning.latents import unpack
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
-from flwr_replay.progress import Display
-from flwr_replay.server_app import execute
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import execute
 from flwr_replay.strategies.fedreplay import FedReplay
-from flwr_replay.tasks import make_task
-from flwr_replay.training import to_arrays
-from flwr_replay.wire import arrays_in, config_in, opened
+from flwr_replay.wire.records import arrays_in, config_in, opened
+from flwr_replay.wire.weights import to_arrays
 
 SIZES = {"a": 40, "b": 64, "c": 21}
 QUICK = ["encoder=random", "rounds=1"]

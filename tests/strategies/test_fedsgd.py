@@ -10,20 +10,20 @@ from hospitals import write_shards
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from flwr_replay.client import InstitutionClient
-from flwr_replay.client_app import backbone
 from flwr_replay.clients import fedsgd
-from flwr_replay.compose import compose
-from flwr_replay.config import TrainingConfig
-from flwr_replay.engine import InlineGrid
-from flwr_replay.institution import Institution
+from flwr_replay.config.compose import compose
+from flwr_replay.config.sections import TrainingConfig
+from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.institution.owner import Institution
+from flwr_replay.learning.tasks import Classification
+from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
 from flwr_replay.rng import derived_seed
+from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.serve import serve
 from flwr_replay.strategies.fedsgd import FedSGD
-from flwr_replay.tasks import Classification
-from flwr_replay.training import to_arrays
-from flwr_replay.wire import array_record, opened
+from flwr_replay.wire.records import array_record, opened
+from flwr_replay.wire.weights import to_arrays
 
 RATE = 0.3
 

@@ -10,17 +10,20 @@ from hospitals import Seen, node_configs, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
-from flwr_replay import client, client_app, institution
-from flwr_replay.client_app import app, backbone
-from flwr_replay.compose import compose, overrides_of
-from flwr_replay.engine import InlineGrid
+from flwr_replay import client_app
+from flwr_replay.client_app import app
+from flwr_replay.config.compose import compose, overrides_of
+from flwr_replay.institution import client
+from flwr_replay.institution import owner as institution
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
-from flwr_replay.progress import Display
+from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.server_app import execute
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import execute
 from flwr_replay.strategies.local import Local
-from flwr_replay.tasks import make_task
-from flwr_replay.wire import array_record
+from flwr_replay.wire.records import array_record
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}

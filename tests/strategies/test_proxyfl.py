@@ -9,17 +9,18 @@ import torch
 from peers import JOB, NAMES, Grid, N, broken, hospitals, run, same
 from torch.nn import functional
 
-from flwr_replay.client_app import backbone
-from flwr_replay.compose import compose
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import BudgetError, ConfigError, RefusedError, RunError
-from flwr_replay.forecast import forecast_page
+from flwr_replay.learning.training import batches, generator
+from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.mutual import ReleasedProxy
 from flwr_replay.privacy.budget import Account
 from flwr_replay.privacy.plan import PrivacyPlan
-from flwr_replay.progress import Display
+from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.simulate import resolve, run_inline
-from flwr_replay.training import batches, generator
+from flwr_replay.runs.forecast import forecast_page
+from flwr_replay.runs.options import resolve
+from flwr_replay.runs.simulate import run_inline
 
 PROXYFL = ["strategy=proxyfl", "rounds=2"]
 DP = ["dp=proxy", "sigma=2", "delta=0.01"]
@@ -206,7 +207,7 @@ def test_a_kill_between_charge_and_release_never_lowers_epsilon(folder, stage):
 
 
 def test_a_charge_is_on_the_disk_before_the_proxy_trains(folder, monkeypatch):
-    from flwr_replay.mutual import MutualLearner
+    from flwr_replay.institution.mutual import MutualLearner
 
     def killed(self, x_B, y_B):
         raise KeyboardInterrupt

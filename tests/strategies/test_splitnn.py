@@ -11,18 +11,21 @@ from hospitals import Seen, fresh, node_configs, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
-from flwr_replay import client, institution
-from flwr_replay.client_app import app, backbone
-from flwr_replay.compose import compose, load_strategy, overrides_of
-from flwr_replay.engine import InlineGrid
+from flwr_replay.client_app import app
+from flwr_replay.config.compose import compose, load_strategy, overrides_of
 from flwr_replay.errors import DivergedError, FlwrReplayError, RunError
+from flwr_replay.institution import client
+from flwr_replay.institution import owner as institution
 from flwr_replay.models import placed
-from flwr_replay.progress import Display
+from flwr_replay.models.zoo import backbone
+from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.server_app import execute, settings_of
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import execute, settings_of
 from flwr_replay.strategies.splitnn import group_sizes
-from flwr_replay.training import to_arrays
-from flwr_replay.wire import REQUESTS, array_record, arrays_in, config_in, opened
+from flwr_replay.wire.payload import REQUESTS
+from flwr_replay.wire.records import array_record, arrays_in, config_in, opened
+from flwr_replay.wire.weights import to_arrays
 
 B, LR = 16, 0.05
 SIZES = {"a": 70, "b": 33, "c": 5}  # 4, 2 and 1 batches

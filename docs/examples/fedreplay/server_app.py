@@ -7,10 +7,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from task import net
 
-from flwr_replay.config import TrainingConfig  # changed: was flwr.serverapp.strategy, FedAvg
+from flwr_replay.config.sections import TrainingConfig  # changed: was flwr.serverapp.strategy, FedAvg
+from flwr_replay.learning.tasks import Classification  # changed
 from flwr_replay.movements.base import Settings  # changed
 from flwr_replay.strategies.fedreplay import FedReplay, FedReplayConfig  # changed
-from flwr_replay.tasks import Classification  # changed
 
 app = ServerApp()
 

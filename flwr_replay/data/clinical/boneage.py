@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config import TaskConfig, require
+from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.clinical.subjects import Case, divide, keyed_rows, pictures, root_of
 from flwr_replay.data.readers import Raw, picture
 from flwr_replay.errors import DataError

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config import TaskConfig, require
+from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.clinical.subjects import divide, each, keyed_rows, root_of
 from flwr_replay.data.readers import Raw, line_of
 from flwr_replay.errors import ConfigError, DataError

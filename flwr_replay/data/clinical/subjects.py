@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config import TaskConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, data_root
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.rng import derived_seed

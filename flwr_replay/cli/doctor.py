@@ -1,0 +1,79 @@
+"""What this machine has: versions, ports, write access, Ray, GPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import socket
+from pathlib import Path
+
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import home, make_folder
+from flwr_replay.runs.directory import PACKAGES
+from flwr_replay.runs.superlink import flower
+
+__all__ = ["examine"]
+
+PORTS = {8000: "SuperLink", 9094: "SuperNode"}  # Flower's defaults
+
+
+def examine() -> tuple[bool, str]:
+    """Return whether a run can work here, and a line for each finding."""
+    findings: list[tuple[bool, str]] = []
+    for name in PACKAGES:
+        findings.append(_version(name))
+    for port, who in PORTS.items():
+        free = _free(port)
+        advice = "free" if free else "in use: a SuperLink may run already, or choose another with --port"
+        findings.append((True, f"port {port} ({who}): {advice}"))
+    for folder, what in ((home(), "home"), (Path("runs").absolute(), "runs-dir")):
+        existed = folder.exists()
+        try:
+            make_folder(folder, what)
+            findings.append(
+                (True, f"{what}: {folder} can be written, {shutil.disk_usage(folder).free / 1e9:.0f} GB free")
+            )
+            if not existed:
+                folder.rmdir()
+        except RunError as error:
+            findings.append((False, str(error)))
+    for tool in ("flwr", "flower-superlink", "flower-supernode"):
+        found = shutil.which(flower(tool))
+        findings.append(
+            (found is not None, f"{tool}: {found or 'not on PATH; activate the environment, or use uv run'}")
+        )
+    findings.append(_ray())
+    findings.append(_gpu())
+    return all(ok for ok, _ in findings), "\n".join(f"{'ok ' if ok else 'NO '} {text}" for ok, text in findings)
+
+
+def _version(name: str) -> tuple[bool, str]:
+    from importlib import metadata
+
+    try:
+        return True, f"{name} {metadata.version(name)}"
+    except metadata.PackageNotFoundError:
+        return False, f"{name} is missing: pip install {name}"
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _ray() -> tuple[bool, str]:
+    try:
+        importlib.import_module("ray")
+    except ImportError as error:
+        return False, f"Ray does not load: {error}"
+    return True, f"Ray loads; {os.cpu_count()} cores for its actors"
+
+
+def _gpu() -> tuple[bool, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return True, "GPU: none; training runs on the CPU"
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return True, f"GPU: {names}"

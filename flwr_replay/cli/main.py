@@ -1,0 +1,238 @@
+"""The command line: flwr-replay run | compare | study | strategies | data show | privacy | doctor.
+
+Nothing heavy is imported before a command needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from click.exceptions import Abort, ClickException, NoArgsIsHelpError
+
+from flwr_replay.cli.privacy import app as privacy
+from flwr_replay.errors import ConfigError, FlwrReplayError
+
+__all__ = ["app", "main"]
+
+NO_MEMORY = re.compile("can't allocate memory|out of memory")  # PyTorch's words
+
+app = typer.Typer(
+    help="Federated learning for institutions whose data differ, on Flower.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+data = typer.Typer(help="Look at data sets and how they are dealt.", no_args_is_help=True)
+app.add_typer(data, name="data")
+app.add_typer(privacy, name="privacy")
+
+Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
+RunsDir = Annotated[str, typer.Option("--runs-dir", help="Where run directories go.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Engine = Annotated[str, typer.Option("--engine", help="inline: in this process | ray: Flower's Ray simulation.")]
+
+
+@app.command()
+def run(
+    options: Options = None,
+    engine: Engine = "inline",
+    runs_dir: RunsDir = "runs",
+    resume: Annotated[str | None, typer.Option("--resume", help="A run directory to go on with.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would travel; train nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run one method on one task; without options FedReplay on the digits of scikit-learn.
+
+    An option is any of conf/: strategy=cwt task=mnist task.data-dir=DIR partition=ks ks=0.6 model=resnet18 rounds=5.
+    """
+    _refuse_empty(runs_dir=runs_dir, resume=resume)
+    _engine(engine)
+    _say("loading …")
+    from flwr_replay.report.progress import TerminalDisplay
+    from flwr_replay.runs.options import resolve
+    from flwr_replay.runs.simulate import run_inline, run_ray
+
+    overrides, config = resolve(options or [], runs_dir, resume or "")
+    if dry_run:
+        from flwr_replay.runs.forecast import forecast, forecast_page
+
+        print(json.dumps([asdict(line) for line in forecast(config)], indent=2) if as_json else forecast_page(config))
+        return
+    result, folder = run_ray(overrides) if engine == "ray" else run_inline(overrides, TerminalDisplay())
+    print(json.dumps(result, indent=2) if as_json else _summary(result, folder))
+
+
+@app.command()
+def compare(
+    strategies: Annotated[str, typer.Argument()],
+    options: Options = None,
+    against: Annotated[
+        str | None, typer.Option("--against", help="Differences are to this one; default: the last.")
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option("--metric", help="accuracy, loss, …; default: the task's leading one.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
+    runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Run several methods on the same seeds; seeds=3 means seeds 0, 1, 2. Finished runs are not repeated.
+
+    STRATEGIES are comma-separated, with options of their own after a colon: fedavg,cwt,fedreplay,fedreplay:cut=layer2.
+    Options are for all methods; fedreplay.cut=layer2 is for one. Exit code 1: some runs failed, the table says why.
+    """
+    _refuse_empty(runs_dir=runs_dir, against=against, metric=metric)
+    _say("loading …")
+    from flwr_replay.studies.compare import compare_strategies
+
+    names, place = strategies.split(","), Path(runs_dir)
+    table, report = compare_strategies(names, options or [], against or "", jobs, place, metric or "")
+    print(json.dumps(report, indent=2) if as_json else table)
+    if any("error" in cell for cell in report["cells"]):
+        sys.exit(1)
+
+
+@app.command()
+def study(
+    name: Annotated[str, typer.Argument()],
+    data: Annotated[str | None, typer.Option("--data", help="The folder that the studies' data lie under.")] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", help="Parts of the study, comma-separated; default: all.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Run a paper's table as several comparisons: one of those that simulations/ describes.
+
+    Finished runs are not repeated. Exit code 1: some runs failed.
+    """
+    _refuse_empty(runs_dir=runs_dir, data=data, only=only)
+    _say("loading …")
+    from flwr_replay.studies.study import run_study
+
+    text, whole = run_study(name, data or "", jobs, Path(runs_dir), [part for part in (only or "").split(",") if part])
+    print(text)
+    if not whole:
+        sys.exit(1)
+
+
+@app.command()
+def strategies(as_json: AsJson = False) -> None:
+    """List the methods: what each does, and what travels."""
+    from flwr_replay.runs.forecast import describe_strategies
+
+    described = describe_strategies()
+    if as_json:
+        print(json.dumps(described, indent=2))
+        return
+    for name, (idea, travels) in described.items():
+        print(f"{name}\n  {idea}\n  Travels: {travels}\n")
+
+
+@data.command("show")
+def show(
+    options: Options = None,
+    out: Annotated[str, typer.Option("--out", help="Where the plots go.")] = "data-show",
+) -> None:
+    """Print and plot each institution's label histogram and the KS and TV matrices."""
+    _refuse_empty(out=out)
+    from flwr_replay.data.dealt import loaded
+    from flwr_replay.data.show import show as describe
+    from flwr_replay.files.atomic import make_folder
+    from flwr_replay.runs.options import resolve
+    from flwr_replay.runs.simulate import check_run
+
+    _, config = resolve(options or [], ".", "")
+    part = check_run(config)
+    print(describe(loaded(config.task), part, make_folder(Path(out).absolute(), "--out")))
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: versions, ports, write access, Ray, GPU."""
+    from flwr_replay.cli.doctor import examine
+
+    healthy, text = examine()
+    print(text)
+    sys.exit(0 if healthy else 1)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line and exit code 2."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: what runs is put away
+    try:
+        code = app(standalone_mode=False)
+    except NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (FlwrReplayError, OSError, ClickException) as error:
+        text = error.format_message() if isinstance(error, ClickException) else str(error)
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
+            raise
+        text = " ".join(str(error).split()) or "no more is to be had"
+        print(
+            f"error: this machine's memory is not enough ({text[:200]}): choose smaller models, images or batches",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    except (KeyboardInterrupt, Abort):
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse_empty(**options: str | None) -> None:
+    """Refuse an option that was given without a value, as an unset variable of a shell does."""
+    for name, value in options.items():
+        if value is not None and not value.strip(", "):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must not be empty; got {value!r}: give a value or leave it out"
+            )
+
+
+def _engine(engine: str) -> None:
+    if engine not in ("inline", "ray"):
+        raise ConfigError(f"--engine must be inline or ray; got {engine!r}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _summary(result: dict[str, Any], folder: Path) -> str:
+    from flwr_replay.privacy.accounting import rounded_up
+    from flwr_replay.report.epsilon import beside
+    from flwr_replay.report.missing import lacking
+    from flwr_replay.report.progress import shown_bytes
+
+    leading, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
+    lines = [
+        f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f}{unit} "
+        f"(best {result['best'][leading]:.4f} in round {result['best']['round']}){beside(result)}{lacking(result)}",
+        *(f"  {name}: {metrics[leading]:.4f}" for name, metrics in result["final"]["institutions"].items()),
+        f"training labels: mean pairwise KS {result['skew']['ks']:.3f}, TV {result['skew']['tv']:.3f}; "
+        f"{result['skew']['dropped']:,} examples left out",
+        f"sent: up {shown_bytes(result['bytes']['up'])}, down {shown_bytes(result['bytes']['down'])}",
+    ]
+    up = result["bytes-by-kind"]["up"]
+    if count := up.get("per-sample", 0) + up.get("per-sample-raw", 0):
+        raw = up.get("raw-bytes-they-stand-for")
+        place = f" in place of {shown_bytes(raw)} of raw data" if raw else ""
+        lines.append(f"of single patients: {shown_bytes(count)} went up{place}; they are not differentially private")
+    if told := {name: one for name, one in result["privacy"].items() if one}:
+        lines.append(result["privacy-claim"])
+        for name, one in told.items():
+            bound = None if one["epsilon"] is None else (rounded_up(one["epsilon"]), rounded_up(one["delta"], 2))
+            known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
+            lines.append(f"  {name}: {known}{one['mechanism']}")
+    lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
+    return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])

@@ -1,0 +1,158 @@
+"""The command line's `privacy`: epsilon, the noise for an epsilon, epsilon against epochs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flwr_replay.errors import ConfigError
+
+if TYPE_CHECKING:  # NumPy and Opacus take seconds to import
+    from flwr_replay.privacy.accounting import SampledGaussian
+
+__all__ = ["app"]
+
+# Qu et al. 2022, section 4.4 and Fig. 7: |D|, epochs, delta, the epsilon that they report; batch 32, noise 0.7.
+PAPER = ((1144, 225, 8.7e-4, 17.8), (10_000, 300, 1e-5, 5.0))
+
+app = typer.Typer(help="Epsilon of DP-SGD with Poisson sampling.", no_args_is_help=True)
+
+Examples = Annotated[int, typer.Option("--examples", min=1, help="|D|, of one institution.")]
+Batch = Annotated[int, typer.Option("--batch", help="b: an example joins a step with probability b/|D|.")]
+Noise = Annotated[float, typer.Option("--noise", min=0.01, help="Sigma, in units of the clipping norm.")]
+Epochs = Annotated[int, typer.Option("--epochs", min=1, help="Of ⌊|D|/b⌋ steps each.")]
+Delta = Annotated[float, typer.Option("--delta", help="0: 1/|D|.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.command("epsilon")
+def show_epsilon(
+    examples: Examples, batch: Batch, noise: Noise, epochs: Epochs, delta: Delta = 0.0, as_json: AsJson = False
+) -> None:
+    """Print epsilon of DP-SGD by Rényi DP (RDP) and by privacy loss random variables (PRV), with the steps."""
+    from flwr_replay.privacy.accounting import SampledGaussian
+
+    _say("computing …")
+    cost = SampledGaussian.of_epochs(examples=examples, batch=batch, sigma=noise, epochs=epochs)
+    _print(cost, examples, batch, epochs, delta or 1 / examples, as_json)
+
+
+@app.command("noise")
+def show_noise(
+    epsilon: Annotated[float, typer.Option("--epsilon", help="The target.")],
+    examples: Examples,
+    batch: Batch,
+    epochs: Epochs,
+    delta: Delta = 0.0,
+    accountant: Annotated[str, typer.Option("--accountant", help="rdp | prv, which is tighter and slow.")] = "rdp",
+    as_json: AsJson = False,
+) -> None:
+    """Print the least noise that keeps DP-SGD within an epsilon."""
+    from flwr_replay.privacy.accounting import SampledGaussian, noise_for
+
+    _say("computing …")
+    delta = delta or 1 / examples
+    cost = SampledGaussian.of_epochs(examples=examples, batch=batch, sigma=0, epochs=epochs)
+    sigma = math.ceil(1e4 * noise_for(epsilon, delta, [(cost.rate, cost.steps)], accountant)) / 1e4
+    _print(replace(cost, sigma=sigma), examples, batch, epochs, delta, as_json)
+
+
+@app.command("plot")
+def plot(
+    examples: Annotated[str, typer.Option("--examples", help="|D| of several institutions, comma-separated.")],
+    batch: Batch = 32,
+    noise: Noise = 0.7,
+    epochs: Epochs = 300,
+    delta: Delta = 0.0,
+    out: Annotated[str, typer.Option("--out", help="The picture's file.")] = "epsilon.png",
+) -> None:
+    """Draw epsilon (RDP) against epochs for several |D|, as Fig. 7 of Qu et al. 2022, with their points beside ours."""
+    from flwr_replay.files.atomic import make_folder, write_atomic
+    from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+    from flwr_replay.report.plots import epsilons
+
+    _say("computing …")
+    sizes, curves, marks, lines = _sizes(examples), {}, {}, []
+    for size in sizes:
+        whole = SampledGaussian.of_epochs(examples=size, batch=batch, sigma=noise, epochs=epochs)
+        until = [(at, replace(whole, steps=whole.steps // epochs * at)) for at in range(1, epochs + 1)]
+        at_delta = delta or 1 / size
+        curve = [(float(at), epsilon([cost], at_delta)) for at, cost in until]
+        curves[f"|D| = {size:,}, δ = {at_delta:.2g}"] = curve
+        lines.append(f"|D| = {size:,}, delta {at_delta:.2g}: epsilon {curve[-1][1]:.1f} after {epochs} epochs (RDP)")
+    for size, at, their_delta, theirs in PAPER:
+        if size in sizes and (batch, noise) == (32, 0.7):
+            cost = SampledGaussian.of_epochs(examples=size, batch=batch, sigma=noise, epochs=at)
+            rdp, prv = (epsilon([cost], their_delta, accountant) for accountant in ("rdp", "prv"))
+            marks[sizes.index(size)] = (float(at), theirs, rdp)
+            lines.append(
+                f"|D| = {size:,}, delta {their_delta:.2g}: after {at} epochs ({cost.steps:,} steps) the paper reports "
+                f"{theirs}; we find {rdp:.1f} (RDP) and {prv:.1f} (PRV)"
+            )
+    file = Path(out).absolute()
+    make_folder(file.parent, "--out's folder")
+    write_atomic(file, epsilons(curves, marks, f"DP-SGD, batch {batch}, noise {noise:g}, Poisson sampling, RDP"))
+    print("\n".join([*lines, str(file)]))
+
+
+@app.command("digest")
+def show_digest(file: Annotated[Path, typer.Argument(help="A .safetensors file with an encoder's weights.")]) -> None:
+    """Print the digest by which an institution's policy (weights) allows these weights."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    from flwr_replay.files.tensors import digest
+
+    try:
+        print(digest(load_file(file)))
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"privacy digest reads a .safetensors file; got {file}: {error}") from None
+
+
+def _sizes(examples: str) -> list[int]:
+    try:
+        return [int(size) for size in examples.split(",")]
+    except ValueError:
+        raise ConfigError(f"--examples takes whole numbers, comma-separated; got {examples!r}") from None
+
+
+def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta: float, as_json: bool) -> None:
+    from flwr_replay.privacy.accounting import epsilon, rounded_up
+
+    bound = epsilon([cost], delta)
+    found: dict[str, float | None] = {"rdp": bound}
+    try:
+        found["prv"] = epsilon([cost], delta, "prv")
+    except ConfigError as error:  # beyond its reach; RDP's bound stands
+        found["prv"] = None
+        _say(str(error))
+    report: dict[str, Any] = {
+        "epsilon": found,
+        "delta": delta,
+        "noise": cost.sigma,
+        "examples": examples,
+        "batch": batch,
+        "rate": cost.rate,
+        "epochs": epochs,
+        "steps": cost.steps,
+    }
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    rdp, prv = rounded_up(bound, 4), "" if found["prv"] is None else f", {rounded_up(found['prv'], 4)} (PRV)"
+    print(
+        f"epsilon {rdp} (RDP){prv} at delta {rounded_up(delta, 2)}, noise {cost.sigma:g}\n"
+        f"{epochs} epochs of {examples // batch:,} steps make {cost.steps:,}; sampling rate {batch}/{examples:,} = "
+        f"{cost.rate:.4g}\n"
+        "for neighbours that differ by one example, with Poisson sampling; shuffled epochs are not covered"
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,345 @@
+"""From what a user typed to a `RunConfig`, the same way on both sides of the wire.
+
+Options come as Hydra overrides (`flwr-replay run task=mnist cut=layer2`) or in Flower's run config, whose key
+`overrides` holds any further Hydra overrides as one text. A hyphen in a key is an underscore, and an option may be
+named without its section where the name is unique: `cut=layer2` is `strategy.cut=layer2`.
+
+At an institution the options come from the server, which nobody there trusts: Hydra composes the files in `conf/`, and
+reads an option's value by its grammar alone, as a number, a text or a list. No interpolation and no function is known.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, fields
+from functools import cache, lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from flwr_replay.config.privacy import PrivacyConfig
+from flwr_replay.config.sections import (
+    GeneratorConfig,
+    ModelConfig,
+    PartitionConfig,
+    PriorConfig,
+    ReplayConfig,
+    RunConfig,
+    TaskConfig,
+    TrainingConfig,
+)
+from flwr_replay.errors import ConfigError, nearest
+
+__all__ = [
+    "SECTIONS",
+    "choices",
+    "compose",
+    "from_run_config",
+    "load_client",
+    "load_strategy",
+    "model_named",
+    "overrides_of",
+    "to_yaml",
+]
+
+GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset")
+BY_STRATEGY = "by_strategy"  # of a preset: by strategy, options by their full names, set where it is chosen
+DEFAULT = "default"  # the file of a preset for every task that has none of its own
+COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
+COUNTS = ("nodes", "rounds", "seed")  # a study's file must give them some number: 0 is as conf/config.yaml has it
+LONGEST = 20_000  # characters of all options together; Hydra's parser takes time by their square, here seconds
+WHOLE = 10**18
+CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+SHOWN = 80  # characters of a wrong value in an error line
+SECTIONS: dict[str, type] = {
+    "task": TaskConfig,
+    "partition": PartitionConfig,
+    "model": ModelConfig,
+    "training": TrainingConfig,
+    "replay": ReplayConfig,
+    "generator": GeneratorConfig,
+    "prior": PriorConfig,
+    "privacy": PrivacyConfig,
+}
+SPELLED_OUT = ("generator", "prior")  # sections whose options are named in full where another section has the same
+
+
+def conf_dir() -> Path:
+    """Return the folder of YAML choices, in a checkout, a FAB or a wheel."""
+    return Path(next(iter(importlib.import_module("flwr_replay.conf").__path__)))
+
+
+def choices(group: str) -> list[str]:
+    """List what a config group offers: `choices("strategy")`."""
+    return sorted({path.stem for path in (conf_dir() / group).iterdir() if path.is_dir() or path.suffix == ".yaml"})
+
+
+def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the choices of groups as Hydra overrides; a preset has a file for a task, or one for all others.
+
+    A model that the user chose wins over the preset's.
+    """
+    chosen = {key: value for key, value in pairs if key in GROUPS}
+    for group, choice in chosen.items():
+        if choice not in choices(group):
+            raise ConfigError(f"unknown {group} {choice!r}: {nearest(choice, choices(group))}")
+    preset, task = chosen.pop("preset", "quick"), chosen.get("task", "digits")
+    known = [path.stem for path in (conf_dir() / "preset" / preset).glob("*.yaml")]
+    if not {task, DEFAULT} & set(known):
+        raise ConfigError(f"preset={preset} has values for task={', '.join(sorted(known))}; got task={task}")
+    groups = [f"{group}={choice}" for group, choice in chosen.items()]
+    return [f"preset={preset}/{task if task in known else DEFAULT}", *groups]
+
+
+@cache
+def load_strategy(name: str) -> tuple[type[Any], type[Any]]:
+    """Return a strategy's class and its config dataclass, found by name in `flwr_replay.strategies`."""
+    module = importlib.import_module(f"flwr_replay.strategies.{name}")
+    strategy: type[Any] = next(value for key, value in vars(module).items() if key.lower() == name)
+    return strategy, getattr(module, f"{strategy.__name__}Config")
+
+
+@cache
+def load_client(name: str) -> type[Any]:
+    """Return the institution's half of a strategy, found by name in `flwr_replay.clients`."""
+    module = importlib.import_module(f"flwr_replay.clients.{name}")
+    client: type[Any] = next(value for key, value in vars(module).items() if key.lower() == f"{name}client")
+    return client
+
+
+def from_run_config(run_config: Mapping[str, Any]) -> RunConfig:
+    """Compose from Flower's run config; empty texts mean: not set, as does a 0 of `nodes`, `rounds` and `seed`.
+
+    A plain key is an override of its own; the key `overrides` is split as a shell would and wins.
+    """
+    try:
+        further = shlex.split(str(run_config.get("overrides", "")))
+    except ValueError as error:
+        raise ConfigError(f"overrides must be words as in a shell; got {run_config['overrides']!r}: {error}") from None
+    unset = [key for key, value in run_config.items() if value == "" or (key in COUNTS and value == 0)]
+    plain = [f"{key}={value}" for key, value in run_config.items() if key not in ("overrides", *unset)]
+    return compose([*plain, *further])
+
+
+def compose(overrides: Sequence[str]) -> RunConfig:
+    """Compose `conf/` with overrides; a later override wins.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown option, choice or value, with the nearest valid names.
+    """
+    return _compose(tuple(overrides))
+
+
+@lru_cache(maxsize=32)
+def _compose(overrides: tuple[str, ...]) -> RunConfig:
+    if (length := sum(map(len, overrides))) > LONGEST:
+        raise ConfigError(f"all options together have at most {LONGEST} characters; got {length}: write fewer")
+    pairs = [_pair(override) for override in overrides]
+    values = deepcopy(dict(_unset(tuple(_chosen(pairs)))))
+    by_strategy = values.pop(BY_STRATEGY, {})
+    given = {_full_key(key, values): (key, value) for key, value in pairs if key not in GROUPS}
+    for full, (key, value) in given.items():
+        section, _, option = full.rpartition(".")
+        (values[section] if section else values)[option] = _value(key, value)
+    for key, value in by_strategy.get(values["strategy"]["name"], {}).items():
+        section, option = key.split(".")
+        if key not in given:
+            values[section][option] = value
+    strategy = values.pop("strategy")
+    _, strategy_config = load_strategy(strategy.pop("name"))
+    if values["privacy"]["dp"] == "auto":
+        values["privacy"]["dp"] = getattr(strategy_config, "dp_by_default", "none")
+    sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in SECTIONS.items()}
+    sections["strategy"] = _build(strategy_config, strategy, "strategy")
+    config: RunConfig = _build(RunConfig, {**values, **sections}, "")
+    return config
+
+
+@cache
+def model_named(name: str) -> ModelConfig:
+    """Return a model as `conf/model/<name>.yaml` has it.
+
+    Raises
+    ------
+    ConfigError
+        If there is none of this name.
+    """
+    if name not in choices("model"):
+        raise ConfigError(f"unknown model {name!r}: {nearest(name, choices('model'))}")
+    config: ModelConfig = _build(ModelConfig, _hydra([f"model={name}"])["model"], "model")
+    return config
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Write a resolved configuration as YAML; composing from it again gives the same `RunConfig`."""
+    import yaml
+
+    return yaml.safe_dump(
+        _plain({**asdict(config), "strategy": {"name": config.strategy.name, **asdict(config.strategy)}})
+    )
+
+
+def overrides_of(path: Path) -> list[str]:
+    """Read a run's `config.yaml` back as overrides that set every option."""
+    import yaml
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    def quoted(value: Any) -> str:
+        if isinstance(value, list):
+            return "[" + ",".join(map(quoted, value)) + "]"
+        if isinstance(value, str):
+            return QuotedString(value, Quote.single).with_quotes()
+        return json.dumps(value)
+
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    base = _unset(tuple(_chosen([(group, values[group]["name"]) for group in GROUPS if group in values])))
+    found: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            name = value.pop("name", None)
+            found += [f"{key}={name}"] if name else []
+            # An option that the choice's YAML lacks cannot be set, and so has its default.
+            found += [f"{key}.{option}={quoted(item)}" for option, item in value.items() if option in base[key]]
+        else:
+            found.append(f"{key}={quoted(value)}")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _pair(override: str) -> tuple[str, str]:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"an option is written key=value; got {_short(override)}")
+    return key.replace("-", "_"), value
+
+
+def _value(key: str, text: str) -> Any:
+    """Read a value by Hydra's grammar, but without functions, sweeps and interpolations."""
+    from hydra._internal.grammar.functions import Functions
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    option = key.replace("_", "-")
+    try:
+        override = OverridesParser(functions=Functions()).parse_override(f"value={text}")
+        value = None if override.is_sweep_override() else override.value()
+    except (HydraException, ValueError, RecursionError):
+        override = None
+    if override is None or override.is_sweep_override():
+        raise ConfigError(
+            f"the value of {option} must be a number, true, false, a word, or a list [a,b]; got {_short(text)}: put "
+            f"any other text into quotes, \"{option}='…'\""
+        )
+    if "${" in str(value):  # nothing would resolve it, and nobody writes it without hoping so
+        raise ConfigError(f"an option must be a plain value without ${{...}}; got it in {option!r}")
+    return value
+
+
+def _full_key(key: str, base: Mapping[str, Any]) -> str:
+    """Find the section of an option; the groups' `name` keys are chosen, not set."""
+    known = {name: name for name, value in base.items() if not isinstance(value, dict)}
+    for section, options in base.items():
+        if isinstance(options, dict):
+            known |= {f"{section}.{name}": f"{section}.{name}" for name in options if name != "name"}
+    if key in known:
+        return known[key]
+    matches = [full for full in known if full.partition(".")[2] == key]
+    matches = [full for full in matches if not full.startswith(SPELLED_OUT)] or matches
+    if len(matches) > 1:
+        raise ConfigError(f"option {key!r} is in several sections; write one of {', '.join(matches)}")
+    if matches and not matches[0].startswith(SPELLED_OUT):
+        return matches[0]
+    plain = key.removeprefix("strategy.")
+    having = [name for name in choices("strategy") if plain in _own_options(name)]
+    if matches and having:  # ProxyFL's beta is not the generator's
+        raise ConfigError(f"{key} is an option of strategy={', '.join(having)}; for the other one write {matches[0]}")
+    if matches:
+        return matches[0]
+    shown = [name.replace("_", "-") for name in known if name not in COMMAND_LINE]
+    if having:
+        ours = base["strategy"]["name"]
+        raise ConfigError(f"{key.replace('_', '-')} is an option of strategy={', '.join(having)}; got strategy={ours}")
+    raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {nearest(key.replace('_', '-'), shown)}")
+
+
+@cache
+def _own_options(strategy: str) -> frozenset[str]:
+    """Name the options of a strategy."""
+    import yaml
+
+    values = yaml.safe_load((conf_dir() / "strategy" / f"{strategy}.yaml").read_text(encoding="utf-8"))
+    return frozenset(values) - {"name"}
+
+
+@lru_cache(maxsize=32)  # a study composes hundreds of times, and each takes Hydra 0.1 s
+def _unset(chosen: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return what options are where only groups are chosen; not to be written to."""
+    return MappingProxyType(_hydra(list(chosen)))
+
+
+def _hydra(overrides: list[str]) -> dict[str, Any]:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+            composed = OmegaConf.to_container(hydra_compose("config", overrides=overrides), resolve=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"options must be Hydra overrides; got {' '.join(overrides)!r}: {_first(error)}") from None
+    assert isinstance(composed, dict)
+    return {str(key): value for key, value in composed.items()}
+
+
+def _first(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _build(cls: type, values: Mapping[str, Any], section: str) -> Any:
+    """Construct a config dataclass, refusing unknown keys and values of the wrong type."""
+    hints = get_type_hints(cls)
+    known = [field.name for field in fields(cls)]
+    prefix = f"{section}." if section else ""
+    typed = {}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"unknown option {prefix}{key}: {nearest(key, known)}")
+        typed[key] = _typed(f"{prefix}{key}".replace("_", "-"), value, hints[key])
+    return cls(**typed)
+
+
+def _typed(option: str, value: Any, hint: Any) -> Any:
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{option} must be a list; got {_short(value)}")
+        return tuple(_typed(option, item, get_args(hint)[0]) for item in value)
+    if type(value) is int and not -WHOLE < value < WHOLE:
+        raise ConfigError(f"{option} must be a number of fewer than 19 digits; got {_short(value)}")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if hint in (bool, int, float, str) and type(value) is not hint:
+        raise ConfigError(f"{option} must be of type {hint.__name__}; got {_short(value)}")
+    if hint is str and CONTROL.search(value):  # a path or a name with one stands in no list and no line of a log
+        raise ConfigError(f"{option} must be on one line, without control characters; got {_short(value)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

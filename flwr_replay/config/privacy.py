@@ -1,0 +1,88 @@
+"""How a mechanism is made private: noise, clipping, the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from flwr_replay.config.sections import one_of, require
+
+__all__ = ["MECHANISMS", "PrivacyConfig"]
+
+MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy")
+LEAST = 1e-3  # of an epsilon
+END_TO_END = ("generator", "prior", "classifier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyConfig:
+    """DP-SGD at an institution (Qu et al. 2022, section 4.4: sigma 0.7, delta 1/|D|; its clip is not given)."""
+
+    dp: str = "none"  # none | generator, prior, encoder, classifier, proxy, joined by + | end-to-end
+    sigma: float = 0.7  # noise multiplier
+    target_epsilon: float = 0.0  # sigma is the least with which the whole run keeps within it; 0: sigma is as given
+    clip: float = 1.0  # C, the L2 norm that an example's gradient may have: encoder, classifier, proxy
+    generator_clip: float = 1.0  # the same for the generator
+    prior_clip: float = 1.0  # the same for the prior
+    count_sigma: float = 10.0  # prior: noise on the number of examples of each label, their standard deviation
+    epsilon: float = 0.0  # each institution's budget for a run; 0: no limit, epsilon is only reported
+    delta: float = 0.0  # 0: 1/|D|
+    noise: str = "secret"  # secret: by a key that the institution keeps | seeded: for tests, protects nothing
+
+    def __post_init__(self) -> None:
+        one_of("privacy.noise", self.noise, ("secret", "seeded"))
+        if self.dp not in ("none", "end-to-end"):
+            for name in self.mechanisms:
+                one_of("privacy.dp", name, ("none", *MECHANISMS, "end-to-end"))
+            require(
+                len(set(self.mechanisms)) == len(self.mechanisms) and set(self.mechanisms) <= set(MECHANISMS),
+                f"privacy.dp is none, end-to-end, or names {', '.join(MECHANISMS)} once each, joined by +; got "
+                f"{self.dp!r}",
+            )
+        for name in ("sigma", "count_sigma"):
+            option = f"privacy.{name.replace('_', '-')}"
+            require(0.01 <= getattr(self, name) <= 1e6, f"{option} lies in [0.01, 1e6]; got {getattr(self, name)}")
+        for name in ("clip", "generator_clip", "prior_clip"):
+            option = f"privacy.{name.replace('_', '-')}"
+            require(1e-9 <= getattr(self, name) <= 1e9, f"{option} lies in [1e-9, 1e9]; got {getattr(self, name)}")
+        for name in ("epsilon", "target_epsilon"):
+            option = f"privacy.{name.replace('_', '-')}"
+            value = getattr(self, name)
+            require(0 <= value < inf, f"{option} must be finite, not negative; got {value}")
+            require(
+                not 0 < value < LEAST,
+                f"{option} must be 0, for none, or at least {LEAST}: below it no noise makes a difference and delta "
+                f"alone says what leaks; got {value}",
+            )
+        require(0 <= self.delta < 1, f"privacy.delta is a probability in [0, 1); got {self.delta}")
+        require(
+            not (self.epsilon and self.target_epsilon),
+            f"privacy.target-epsilon is the budget too; got {self.target_epsilon:g} and privacy.epsilon="
+            f"{self.epsilon:g}: leave one of them out",
+        )
+
+    @property
+    def end_to_end(self) -> bool:
+        """Say whether all that depends on training examples is to be private."""
+        return self.dp == "end-to-end"
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """Return what is trained by DP-SGD."""
+        if self.end_to_end:
+            return END_TO_END
+        return () if self.dp == "none" else tuple(self.dp.split("+"))
+
+    def clip_of(self, mechanism: str) -> float:
+        """Return C of a mechanism."""
+        clips = {"generator": self.generator_clip, "prior": self.prior_clip}
+        return clips.get(mechanism, self.clip)
+
+    @property
+    def limit(self) -> float:
+        """The budget; infinite where there is none."""
+        return self.epsilon or self.target_epsilon or inf
+
+    def delta_for(self, examples: int) -> float:
+        """Return delta for an institution with so many examples."""
+        return self.delta or 1 / examples

@@ -1,0 +1,313 @@
+"""What can be set: frozen dataclasses, validated on construction.
+
+YAML under `conf/` chooses among them; its keys equal the field names here. A strategy's own options are the
+`<Name>Config` dataclass of its file in `strategies/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Any
+
+from flwr_replay.errors import ConfigError, near_matches
+
+__all__ = [
+    "BATCH",
+    "PASSES",
+    "VIEWS",
+    "GeneratorConfig",
+    "ModelConfig",
+    "PartitionConfig",
+    "PriorConfig",
+    "ReplayConfig",
+    "RunConfig",
+    "TaskConfig",
+    "TrainingConfig",
+    "one_of",
+    "require",
+    "within",
+]
+
+# Far beyond what anybody needs, and within what a machine can try: memory, threads, hours. An institution composes what
+# a server sends, so these are also the most that it can be asked for. Its policy may allow less.
+BATCH = 1_000_000  # examples
+CHANNELS = 65_536  # of an input: a table's features, a bag's vectors
+CLASSES = 4_096  # a confusion matrix has their square
+EXAMPLE = 2**26  # numbers of an input, channels x size x size
+NODES = 10_000
+PASSES = 1_000_000  # epochs
+ROUNDS = 1_000_000
+SECONDS = 366 * 86_400.0  # of waiting
+THREADS = 256  # more are not started everywhere, and OpenMP then ends the process without a word
+VIEWS = 1_000  # uploads of one image
+WIDTH = 4_096  # of a model's first stage; some double it with every stage
+
+
+def require(rule: bool, message: str) -> None:
+    """Raise `ConfigError` with `message` unless the rule holds."""
+    if not rule:
+        raise ConfigError(message)
+
+
+def one_of(option: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise `ConfigError` with near matches unless `value` is one of `known`."""
+    if value not in known:
+        hint = near_matches(value, known) or "choose one of these"
+        shown = ", ".join(name or "'' (empty)" for name in known)
+        raise ConfigError(f"{option} must be one of {shown}; got {value!r}: {hint}")
+
+
+def within(prefix: str, config: object, **limits: tuple[float, float]) -> None:
+    """Raise `ConfigError` unless each of these numbers of a configuration lies within its limits."""
+    for name, (low, high) in limits.items():
+        value = getattr(config, name)
+        option = f"{prefix}{name}".replace("_", "-")
+        require(value >= low, f"{option} must be at least {low}; got {value}")
+        require(value <= high, f"{option} must be at most {high}; got {value}")
+
+
+MODELS = ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "deepset", "resnet18", "resnet34", "unet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """A data set and what is learned from it."""
+
+    name: str
+    kind: str = "classification"  # classification | regression | segmentation
+    format: str  # which reader in flwr_replay.data.datasets
+    data_dir: str = ""  # a folder, or one .npz file; empty: the data set's package brings it
+    download: bool = False  # may the data be fetched from the network?
+    channels: int  # of an image; a table's features
+    size: int  # height and width of an image, pixels; a table's rows have 1
+    classes: int = 1  # classification: C >= 2; otherwise 1
+    mean: tuple[float, ...] = ()  # of each channel of images, where bytes are numbers in [0, 1]: what models subtract
+    std: tuple[float, ...] = ()  # and divide by; known numbers, since private data's own would not be private
+    unit: str = ""  # regression: of the label
+    class_names: tuple[str, ...] = ()  # of a manifest, or class folders, in the order of the labels; empty: sorted
+    class_groups: tuple[str, ...] = ()  # one for each class, where classes of a group are told apart; empty: not so
+    site_column: str = "site"  # the manifest's column that names the institution
+    train_size: int = 0  # flwr_replay.data.clinical: subjects to train on; 0: all that are left
+    val_size: int = 0  # flwr_replay.data.clinical: subjects to validate on
+    test_size: int = 0  # flwr_replay.data.clinical: subjects to test on; 0: the set's own test part, else one in five
+    balanced: bool = False  # retina: equally many of every class in every split
+
+    def __post_init__(self) -> None:
+        one_of("task.kind", self.kind, ("classification", "regression", "segmentation"))
+        within("task.", self, channels=(1, CHANNELS), size=(1, int(EXAMPLE**0.5)))
+        require(
+            self.channels * self.size**2 <= EXAMPLE,
+            f"task.channels x task.size x task.size is at most {EXAMPLE:,} numbers; got {self.channels} x {self.size} "
+            f"x {self.size}",
+        )
+        for name in ("train_size", "val_size", "test_size"):
+            option = f"task.{name.replace('_', '-')}"
+            require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
+        require(
+            all(map(isfinite, (*self.mean, *self.std))),
+            f"task.mean and task.std must be finite numbers; got {list(self.mean)} and {list(self.std)}",
+        )
+        require(
+            len(self.mean) == len(self.std) and len(self.mean) in (0, self.channels) and all(s > 0 for s in self.std),
+            f"task.mean and task.std go together, one positive std for each of {self.channels} channels; got "
+            f"{list(self.mean)} and {list(self.std)}",
+        )
+        require(
+            not self.mean or (self.size > 1 and self.format != "bags"),
+            f"task.mean and task.std are for images; task={self.name} has none: leave them out",
+        )
+        if self.kind == "classification":
+            within("task.", self, classes=(2, CLASSES))
+        else:
+            require(self.classes == 1, f"task.classes is 1 where task.kind={self.kind}; got {self.classes}")
+        require(
+            len(set(self.class_names)) == len(self.class_names),
+            f"task.class-names must differ from each other; got {', '.join(self.class_names)}",
+        )
+        require(
+            not self.class_names or len(self.class_names) == self.classes,
+            f"task.class-names must name all {self.classes} classes; got {len(self.class_names)}",
+        )
+        require(
+            not self.class_groups or (self.kind == "classification" and len(self.class_groups) == self.classes),
+            f"task.class-groups must name a group for each of the {self.classes} classes; got {len(self.class_groups)}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig:
+    """How one data set is dealt to simulated institutions."""
+
+    name: str
+    p: float = 0.8  # majority: the share that the major class has
+    majors: str = "distinct"  # majority: distinct | random
+    ks: float = 0.9  # ks: target mean pairwise Kolmogorov-Smirnov statistic
+    drop: bool = False  # ks: may examples of the most frequent class be left out to reach the target?
+    alpha: float = 0.5  # dirichlet: concentration
+    size: int = 0  # examples per institution; 0: as many as there are
+    test: str = "iid"  # iid: each test shard is a sample of all; mirror: it has its institution's label mix
+    contrast: float = 0.0  # images of institution 1..K have their contrast scaled by 1 - contrast .. 1 + contrast
+
+    def __post_init__(self) -> None:
+        one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet"))
+        one_of("partition.majors", self.majors, ("distinct", "random"))
+        one_of("partition.test", self.test, ("iid", "mirror"))
+        require(0 < self.p <= 1, f"partition.p is a share in (0, 1]; got {self.p}")
+        require(0 <= self.ks <= 1, f"partition.ks is a statistic in [0, 1]; got {self.ks}")
+        require(0 < self.alpha < inf, f"partition.alpha must be positive and finite; got {self.alpha}")
+        require(self.size >= 0, f"partition.size must not be negative; got {self.size}")
+        require(0 <= self.contrast < 1, f"partition.contrast lies in [0, 1); got {self.contrast}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A backbone; every one is an ordered list of named stages."""
+
+    name: str
+    width: int = 64  # channels after the first stage (mlp: units per hidden layer; unet: 32 in the paper)
+    stem: str = "small"  # resnet: published = 7x7/2 + pool, small = 3x3/1 + pool
+    norm: str = "batch"  # batch | group
+    weights: str = ""  # a file of pretrained weights to begin with, read by the server; empty: fresh weights
+
+    def __post_init__(self) -> None:
+        one_of("model.name", self.name, MODELS)
+        one_of("model.stem", self.stem, ("published", "small"))
+        one_of("model.norm", self.norm, ("batch", "group"))
+        within("model.", self, width=(1, WIDTH))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How a model is trained, wherever it is trained (Qu et al. 2022, section 4.1: SGD, 0.001, batch 32)."""
+
+    optimizer: str = "sgd"  # sgd | adam
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    batch_size: int = 32
+    lr_step: int = 0  # rounds after which the learning rate is divided by ten; 0: never (paper: 35)
+
+    def __post_init__(self) -> None:
+        one_of("training.optimizer", self.optimizer, ("sgd", "adam"))
+        require(0 < self.lr < inf, f"training.lr must be positive and finite; got {self.lr}")
+        require(0 <= self.momentum < 1, f"training.momentum lies in [0, 1); got {self.momentum}")
+        require(
+            0 <= self.weight_decay < inf,
+            f"training.weight-decay must be finite and not negative; got {self.weight_decay}",
+        )
+        within("training.", self, batch_size=(1, BATCH))
+        require(self.lr_step >= 0, f"training.lr-step must not be negative; got {self.lr_step}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """What stands in for the other institutions' images in every batch (Qu et al. 2022, Algorithm 1)."""
+
+    name: str = "none"  # none | vqvae2: codes of real images | pixelcnn: codes that priors draw
+    codes: str = "paper"  # vqvae2: paper: of the union, anew at every visit | last-pass: once more at the end | stale
+    ratio: float = 1.0  # replayed examples for each real one of a batch; paper: 1
+    cache_mb: float = 512.0  # what decoded images may take in memory; more are decoded whenever they are drawn
+    missing: str = "stop"  # an institution's images are replayed nowhere: stop before the last round | say so
+
+    def __post_init__(self) -> None:
+        one_of("replay.name", self.name, ("none", "vqvae2", "pixelcnn"))
+        one_of("replay.codes", self.codes, ("paper", "last-pass", "stale"))
+        one_of("replay.missing", self.missing, ("stop", "say"))
+        require(0 < self.ratio <= 100, f"replay.ratio lies in (0, 100]; got {self.ratio}")
+        require(0 <= self.cache_mb < inf, f"replay.cache-mb must be finite and not negative; got {self.cache_mb}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig:
+    """What replays images, and how it is trained (Qu et al. 2022, section 4.1; Razavi et al. 2019)."""
+
+    name: str
+    codes: int = 128  # vectors in each of the two codebooks
+    dim: int = 16  # numbers in each vector
+    width: int = 32  # channels of the encoders and the decoder
+    blocks: int = 1  # residual blocks of every part
+    beta: float = 0.25  # weight of the commitment loss
+    codebook: str = "ema"  # ema: running means, dead codes revived | gradient: learned by the loss, as DP-SGD needs it
+    decay: float = 0.99  # ema: what a step leaves of the running means
+    lr: float = 4e-4  # of Adam
+    lr_halving: int = 150  # epochs after which the learning rate is halved; 0: never
+    batch_size: int = 32
+    epochs: int = 6  # at each institution
+
+    def __post_init__(self) -> None:
+        one_of("generator.name", self.name, ("vqvae2",))
+        one_of("generator.codebook", self.codebook, ("ema", "gradient"))
+        within("generator.", self, codes=(2, 2**16), width=(2, WIDTH), dim=(1, WIDTH), blocks=(0, 100))
+        within("generator.", self, batch_size=(1, BATCH), epochs=(1, PASSES))
+        require(self.lr_halving >= 0, f"generator.lr-halving must not be negative; got {self.lr_halving}")
+        require(0 <= self.beta < inf, f"generator.beta must be finite and not negative; got {self.beta}")
+        require(0 <= self.decay < 1, f"generator.decay lies in [0, 1); got {self.decay}")
+        require(0 < self.lr < inf, f"generator.lr must be positive and finite; got {self.lr}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriorConfig:
+    """What draws new codes instead of codes of real images (Qu et al. 2022, footnote 1), and how it is trained."""
+
+    name: str
+    width: int = 32  # channels of both stacks
+    layers: int = 4  # gated layers
+    bins: int = 10  # regression: into how many labels are dealt, over three standard deviations either side
+    lr: float = 3e-3  # of Adam
+    batch_size: int = 32
+    epochs: int = 12  # at each institution
+
+    def __post_init__(self) -> None:
+        one_of("prior.name", self.name, ("pixelcnn",))
+        within("prior.", self, width=(1, WIDTH), layers=(1, 100), bins=(1, CLASSES))
+        within("prior.", self, batch_size=(1, BATCH), epochs=(1, PASSES))
+        require(0 < self.lr < inf, f"prior.lr must be positive and finite; got {self.lr}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run, fully resolved; `config.yaml` of the run directory holds exactly this."""
+
+    strategy: Any  # the <Name>Config of strategies/<name>.py
+    task: TaskConfig
+    partition: PartitionConfig
+    model: ModelConfig
+    training: TrainingConfig
+    replay: ReplayConfig
+    generator: GeneratorConfig
+    prior: PriorConfig
+    privacy: Any  # flwr_replay.config.privacy.PrivacyConfig
+    nodes: int  # institutions to wait for; 0: as many as are there, four when simulated in process
+    rounds: int  # passes over the institutions' data
+    seed: int
+    evaluate_every: int  # rounds; the last round is always evaluated
+    external: bool  # whenever a model is tested, test it on other institutions' examples too
+    forgetting: bool  # after every exchange, test the model on each institution's own training examples too
+    threads: int  # torch threads of every process; equal numbers give equal bits
+    device: str  # auto | cpu | cuda | cuda:N
+    runs_dir: str  # empty: $FLWR_REPLAY_HOME/runs, else ~/.flwr-replay/runs
+    run_name: str  # empty: <date>-<strategy>-<task>-<seed>
+    resume: str  # a run directory to go on with
+    timeout: float  # seconds to wait for an institution's answer
+    wait: float  # seconds to wait for `nodes` institutions to join
+
+    def __post_init__(self) -> None:
+        within("", self, rounds=(1, ROUNDS), threads=(1, THREADS), nodes=(0, NODES))
+        require(self.evaluate_every >= 1, f"evaluate-every must be at least 1; got {self.evaluate_every}")
+        require(self.seed >= 0, f"seed must not be negative; got {self.seed}")
+        require(
+            0 < self.timeout <= SECONDS, f"timeout must be positive, in seconds, and at most a year; got {self.timeout}"
+        )
+        shift = getattr(self.strategy, "private_shift", 0)
+        require(
+            not shift or (self.task.size > 1 and self.task.format != "bags"),
+            f"strategy.private-shift moves images; task={self.task.name} has none: set private-shift=0",
+        )
+        require(
+            not shift or shift < self.task.size,
+            f"strategy.private-shift moves images by some of their {self.task.size} pixels; got {shift}: choose fewer",
+        )
+        require(
+            0 <= self.wait <= SECONDS, f"wait must not be negative, in seconds, and at most a year; got {self.wait}"
+        )

@@ -1,0 +1,49 @@
+"""Files that are whole or not there, their owner's only, with checksums; named arrays among them."""
+
+from __future__ import annotations
+
+from flwr_replay.files.atomic import (
+    NAME,
+    Form,
+    Lines,
+    alone,
+    fits,
+    home,
+    make_folder,
+    private_folder,
+    read_bytes,
+    read_json,
+    read_lines,
+    read_text,
+    stamp,
+    sweep,
+    sync,
+    tally,
+    tighten,
+    write_atomic,
+    write_json,
+    write_once,
+)
+
+__all__ = [
+    "NAME",
+    "Form",
+    "Lines",
+    "alone",
+    "fits",
+    "home",
+    "make_folder",
+    "private_folder",
+    "read_bytes",
+    "read_json",
+    "read_lines",
+    "read_text",
+    "stamp",
+    "sweep",
+    "sync",
+    "tally",
+    "tighten",
+    "write_atomic",
+    "write_json",
+    "write_once",
+]

@@ -1,0 +1,139 @@
+"""Named arrays as files, in safetensors' format: https://github.com/huggingface/safetensors (Format).
+
+The library's own `save` copies all arrays before they are written, which took half of the time of a save; so files are
+laid out here, and the library reads them. The header begins with a checksum of all other bytes of the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load
+
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import read_bytes, write_atomic
+
+__all__ = ["StateDict", "digest", "read_tensors", "read_with_texts", "under", "write_tensors"]
+
+StateDict = dict[str, NDArray[Any]]  # a model's weights and buffers, or other named arrays
+
+HEAD = b'{"__metadata__": {"crc32": "'  # how the header begins, after eight bytes with its length
+AT = slice(8 + len(HEAD), 16 + len(HEAD))  # of the checksum, eight hexadecimal digits
+
+CODES = {  # safetensors' names of NumPy's dtypes
+    "bool": "BOOL",
+    "complex64": "C64",
+    **{f"{kind}{8 * size}": f"{kind[0].upper()}{8 * size}" for kind in ("int", "uint") for size in (1, 2, 4, 8)},
+    **{f"float{8 * size}": f"F{8 * size}" for size in (2, 4, 8)},
+}
+
+
+def write_tensors(
+    path: Path,
+    arrays: Mapping[str, NDArray[Any]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    to_disk: bool = True,
+    over: Path | None = None,
+) -> None:
+    """Write named arrays to a file, whole or not at all.
+
+    Parameters
+    ----------
+    path : Path
+        Of the file.
+    arrays : Mapping[str, NDArray[Any]]
+        Numbers of any shape and order.
+    metadata : Mapping[str, str] | None
+        Texts beside them.
+    to_disk, over
+        As for `flwr_replay.files.write_atomic`.
+
+    Raises
+    ------
+    TypeError
+        If the format has no such dtype.
+    """
+    laid = [  # the largest numbers first, so that all begin at multiples of their sizes
+        (name, np.asarray(array, array.dtype.newbyteorder("<"), order="C"))
+        for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize)
+    ]
+    told = f'"__metadata__": {json.dumps({"crc32": "", **(metadata or {})})}'
+    entries = _entries(tuple((name, array.dtype, array.shape) for name, array in laid))
+    header = f"{{{', '.join([told, *entries])}}}".encode()
+    header += b" " * ((len(_digits(0)) - len(header)) % 8)
+    before = (len(header) + len(_digits(0))).to_bytes(8, "little") + HEAD
+    parts: list[bytes | memoryview] = [header.removeprefix(HEAD), *(array.data for _, array in laid)]
+    found = crc32(before)
+    for part in parts:
+        found = crc32(part, found)
+    write_atomic(path, [before, _digits(found), *parts], to_disk, over=over)
+
+
+def read_tensors(path: Path) -> StateDict:
+    """Read named arrays, which may be written to.
+
+    Raises
+    ------
+    RunError
+        If the file is damaged. Those of older versions have no checksum: of them only the form is known.
+    """
+    return read_with_texts(path)[0]
+
+
+def read_with_texts(path: Path) -> tuple[StateDict, dict[str, str]]:
+    """Read named arrays and the texts beside them; as `read_tensors`."""
+    data = read_bytes(path)
+    try:
+        if data[8 : AT.start] == HEAD:
+            told, view = data[AT], memoryview(data)
+            if told != _digits(crc32(view[AT.stop :], crc32(view[: AT.start]))):
+                raise ValueError("its checksum is another")
+        arrays = load(data)
+        texts = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{path} must be as it was written; it is damaged ({error}): put it back as it was, or begin a new run"
+        ) from None
+    return arrays, texts
+
+
+def under(prefix: str, arrays: StateDict) -> StateDict:
+    """Return the arrays whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def digest(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Return the SHA-256 of names, dtypes, shapes and numbers, `sha256:` and 64 hexadecimal digits."""
+    found = sha256()
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return f"sha256:{found.hexdigest()}"
+
+
+def _digits(checksum: int) -> bytes:
+    return f"{checksum:08x}".encode()
+
+
+@lru_cache(maxsize=256)  # the same models are written again and again
+def _entries(form: tuple[tuple[str, Any, tuple[int, ...]], ...]) -> list[str]:
+    """Return the header's entry of each array, by name, dtype and shape."""
+    entries, end = [], 0
+    for name, dtype, shape in form:
+        if dtype.name not in CODES:
+            raise TypeError(f"a safetensors file has arrays of {', '.join(CODES)}; {name!r} is {dtype}")
+        begin, end = end, end + dtype.itemsize * prod(shape)
+        entry = {"dtype": CODES[dtype.name], "shape": shape, "data_offsets": (begin, end)}
+        entries.append(f"{json.dumps(name)}: {json.dumps(entry)}")
+    return entries

@@ -1,0 +1,110 @@
+"""What replay needs to know at the server and at the institutions: its options, and what an image is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flwr_replay.config.sections import GeneratorConfig, PriorConfig, ReplayConfig, RunConfig, require
+from flwr_replay.generators.base import ReplayGenerator
+from flwr_replay.generators.codes import bits_per_code
+from flwr_replay.generators.pixelcnn import CodePrior, LabelBins, build_prior
+from flwr_replay.generators.vqvae2 import build_generator
+from flwr_replay.models.layers import as_input
+from flwr_replay.rng import derived_seed
+
+__all__ = ["Replaying"]
+
+SPREAD = 3  # standard deviations of a regression's labels that the bins of its prior reach to either side
+
+
+@dataclass(frozen=True)
+class Replaying:
+    """The options of replay and the task's images and labels."""
+
+    replay: ReplayConfig
+    generator: GeneratorConfig
+    prior: PriorConfig
+    kind: str  # of task
+    channels: int  # of an image
+    size: int
+    classes: int
+    seed: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self | None:
+        """Read a run's configuration; None without replay.
+
+        Raises
+        ------
+        ConfigError
+            If there are no images to replay, or a prior would have to draw masks.
+        """
+        replay, task = config.replay, config.task
+        if replay.name == "none":
+            return None
+        things = "bags" if task.format == "bags" else "tables"
+        require(
+            task.size > 1 and things == "tables",
+            f"replay needs images; task={task.name} has {things}: choose replay=none",
+        )
+        require(
+            replay.name != "pixelcnn" or task.kind != "segmentation",
+            f"replay=pixelcnn draws codes for a class or a number; task={task.name} has masks: choose replay=vqvae2",
+        )
+        image = (task.kind, task.channels, task.size, task.classes)
+        return cls(replay, config.generator, config.prior, *image, config.seed)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Return what every institution is asked for, beside a method's own stages; it answers no others."""
+        codes = ("encode-images", "keep-codes", "keep-decoder")
+        return ("train-generator", *(codes if self.replay.name == "vqvae2" else ("train-prior", "keep-prior")))
+
+    def fresh_generator(self) -> ReplayGenerator:
+        """Build the generator as every run of this seed begins with it; a mask is generated as one more channel."""
+        channels = self.channels + (self.kind == "segmentation")
+        return build_generator(self.generator, channels, self.size, derived_seed(self.seed, "generator"))
+
+    def fresh_prior(self, generator: ReplayGenerator) -> CodePrior:
+        """Build a prior over a generator's codes."""
+        classes = self.classes if self.kind == "classification" else self.prior.bins
+        return build_prior(self.prior, generator, classes, derived_seed(self.seed, "prior"))
+
+    def code_bytes(self, generator: ReplayGenerator) -> int:
+        """Return the bytes of one image's packed codes."""
+        return -(-generator.codes_per_image * bits_per_code(generator.codebook_size) // 8)
+
+    def beside(self, batch_size: int) -> int:
+        """Return how many replayed examples stand beside b real ones."""
+        return max(1, round(self.replay.ratio * batch_size))
+
+    def joined(self, x_B: Tensor, y_B: Tensor) -> Tensor:
+        """Return what the generator learns of a batch: images in [0, 1], with their masks where there are masks."""
+        images = as_input(x_B)
+        return torch.cat([images, y_B[:, None].float()], dim=1) if self.kind == "segmentation" else images
+
+    def apart(self, images_B: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return examples and labels of generated images; a mask is where its channel is at least one half."""
+        if self.kind != "segmentation":
+            return images_B, labels_B
+        return images_B[:, :-1], (images_B[:, -1] >= 0.5).to(torch.uint8)
+
+    @property
+    def at_once(self) -> int:
+        """Return how many images are coded together: 256 small ones, of larger ones about as many pixels."""
+        return min(256, max(4, 2**18 // self.size**2))
+
+    def labels(self, y: Tensor) -> NDArray[Any]:
+        """Return the labels that travel beside codes; masks are in the codes, so of these only zeros do."""
+        return y.cpu().numpy() if self.kind != "segmentation" else np.zeros(len(y), np.int64)
+
+    def bins(self, label_mean: float | None, label_scale: float | None) -> LabelBins:
+        """Return the bins that a prior takes for classes, where labels are numbers."""
+        mean, scale = label_mean or 0.0, label_scale or 1.0
+        return LabelBins(mean - SPREAD * scale, mean + SPREAD * scale, self.prior.bins)

@@ -1,0 +1,122 @@
+"""Replayed images, decoded when they are drawn, with a cache that is bounded."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flwr_replay.generators.base import ReplayGenerator
+from flwr_replay.generators.codes import unpack_codes
+from flwr_replay.generators.plan import Replaying
+from flwr_replay.models.layers import as_input
+from flwr_replay.wire.records import StateDict
+
+__all__ = ["Replayer", "Source", "replayer_of"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A decoder, and codes and labels for it; equal where what they were read from is."""
+
+    digest: str
+    decoder: StateDict = field(compare=False)
+    codes: NDArray[np.uint8] = field(compare=False)  # packed, (n, bytes)
+    labels: NDArray[Any] = field(compare=False)  # (n,)
+
+
+class Replayer:
+    """All codes that an institution keeps, as images when they are drawn.
+
+    Parameters
+    ----------
+    parts : sequence of (ReplayGenerator, Source)
+        Generators whose decoders are the sources', in evaluation mode.
+    replaying : Replaying
+        Says how much may be cached: a byte for each value. Where not all images fit, they are decoded at every draw.
+    """
+
+    def __init__(self, parts: Sequence[tuple[ReplayGenerator, Source]], replaying: Replaying) -> None:
+        self.replaying = replaying
+        self.generators = [generator for generator, _ in parts]
+        self.device = next(self.generators[0].parameters()).device
+        unpacked = [unpack_codes(s.codes, g.codes_per_image, g.codebook_size) for g, s in parts]
+        small = max(generator.codebook_size for generator in self.generators) <= 256
+        self.codes = torch.from_numpy(np.concatenate(unpacked).astype(np.uint8 if small else np.int32))
+        self.labels = torch.from_numpy(np.concatenate([source.labels for _, source in parts]))
+        self.ends = np.cumsum([len(codes) for codes in unpacked])
+        self.cached: Tensor | None = None
+        values = self.decoded(torch.arange(1))[0].numel()
+        if len(self) * values <= replaying.replay.cache_mb * 1e6:
+            blocks = torch.split(torch.arange(len(self)), replaying.at_once)
+            self.cached = torch.cat([self.decoded(rows) for rows in blocks])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def decoded(self, rows: Tensor) -> Tensor:
+        """Decode images (B, C, H, W) to bytes, as real images are kept."""
+        images: Tensor | None = None
+        for i, (generator, end) in enumerate(zip(self.generators, self.ends, strict=True)):
+            mine = (rows < end) & (rows >= (self.ends[i - 1] if i else 0))
+            if mine.any():
+                made = generator.decode(self.codes[rows[mine]].long().to(self.device)).mul_(255).round_().byte()
+                images = made.new_zeros((len(rows), *made.shape[1:])) if images is None else images
+                images[mine.to(self.device)] = made
+        assert images is not None
+        return images
+
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return generated images, float32 in [0, 1], masks included, and the labels of their codes."""
+        made = self.cached.index_select(0, rows.to(self.device)) if self.cached is not None else self.decoded(rows)
+        return as_input(made), self.labels[rows].to(self.device)
+
+    def batches(self, size: int, draws: torch.Generator, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches for ever, from the `first` on, every code once before any comes again."""
+        order = torch.empty(0, dtype=torch.int64)
+        for i in itertools.count():
+            lacking = math.ceil(max(0, size - len(order)) / len(self))
+            order = torch.cat([order, *(torch.randperm(len(self), generator=draws) for _ in range(lacking))])
+            if i >= first:
+                yield self.take(order[:size])
+            order = order[size:]
+
+    def beside(
+        self, real: Iterator[tuple[Tensor, Tensor]], batch_size: int, draws: torch.Generator, first: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every batch of real examples with replayed ones: x_U ← {x^r, x_k} (Alg. 1, lines 2-4).
+
+        Parameters
+        ----------
+        real : Iterator
+            Examples (B, C, H, W) and labels (B, ...).
+        batch_size : int
+            b, to which the ratio applies.
+        draws : torch.Generator
+            Of the replayed ones.
+        first : int
+            Which batch of the visit the first of these is.
+        """
+        again = self.batches(self.replaying.beside(batch_size), draws, first)
+        for x_B, y_B in real:
+            x_R, y_R = self.replaying.apart(*next(again))
+            yield torch.cat([x_R, x_B]), torch.cat([y_R.to(y_B.dtype), y_B])
+
+
+@lru_cache(maxsize=1)  # institutions that share a process share what they all received
+def replayer_of(sources: tuple[Source, ...], replaying: Replaying, device: torch.device) -> Replayer:
+    """Return a replayer of these sources, made once in a process."""
+    parts = []
+    for source in sources:
+        generator = replaying.fresh_generator()
+        generator.load_decoder({name: torch.from_numpy(array) for name, array in source.decoder.items()})
+        parts.append((generator.to(device).eval(), source))
+    return Replayer(parts, replaying)

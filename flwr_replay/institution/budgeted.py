@@ -1,0 +1,174 @@
+"""DP-SGD of one mechanism in one visit to an institution: charged before any step is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flwr_replay.errors import BudgetError, PrivacyError
+from flwr_replay.institution.owner import Institution, Shard
+from flwr_replay.institution.state import StateStore
+from flwr_replay.models.layers import as_input
+from flwr_replay.privacy.accounting import SampledGaussian
+from flwr_replay.privacy.budget import Account
+from flwr_replay.privacy.dpsgd import noisy_step, poisson_batches
+from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
+from flwr_replay.privacy.secret import Stream, noise_stream
+
+__all__ = ["PrivateVisit", "Purse"]
+
+ROUNDING = 1e-6  # by which epsilon may differ between versions of a library
+
+
+class Purse:
+    """What an institution may spend in a run, and what it has spent.
+
+    Parameters
+    ----------
+    plan : PrivacyPlan
+        Which mechanisms are private.
+    institution : Institution
+        Whose examples these are.
+    state : StateStore
+        Where its account of the run and its key are.
+    seed : int
+        Of the run; with `privacy.noise=seeded` the noise comes from it.
+    """
+
+    def __init__(self, plan: PrivacyPlan, institution: Institution, state: StateStore, seed: int) -> None:
+        self.plan, self.institution, self.state, self.seed = plan, institution, state, seed
+
+    @property
+    def examples(self) -> int:
+        """|D|, from which batches are drawn."""
+        pooled = self.plan.pooled and self.institution.read_pooled is not None
+        return len(self.institution.pooled if pooled else self.institution.train)
+
+    def account(self, run: str) -> Account:
+        """Return the account of a run."""
+        delta = self.plan.checked_delta(self.examples)
+        self.institution.policy.check_delta(delta)
+        return Account(self.state.of_run(run), delta=delta, limit=self.plan.config.limit)
+
+    def charged(self, run: str) -> tuple[str, ...]:
+        """Return what each charge of a run was for, before any data are read."""
+        return Account(self.state.of_run(run), delta=1.0).mechanisms
+
+    def begin(self, mechanism: str, epochs: int, request: Any) -> PrivateVisit | None:
+        """Charge for some epochs of a mechanism; None where it is not private.
+
+        Raises
+        ------
+        PrivacyError
+            If the budget does not allow all of them, none is asked for, or the account says less than the institution
+            has stated before. None may then be taken.
+        """
+        if not self.plan.covers(mechanism):
+            return None
+        if epochs < 1:
+            raise PrivacyError(f"a private training has at least one epoch; {epochs} were asked for")
+        cost = self.plan.cost(mechanism, self.examples, epochs)
+        stream = self.stream(mechanism, request)  # before the charge: a key that cannot be read costs nothing
+        self.charge(mechanism, cost, request)
+        return PrivateVisit(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
+
+    def charge(self, mechanism: str, cost: SampledGaussian, request: Any) -> None:
+        """Write down what is about to be released, unless the account has forgotten what was."""
+        account, stated = self.account(request.run), request.stated
+        if (known := account.epsilon()) < (1 - ROUNDING) * stated:
+            raise PrivacyError(
+                f"an account of privacy never says less than before; this institution has stated epsilon {stated:.4g}, "
+                f"its account of run {request.run!r} says {known:.4g}, so it is gone or an older copy and forgets what "
+                "has left since: put the newest one back, or begin a new run"
+            )
+        account.charge(mechanism, cost, self.plan.config.noise)
+
+    def noisy_counts(self, counts: Tensor, request: Any) -> Tensor:
+        """Return the numbers of examples of each label with noise, rounded, none negative, at least one in all."""
+        if not self.plan.covers("prior"):
+            return counts
+        cost = self.plan.counts()
+        stream = self.stream(COUNTS, request)
+        self.charge(COUNTS, cost, request)
+        noise = stream.normal(counts.shape) * cost.sigma
+        noisy = (counts + noise).round().clamp(min=0).long()
+        return noisy if noisy.sum() else torch.ones_like(noisy)
+
+    def spent(self, run: str) -> dict[str, Any]:
+        """Return what an answer states: epsilon of all that was released in this run, delta; at first nothing."""
+        account = self.account(run)
+        return {"epsilon": account.stated_epsilon, "delta": account.delta} if account.mechanisms else {}
+
+    def rest(self, mechanism: str, request: Any) -> None:
+        """Note that a mechanism's weights leave again as they are, which costs nothing more.
+
+        Raises
+        ------
+        BudgetError
+            If nothing was charged in this run, so that what would leave has no epsilon yet.
+        """
+        if not self.charged(request.run):
+            raise BudgetError(
+                f"the privacy budget does not allow a first pass of {mechanism}: allow more, or more noise"
+            )
+        self.charge(mechanism, replace(self.plan.cost(mechanism, self.examples, 1), steps=0), request)
+
+    def stream(self, mechanism: str, request: Any) -> Stream:
+        """Open a stream of noise."""
+        purpose = (self.seed, self.institution.name, mechanism, request.server_round)
+        return noise_stream(self.plan.config.noise, self.institution.state, *purpose)
+
+
+class PrivateVisit:
+    """Poisson batches and noisy steps that have been paid for."""
+
+    def __init__(self, clip: float, of_epoch: Any, stream: Stream) -> None:
+        self.clip, self.of_epoch, self.stream = clip, of_epoch, stream
+
+    def rows(self, examples: int) -> Iterator[Tensor]:
+        """Yield the rows of an epoch's batches."""
+        return poisson_batches(examples, self.of_epoch, self.stream)
+
+    def batches(self, data: Shard) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield an epoch's batches of examples and labels; a batch may have any size, and none."""
+        for rows in self.rows(len(data)):
+            chosen = rows.to(data.x.device)
+            yield as_input(data.x.index_select(0, chosen)), data.y[chosen]  # of bytes ten times as fast as x[chosen]
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        losses: Callable[..., Tensor],
+        batch: tuple[Tensor, ...],
+        batch_size: int,
+        beside: int = 0,
+    ) -> None:
+        """Take one step; its loss is not private and is not told.
+
+        Parameters
+        ----------
+        model, optimizer, losses
+            As for `flwr_replay.privacy.dpsgd.noisy_step`.
+        batch : tuple[Tensor, ...]
+            The institution's examples, after those that are replayed.
+        batch_size : int
+            b, the expected number of the institution's examples.
+        beside : int
+            How many examples, at the beginning of the batch, are replayed.
+        """
+        noisy_step(
+            model,
+            optimizer,
+            losses,
+            tuple(part[beside:] for part in batch),
+            clip=self.clip,
+            sigma=self.of_epoch.sigma,
+            batch_size=batch_size + beside,
+            stream=self.stream,
+            public=tuple(part[:beside] for part in batch),
+        )

@@ -1,0 +1,332 @@
+"""The institution's half of every method: a Flower `NumPyClient` with one method for each stage.
+
+The server names a stage in the config record; the method of that name (`extract`, `train_own`) receives the decoded
+request and returns the payload that the request's declaration promises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from flwr.app import ArrayRecord
+from flwr.client import NumPyClient
+from torch import nn
+
+from flwr_replay.config.sections import TrainingConfig
+from flwr_replay.errors import ConfigError, TrainingError, WireError
+from flwr_replay.files.tensors import digest
+from flwr_replay.generators.plan import Replaying
+from flwr_replay.generators.sampler import Replayer
+from flwr_replay.institution.budgeted import Purse
+from flwr_replay.institution.identity import proof_of
+from flwr_replay.institution.learner import Learner
+from flwr_replay.institution.owner import Institution, Shard
+from flwr_replay.institution.replay import GenerativeStages
+from flwr_replay.institution.state import StateStore
+from flwr_replay.learning.training import generator, make_optimizer, refuse_single_batches
+from flwr_replay.models import placed
+from flwr_replay.payloads.common import Evaluate, Evaluation, LabelScale, Present, RollCall, Visit, Visited
+from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.rng import derived_seed
+from flwr_replay.wire.payload import REQUESTS, Payload
+from flwr_replay.wire.records import NamedArrays, StateDict, Weights
+from flwr_replay.wire.weights import (
+    check_weights,
+    encoded,
+    form_of,
+    load_arrays,
+    load_optimizer_arrays,
+    optimizer_arrays,
+    to_arrays,
+)
+
+__all__ = ["InstitutionClient"]
+
+
+class InstitutionClient(NumPyClient):
+    """Base of the clients of all methods.
+
+    Parameters
+    ----------
+    institution : Institution
+        Whose data, device and state directory these are.
+    model : Callable[[int], nn.Module]
+        Builds the backbone with fresh weights from a seed.
+    task : Any
+        Loss, evaluation and metrics, see `flwr_replay.learning.tasks`.
+    training : TrainingConfig | None
+        Optimizer and batch size; None means the defaults.
+    seed : int
+        Of the run; shuffles derive from it and the institution's name.
+    replaying : Replaying | None
+        What is replayed beside the institution's own images, and how it is generated; None: nothing.
+    privacy : PrivacyPlan | None
+        What is trained by DP-SGD; None: nothing.
+    private_model : Callable[[int], nn.Module] | None
+        Builds the model that never leaves, for methods that have one beside the common one; None: like that.
+    bound : str
+        What a run is bound to, from `flwr_replay.config.binding.binding`.
+    """
+
+    private: ClassVar[tuple[str, ...]] = ()  # what this method's stages train by DP-SGD; a subclass says it anew
+
+    def __init__(
+        self,
+        institution: Institution,
+        model: Callable[[int], nn.Module],
+        task: Any,
+        training: TrainingConfig | None = None,
+        seed: int = 0,
+        replaying: Replaying | None = None,
+        privacy: PrivacyPlan | None = None,
+        private_model: Callable[[int], nn.Module] | None = None,
+        bound: str = "",
+    ) -> None:
+        self.institution = institution
+        self.fresh = model
+        self.fresh_private = private_model or model
+        self.task = task
+        self.training = training or TrainingConfig()
+        self.seed = seed
+        self.state, self.bound = StateStore(institution, bound), bound
+        self.purse = Purse(privacy, institution, self.state, seed) if privacy else None
+        self.replay = GenerativeStages(institution, self.state, replaying, self.purse) if replaying else None
+
+    # --- Flower's NumPyClient ---------------------------------------------------------------------------------------
+
+    def fit(self, parameters: Any, config: dict[str, Any]) -> tuple[NamedArrays, int, dict[str, Any]]:
+        """Answer a training request: decode, call the stage's method, encode."""
+        arrays, metrics, _ = self.answer(parameters, config).parts()
+        weights = NamedArrays.of(arrays) if isinstance(arrays, ArrayRecord) else NamedArrays(arrays or {})
+        return weights, metrics.pop("num-examples", len(self.institution.train)), metrics
+
+    def evaluate(self, parameters: Any, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Answer an evaluation request."""
+        _, metrics, _ = self.answer(parameters, config).parts()
+        return metrics.pop("loss", math.nan), metrics.pop("num-examples"), metrics
+
+    def answer(self, parameters: Any, config: dict[str, Any]) -> Payload:
+        """Decode a request, call the method of its stage, and check that it gives what was declared.
+
+        Raises
+        ------
+        ConfigError
+            If this method has no such stage.
+        PrivacyError
+            If the run was begun under other options.
+        RefusedError
+            If the institution's policy takes other weights only.
+        DivergedError
+            If weights cannot meet data.
+        WireError
+            If the method returns another payload than the request's declaration promises.
+        """
+        stage = str(config.get("stage", ""))
+        request = REQUESTS.get(stage)
+        name = stage.replace("-", "_") if stage != "evaluate" else "evaluate_model"
+        method = getattr(self, name, None)
+        if self.replay and stage in self.replay.replaying.stages:
+            method = getattr(self.replay, name)
+        if request is None or method is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no stage {stage!r}: server and institution run other versions"
+            )
+        arrays = parameters.state_dict() if isinstance(parameters, NamedArrays) else {}
+        if any(field.shape == "state dict" for field in request.declared().values()):
+            check_weights(arrays)
+        if arrays:
+            self.institution.policy.check_weights(
+                stage, lambda: digest(arrays), lambda: digest(self.random_like(arrays))
+            )
+        asked = request.of(arrays, config)
+        if isinstance(asked, LabelScale) and asked.label_mean is not None and asked.label_scale is not None:
+            self.task = self.task.scaled(asked.label_mean, asked.label_scale)
+        if "split" in request.declared():
+            self.institution.check_split(getattr(asked, "split", ""))
+        if (run := getattr(asked, "run", "")) or self.purse:
+            self.state.bind(run, self.bound)
+        answer = method(asked)
+        if type(answer) is not request.answer:
+            raise WireError(
+                f"stage {stage!r} declares the answer {request.answer.__name__}; got {type(answer).__name__}"
+            )
+        return answer
+
+    # --- stages that all methods share ------------------------------------------------------------------------------
+
+    def roll_call(self, request: RollCall) -> Present:
+        """Say who is here.
+
+        Raises
+        ------
+        WireError
+            If the model has not the form of those that institutions exchange.
+        """
+        train = self.institution.train
+        if request.form and form_of(to_arrays(self.fresh(0))) != request.form:
+            raise WireError(
+                "all institutions exchange models of one form; this one's has other names or shapes than the server's: "
+                "use the same model.*, task.channels, task.size and task.classes everywhere"
+            )
+        if self.purse:
+            self.purse.plan.check_first_passes(self.purse.examples)
+        if self.institution.tested_elsewhere:
+            _ = self.institution.external  # missing ones are told before anybody trains
+        told = self.task.label_sums(train.y)
+        proof = proof_of(self.institution.state, request.run)
+        return Present(
+            name=self.institution.name, num_examples=len(train), raw_bytes=train.raw_bytes, proof=proof, **told
+        )
+
+    def evaluate_model(self, request: Evaluate) -> Evaluation:
+        """Test the weights that came on the institution's test shard, or on its training examples."""
+        return self.evaluated(request.arrays, request.split)
+
+    def random_like(self, arrays: StateDict) -> StateDict:
+        """Return the weights of these names that the run's seed gives to a fresh model, or to a fresh generator."""
+        fresh = to_arrays(self.fresh(derived_seed(self.seed, "model")))
+        if self.replay and not arrays.keys() <= fresh.keys():
+            fresh = to_arrays(self.replay.replaying.fresh_generator())
+        return {name: fresh[name] for name in arrays if name in fresh}
+
+    # --- helpers of the methods' loops ------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """b, the number of examples in a batch."""
+        return self.training.batch_size
+
+    def training_data(self, pooled: bool = False) -> Shard:
+        """Return the institution's training examples, or in a simulation the union of all institutions'."""
+        return self.institution.pooled if pooled else self.institution.train
+
+    def shuffle(self, *purpose: object) -> torch.Generator:
+        """Return a generator of this institution's own for one purpose, such as a round."""
+        return generator(self.seed, self.institution.name, *purpose)
+
+    def scratch_model(self, arrays: Weights | None = None, role: str = "") -> nn.Module:
+        """Return this process's one backbone on the institution's device, in training mode, with the weights given.
+
+        Building a model costs more than loading one; nothing may be kept in it from one message to the next. A method
+        that needs two at a time names the other's role: private.
+        """
+        model = self._loaded(arrays, role).train()
+        model.zero_grad()  # a visit that broke off may have left gradients
+        return model
+
+    def _loaded(self, arrays: Weights | None, role: str = "") -> nn.Module:
+        fresh = self.fresh_private if role else self.fresh
+        model = _scratch(fresh, self.institution.device, role)
+        if arrays is not None:
+            load_arrays(model, arrays)
+        return model
+
+    def evaluated(self, arrays: Weights, split: str, role: str = "") -> Evaluation:
+        """Test weights on one of the institution's shards; `role` as for `scratch_model`."""
+        shard = self.institution.shard(split)
+        evaluation: Evaluation = self.task.evaluate(self._loaded(arrays, role), shard.x, shard.y)
+        return evaluation
+
+    def resume(self, visit: Visit) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return the visiting model, ready to train, and its optimizer.
+
+        The one rule for the optimizer's state between visits: `reset` begins every visit with a fresh optimizer;
+        `keep` goes on with the state that this institution saved at the end of its previous visit. The state never
+        travels.
+        """
+        model = self.scratch_model(visit.arrays)
+        refuse_single_batches(model, len(self.training_data(visit.pooled)), self.batch_size)
+        return model, self.resume_optimizer(model, visit)
+
+    def learner(self, visit: Visit) -> Learner:
+        """Return what steps on the visiting model are."""
+        return self.learner_of(*self.resume(visit), visit, visit.local_epochs)
+
+    def learner_of(self, model: nn.Module, optimizer: torch.optim.Optimizer, visit: Any, epochs: int = 1) -> Learner:
+        """Return what steps on a model are, paid for where they are private."""
+        draws = self.shuffle(visit.server_round, "replay")
+        private = self.purse.begin("classifier", epochs, visit) if self.purse else None
+        return Learner(model, optimizer, self.task, self.batch_size, self.replays(visit), draws, private)
+
+    def replays(self, visit: Any) -> Replayer | None:
+        """Return what stands beside the real examples of every batch; None without replay."""
+        return self.replay.replayer(visit.run, visit.server_round, visit.replayed or 0) if self.replay else None
+
+    def spent(self, run: str) -> dict[str, Any]:
+        """Return what an answer states of privacy."""
+        return self.purse.spent(run) if self.purse else {}
+
+    def visited(self, visit: Visit, learner: Learner, num_examples: int) -> Visited:
+        """End a visit: keep what is kept, return what it answers; one that diverged keeps nothing."""
+        loss = learner.train_loss()
+        self.suspend(visit, learner.optimizer)
+        return Visited(
+            arrays=encoded(learner.model),
+            num_examples=num_examples,
+            examples_seen=learner.seen,
+            train_loss=loss,
+            **self.spent(visit.run),
+        )
+
+    def resume_optimizer(self, model: nn.Module, visit: Any) -> torch.optim.Optimizer:
+        """Build the optimizer and, under `keep`, give it its saved state."""
+        optimizer = make_optimizer(model, self.training, visit.lr)
+        if visit.optimizer_state == "keep" and (kept := self.kept("optimizer", visit, take=True)):
+            load_optimizer_arrays(optimizer, kept)
+        return optimizer
+
+    def kept(self, key: str, visit: Any, take: bool = False) -> StateDict | None:
+        """Return what this institution saved at the end of its previous visit; None at the first.
+
+        Only what is taken may be written to.
+
+        Raises
+        ------
+        TrainingError
+            If it is gone: going on from nothing would give other results, and nobody would notice.
+        """
+        read = self.state.take if take else self.state.load
+        kept = read(key, visit.run, visit.server_round)
+        if kept is None and visit.continues:
+            raise TrainingError(
+                f"an institution goes on with the state that it saved in its previous visit; the {key} of run "
+                f"{visit.run!r} is gone: restore the state directory, or begin a new run"
+            )
+        return kept
+
+    def latest(self, key: str, request: Any) -> StateDict:
+        """Return a model of the institution's own as it stands after this exchange, perhaps from an earlier one.
+
+        Raises
+        ------
+        TrainingError
+            If it has none yet.
+        """
+        kept = self.state.load(key, request.run, request.server_round + 1)
+        if kept is None:
+            raise TrainingError(
+                f"institution {self.institution.name!r} has no model yet: its training has failed so far"
+            )
+        return kept
+
+    def suspend(self, visit: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Save the optimizer's state under `keep`."""
+        if visit.optimizer_state == "keep":
+            self.save("optimizer", visit, optimizer_arrays(optimizer), give=True)
+
+    def save(self, key: str, visit: Any, arrays: StateDict, give: bool = False) -> None:
+        """Keep arrays as they stand after a visit; in a simulation not beyond a power failure.
+
+        With `give` nobody may write to them any more: give copies of a `scratch_model`'s weights, which the next visit
+        changes.
+        """
+        self.state.save(key, visit.run, visit.server_round, arrays, self.institution.durable, give)
+
+
+@lru_cache(maxsize=8)
+def _scratch(fresh: Callable[[int], nn.Module], device: torch.device, role: str) -> nn.Module:
+    return placed(fresh(0), device)

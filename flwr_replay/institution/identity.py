@@ -1,0 +1,49 @@
+"""How an institution proves that it is the one that took part before, when it returns as another node.
+
+A key of 32 random bytes is made once and kept in the state directory, readable by its owner only; it is never sent. The
+proof for a run is HMAC-SHA256 of the key over the run's id, so that it says nothing of the institution in other runs.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import secrets
+from pathlib import Path
+
+from flwr_replay.errors import PrivacyError
+from flwr_replay.files.atomic import write_once
+
+__all__ = ["KEY", "proof_of"]
+
+KEY = "identity.key"
+
+
+def proof_of(folder: Path, run: str) -> str:
+    """Return what an institution shows the server of a run.
+
+    Parameters
+    ----------
+    folder : Path
+        Its state directory, where the key is made at first use.
+    run : str
+        The run's id.
+
+    Returns
+    -------
+    str
+        64 hexadecimal digits.
+
+    Raises
+    ------
+    PrivacyError
+        If the key is damaged, or others may read it.
+    """
+    path = folder / KEY
+    key = write_once(path, secrets.token_hex(32))
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        raise PrivacyError(f"only its owner may read {KEY} in the state directory; others can: chmod 600 it")
+    if not re.fullmatch("[0-9a-f]{64}", key):
+        raise PrivacyError(f"{KEY} in the state directory must hold 64 hexadecimal digits; it does not: remove it")
+    return hmac.digest(bytes.fromhex(key), run.encode(), "sha256").hex()

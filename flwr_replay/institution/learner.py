@@ -1,0 +1,80 @@
+"""A classifier's steps at an institution: what a batch is, and what a step on it is.
+
+The loop over the batches stands in each method's file; what is chosen by options that all methods share stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flwr_replay.generators.sampler import Replayer
+from flwr_replay.institution.budgeted import PrivateVisit
+from flwr_replay.institution.owner import Shard
+from flwr_replay.learning.training import batches, mean_loss, step
+
+__all__ = ["Learner"]
+
+
+class Learner:
+    """Batches of real examples, with replayed ones beside them if there are any, and steps, private if they are to be.
+
+    Parameters
+    ----------
+    model, optimizer : nn.Module, torch.optim.Optimizer
+        As they begin this visit.
+    task : Any
+        Whose loss is minimised.
+    batch_size : int
+        b, real examples in a batch.
+    replayer : Replayer | None
+        What is replayed.
+    draws : torch.Generator
+        Of what is replayed when.
+    private : PrivateVisit | None
+        What has been paid for; None: plain steps on shuffled batches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        task: Any,
+        batch_size: int,
+        replayer: Replayer | None,
+        draws: torch.Generator,
+        private: PrivateVisit | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.task, self.batch_size = model, optimizer, task, batch_size
+        self.replayer, self.draws, self.private = replayer, draws, private
+        self.losses: list[Tensor] = []
+        self.seen = 0  # examples, with repetition; under differential privacy the expected number
+
+    def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield x_U and its labels, one pass over the real examples."""  # Qu et al. 2022, Alg. 1, lines 2-4
+        plain = batches(data.x, data.y, self.batch_size, shuffle)
+        real = self.private.batches(data) if self.private else plain
+        return self.replayer.beside(real, self.batch_size, self.draws) if self.replayer else real
+
+    def step(self, x_B: Tensor, y_B: Tensor, penalty: Tensor | None = None) -> None:
+        """Take a step on a batch: θ ← θ − η ∇L(θ; x_U); a penalty adds to what is minimised, not to the loss told."""
+        beside = self.replayer.replaying.beside(self.batch_size) if self.replayer else 0
+        if self.private:
+            self.private.step(self.model, self.optimizer, self._losses, (x_B, y_B), self.batch_size, beside)
+            self.seen += self.batch_size + beside
+            return
+        loss = self.task.loss(self.model(x_B), y_B)
+        self.losses.append(loss.detach())
+        step(self.model, self.optimizer, loss if penalty is None else loss + penalty)
+        self.seen += len(y_B)
+
+    def train_loss(self) -> float | None:
+        """Return the mean loss of the steps; None where it would not be private."""
+        return None if self.private else mean_loss(self.losses)
+
+    def _losses(self, x_B: Tensor, y_B: Tensor) -> Tensor:
+        losses_B: Tensor = self.task.losses(self.model(x_B), y_B)
+        return losses_B

@@ -1,0 +1,172 @@
+"""A private model and a proxy that learn from each other, on one batch after another.
+
+Source: Kalra et al. 2023 (ProxyFL), section 3.2, eq. 4-7; deep mutual learning: Zhang et al. 2018 (arXiv 1706.00384).
+
+    L_φ = (1 - α) CE(f_φ(x), y) + α KL(h_θ(x) ‖ f_φ(x))
+    L_θ = (1 - β) CE(h_θ(x), y) + β KL(f_φ(x) ‖ h_θ(x))         by DP-SGD, with dp=proxy
+
+Both are computed from the answers f_φ(x), h_θ(x) before either model steps, so each passes over a batch once. The
+paper writes KL with the model that learns first; here, as in deep mutual learning, the teacher stands first, and no
+gradient goes into it. "Alternate" leaves open whether φ sees θ before or after its step.
+
+With β > 0 the proxy's gradient on one example depends, through f_φ, on all private examples, since φ learns from them
+without noise: clipping does not bound what one example changes, and the accountant's epsilon is no proof.
+
+`B` batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flwr_replay.institution.budgeted import PrivateVisit
+from flwr_replay.institution.owner import Shard
+from flwr_replay.learning.tasks import Task
+from flwr_replay.learning.training import batches, mean_loss, step
+from flwr_replay.models import has_batch_norm
+
+__all__ = ["Learning", "MutualLearner"]
+
+
+@dataclass(frozen=True)
+class Learning:
+    """A model and its optimizer."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+class MutualLearner:
+    """Steps of both models.
+
+    Parameters
+    ----------
+    private, proxy : Learning
+        φ and θ.
+    task : Any
+        A classification; its loss is CE.
+    request : Any
+        Says α, β and how the private model trains alone.
+    batch_size : int
+        b.
+    dp : PrivateVisit | None
+        A pass of DP-SGD on θ, paid for; None: plain steps.
+    rests : bool
+        θ stays as it is, and φ learns on.
+    """
+
+    def __init__(
+        self,
+        private: Learning,
+        proxy: Learning,
+        task: Any,
+        request: Any,
+        batch_size: int,
+        dp: PrivateVisit | None,
+        rests: bool = False,
+    ) -> None:
+        self.private, self.proxy, self.task, self.batch_size = private, proxy, task, batch_size
+        self.alpha, self.beta, self.request = request.alpha, request.beta, request
+        self.dp, self.rests = dp, rests
+        self.fewest = 2 if has_batch_norm(private.model) else 1  # examples that φ learns from at once
+        self.losses: list[Tensor] = []  # of φ
+        self.seen, self.proxy_steps = 0, 0
+
+    def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield one pass over the examples: Poisson batches where θ's steps are private."""
+        return self.dp.batches(data) if self.dp else batches(data.x, data.y, self.batch_size, shuffle)
+
+    def alone(self, data: Shard, shuffle: torch.Generator) -> None:
+        """Let φ learn from the proxy as it arrived, pass after pass; θ stays as it is."""
+        for _ in range(self.request.private_epochs):
+            for plain_B, y_B in batches(data.x, data.y, self.request.private_batch_size, shuffle):
+                x_B = shifted(plain_B, self.request.private_shift, shuffle)
+                self.private_step(self.private.model(x_B), answers(self.proxy.model, x_B), y_B)
+                self.seen += len(y_B)
+
+    def step(self, x_B: Tensor, y_B: Tensor) -> None:
+        """Let both models step, each with the other's answers from before."""
+        f_B = self.private.model(x_B) if len(y_B) >= self.fewest else None
+        h_B = answers(self.proxy.model, x_B) if self.rests else self.proxy_step(x_B, y_B, f_B)
+        if f_B is not None:
+            self.private_step(f_B, h_B, y_B)
+        self.seen += self.batch_size if self.dp else len(y_B)  # the size of a Poisson batch is as secret as its mask
+
+    def private_step(self, f_B: Tensor, h_B: Tensor, y_B: Tensor) -> None:
+        """φ ← φ - η ∇L_φ."""  # eq. 4, 6
+        loss = mutual_loss(self.task, self.alpha, f_B, h_B, y_B)
+        self.losses.append(step(self.private.model, self.private.optimizer, loss))
+
+    def proxy_step(self, x_B: Tensor, y_B: Tensor, f_B: Tensor | None) -> Tensor:
+        """θ ← θ - η ∇L_θ; return h_θ(x) from before."""  # eq. 5, 7
+        self.proxy_steps += 1
+        told: list[Tensor] = []
+
+        def losses(x: Tensor, y: Tensor, f: Tensor) -> Tensor:
+            told.append(self.proxy.model(x))
+            return mutual_losses(self.task, self.beta, told[-1], f, y)
+
+        if f_B is None:
+            f_B = answers(self.private.model, x_B)
+        if self.dp:
+            batch = (x_B, y_B, f_B.detach())
+            self.dp.step(self.proxy.model, self.proxy.optimizer, losses, batch, self.batch_size)
+            before_B: Tensor = torch.cat([h.detach() for h in told]) if told else f_B.detach()
+            return before_B
+        h_B: Tensor = self.proxy.model(x_B)
+        step(self.proxy.model, self.proxy.optimizer, mutual_loss(self.task, self.beta, h_B, f_B.detach(), y_B))
+        return h_B.detach()
+
+    def loss(self) -> float | None:
+        """Return φ's mean loss; None where a message would tell it beside a private proxy.
+
+        Raises
+        ------
+        DivergedError
+            If it is not finite, and told.
+        """
+        return mean_loss(self.losses) if self.losses and not (self.dp or self.rests) else None
+
+
+def answers(model: nn.Module, x_B: Tensor) -> Tensor:
+    """Return a model's logits, as it would answer a patient; nothing in it changes."""
+    model.eval()
+    with torch.no_grad():
+        logits_B: Tensor = model(x_B)
+    model.train()
+    return logits_B
+
+
+def shifted(x_BCHW: Tensor, pixels: int, draws: torch.Generator) -> Tensor:
+    """Shift images by up to so many pixels to each side, a batch as one; what leaves on one side is lost."""
+    if not pixels:
+        return x_BCHW
+    height, width = x_BCHW.shape[2:]
+    down, right = torch.randint(2 * pixels + 1, (2,), generator=draws).tolist()
+    padded = functional.pad(x_BCHW, (pixels,) * 4)
+    return padded[:, :, down : down + height, right : right + width]
+
+
+def mutual_loss(task: Task, weight: float, student_B: Tensor, teacher_B: Tensor, y_B: Tensor) -> Tensor:
+    """Return (1 - weight) CE + weight KL(teacher ‖ student) of logits (B, C), a mean over the batch."""
+    if not weight:
+        return task.loss(student_B, y_B)
+    return (1 - weight) * task.loss(student_B, y_B) + weight * divergences(student_B, teacher_B).mean()
+
+
+def mutual_losses(task: Task, weight: float, student_B: Tensor, teacher_B: Tensor, y_B: Tensor) -> Tensor:
+    """Return the same for every example, (B,)."""
+    single_B = task.losses(student_B, y_B)
+    return (1 - weight) * single_B + weight * divergences(student_B, teacher_B) if weight else single_B
+
+
+def divergences(student_B: Tensor, teacher_B: Tensor) -> Tensor:
+    """Return KL(teacher ‖ student) of every example's logits, nats, (B,)."""
+    student, teacher = functional.log_softmax(student_B, 1), functional.log_softmax(teacher_B, 1)
+    return functional.kl_div(student, teacher, reduction="none", log_target=True).sum(1)

@@ -1,0 +1,104 @@
+"""From a node's own configuration, or a partition in a simulation, to its institution."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+
+from flwr_replay.config.compose import from_run_config
+from flwr_replay.config.sections import RunConfig
+from flwr_replay.data import institution_name, load
+from flwr_replay.data.dealt import dealt, loaded, pooled
+from flwr_replay.errors import ConfigError, nearest
+from flwr_replay.files.atomic import home
+from flwr_replay.institution.owner import Institution
+from flwr_replay.institution.policy import read_policy
+from flwr_replay.learning.training import select_device
+
+__all__ = ["institution_of"]
+
+NODE_KEYS = ("name", "data", "state", "policy", "private-model")
+
+
+def institution_of(context: Context) -> tuple[Institution, RunConfig]:
+    """Return this node's institution and the composed configuration; both are kept for later messages."""
+    node = tuple(sorted((key, str(value)) for key, value in context.node_config.items()))
+    return _institution(tuple(sorted(context.run_config.items())), node)
+
+
+@lru_cache(maxsize=64)
+def _institution(
+    run_config: tuple[tuple[str, Any], ...], node: tuple[tuple[str, str], ...]
+) -> tuple[Institution, RunConfig]:
+    config = from_run_config(dict(run_config))
+    owned = dict(node)
+    if "data" in owned or "name" in owned:
+        return _deployed(config, owned), config
+    if "partition-id" not in owned:
+        raise ConfigError(
+            f"a SuperNode must say what it owns; got keys {', '.join(owned) or 'none'}: start it with "
+            """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
+        )
+    return _simulated(config, int(owned["partition-id"]), int(owned["num-partitions"]), owned), config
+
+
+def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
+    for key in owned:
+        if key not in NODE_KEYS:  # a mistyped policy must not mean that there is none
+            raise ConfigError(f"unknown key {key!r} in --node-config: {nearest(key, NODE_KEYS)}")
+    for key in ("name", "data"):
+        if not owned.get(key):
+            raise ConfigError(
+                f"a SuperNode must have both name and data; {key} is missing: start it with "
+                """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
+            )
+    # The server must neither make it fetch nor choose, by a column or by sizes, whom it trains on and whom it tests on.
+    task = replace(config.task, data_dir=owned["data"], download=False, site_column="site")
+    task = replace(task, train_size=0, val_size=0, test_size=0)
+    # Flower drops a key with spaces around = without a word; the SuperNode's log must show what is in force.
+    rules = owned.get("policy") or "none: everything may leave"
+    logging.getLogger("flwr").info("%s: data %s, policy %s", owned["name"], owned["data"], rules)
+    return Institution(
+        name=owned["name"],
+        read=lambda: load(task),
+        device=select_device(config.device),
+        policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
+        state_root=Path(owned["state"]) if owned.get("state") else home() / "state",
+        tested_elsewhere=config.external,
+        looked_back=config.forgetting,
+        private_model=_private_model(config, owned),
+        durable=True,
+    )
+
+
+def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
+    names = getattr(config.strategy, "private_models", ())
+    if len(names) > 1 and "private-model" not in owned:
+        raise ConfigError(
+            f"private-models={','.join(names)} go by turns in a simulation; a SuperNode says which is its own: start "
+            """it with --node-config '… private-model="NAME"'"""
+        )
+    return owned.get("private-model", names[0] if names else "")
+
+
+def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) -> Institution:
+    names = dealt(config.task, config.partition, nodes, config.seed).names if config.partition.name == "natural" else ()
+    private = getattr(config.strategy, "private_models", ())
+    return Institution(
+        name=names[k] if names else institution_name(k, nodes),
+        read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(loaded(config.task), k),
+        read_pooled=lambda: pooled(config.task, config.partition, nodes, config.seed),
+        read_external=lambda: dealt(config.task, config.partition, nodes, config.seed).external(loaded(config.task), k),
+        device=select_device(config.device),
+        policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
+        state_root=Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation",
+        tested_elsewhere=config.external,
+        looked_back=config.forgetting,
+        private_model=private[k % len(private)] if private else "",
+    )

@@ -1,0 +1,166 @@
+"""What one node owns: its name, its data, its device, its state directory, its policy and its own ledger.
+
+In a simulation an institution is one part of a partitioned data set. In a deployment the node's own configuration
+names it: `--node-config 'name="a" data="/data/a" state="/var/lib/flwr-replay" policy="/etc/flwr-replay/policy.yaml"'`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flwr_replay.data import Dataset, Examples
+from flwr_replay.errors import DataError, RefusedError, TrainingError
+from flwr_replay.files.atomic import home, make_folder, private_folder, sweep
+from flwr_replay.institution.policy import Policy
+from flwr_replay.learning.training import select_device
+from flwr_replay.wire.ledger import Ledger
+from flwr_replay.wire.payload import Row
+
+__all__ = ["Institution", "Shard"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Examples on the institution's device: x (n, C, H, W) as stored, y (n,)."""
+
+    x: Tensor
+    y: Tensor
+    raw_bytes: int
+
+    @classmethod
+    def of(cls, examples: Examples, device: torch.device) -> Shard:
+        """Move examples to a device."""
+        # Laid out anew, since PyTorch takes one channel with odd strides for "channels last" and computes other bits.
+        x, y = (torch.from_numpy(array.ravel()).view(array.shape).to(device) for array in (examples.x, examples.y))
+        return cls(x, y, examples.nbytes)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass
+class Institution:
+    """One node and what it owns; the data are read at first use, never before the policy has agreed."""
+
+    name: str
+    read: Callable[[], Dataset]
+    device: torch.device
+    read_pooled: Callable[[], Dataset] | None = None  # simulation only: the union of all institutions
+    read_external: Callable[[], Examples] | None = None  # simulation only: other institutions' test examples
+    policy: Policy = field(default_factory=Policy)
+    state_root: Path = field(default_factory=lambda: home() / "state")
+    tested_elsewhere: bool = False  # on its external examples, too
+    looked_back: bool = False  # on its training examples, too: the run's configuration has forgetting=true
+    private_model: str = ""  # of conf/model, where a method has a model that never leaves; empty: as the common one
+    durable: bool = False  # wait until ledger lines are on the disk before anything leaves
+
+    @classmethod
+    def from_arrays(
+        cls, name: str, train: tuple[Any, Any], test: tuple[Any, Any] | None = None, device: str = "cpu"
+    ) -> Institution:
+        """Own examples that are in memory already, for a stage that a user's own ClientApp serves.
+
+        Parameters
+        ----------
+        name : str
+            Unique among the institutions; shuffles derive from it.
+        train, test : tuple
+            x, shape (n, C, H, W), uint8 or float32, and y, shape (n,), int64: arrays or CPU tensors.
+        device : str
+            Where they are used: auto, cpu or cuda[:N].
+        """
+        used = Examples(np.asarray(train[0]), np.asarray(train[1]))
+        held = Examples(np.asarray(test[0]), np.asarray(test[1])) if test else used.take(np.arange(0))
+        return cls(name, lambda: Dataset(name, used, held), select_device(device))
+
+    @cached_property
+    def state(self) -> Path:
+        """The institution's state directory; files here survive rounds and restarts and never leave."""
+        folder = private_folder(make_folder(self.state_root / self.name, "the institution's state directory"))
+        sweep(folder)
+        return folder
+
+    @cached_property
+    def data(self) -> Dataset:
+        """The institution's own examples."""
+        dataset = self.read()
+        if not len(dataset.train):
+            raise DataError(f"institution {self.name!r} must hold training examples; got none: check its data folder")
+        return dataset
+
+    @cached_property
+    def train(self) -> Shard:
+        """Training examples."""
+        return Shard.of(self.data.train, self.device)
+
+    @cached_property
+    def test(self) -> Shard:
+        """Test examples."""
+        if not len(self.data.test):
+            raise DataError(f"institution {self.name!r} must hold test examples; got none: check its data folder")
+        return Shard.of(self.data.test, self.device)
+
+    @cached_property
+    def validation(self) -> Shard | None:
+        """Validation examples, where the data set has a split for them."""
+        return Shard.of(self.data.val, self.device) if self.data.val is not None and len(self.data.val) else None
+
+    @cached_property
+    def external(self) -> Shard:
+        """Test examples of other institutions; where there are classes, of those that this one trains on.
+
+        Kalra et al. 2023, section 4.3, note 4: of a class that it has never seen, nothing would be measured.
+        """
+        found = self.read_external() if self.read_external else self.data.external
+        if found is not None and self.data.train.y.dtype == np.int64:
+            found = found.take(np.flatnonzero(np.isin(found.y, self.data.train.y)))
+        if found is None or not len(found):
+            raise DataError(
+                f"external=true tests on other institutions' examples; {self.name!r} holds none of classes that it "
+                "trains on: add rows with split=external to its manifest, or leave external out"
+            )
+        return Shard.of(found, self.device)
+
+    def shard(self, split: str) -> Shard:
+        """Return the training, the test or the external examples."""
+        if split == "external":
+            return self.external
+        return self.train if split == "train" else self.test
+
+    def check_split(self, split: str) -> None:
+        """Refuse a test on examples that the run's configuration does not name."""
+        if not {"test": True, "train": self.looked_back, "external": self.tested_elsewhere}.get(split, False):
+            raise RefusedError(
+                "an institution tests on its test examples, with forgetting=true on its training examples and with "
+                f"external=true on others'; this run asks for split={split!r} without it: refused"
+            )
+
+    @cached_property
+    def pooled(self) -> Shard:
+        """The union of all institutions' training examples; a simulation only can pool them."""
+        if self.read_pooled is None:
+            raise TrainingError(  # which a deployed institution tells the server
+                f"institution {self.name!r} owns its own data only; strategy=central needs one institution that owns "
+                "everything: run it in a simulation, or with all data at one node and nodes=1"
+            )
+        return Shard.of(self.read_pooled().train, self.device)
+
+    def record_release(self, rows: list[Row], *, run: str, server_round: int, stage: str, split: str = "") -> None:
+        """Write to the institution's own ledger what is about to leave, of a test also on which examples."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        on = {"split": split} if split else {}
+        self._ledger.record({"time": now, "run": run, "round": server_round, "stage": stage, **on}, rows)
+        self._ledger.flush(to_disk=self.durable)
+
+    @cached_property
+    def _ledger(self) -> Ledger:
+        return Ledger(self.state / "ledger.jsonl")

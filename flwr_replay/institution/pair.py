@@ -1,0 +1,89 @@
+"""The institution's half of methods with a private model and a proxy: where they live, how they are tested.
+
+The private model, its optimizer and the proxy's optimizer lie in one file of the state directory and never leave.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flwr_replay.errors import BudgetError, PrivacyError
+from flwr_replay.files.tensors import under
+from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.institution.mutual import Learning, MutualLearner
+from flwr_replay.learning.training import make_optimizer, refuse_single_batches
+from flwr_replay.payloads.common import Present, RollCall
+from flwr_replay.payloads.mutual import PairEvaluation
+from flwr_replay.wire.records import Weights
+from flwr_replay.wire.weights import load_optimizer_arrays, optimizer_arrays, to_arrays
+
+__all__ = ["PairClient"]
+
+
+class PairClient(InstitutionClient):
+    """Base of the clients that train a private model φ and a proxy θ."""
+
+    def roll_call(self, request: RollCall) -> Present:
+        """Say who is here, once the private model could be built: one that cannot be is told before anybody trains."""
+        refuse_single_batches(self.fresh_private(0), len(self.institution.train), self.batch_size)
+        return super().roll_call(request)
+
+    def pair(self, visit: Any, theta: Weights) -> MutualLearner:
+        """Return what steps on both are, paid for; φ is the institution's own, θ as it came."""
+        proxy, kept = self.scratch_model(theta), self.kept("pair", visit, take=True) or {}
+        own = under("model.", kept) or to_arrays(self.fresh_private(visit.private_seed))
+        phi = self.scratch_model(own, "private")
+        refuse_single_batches(proxy, len(self.institution.train), self.batch_size)
+        if visit.private_epochs:
+            refuse_single_batches(phi, len(self.institution.train), visit.private_batch_size)
+        training = replace(self.training, optimizer=visit.private_optimizer)
+        private = Learning(phi, make_optimizer(phi, training, visit.private_lr))
+        common = Learning(proxy, make_optimizer(proxy, self.training, visit.lr))
+        for half, prefix in ((private, "optimizer."), (common, "proxy-optimizer.")):
+            if visit.optimizer_state == "keep" and (slots := under(prefix, kept)):
+                load_optimizer_arrays(half.optimizer, slots)
+        covered = self.purse is not None and self.purse.plan.covers("proxy")
+        if self.purse and covered and visit.beta != 0 and not self.purse.plan.unproven:
+            raise PrivacyError(
+                "the run's configuration has strategy.beta=0, for which its epsilon is proven; the server asks for "
+                f"beta={visit.beta:g}: refused"
+            )
+        dp, rests = None, False
+        if self.purse and covered:
+            try:
+                dp = self.purse.begin("proxy", 1, visit)
+            except BudgetError:  # it is used up, so θ stays as it is, and φ goes on
+                self.purse.rest("proxy", visit)
+                rests = True
+        return MutualLearner(private, common, self.task, visit, self.batch_size, dp, rests)
+
+    def keep_pair(self, visit: Any, learner: MutualLearner) -> dict[str, Any]:
+        """Keep what never leaves; return what an answer says of the training.
+
+        Whether φ has diverged depends on the examples, and no noise covers it. So where the proxy is private nobody is
+        told: φ begins anew from where it was before this visit, its optimizer afresh.
+        """
+        loss = learner.loss()
+        kept = {f"model.{name}": array for name, array in to_arrays(learner.private.model).items()}
+        diverged = not all(np.isfinite(array).all() for array in kept.values())
+        if diverged:
+            logging.getLogger("flwr").warning("the private model diverged in exchange %s", visit.server_round)
+            before = self.state.load("pair", visit.run, visit.server_round) or {}
+            own = under("model.", before) or to_arrays(self.fresh_private(visit.private_seed))
+            kept = {f"model.{name}": array for name, array in own.items()}
+        if visit.optimizer_state == "keep":
+            for half, prefix in ((learner.private, "optimizer."), (learner.proxy, "proxy-optimizer.")):
+                if half is learner.proxy or not diverged:
+                    kept |= {f"{prefix}{slot}": array for slot, array in optimizer_arrays(half.optimizer).items()}
+        self.save("pair", visit, kept, give=True)
+        told = {"num_examples": len(self.institution.train), "examples_seen": learner.seen, "train_loss": loss}
+        return {**told, "proxy_steps": learner.proxy_steps}
+
+    def tested(self, request: Any, theta: Weights) -> PairEvaluation:
+        """Test φ as it stands after this round, and a proxy."""
+        private = self.evaluated(under("model.", self.latest("pair", request)), request.split, "private")
+        return PairEvaluation.of_pair(private, self.evaluated(theta, request.split))

@@ -1,0 +1,293 @@
+"""The institution's own rules: what it answers to, and what may leave.
+
+The policy is a YAML file in the institution's hands:
+
+    strategies: [fedreplay, cwt]              # which methods it takes part in
+    kinds: [model, statistic, per-sample]     # which kinds of field may leave (notices always may); raw examples, as
+                                              # FedAvg+Share sends them, are a kind of their own: per-sample-raw.
+                                              # Where the server chooses the weights, per-sample is as much: an
+                                              # encoder may hand images on as they are; see `weights`
+    weights: {extract: [random]}              # by stage, which weights may come: `random` are those that the run's seed
+                                              # gives, drawn again here; others by their digest, as `flwr-replay privacy
+                                              # digest FILE`. Stages that bring an encoder, generator or decoder are
+                                              # extract, encode-images, train-generator, keep-decoder, train-prior,
+                                              # keep-prior. A stage that is not named takes any weights. SplitNN's
+                                              # part is moved by the server's gradients: no digest pins it. What
+                                              # pinned weights make of images can still be inverted, exactly where
+                                              # a layer is wider than its input
+    max-upload-mb: 64                         # the largest message that may leave, 10^6 bytes
+    max-epsilon: 8                            # what depends on training examples must be differentially private with at
+                                              # most this epsilon in a run: the run needs dp=end-to-end and a budget
+                                              # within it. Metrics on test examples are not covered; see `metrics`. Runs
+                                              # add up, and that is not limited
+    max-delta: 1.0e-5                         # the largest delta; choose it far below one over the number of examples
+    metrics: counted                          # of tests: none | counted: numbers of examples and pixels only | exact:
+                                              # losses and scores too, by which crafted weights read out single pixels.
+                                              # Losses of training leave with exact only. Left out: exact, and counted
+                                              # beside max-epsilon
+    max-evaluations: 1000                     # tests in one run; left out: 10,000
+    limits: {epochs: 50}                      # the most that a server may ask for; the others are as in `LIMITS`
+
+A key that is left out forbids nothing, but for the limits, which always hold. The rules are enforced by this package's
+ClientApp, before any data are read where the question can be decided then. They bind the code that the institution
+runs; they do not bind other code.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from flwr_replay.config.sections import BATCH, CHANNELS, CLASSES, PASSES, THREADS, VIEWS, WIDTH
+from flwr_replay.errors import ConfigError, RefusedError, nearest
+from flwr_replay.payloads.common import Evaluation
+from flwr_replay.wire.fields import Field, Kind
+from flwr_replay.wire.payload import Payload
+
+__all__ = ["LIMITS", "RANDOM", "Policy", "read_policy"]
+
+PINNED = (
+    "extract",
+    "encode-images",
+    "train-generator",
+    "keep-decoder",
+    "train-prior",
+    "keep-prior",
+)  # weights of these
+DIGEST = re.compile("sha256:[0-9a-f]{64}")
+RANDOM = "random"  # of weights: those that the run's seed gives
+METRICS = ("none", "counted", "exact")
+EVALUATIONS = 10_000  # tests in a run
+LIMITS: Mapping[str, float] = {  # what a server may ask for at most, by the last word of an option's name
+    "epochs": PASSES,  # local, of encoders, generators, priors, private models
+    "views": VIEWS,  # of each example
+    "counts": 10_000_000,  # examples that are to be drawn from a prior
+    "width": WIDTH,
+    "dim": WIDTH,
+    "layers": 100,
+    "blocks": 100,
+    "bins": CLASSES,
+    "classes": CLASSES,
+    "channels": CHANNELS,  # of an image; features of a row
+    "size": BATCH,  # of an image, of a batch
+    "threads": THREADS,
+    "mb": 100_000,  # of memory, of a message
+    "source": 10_000,  # the number of a prior
+}
+ADVICE = "or ask the institution to change its policy file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What an institution allows; None allows everything."""
+
+    strategies: tuple[str, ...] | None = None
+    kinds: tuple[str, ...] | None = None
+    weights: tuple[tuple[str, tuple[str, ...]], ...] = ()  # stage, digests or `random`
+    max_upload_mb: float | None = None
+    max_epsilon: float | None = None
+    max_delta: float | None = None
+    metrics: str | None = None
+    max_evaluations: int = EVALUATIONS
+    limits: tuple[tuple[str, float], ...] = tuple(LIMITS.items())
+
+    def check_strategy(self, strategy: str) -> None:
+        """Refuse a strategy that is not allowed."""
+        if self.strategies is not None and strategy not in self.strategies:
+            raise RefusedError(
+                f"policy allows strategies {', '.join(self.strategies) or 'none'}; the server runs {strategy!r}: "
+                f"choose an allowed strategy {ADVICE}"
+            )
+
+    def check_limits(self, asked: Mapping[str, Any]) -> None:
+        """Refuse more than a server may ask for.
+
+        Parameters
+        ----------
+        asked : Mapping[str, Any]
+            Options or instructions by name; of a list of numbers, the sum counts.
+        """
+        limits = dict(self.limits)
+        for name, value in asked.items():
+            most = limits.get(name.replace("_", "-").replace(".", "-").rpartition("-")[2])
+            numbers = value if isinstance(value, (list, tuple)) else [value]
+            if most is None or not all(isinstance(number, (int, float)) for number in numbers):
+                continue
+            if not sum(numbers) <= most or any(number < 0 for number in numbers):
+                raise RefusedError(
+                    f"policy lets a server ask for {name.replace('_', '-')} from 0 to {most:g}; got {sum(numbers):g}: "
+                    f"ask for less {ADVICE} (limits)"
+                )
+
+    def check_release(
+        self, answer: type[Payload], promise: Callable[[type[Payload], Field], float] | None = None
+    ) -> None:
+        """Refuse a payload whose fields, as declared, may not leave.
+
+        Parameters
+        ----------
+        answer : type[Payload]
+            The declaration of what would leave.
+        promise : Callable | None
+            Gives the largest epsilon that a field of it can have in this run; None: there is no differential privacy.
+        """
+        if issubclass(answer, Evaluation) and self.told_metrics == "none":
+            raise RefusedError(f"policy lets no metrics leave; a test was asked for: evaluate elsewhere, {ADVICE}")
+        for name, field in answer.declared().items():
+            self.check_field(f"{answer.__name__}.{name}", field.kind, promise(answer, field) if promise else math.inf)
+
+    def check_field(self, name: str, kind: Kind, epsilon: float = math.inf) -> None:
+        """Refuse a field of a kind, or with an epsilon, that may not leave."""
+        if kind == "notice":
+            return
+        if self.kinds is not None and kind not in self.kinds:
+            raise RefusedError(
+                f"policy lets fields of kind {', '.join(self.kinds) or 'none'} leave; {name} is {kind}: "
+                f"choose a strategy that shares less {ADVICE}"
+            )
+        if self.max_epsilon is not None and epsilon > self.max_epsilon:
+            shown = f"epsilon {epsilon:g}" if math.isfinite(epsilon) else "no differential privacy (epsilon = inf)"
+            raise RefusedError(
+                f"policy asks for epsilon <= {self.max_epsilon:g}; {name} has {shown}: "
+                f"choose a differentially private setting {ADVICE}"
+            )
+
+    def check_delta(self, delta: float) -> None:
+        """Refuse a delta that is too large."""
+        if self.max_delta is not None and delta > self.max_delta:
+            raise RefusedError(
+                f"policy asks for delta <= {self.max_delta:g}; the run has {delta:.2g}: lower privacy.delta {ADVICE}"
+            )
+
+    def check_evaluations(self, made: int) -> None:
+        """Refuse one more test than a run may have."""
+        if made >= self.max_evaluations:
+            raise RefusedError(
+                f"policy allows {self.max_evaluations:,} tests in a run; they are used up: evaluate less often {ADVICE}"
+            )
+
+    def check_weights(self, stage: str, digest: Callable[[], str], random: Callable[[], str]) -> None:
+        """Refuse weights that a stage may not be given.
+
+        Parameters
+        ----------
+        stage : str
+            Of the request that brings them.
+        digest : Callable[[], str]
+            Gives theirs, from `flwr_replay.files.tensors.digest`.
+        random : Callable[[], str]
+            Gives the digest of those that the run's seed gives.
+        """
+        allowed = dict(self.weights).get(stage)
+        if allowed is None or (came := digest()) in allowed or (RANDOM in allowed and came == random()):
+            return
+        raise RefusedError(
+            f"policy lets stage {stage} take weights {', '.join(allowed) or 'none'}; got {came}: have the "
+            "institution look at them and add their digest to its policy file"
+        )
+
+    def check_upload(self, size: int, what: str) -> None:
+        """Refuse a message of more bytes than may leave at once."""
+        if self.max_upload_mb is not None and size > self.max_upload_mb * 1e6:
+            raise RefusedError(
+                f"policy lets at most {self.max_upload_mb:g} MB leave in one message; {what} has {size / 1e6:.3g} MB: "
+                "choose a smaller model (FedReplay: strategy.chunk-mb), or ask the institution to change its policy"
+            )
+
+    @property
+    def told_metrics(self) -> str:
+        """What of a test may leave: none, counted or exact."""
+        return self.metrics or ("exact" if self.max_epsilon is None else "counted")
+
+
+def read_policy(path: Path | None) -> Policy:
+    """Read a policy file; no file allows everything, a faulty file is an error and allows nothing.
+
+    Raises
+    ------
+    ConfigError
+        If the file is missing, is not YAML, or has unknown keys or values.
+    """
+    if path is None:
+        return Policy()
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(
+            f"the policy file must be readable YAML; got {path}: {' '.join(str(error).split())}"
+        ) from None
+    known = {field.name.replace("_", "-"): field.name for field in fields(Policy)}
+    content = {} if content is None else content  # an empty file
+    if not isinstance(content, dict):
+        raise ConfigError(f"the policy file must hold keys {', '.join(known)}; got {type(content).__name__} in {path}")
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in known:
+            raise ConfigError(f"unknown key {key!r} in policy file {path}: {nearest(str(key), known)}")
+        read: Callable[[Any, str], Any] = READ.get(key, _number)
+        values[known[key]] = read(value, f"{key} in policy file {path}")
+    return Policy(**values)
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:  # nor nan
+        raise ConfigError(f"{what} must be a number, not below 0; got {value!r}")
+    return value
+
+
+def _names(value: Any, what: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"{what} must be a list of names; got {value!r}")
+    return tuple(value)
+
+
+def _kinds(value: Any, what: str) -> tuple[str, ...]:
+    for kind in (named := _names(value, what)):
+        if kind not in get_args(Kind):
+            raise ConfigError(f"unknown kind {kind!r} under {what}: {nearest(kind, get_args(Kind))}")
+    return named
+
+
+def _metrics(value: Any, what: str) -> str:
+    if value not in METRICS:
+        raise ConfigError(f"{what} must be {', '.join(METRICS)}; got {value!r}")
+    return str(value)
+
+
+def _mapping(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{what} must hold names with values; got {value!r}")
+    return value
+
+
+def _weights(value: Any, what: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    for stage, allowed in _mapping(value, what).items():
+        if stage not in PINNED:  # a mistyped one would pin nothing
+            raise ConfigError(f"unknown stage {stage!r} under {what}: {nearest(stage, PINNED)}")
+        for one in _names(allowed, f"{stage} under {what}"):
+            if one != RANDOM and not DIGEST.fullmatch(one):
+                raise ConfigError(f"{stage} under {what} must be {RANDOM} or sha256: and 64 digits; got {one!r}")
+    return tuple((stage, _names(allowed, f"{stage} under {what}")) for stage, allowed in _mapping(value, what).items())
+
+
+def _limits(value: Any, what: str) -> tuple[tuple[str, float], ...]:
+    own = _mapping(value, what)
+    for name in own:
+        if name not in LIMITS:
+            raise ConfigError(f"unknown limit {name!r} under {what}: {nearest(name, LIMITS)}")
+    return tuple({**LIMITS, **{name: _number(most, f"{name} under {what}") for name, most in own.items()}}.items())
+
+
+READ: Mapping[str, Callable[[Any, str], Any]] = {
+    "strategies": _names,
+    "kinds": _kinds,
+    "weights": _weights,
+    "metrics": _metrics,
+    "limits": _limits,
+}

@@ -1,0 +1,323 @@
+"""Generative replay: the institution's half; the server's half is `flwr_replay/server/replay.py`.
+
+Source: Qu et al. 2022, Algorithm 1, lines 7-20, and footnote 1. Lines 1-6, where the classifier meets what is replayed,
+stand in the methods' own files (`clients/cwt.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flwr_replay.errors import DataError, TrainingError, WireError
+from flwr_replay.files.tensors import digest
+from flwr_replay.generators.base import ReplayGenerator
+from flwr_replay.generators.codes import pack_codes, unpack_codes
+from flwr_replay.generators.pixelcnn import CodePrior
+from flwr_replay.generators.plan import Replaying
+from flwr_replay.generators.sampler import Replayer, Source, replayer_of
+from flwr_replay.institution.budgeted import PrivateVisit, Purse
+from flwr_replay.institution.owner import Institution, Shard
+from flwr_replay.institution.pictures import SHOWN, draw_grid
+from flwr_replay.institution.state import StateStore
+from flwr_replay.learning.training import batches, generator, mean_loss, step
+from flwr_replay.payloads.replay import (
+    Codes,
+    EncodeImages,
+    Generated,
+    KeepCodes,
+    KeepDecoder,
+    KeepPrior,
+    Kept,
+    TrainedPrior,
+    TrainGenerator,
+    TrainPrior,
+)
+from flwr_replay.wire.records import StateDict, Weights, opened
+from flwr_replay.wire.weights import encoded, load_arrays, to_arrays
+
+__all__ = ["GenerativeStages"]
+
+
+class GenerativeStages:
+    """The stages of replay at one institution; its client of any method hands them on to here."""
+
+    def __init__(
+        self, institution: Institution, state: StateStore, replaying: Replaying, purse: Purse | None = None
+    ) -> None:
+        self.institution, self.state, self.replaying, self.purse = institution, state, replaying, purse
+
+    # --- Algorithm 1, lines 7-20 --------------------------------------------------------------------------------------
+
+    def train_generator(self, request: TrainGenerator) -> Generated:
+        """Update the generator on real images and on replays."""  # line 7
+        config, data = self.replaying.generator, self.checked_images("generator")
+        model = self.generator(request.arrays)
+        if self.replaying.replay.name == "vqvae2":  # line 8: D_old ← D
+            decoder = {name: value.cpu().numpy() for name, value in model.decoder_state_dict().items()}
+            self.state.save("decoder-00", request.run, request.server_round, decoder)
+        old = self.replayer(request.run, request.server_round, request.replayed)
+        optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
+        private = self.private("generator", config.epochs, request)
+        beside = self.replaying.beside(config.batch_size) if old else 0
+        losses, seen = [], 0
+        for epoch in range(config.epochs):  # line 9
+            set_rate(optimizer, config.lr, epoch, config.lr_halving)
+            draws, of_epoch = self.draws("generator", epoch), []
+            apart = (
+                self.draws("generator", epoch, "private") if private else draws
+            )  # drawn from as often as batches ask
+            again = old.batches(beside, draws) if old else None
+            real = private.batches(data) if private else batches(data.x, data.y, config.batch_size, draws)
+            for x_B, y_B in real:  # line 10
+                x_k = self.replaying.joined(x_B, y_B)
+                x_U = torch.cat([next(again)[0], x_k]) if again else x_k  # lines 11-12
+                if private:  # Algorithm 3, noise once on the sum
+                    example_losses = partial(summed_loss, model, apart)
+                    private.step(model, optimizer, example_losses, (x_U,), config.batch_size, beside)
+                else:
+                    loss, parts = model.loss(x_U, draws)  # lines 13-17
+                    of_epoch.append(step(model, optimizer, loss))  # line 18
+                seen += config.batch_size + beside if private else len(x_U)
+            losses += [] if private else [mean_loss(of_epoch)]
+        self.draw("generator", request, model.eval(), old)
+        return Generated(
+            arrays=encoded(model),
+            num_examples=len(data),
+            examples_seen=seen,
+            losses=losses,
+            perplexity=[] if private else [float(parts[f"perplexity-{level}"]) for level in ("top", "bottom")],
+            **self.spent(request.run),
+        )
+
+    def encode_images(self, request: EncodeImages) -> Codes:
+        """Encode: e ← the codes of x_U, or of x_k alone."""  # line 19
+        model, data = self.generator(request.arrays).eval(), self.institution.train
+        codes, labels = [self.codes_of(model)], [self.replaying.labels(data.y)]
+        old = self.replayer(request.run, request.server_round, request.replayed)
+        self.draw("codes", request, model, old)
+        if old:
+            blocks = torch.split(torch.arange(len(old)), self.replaying.at_once)
+            replays = [model.encode(old.take(rows)[0]) for rows in blocks]
+            codes, labels = [torch.cat(replays).cpu(), *codes], [old.labels.numpy(), *labels]
+        return Codes(
+            codes=pack_codes(torch.cat(codes).numpy(), model.codebook_size),
+            labels=np.concatenate(labels),
+            num_examples=len(data),
+            raw_bytes=data.raw_bytes,
+        )
+
+    def train_prior(self, request: TrainPrior) -> TrainedPrior:
+        """Train a prior on the codes of x_k; these do not leave."""  # footnote 1
+        config, data = self.replaying.prior, self.checked_images("prior")
+        own, given = by_prefix(opened(request.arrays))
+        model = self.generator(own).eval()
+        prior = self.replaying.fresh_prior(model).to(self.institution.device)
+        load_arrays(prior, given)
+        codes, classes = self.codes_of(model), self.classes(data.y.cpu(), request)
+        counts = torch.bincount(classes, minlength=prior.classes)
+        optimizer = torch.optim.Adam(prior.parameters(), lr=config.lr)
+        private = self.private("prior", config.epochs, request)
+        losses, seen = [], 0
+        for epoch in range(config.epochs):
+            of_epoch = []
+            shuffled = torch.split(torch.randperm(len(data), generator=self.draws("prior", epoch)), config.batch_size)
+            for rows in private.rows(len(data)) if private else shuffled:
+                e_B, y_B = codes[rows].to(self.institution.device), classes[rows].to(self.institution.device)
+                if private:
+                    example_losses = partial(summed_nats, prior)
+                    private.step(prior, optimizer, example_losses, (e_B, y_B), config.batch_size)
+                else:
+                    of_epoch.append(step(prior, optimizer, prior.loss(e_B, y_B)))
+                seen += config.batch_size if private else len(rows)
+            losses += [] if private else [mean_loss(of_epoch)]
+        return TrainedPrior(
+            arrays={f"prior.{name}": array for name, array in to_arrays(prior).items()},
+            num_examples=len(data),
+            examples_seen=seen,
+            losses=losses,
+            label_counts=(self.purse.noisy_counts(counts, request) if self.purse else counts).tolist(),
+            **self.spent(request.run),
+        )
+
+    # --- what is kept for replay --------------------------------------------------------------------------------------
+
+    def keep_codes(self, request: KeepCodes) -> Kept:
+        """Keep e."""
+        return self.keep(request, 0, request.codes, request.labels)
+
+    def keep_decoder(self, request: KeepDecoder) -> Kept:
+        """Keep D."""
+        self.state.save("decoder-00", request.run, request.server_round, opened(request.arrays))
+        return Kept(num_examples=0)
+
+    def keep_prior(self, request: KeepPrior) -> Kept:
+        """Draw e from a prior and keep it with D."""
+        decoder, given = by_prefix(opened(request.arrays))
+        counts = tuple(request.label_counts)
+        packed = drawn(Drawing(digest(given), counts, request.source, given), self.replaying, self.institution.device)
+        classes = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        bins = self.replaying.bins(request.label_mean, request.label_scale)
+        labels = bins.centres(classes) if self.replaying.kind == "regression" else classes
+        self.draw_prior(request, decoder, packed)
+        self.state.save(f"decoder-{request.source:02d}", request.run, request.server_round, decoder)
+        return self.keep(request, request.source, packed, labels.numpy())
+
+    def keep(self, request: KeepCodes | KeepPrior, source: int, codes: NDArray[Any], labels: NDArray[Any]) -> Kept:
+        """Keep codes in the state directory, and none of a later source, which an earlier attempt may have left."""
+        if len(codes) != len(labels):  # what there is no code for would be whatever lies in memory
+            raise WireError(f"replays have a label for each code; got {len(codes)} codes and {len(labels)} labels")
+        arrays = {"codes": codes, "labels": labels}
+        self.state.save(f"codes-{source:02d}", request.run, request.server_round, arrays)
+        self.state.forget(f"codes-{source + 1:02d}", request.run)
+        return Kept(num_examples=len(labels))
+
+    def replayer(self, run: str, server_round: int, replayed: int) -> Replayer | None:
+        """Return the replays of what is kept; None where none of it is wanted.
+
+        Raises
+        ------
+        TrainingError
+            If it is not as much as the server says: going on would give other results, and nobody would notice.
+        """
+        if not replayed:
+            return None
+        sources: list[Source] = []
+        while (kept := self.kept("codes", len(sources), run, server_round)) and (
+            decoder := self.kept("decoder", len(sources), run, server_round)
+        ):
+            sources.append(Source(digest(kept) + digest(decoder), decoder, kept["codes"], kept["labels"]))
+        if (have := sum(len(source.labels) for source in sources)) != replayed:
+            raise TrainingError(
+                f"an institution replays the {replayed} examples that it has received; it has codes and decoder of "
+                f"{have}: restore the state directory, or begin a new run"
+            )
+        return replayer_of(tuple(sources), self.replaying, self.institution.device)
+
+    def kept(self, what: str, source: int, run: str, server_round: int) -> StateDict | None:
+        """Return the codes or the decoder of a source."""
+        return self.state.load(f"{what}-{source:02d}", run, server_round + 1)
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def generator(self, arrays: Weights) -> ReplayGenerator:
+        """Return the generator with these weights, in training mode."""
+        model = self.replaying.fresh_generator().to(self.institution.device)
+        load_arrays(model, arrays)
+        return model.train()
+
+    def checked_images(self, mechanism: str) -> Shard:
+        """Return the institution's training examples as a generator or prior learns them.
+
+        Where that is private, numbers outside [0, 1] are cut off: an error would tell of them.
+
+        Raises
+        ------
+        DataError
+            If they are numbers outside [0, 1], and may be told.
+        """
+        data = self.institution.train
+        if self.purse and self.purse.plan.covers(mechanism):
+            return data if data.x.dtype == torch.uint8 else replace(data, x=data.x.clamp(0, 1))
+        if data.x.dtype != torch.uint8 and not (data.x.min() >= 0 and data.x.max() <= 1):
+            raise DataError("replay needs images of bytes, or of numbers in [0, 1]; got others: choose replay=none")
+        return data
+
+    def private(self, mechanism: str, epochs: int, request: TrainGenerator | TrainPrior) -> PrivateVisit | None:
+        """Pay for steps of DP-SGD; None where they are to be plain."""
+        return self.purse.begin(mechanism, epochs, request) if self.purse else None
+
+    def spent(self, run: str) -> dict[str, Any]:
+        """Return what an answer states of privacy."""
+        return self.purse.spent(run) if self.purse else {}
+
+    def draw(self, stage: str, request: Any, model: ReplayGenerator, old: Replayer | None) -> None:
+        """Draw real images, their reconstructions and replays, for the institution's own eyes."""
+        data = self.institution.train
+        real = self.replaying.joined(data.x[:SHOWN], data.y[:SHOWN])
+        rows = {"real": real, "reconstruction": model.decode(model.encode(real))}
+        if old:
+            spread = torch.linspace(0, len(old) - 1, min(SHOWN, len(old))).long()
+            rows["replay"] = old.take(spread)[0]
+        name = f"{stage}-{request.server_round:06d}-{'-'.join(rows)}.png"
+        draw_grid(self.state.of_run(request.run) / "pictures" / name, rows)
+
+    def draw_prior(self, request: KeepPrior, decoder: StateDict, packed: NDArray[np.uint8]) -> None:
+        """Draw some of what a prior gives."""
+        model = self.replaying.fresh_generator()
+        model.load_decoder({name: torch.tensor(array) for name, array in decoder.items()})
+        spread = packed[np.linspace(0, len(packed) - 1, SHOWN).astype(int)]
+        codes = unpack_codes(spread, model.codes_per_image, model.codebook_size)
+        name = f"prior-{request.server_round:06d}-{request.source:02d}-replay.png"
+        images = model.decode(torch.from_numpy(codes.astype(np.int64)))
+        draw_grid(self.state.of_run(request.run) / "pictures" / name, {"replay": images})
+
+    def codes_of(self, model: ReplayGenerator) -> Tensor:
+        """Encode all of the institution's images: (n, N), on the CPU."""
+        data = self.institution.train
+        parts = zip(*(torch.split(tensor, self.replaying.at_once) for tensor in (data.x, data.y)), strict=True)
+        return torch.cat([model.encode(self.replaying.joined(x_B, y_B)).cpu() for x_B, y_B in parts])
+
+    def classes(self, y: Tensor, request: TrainPrior) -> Tensor:
+        """Return what the prior is told of each label."""
+        if self.replaying.kind == "classification":
+            return y
+        return self.replaying.bins(request.label_mean, request.label_scale).classes(y)
+
+    def draws(self, *purpose: object) -> torch.Generator:
+        """Return a generator of this institution's own."""
+        return generator(self.replaying.seed, self.institution.name, *purpose)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a prior is to draw; equal where it gives the same codes."""
+
+    digest: str
+    counts: tuple[int, ...]  # for each label
+    source: int
+    prior: StateDict = field(compare=False)
+
+
+@lru_cache(maxsize=64)  # institutions that share a process draw once
+def drawn(drawing: Drawing, replaying: Replaying, device: torch.device) -> NDArray[np.uint8]:
+    """Draw codes; packed, (n, bytes)."""
+    model = replaying.fresh_generator()
+    prior = replaying.fresh_prior(model).to(device).eval()
+    load_arrays(prior, drawing.prior)
+    classes = torch.repeat_interleave(torch.arange(len(drawing.counts)), torch.tensor(drawing.counts))
+    draws = generator(replaying.seed, "drawn codes", drawing.source)
+    blocks = torch.split(classes.to(device), replaying.at_once)
+    codes = [prior.sample(labels, draws).cpu() for labels in blocks]
+    return pack_codes(torch.cat(codes).numpy(), model.codebook_size)
+
+
+def summed_loss(model: ReplayGenerator, draws: torch.Generator, x_B: Tensor) -> Tensor:
+    """Return the sum of examples' losses, which is their mean times their number: none depends on another."""
+    return model.loss(x_B, draws)[0] * len(x_B)
+
+
+def summed_nats(prior: CodePrior, e_B: Tensor, y_B: Tensor) -> Tensor:
+    """Return the sum of examples' losses."""
+    return prior.loss(e_B, y_B) * len(y_B)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float, epoch: int, halving: int) -> None:
+    """Set the learning rate of an epoch: halved every `halving` epochs."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * 0.5 ** (epoch // halving if halving else 0)
+
+
+def by_prefix(arrays: StateDict) -> tuple[StateDict, StateDict]:
+    """Cut a state dict into what lies under `prior.` (the second) and what lies under another name."""
+    cut: dict[bool, StateDict] = {True: {}, False: {}}
+    for name, array in arrays.items():
+        first, _, rest = name.partition(".")
+        cut[first == "prior"][rest] = array
+    return cut[False], cut[True]

@@ -1,0 +1,219 @@
+"""What an institution keeps between messages: named arrays in its state directory, by run and exchange.
+
+A deployed ClientApp's process ends with every message, and a Ray actor serves several institutions, so nothing that
+must last lives in memory. Each save is atomic and the last three are kept: the server writes a checkpoint beside the
+next exchange, so a crash may lose two. An exchange that is then repeated begins from what was there before, and gives
+the same bits.
+
+What a process was given last under a key it holds in memory too, up to `HELD` bytes for all institutions, and reads it
+from there as long as the file is the one that it has written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from flwr_replay.config.binding import differing, digest_of
+from flwr_replay.errors import PrivacyError, WireError
+from flwr_replay.files.atomic import NAME, private_folder, stamp, write_once
+from flwr_replay.files.disk import opener
+from flwr_replay.files.tensors import read_with_texts, write_tensors
+from flwr_replay.institution.owner import Institution
+from flwr_replay.wire.records import StateDict
+
+__all__ = ["StateStore"]
+
+RUNS = "runs"  # the folder of all runs: their names come from the server, and must not meet the institution's own files
+SUFFIX = ".safetensors"
+ORIGIN = "made-under"  # of a file: a digest of the options of the run that made it
+HELD = 256 * 2**20  # bytes of arrays in memory
+
+
+class StateStore:
+    """Arrays under a key, as they stood after an exchange of a run."""
+
+    def __init__(self, institution: Institution, bound: str = "") -> None:
+        self.institution, self.origin = institution, digest_of(bound)
+
+    @property
+    def folder(self) -> Path:
+        """The institution's state directory, made when it is first used."""
+        return self.institution.state
+
+    def of_run(self, run: str) -> Path:
+        """Return the folder of what belongs to a run; it may not be there yet."""
+        if not NAME.fullmatch(run):  # it comes from the server and must not lead out of the state directory
+            raise WireError(f"a run's id has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
+        return self.folder / RUNS / run
+
+    def bind(self, run: str, bound: str) -> None:
+        """Write down at the first message of a run what it is bound to; later ones must be bound to the same.
+
+        Parameters
+        ----------
+        run : str
+            Its id.
+        bound : str
+            From `flwr_replay.config.binding.binding`.
+
+        Raises
+        ------
+        PrivacyError
+            If this run was begun under other options: what it has left here may depend on data without noise.
+        """
+        _bind(self.of_run(run), bound)
+
+    def count_test(self, run: str) -> int:
+        """Count a test that a run asks for; return how many there were before."""
+        private_folder(folder := self.of_run(run))
+        with open(folder / "tests", "ab", opener=opener()) as file:
+            file.write(b".")
+            return file.tell() - 1
+
+    def save(
+        self, key: str, run: str, server_round: int, arrays: StateDict, to_disk: bool = True, give: bool = False
+    ) -> None:
+        """Keep arrays as they stand after exchange `server_round`; forget all but the last three.
+
+        Without `to_disk` they outlive this process, but perhaps not a power failure. With `give` they are held in
+        memory too, and must not be written to any more.
+        """
+        file = self._file(key, run, server_round)
+        others = [self._file(key, run, exchange) for exchange in self._exchanges(key, run) if exchange != server_round]
+        if not others:
+            private_folder(file.parent)
+        spare = others[:-2]
+        origin = {ORIGIN: self.origin}
+        write_tensors(file, arrays, origin, to_disk=to_disk, over=spare.pop() if spare else None)
+        for old in spare:
+            old.unlink()
+        if give:
+            _lately.hold(file, arrays)
+
+    def load(self, key: str, run: str, before: int) -> StateDict | None:
+        """Return the arrays as they stood when exchange `before` began; None if there are none yet.
+
+        They are not to be written to.
+        """
+        file = self._latest(key, run, before)
+        return _lately.read(file, self.origin) if file else None
+
+    def take(self, key: str, run: str, before: int) -> StateDict | None:
+        """Return the same to be written to; from then on they are on the disk only."""
+        file = self._latest(key, run, before)
+        arrays = _lately.read(file, self.origin) if file else None
+        if file:
+            _lately.drop(file)
+        return arrays
+
+    def at(self, key: str, run: str, server_round: int) -> StateDict | None:
+        """Return the arrays that were saved after one exchange, not to be written to; None if there are none."""
+        file = self._file(key, run, server_round)
+        return _lately.read(file, self.origin) if file.exists() else None
+
+    def forget_after(self, key: str, run: str, server_round: int) -> None:
+        """Remove what was saved after later exchanges, which are made again."""
+        for exchange in self._exchanges(key, run):
+            if exchange > server_round:
+                self._file(key, run, exchange).unlink()
+
+    def forget(self, key: str, run: str) -> None:
+        """Remove all that was kept under keys that begin so."""
+        for old in self.of_run(run).glob(f"{key}-*{SUFFIX}"):
+            old.unlink()
+
+    def _latest(self, key: str, run: str, before: int) -> Path | None:
+        """Return a key's last file from before an exchange."""
+        file = self._file(key, run, before - 1)
+        if file.exists():  # mostly; no need to look what else is there
+            return file
+        earlier = [exchange for exchange in self._exchanges(key, run) if exchange < before]
+        return self._file(key, run, earlier[-1]) if earlier else None
+
+    def _exchanges(self, key: str, run: str) -> list[int]:
+        """Return after which exchanges a key's files were written, in order."""
+        try:
+            names = os.listdir(self.of_run(run))
+        except FileNotFoundError:
+            return []
+        begin, number = f"{key}-", slice(len(key) + 1, -len(SUFFIX))
+        ours = [name[number] for name in names if name.startswith(begin) and name.endswith(SUFFIX)]
+        return sorted(int(exchange) for exchange in ours if exchange.isdigit())
+
+    def _file(self, key: str, run: str, exchange: int) -> Path:
+        return self.of_run(run) / f"{key}-{exchange:06d}{SUFFIX}"
+
+
+class Lately:
+    """Arrays in memory beside the files that this process has written them to, for every key the last."""
+
+    def __init__(self) -> None:
+        self.held: OrderedDict[str, Held] = OrderedDict()  # by folder and key, the latest last
+        self.bytes = 0
+
+    def hold(self, file: Path, arrays: StateDict) -> None:
+        """Hold what a file holds, and no longer what the file of the exchange before does."""
+        self.drop(file)
+        size = sum(array.nbytes for array in arrays.values())
+        if size <= HELD:
+            self.held[_slot(file)] = Held(file, stamp(file), size, arrays)
+            self.bytes += size
+        while self.bytes > HELD:
+            self.drop(next(iter(self.held.values())).file)
+
+    def drop(self, file: Path) -> None:
+        """Forget what the files of this one's key hold."""
+        if held := self.held.pop(_slot(file), None):
+            self.bytes -= held.size
+
+    def read(self, file: Path, origin: str) -> StateDict:
+        """Return what a file holds.
+
+        Raises
+        ------
+        PrivacyError
+            If a run under other options has made it: what is in it may depend on data without noise.
+        """
+        held = self.held.get(_slot(file))
+        if held and held[:2] == (file, stamp(file)):
+            return dict(held.arrays)
+        arrays, texts = read_with_texts(file)
+        if texts.get(ORIGIN) != origin:
+            raise PrivacyError(
+                f"what a run keeps was made under its own options; {file.name} of run {file.parent.name!r} was made "
+                "under others: begin a new run"
+            )
+        return arrays
+
+
+class Held(NamedTuple):
+    """The arrays of a file, and what the file was when they were written."""
+
+    file: Path
+    written: tuple[int, ...]
+    size: int
+    arrays: StateDict
+
+
+def _slot(file: Path) -> str:
+    return str(file).rpartition("-")[0]
+
+
+_lately = Lately()
+
+
+@lru_cache(maxsize=1024)  # a process looks once
+def _bind(folder: Path, bound: str) -> None:
+    path = folder / "options.json"
+    if not path.exists():
+        private_folder(folder)
+    before = write_once(path, bound)
+    if before != bound:
+        raise PrivacyError(
+            "a run keeps its options, since what it has left here may depend on data without noise; run "
+            f"{folder.name!r} was begun with others ({differing(before, bound)}): begin a new run"
+        )

@@ -1,0 +1,1 @@
+"""Compute that knows no Flower: tasks, batches and steps, latents, PushSum."""

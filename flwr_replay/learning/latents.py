@@ -1,0 +1,240 @@
+"""Latent variables: packed to travel, and stored at the server, memory-mapped, however large their union is."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flwr_replay.errors import RunError, WireError
+from flwr_replay.files.atomic import private_folder, read_json, tally, write_json
+from flwr_replay.files.disk import opener, writing
+from flwr_replay.payloads.fedreplay import Latents
+
+__all__ = ["BLOCK", "LatentStore", "pack", "rows_per_chunk", "shifted", "unpack"]
+
+BLOCK = 32  # rows that are encoded together, always the same ones: their last bits depend on the size of the batch
+UPLOAD = {"filled": int, "total": int, "raw-bytes": int}  # in upload.json; and of each file, how long and its checksum
+ENVELOPE = 2048  # bytes that names, array headers and statistics of a chunk take at most
+
+
+def pack(latents: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
+    """Quantise latents of shape (n, ...) to float32, float16 or int8 with one scale per example.
+
+    Returns
+    -------
+    codes : NDArray
+        Shape (n, ...), of the dtype asked for; float16 saturates at ±65504.
+    scales : NDArray[np.float32] | None
+        Shape (n,); int8 only: latents ≈ scales * codes, off by at most half a scale.
+    """
+    values = latents.cpu().numpy()
+    if dtype == "int8":
+        peaks = np.abs(values).reshape(len(values), -1).max(1)
+        scales = (peaks / 127).astype(np.float32)
+        scales[scales == 0] = 1
+        spread = scales.reshape(-1, *[1] * (values.ndim - 1))
+        return np.rint(values / spread).clip(-127, 127).astype(np.int8), scales
+    if dtype == "float16":
+        return values.clip(-65504, 65504).astype(np.float16), None
+    return values.astype(np.float32), None
+
+
+def unpack(codes: NDArray[Any], scales: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    """Undo `pack`, up to its rounding."""
+    values = codes.astype(np.float32)
+    return values if scales is None else values * scales.reshape(-1, *[1] * (values.ndim - 1))
+
+
+def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: int) -> int:
+    """Return how many examples fit a chunk, labels and scales included; whole blocks of them, where one fits.
+
+    Parameters
+    ----------
+    row_values : int
+        Values of one example's latents.
+    label_bytes : int
+        Bytes of one label.
+    dtype : str
+        Of the latents as they travel.
+    chunk_bytes : int
+        Bytes that the chunk may have.
+
+    Raises
+    ------
+    WireError
+        If not even one fits.
+    """
+    row_bytes = row_values * np.dtype(dtype).itemsize + label_bytes + 4
+    rows = (chunk_bytes - ENVELOPE) // row_bytes
+    if rows < 1:
+        raise WireError(
+            f"strategy.chunk-mb must hold at least one example's latents; got {chunk_bytes / 1e6:g} MB for "
+            f"{row_bytes / 1e6:.3g} MB: raise chunk-mb, or choose a deeper cut or a smaller latent-dtype"
+        )
+    return int(rows if rows < BLOCK else rows - rows % BLOCK)
+
+
+def shifted(images: Tensor, reach: int, draws: Tensor) -> Tensor:
+    """Shift each image by its own offset, zeros entering at the border.
+
+    Parameters
+    ----------
+    images : Tensor
+        Shape (B, C, H, W).
+    reach : int
+        Largest shift in each direction, pixels.
+    draws : Tensor
+        Integers 0 … 2 * reach, shape (B, 2): vertical and horizontal; `reach` means no shift.
+    """
+    _, _, height, width = images.shape
+    padded = torch.nn.functional.pad(images, (reach,) * 4)
+    rows = draws[:, :1].to(images.device) + torch.arange(height, device=images.device)
+    columns = draws[:, 1:].to(images.device) + torch.arange(width, device=images.device)
+    index = torch.arange(len(images), device=images.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+class LatentStore:
+    """The server's disk: one folder of memory-mapped arrays for each institution.
+
+    An institution counts once its upload is complete; a chunk that comes twice is refused.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.progress: dict[str, dict[str, Any]] = {}
+        for meta in sorted(folder.glob("*/upload.json")):
+            self.progress[meta.parent.name] = read_json(meta, UPLOAD)
+            self._check(meta.parent.name)
+
+    def next_row(self, name: str) -> int | None:
+        """Return the row at which an institution's upload goes on; None once it is complete."""
+        progress = self.progress.get(name, {"filled": 0, "total": -1})
+        return None if progress["filled"] == progress["total"] else progress["filled"]
+
+    def add(self, name: str, chunk: Latents) -> None:
+        """Store a chunk on disk.
+
+        Raises
+        ------
+        WireError
+            If it does not begin where the last one ended, is empty, or does not fit the upload's total or form.
+        RunError
+            If it cannot be written: the disk is full.
+        """
+        progress = self.progress.get(name, {"filled": 0, "total": chunk.total, "raw-bytes": 0})
+        last = chunk.first + len(chunk.labels)
+        lengths = {len(array) for array in (chunk.latents, chunk.labels, chunk.scales) if array is not None}
+        if (chunk.first, chunk.total) != (progress["filled"], progress["total"]) or len(lengths) > 1:
+            raise WireError(
+                f"{name}'s upload must go on at row {progress['filled']} of {progress['total']}; got rows "
+                f"{chunk.first} to {last} of {chunk.total}"
+            )
+        if not chunk.first < last <= chunk.total:
+            raise WireError(
+                f"a chunk must hold rows of its upload; {name} sent {chunk.first} to {last} of {chunk.total}"
+            )
+        done = {"filled": last, "total": chunk.total, "raw-bytes": progress["raw-bytes"] + chunk.raw_bytes}
+        arrays = {"latents": chunk.latents, "labels": chunk.labels, "scales": chunk.scales}
+        for key, array in arrays.items():
+            if array is not None:
+                done[key] = self._write(name, key, chunk, array, tuple(progress.get(key, (0, 0))))
+        write_json(self.folder / name / "upload.json", done)
+        self.progress[name] = done
+
+    def _write(
+        self, name: str, key: str, chunk: Latents, array: NDArray[Any], before: tuple[int, int]
+    ) -> tuple[int, int]:
+        """Write rows to their place in an .npy file, which grows with them; return its length and checksum so far.
+
+        Not by way of memory: where a disk is full, that would end the process without a word.
+        """
+        header, path = _header(array.dtype, (chunk.total, *array.shape[1:])), self.folder / name / f"{key}.npy"
+        end = len(header) + (chunk.first + len(array)) * array[:1].nbytes
+        private_folder(path.parent)
+        with writing(path), open(path, "r+b" if chunk.first else "wb", opener=opener()) as file:
+            if chunk.first and file.read(len(header)) != header:
+                raise WireError(f"{name}'s rows must keep their form; it sent {array.dtype} {array.shape[1:]}")
+            file.write(b"" if chunk.first else header)
+            file.seek(end - array.nbytes)
+            file.write(np.ascontiguousarray(array).data)
+            file.truncate()  # what a crash has left of a chunk
+            file.flush()
+            os.fsync(file.fileno())
+        return tally(path, before, end)
+
+    @property
+    def row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Shapes of one row's latents and labels in the first upload that is complete; None if there is none."""
+        for name in self.complete[:1]:
+            maps = self._open(name)
+            return maps["latents"].shape[1:], maps["labels"].shape[1:]
+        return None
+
+    @property
+    def complete(self) -> list[str]:
+        """Names of the institutions whose upload is complete, sorted."""
+        return sorted(name for name in self.progress if self.next_row(name) is None)
+
+    def __len__(self) -> int:
+        return sum(self.progress[name]["total"] for name in self.complete)
+
+    def batches(self, batch_size: int, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield max(1, ⌊n/b⌋) batches of the shuffled union: latents (B, ...) float32 and labels (B, ...)."""
+        names = self.complete
+        maps = {name: self._open(name) for name in names}
+        ends = np.cumsum([self.progress[name]["total"] for name in names])
+        order = torch.randperm(len(self), generator=shuffle).numpy()
+        size = min(batch_size, len(order))
+        for i in range(max(1, len(order) // batch_size)):
+            chosen = order[i * size : (i + 1) * size]
+            owner = np.searchsorted(ends, chosen, side="right")
+            x: NDArray[np.float32] | None = None
+            for k in np.unique(owner):
+                at = np.flatnonzero(owner == k)
+                rows = chosen[at] - (ends[k - 1] if k else 0)
+                own = maps[names[k]]
+                values = unpack(own["latents"][rows], own["scales"][rows] if "scales" in own else None)
+                if x is None:
+                    x = np.empty((size, *values.shape[1:]), np.float32)
+                    y = np.empty((size, *own["labels"].shape[1:]), own["labels"].dtype)
+                x[at], y[at] = values, own["labels"][rows]
+            yield torch.from_numpy(x), torch.from_numpy(y)
+
+    def _check(self, name: str) -> None:
+        """Refuse an upload that is not as it was stored; those of older versions have no checksums."""
+        progress = self.progress[name]
+        whole = progress["filled"] == progress["total"]  # else the files are shorter than they say
+        lengths = {len(array) for array in self._open(name).values()} if whole else {progress["total"]}
+        sums = {self.folder / name / f"{key}.npy": tuple(progress[key]) for key in progress.keys() - UPLOAD}
+        rows = 0 <= progress["filled"] <= progress["total"] and lengths == {progress["total"]}
+        if not rows or any(tally(path, end=told[0]) != told for path, told in sums.items()):
+            raise self._damaged(name, "another checksum or length")
+
+    def _open(self, name: str) -> dict[str, NDArray[Any]]:
+        try:
+            found = {path.stem: np.load(path, mmap_mode="r") for path in sorted((self.folder / name).glob("*.npy"))}
+            return {"latents": found["latents"], "labels": found["labels"], **found}
+        except (ValueError, TypeError, OSError, EOFError, KeyError) as error:
+            raise self._damaged(name, str(error)) from None
+
+    def _damaged(self, name: str, how: str) -> RunError:
+        return RunError(
+            f"{self.folder / name} must hold the latents that {name} uploaded; it is damaged ({how}): remove the "
+            "folder, and they are asked for again"
+        )
+
+
+def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    form = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, form)
+    return file.getvalue()

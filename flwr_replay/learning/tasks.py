@@ -1,0 +1,397 @@
+"""What is learned: the loss, the sums an institution reports over its test shard, and the metrics pooled from them.
+
+A metric of several institutions is computed from summed counts and errors; it is never an average of averages. `B` is
+a batch, `C` the number of classes, `H` and `W` height and width in pixels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flwr_replay.config.sections import TaskConfig
+from flwr_replay.errors import WireError
+from flwr_replay.learning.training import at_once
+from flwr_replay.models.layers import as_input
+from flwr_replay.payloads.common import Evaluation
+
+__all__ = ["BINS", "ERRORS", "Classification", "Regression", "Segmentation", "Task", "make_task"]
+
+BINS = 256  # of a histogram of scores, from which the AUC is computed
+ERRORS = ("loss", "mae", "rmse")  # metrics of which less is better
+HALFWAY = 8.0  # logits; the score at which half the bins of its side are used up
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """Base of the three kinds of task."""
+
+    metric: ClassVar[str]  # the leading one
+
+    @property
+    @abstractmethod
+    def metrics(self) -> tuple[str, ...]:
+        """All that `pool` may return."""
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Say whether more of the leading metric is better."""
+        return self.metric not in ERRORS
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of a batch."""
+
+    @abstractmethod
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return each example's own loss, (B,): what `loss` is of a batch of one."""
+
+    def evaluate(self, model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 0) -> Evaluation:
+        """Sum up a model's answers over a test shard, in evaluation mode.
+
+        Parameters
+        ----------
+        model : nn.Module
+            Maps (B, ...) to its outputs.
+        x, y : Tensor
+            The shard: examples (n, ...) and labels (n,) or masks (n, H, W).
+        batch_size : int
+            Examples per forward pass; it bounds memory and changes no result but for rounding. 0: as many as fit.
+        """
+        model.eval()
+        batch_size = batch_size or at_once(x, 512)
+        summed: dict[str, Tensor] = {}
+        with torch.inference_mode():
+            for x_B, y_B in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True):
+                for name, value in self.sums(model(as_input(x_B)), y_B).items():
+                    summed[name] = summed[name] + value if name in summed else value
+        loss = float(summed.pop("loss")) / len(y)
+        sums: dict[str, Any] = {name: value.tolist() for name, value in summed.items()}
+        return Evaluation(num_examples=len(y), loss=loss, **sums)
+
+    @abstractmethod
+    def sums(self, outputs: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Return what a batch adds to the fields of an `Evaluation`; `loss` is summed over examples."""
+
+    @abstractmethod
+    def empty(self) -> Evaluation:
+        """Return the evaluation of nothing: what an answer weighs before there is one."""
+
+    def pool(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+        """Compute each metric from the institutions' sums.
+
+        Raises
+        ------
+        WireError
+            If they hold no example.
+        """
+        n = sum(evaluation.num_examples for evaluation in evaluations)
+        if n < 1:
+            raise WireError(f"an evaluation must be of at least one example; got {n}")
+        told = [(one.loss, one.num_examples) for one in evaluations if one.loss is not None]
+        loss = {"loss": float(sum(loss * n_k for loss, n_k in told) / n)} if len(told) == len(evaluations) else {}
+        return {**self.pooled(evaluations), **loss}
+
+    @abstractmethod
+    def pooled(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+        """Compute the metrics beside the loss."""
+
+    @abstractmethod
+    def accepts(self, labels: NDArray[Any]) -> bool:
+        """Say whether labels that an institution uploaded can be this task's."""
+
+    @abstractmethod
+    def blank_labels(self, n: int, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return n labels that say nothing, as large as real ones."""
+
+    def label_sums(self, y: Tensor) -> dict[str, float]:
+        """Return what an institution tells of its labels at the roll call, so that all can scale them alike."""
+        return {}
+
+    def scaled(self, mean: float, scale: float) -> Self:
+        """Return the task with labels standardised by a mean and a standard deviation."""
+        return self
+
+
+@dataclass(frozen=True)
+class Classification(Task):
+    """One label of C per example; cross-entropy, nats; accuracy leads.
+
+    Parameters
+    ----------
+    classes : int
+        C.
+    groups : tuple of str
+        One for each class, such as its tumour type, or none. Where an example's group is known, its class is to be
+        told from the others of this group: subtype-accuracy (Kalra et al. 2023, section 4.3).
+    """
+
+    classes: int
+    groups: tuple[str, ...] = ()
+    metric: ClassVar[str] = "accuracy"
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """All metrics; with two classes also the AUC of class 1, with groups accuracy within the label's group."""
+        more = [*(["subtype-accuracy"] if self.groups else []), *(["auc"] if self.classes == 2 else [])]
+        return ("accuracy", "balanced-accuracy", "macro-f1", *more, "loss")
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the mean cross-entropy of logits (B, C) and labels (B,), nats."""
+        return functional.cross_entropy(outputs, y)
+
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the cross-entropy of each example's logits, nats, (B,)."""
+        return functional.cross_entropy(outputs, y, reduction="none")
+
+    def sums(self, outputs: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Count labels against predictions, and with two classes labels against scores."""
+        C = self.classes
+        sums = {
+            "loss": functional.cross_entropy(outputs, y, reduction="sum"),
+            "confusion": torch.bincount(y * C + outputs.argmax(1), minlength=C * C),
+        }
+        if self.groups:
+            numbers_C = torch.tensor([self.groups.index(group) for group in self.groups], device=y.device)
+            elsewhere_BC = numbers_C[y].unsqueeze(1) != numbers_C
+            sums["hits_in_group"] = (outputs.masked_fill(elsewhere_BC, -torch.inf).argmax(1) == y).sum()
+        if C == 2:
+            margins_B = outputs[:, 1] - outputs[:, 0]
+            squashed_B = margins_B / (HALFWAY + margins_B.abs())  # keeps the order, however confident the model
+            bins_B = ((squashed_B + 1) * (BINS / 2)).nan_to_num(0).clamp(0, BINS - 1).long()
+            sums["scores"] = torch.bincount(y * BINS + bins_B, minlength=2 * BINS)
+        return sums
+
+    def empty(self) -> Evaluation:
+        """Return an evaluation of no example."""
+        scores = [0] * (2 * BINS) if self.classes == 2 else []
+        hits = 0 if self.groups else None
+        confusion = [0] * self.classes**2
+        return Evaluation(num_examples=0, loss=0.0, confusion=confusion, hits_in_group=hits, scores=scores)
+
+    def pooled(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+        """Compute the metrics from the summed confusion matrices and histograms.
+
+        Balanced accuracy and macro-F1 average over the classes that the pooled shards hold; there is no AUC where they
+        hold one class only.
+
+        >>> a = Evaluation(num_examples=4, loss=0.5, confusion=[3, 0, 1, 0])
+        >>> b = Evaluation(num_examples=1, loss=1.0, confusion=[0, 0, 0, 1])
+        >>> {name: round(value, 3) for name, value in Classification(2).pool([a, b]).items()}
+        {'accuracy': 0.8, 'balanced-accuracy': 0.75, 'macro-f1': 0.762, 'loss': 0.6}
+        """
+        C = self.classes
+        confusion_CC = _summed(evaluations, "confusion", C * C).reshape(C, C)
+        hits_C, labels_C, guesses_C = confusion_CC.diagonal(), confusion_CC.sum(1), confusion_CC.sum(0)
+        held = labels_C > 0
+        metrics = {
+            "accuracy": float(hits_C.sum() / confusion_CC.sum()),
+            "balanced-accuracy": float((hits_C[held] / labels_C[held]).mean()),
+            "macro-f1": float((2 * hits_C[held] / (labels_C + guesses_C)[held]).mean()),
+        }
+        if self.groups:
+            metrics["subtype-accuracy"] = _hits_in_group(evaluations) / float(confusion_CC.sum())
+        if C == 2 and held.all() and all(len(evaluation.scores) for evaluation in evaluations):
+            metrics["auc"] = _auc(_summed(evaluations, "scores", 2 * BINS).reshape(2, BINS))
+        return metrics
+
+    def accepts(self, labels: NDArray[Any]) -> bool:
+        """Accept class numbers."""
+        return labels.ndim == 1 and labels.dtype == np.int64 and bool(((labels >= 0) & (labels < self.classes)).all())
+
+    def blank_labels(self, n: int, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return n class numbers."""
+        return np.zeros(n, np.int64)
+
+
+def _hits_in_group(evaluations: Sequence[Evaluation]) -> int:
+    total = 0
+    for one in evaluations:
+        if one.hits_in_group is None or not 0 <= one.hits_in_group <= one.num_examples:
+            raise WireError(f"hits-in-group must count examples of the shard; got {one.hits_in_group}")
+        total += one.hits_in_group
+    return total
+
+
+def _auc(scores_2S: NDArray[np.int64]) -> float:
+    """Compute the area under the ROC curve from histograms of both classes' scores; ties count half."""
+    negatives_S, positives_S = scores_2S
+    below_S = np.cumsum(negatives_S) - negatives_S / 2
+    return float((positives_S * below_S).sum() / (positives_S.sum() * negatives_S.sum()))
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """One number per example; the model's output is standardised; the mean absolute error in the label's unit leads.
+
+    Parameters
+    ----------
+    mean, scale : float
+        Of the labels, in their unit: a label y is learned as (y - mean) / scale. All institutions use the same, which
+        the server computes from the sums that they report at the roll call.
+    """
+
+    mean: float = 0.0
+    scale: float = 1.0
+    metric: ClassVar[str] = "mae"
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """All metrics; the loss is in squared standard deviations."""
+        return ("mae", "rmse", "loss")
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the mean squared error of outputs (B, 1) and labels (B,), in squared standard deviations."""
+        return functional.mse_loss(outputs[:, 0], (y - self.mean) / self.scale)
+
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the squared error of each example, in squared standard deviations, (B,)."""
+        return (outputs[:, 0] - (y - self.mean) / self.scale).square()
+
+    def sums(self, outputs: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Add up errors, in float64."""
+        errors_B = outputs[:, 0].double() * self.scale + self.mean - y.double()
+        squares = errors_B.square().sum()
+        absolute = errors_B.abs().sum()
+        return {"loss": squares / self.scale**2, "absolute_error": absolute, "squared_error": squares}
+
+    def empty(self) -> Evaluation:
+        """Return an evaluation of no example."""
+        return Evaluation(num_examples=0, loss=0.0, absolute_error=0.0, squared_error=0.0)
+
+    def pooled(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+        """Compute the errors in the label's unit from their sums.
+
+        >>> a = Evaluation(num_examples=3, loss=0.0, absolute_error=6.0, squared_error=12.0)
+        >>> b = Evaluation(num_examples=1, loss=0.0, absolute_error=4.0, squared_error=16.0)
+        >>> {name: round(value, 3) for name, value in Regression().pool([a, b]).items()}
+        {'mae': 2.5, 'rmse': 2.646, 'loss': 0.0}
+        """
+        n = sum(evaluation.num_examples for evaluation in evaluations)
+        for one in evaluations:
+            if (
+                one.absolute_error is None
+                or one.squared_error is None
+                or min(one.absolute_error, one.squared_error) < 0
+            ):
+                raise WireError("an evaluation of a regression must hold absolute-error and squared-error, not below 0")
+        absolute = sum(evaluation.absolute_error or 0.0 for evaluation in evaluations)
+        squared = sum(evaluation.squared_error or 0.0 for evaluation in evaluations)
+        return {"mae": absolute / n, "rmse": (squared / n) ** 0.5}
+
+    def accepts(self, labels: NDArray[Any]) -> bool:
+        """Accept finite numbers."""
+        return labels.ndim == 1 and labels.dtype == np.float32 and bool(np.isfinite(labels).all())
+
+    def blank_labels(self, n: int, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return n numbers."""
+        return np.zeros(n, np.float32)
+
+    def label_sums(self, y: Tensor) -> dict[str, float]:
+        """Return the sum and the sum of squares of labels (n,)."""
+        return {"label_sum": float(y.double().sum()), "label_squares": float(y.double().square().sum())}
+
+    def scaled(self, mean: float, scale: float) -> Self:
+        """Return the task with these statistics of the labels."""
+        return replace(self, mean=mean, scale=scale)
+
+
+@dataclass(frozen=True)
+class Segmentation(Task):
+    """One mask of 0 and 1 per example; the Dice coefficient leads.
+
+    The loss is cross-entropy per pixel plus soft Dice; Qu et al. 2022, section 4.3, do not say theirs.
+    """
+
+    metric: ClassVar[str] = "dice"
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """All metrics."""
+        return ("dice", "pixel-accuracy", "loss")
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return binary cross-entropy plus 1 - soft Dice, a mean over images.
+
+        Outputs are logits (B, 1, H, W), labels masks (B, H, W).
+        """
+        entropy = functional.binary_cross_entropy_with_logits(outputs[:, 0], y.to(outputs.dtype))
+        return entropy + (1 - soft_dice(outputs, y)).mean()
+
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the same of each image, (B,)."""
+        logits_BHW, masks_BHW = outputs[:, 0], y.to(outputs.dtype)
+        entropies_BHW = functional.binary_cross_entropy_with_logits(logits_BHW, masks_BHW, reduction="none")
+        return entropies_BHW.mean((1, 2)) + 1 - soft_dice(outputs, y)
+
+    def sums(self, outputs: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Count pixels."""
+        guesses_BHW = (outputs[:, 0] > 0).long()
+        confusion = torch.bincount((y.long() * 2 + guesses_BHW).flatten(), minlength=4)
+        return {"loss": self.loss(outputs, y) * len(y), "confusion": confusion}
+
+    def empty(self) -> Evaluation:
+        """Return an evaluation of no example."""
+        return Evaluation(num_examples=0, loss=0.0, confusion=[0] * 4)
+
+    def pooled(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+        """Compute Dice, 2 TP / (2 TP + FP + FN), from summed pixels; 1 where neither mask nor prediction has any.
+
+        Qu et al. 2022, section 4.3, report the mean of the institutions' coefficients instead; `final.institutions` of
+        a run's result has each.
+
+        >>> a = Evaluation(num_examples=1, loss=0.0, confusion=[5, 1, 2, 8])
+        >>> b = Evaluation(num_examples=1, loss=0.0, confusion=[16, 0, 0, 0])
+        >>> round(Segmentation().pool([a, b])["dice"], 4)
+        0.8421
+        """
+        right_0, false_1, false_0, right_1 = _summed(evaluations, "confusion", 4).tolist()
+        pixels = right_0 + false_1 + false_0 + right_1
+        wrong = false_0 + false_1
+        dice = 2 * right_1 / (2 * right_1 + wrong) if right_1 + wrong else 1.0
+        return {"dice": dice, "pixel-accuracy": (right_0 + right_1) / pixels}
+
+    def accepts(self, labels: NDArray[Any]) -> bool:
+        """Accept masks."""
+        return labels.ndim == 3 and labels.dtype == np.uint8 and bool((labels <= 1).all())
+
+    def blank_labels(self, n: int, input_shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return n empty masks."""
+        return np.broadcast_to(np.zeros((), np.uint8), (n, *input_shape[1:]))
+
+
+def _summed(evaluations: Sequence[Evaluation], field: str, size: int) -> NDArray[np.int64]:
+    """Add up one field of counts.
+
+    Raises
+    ------
+    WireError
+        If one of them does not have `size` counts, or all are zero.
+    """
+    lists = [getattr(evaluation, field) for evaluation in evaluations if evaluation.num_examples]
+    for counts in lists:
+        if len(counts) != size or min(counts) < 0 or not any(counts):
+            raise WireError(f"{field} must hold {size} counts that are not all zero; got {list(counts)[:6]} …")
+    return np.asarray(np.sum(lists, axis=0, dtype=np.int64))
+
+
+def soft_dice(outputs: Tensor, y: Tensor) -> Tensor:
+    """Return 2 Σ p y / (Σ p + Σ y) over each image's pixels, one added to both, (B,)."""
+    p_BHW, masks_BHW = outputs[:, 0].sigmoid(), y.to(outputs.dtype)
+    overlap_B, sizes_B = (p_BHW * masks_BHW).sum((1, 2)), (p_BHW + masks_BHW).sum((1, 2))
+    return (2 * overlap_B + 1) / (sizes_B + 1)
+
+
+def make_task(config: TaskConfig) -> Task:
+    """Build the task that a configuration names."""
+    if config.kind == "regression":
+        return Regression()
+    return Segmentation() if config.kind == "segmentation" else Classification(config.classes, config.class_groups)

@@ -1,0 +1,81 @@
+"""The forgetting matrix: how good the current model is on every institution's own training examples.
+
+Source: Qu et al. 2022, Table 1, for CWT. A row is an exchange (a visit or a round), a column an institution.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.files.atomic import Lines, read_lines, write_atomic
+from flwr_replay.report.plots import heat_map
+
+__all__ = ["Forgetting", "drops"]
+
+
+FORM = {"round": int, "taught": list, "own": dict}
+
+
+class Forgetting:
+    """The matrix of a run, on the disk as it grows: `forgetting.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, server_round: int, taught: Sequence[str], own: dict[str, float]) -> None:
+        """Add a row: whose data the exchange trained on, and the leading metric on each institution's own data."""
+        lines = Lines(self.path)
+        lines.append([{"round": server_round, "taught": list(taught), "own": own}])
+        lines.close()
+
+    def rewind(self, server_round: int) -> None:
+        """Forget the rows that came after a checkpoint."""
+        if self.path.exists():
+            kept = [row for row in read_lines(self.path, FORM) if row["round"] <= server_round]
+            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def summary(self, metric: str, higher_is_better: bool) -> dict[str, Any] | None:
+        """Return what `result.json` holds, and draw the heat map beside the file; None if nothing was recorded."""
+        rows = read_lines(self.path, FORM)
+        if not rows:
+            return None
+        names = sorted({name for row in rows for name in row["own"]})
+        lost = [value for _, _, value in drops(rows, higher_is_better)]
+        found = {
+            "metric": metric,
+            "institutions": names,
+            "exchanges": [{"round": row["round"], "taught": row["taught"]} for row in rows],
+            "matrix": [[row["own"].get(name) for name in names] for row in rows],
+            "mean-drop": sum(lost) / len(lost) if lost else 0.0,
+            "largest-drop": max(lost, default=0.0),
+        }
+        write_atomic(self.path.with_suffix(".png"), heat_map(found))
+        return found
+
+
+def drops(rows: Sequence[dict[str, Any]], higher_is_better: bool = True) -> list[tuple[int, str, float]]:
+    """List what the model lost on the institutions that each exchange left behind.
+
+    Left behind is whom the exchange did not train on, or everybody where it trained on all at once or on nobody. What
+    is lost is the best value since the institution was first trained on, less the value now (Chaudhry et al. 2018,
+    arXiv:1801.10112, eq. 3); nothing is lost on an institution that the model has not met yet.
+
+    >>> own = [{"a": 0.9, "b": 0.1}, {"a": 0.3, "b": 0.8}]
+    >>> rows = [{"round": 1, "taught": ["a"], "own": own[0]}, {"round": 2, "taught": ["b"], "own": own[1]}]
+    >>> [(at, name, round(lost, 2)) for at, name, lost in drops(rows)]
+    [(2, 'a', 0.6)]
+    """
+    sign = 1 if higher_is_better else -1
+    best: dict[str, float] = {}
+    found = []
+    for row in rows:
+        all_alike = not row["taught"] or set(row["taught"]) >= set(row["own"])
+        for name, value in row["own"].items():
+            if name in best and (all_alike or name not in row["taught"]):
+                found.append((row["round"], name, sign * (best[name] - value)))
+            if all_alike or name in row["taught"] or name in best:
+                best[name] = sign * max(sign * best.get(name, value), sign * value)
+    return found

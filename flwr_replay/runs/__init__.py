@@ -1,0 +1,1 @@
+"""One run: its directory, and the engines that execute it."""

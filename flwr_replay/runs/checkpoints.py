@@ -1,0 +1,118 @@
+"""The last two checkpoints of a run, written beside its next exchange.
+
+Each also says how long the files were that only grow, with their checksums, so that a resumed run notices what was
+damaged meanwhile. These files are on the disk before the checkpoint is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import fits, private_folder, tally
+from flwr_replay.files.disk import writing
+from flwr_replay.files.tensors import read_with_texts, write_tensors
+from flwr_replay.wire.records import StateDict
+
+__all__ = ["Checkpoints"]
+
+FORM = {
+    "server-round": int,
+    "examples-seen": int,
+    "seconds": int | float,
+    "state": dict,
+    "trained": list,
+    "examples": dict,
+    "label-scale": list | None,
+}
+
+
+class Checkpoints:
+    """Named arrays and plain values, as they stood after the last two exchanges.
+
+    Parameters
+    ----------
+    folder : Path
+        The run directory.
+    growing : Sequence[str]
+        Names of its files to which lines are added only; some may not be there.
+    """
+
+    def __init__(self, folder: Path, growing: Sequence[str]) -> None:
+        self.folder = private_folder(folder / "checkpoints")
+        self._tallies = dict.fromkeys((folder / name for name in growing), (0, 0))
+        self._writer = ThreadPoolExecutor(max_workers=1)  # the next round need not wait for the disk
+        self._writing: Future[None] = self._writer.submit(lambda: None)
+
+    def write(self, server_round: int, arrays: StateDict, values: Mapping[str, Any]) -> None:
+        """Begin to write a checkpoint, of arrays that do not change any more, once the one before is on the disk.
+
+        Raises
+        ------
+        RunError
+            If the one before, or what has grown, could not be written.
+        """
+        self.wait()
+        grown = {path: tally(path, before) for path, before in self._tallies.items() if path.exists()}
+        changed = [path for path, found in grown.items() if found != self._tallies[path]]
+        self._tallies |= grown
+        values = {**values, "files": {path.name: found for path, found in grown.items()}}
+        file = self.folder / f"{server_round:06d}.safetensors"
+        self._writing = self._writer.submit(_write, file, arrays, json.dumps(values), changed)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk."""
+        self._writing.result()
+
+    def close(self) -> None:
+        """End the writing."""
+        self._writer.shutdown()
+
+    def read(self, log: Callable[[str], None]) -> tuple[StateDict, dict[str, Any]] | None:
+        """Return the last checkpoint that is whole; None if there is none at all.
+
+        Raises
+        ------
+        RunError
+            If there are some and none is whole, or if a file that had grown until then has changed since.
+        """
+        found = sorted(self.folder.glob("*.safetensors"), reverse=True)
+        for path in found:
+            try:
+                arrays, texts = read_with_texts(path)
+                values = json.loads(texts.get("values", ""))
+            except (RunError, ValueError) as error:
+                log(f"{error}; the run goes on from the checkpoint before it")
+                continue
+            if fits(values, FORM):
+                self._check(values.get("files", {}))
+                return arrays, values
+            log(f"{path} is no checkpoint; the run goes on from the one before it")
+        if found:
+            raise RunError(f"a run goes on from a checkpoint; {self.folder} has none that is whole: begin a new run")
+        return None
+
+    def _check(self, grown: Mapping[str, Sequence[int]]) -> None:
+        """Refuse files whose beginning is not what it was at a checkpoint; those of older versions tell nothing."""
+        for path in self._tallies:
+            size, checksum = grown.get(path.name, (0, 0))
+            if size and (not path.exists() or tally(path, end=size) != (size, checksum)):
+                raise RunError(
+                    f"{path} must begin with the {size} bytes that it had at the checkpoint; it is damaged: put it "
+                    "back as it was, or begin a new run"
+                )
+
+
+def _write(file: Path, arrays: StateDict, values: str, changed: Sequence[Path]) -> None:
+    for path in changed:
+        with writing(path), open(path, "rb") as grown:
+            os.fsync(grown.fileno())
+    write_tensors(file, arrays, {"values": values})
+    for old in sorted(file.parent.glob("*.safetensors"))[:-2]:
+        with writing(old):
+            old.unlink()

@@ -1,0 +1,374 @@
+"""The run directory: configuration, environment, metrics, ledger, checkpoints, models, result.
+
+`<runs-dir>/<date>-<strategy>-<task>-<seed>/` holds
+
+- `config.yaml`: fully resolved
+- `run-id`: what the institutions know the run by
+- `SHA256SUMS`: of these two, which never change
+- `environment.json`: versions, device, cores
+- `metrics.jsonl`: a line per round, institution ("" = pooled) and metric
+- `timings.jsonl`: a line per exchange, seconds since the run began
+- `shared/`, `latents/`: what institutions uploaded, as long as the directory lives
+- `privacy.jsonl`: a line per answer that states an epsilon, with its exchange
+- `ledger.jsonl`: a line per message and field that travelled, repeated ones included
+- `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`
+- `generator.jsonl`, `generator.png`, `prior.png`: the losses of replay's generator and priors
+- `mailbox/`: of gossip, models that wait for an institution to fetch them
+- `replay/`: with replay, what each visit of the generator left: weights, codes, priors
+- `pictures/`: with replay, of a simulation: each institution's real images, reconstructions and replays
+- `failures.jsonl`: who refused, failed or did not answer, and why
+- `checkpoints/`: the last two exchanges
+- `models/`: the global weights at the end, where the server has any
+- `result.json`
+
+Only its owner may read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.config.sections import RunConfig
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import Form, Lines, private_folder, read_lines, sweep, tighten, write_atomic, write_json
+from flwr_replay.files.tensors import under, write_tensors
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.report.epsilon import largest
+from flwr_replay.report.forgetting import Forgetting
+from flwr_replay.report.progress import Display, Progress
+from flwr_replay.runs.checkpoints import Checkpoints
+from flwr_replay.server.members import Member
+from flwr_replay.server.recorder import Recorder, Snapshot
+from flwr_replay.wire.ledger import Ledger, unanswered
+from flwr_replay.wire.payload import Row
+from flwr_replay.wire.records import StateDict
+
+__all__ = ["PACKAGES", "RunDirectory", "resumable"]
+
+FORMS: dict[str, Form] = {  # of the lines of its files
+    "ledger": {"round": int, "institution": str, "direction": ("up", "down"), "stage": str, "kind": str, "bytes": int},
+    "timings": {"round": int, "seconds": int | float},
+    "metrics": {"round": int, "institution": str, "metric": str, "value": int | float},
+    "failures": {"round": int, "institution": str, "reason": str},
+    "generator": {"institution": str, "epoch": int, "loss": int | float},
+    "privacy": {"institution": str, "epsilon": int | float | None, "delta": int | float, "mechanism": str},
+}
+GROWING = tuple(f"{name}.jsonl" for name in (*FORMS, "forgetting") if name != "generator")
+PACKAGES = ("flwr-replay", "flwr", "ray", "torch", "torchvision", "numpy", "hydra-core")
+
+
+@contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Say how to go on with a run that its user interrupts, or that is asked to end by SIGTERM."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):  # of SIGTERM the command line makes the latter
+        print(f"interrupted; go on with: flwr-replay run --resume {folder}", file=sys.stderr)
+        raise
+
+
+@dataclass
+class Counters:
+    """What a run adds up; checkpoints hold it."""
+
+    examples_seen: int = 0
+    seconds: float = 0.0
+
+
+class RunDirectory(Recorder):
+    """Keeps a run on disk as it goes.
+
+    Parameters
+    ----------
+    config : RunConfig
+        As `open_run` returned it.
+    display : Display
+        Where progress is shown.
+    """
+
+    def __init__(self, config: RunConfig, display: Display) -> None:
+        super().__init__()
+        self.config = config
+        self.path = Path(config.runs_dir) / config.run_name
+        self.display = display
+        self.counters = Counters()
+        self.started = time.monotonic()
+        self.bytes = {"up": 0, "down": 0}
+        self.forgetting = Forgetting(self.path / "forgetting.jsonl")
+        self.leading = make_task(config.task).metric
+        self.spent_then: dict[str, float] = {}  # the largest epsilon at the last evaluation, for the display
+        self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
+        sweep(self.path)
+        tighten(self.path)
+        self._checkpoints = Checkpoints(self.path, GROWING)
+        write_atomic(self.path / "environment.json", json.dumps(_environment(config), indent=2) + "\n")
+        lost = unanswered(self._lines("ledger"))  # before the roll is called again
+        self._ledger = Ledger(self.path / "ledger.jsonl")
+        self._ledger.append(lost)
+        self._metrics, self._timings = Lines(self.path / "metrics.jsonl"), Lines(self.path / "timings.jsonl")
+
+    # --- Recorder -----------------------------------------------------------------------------------------------------
+
+    def begin(self, strategy: Any, num_rounds: int, per_round: int, done: int) -> None:
+        """Show the progress from here on."""
+        self.per_round = per_round
+        self.display.begin(Progress(strategy.name, num_rounds, per_round, done))
+
+    def travelled(
+        self,
+        server_round: int,
+        member: Member,
+        direction: str,
+        found: list[Row],
+        stage: str = "",
+        raw_bytes: int | None = None,
+        split: str = "",
+    ) -> None:
+        """Write a message's fields to the ledger."""
+        message = {"round": server_round, "institution": member.name, "direction": direction, "stage": stage}
+        self._ledger.record({**message, "split": split} if split else message, found, raw_bytes)
+        self.bytes[direction] += sum(row.bytes for row in found)
+
+    def flush(self) -> None:
+        """Write the ledger's lines out."""
+        self._ledger.flush()
+
+    def saw(self, examples: int) -> None:
+        """Add to the training examples used."""
+        self.counters.examples_seen += examples
+
+    def evaluated(self, server_round: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
+        """Write a round's metrics."""
+        self.history.append((server_round, pooled, own))
+        if spent := largest(self.released.values()):
+            named = f"epsilon (dp={spent.dp}{'' if spent.proven else ', no proof'})"
+            self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
+        self._metrics.append(
+            {"round": server_round, "institution": name, "metric": metric, "value": value}
+            for name, metrics in [("", pooled), *own.items()]
+            for metric, value in metrics.items()
+        )
+
+    def looked_back(self, server_round: int, taught: list[str], own: dict[str, dict[str, float]]) -> None:
+        """Write a row of the forgetting matrix."""
+        leading = {name: metrics[self.leading] for name, metrics in own.items() if self.leading in metrics}
+        self.forgetting.add(server_round, taught, leading)  # a ClientApp of somebody's own may lack it
+
+    def spent(self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str) -> None:
+        """Remember what an institution has released; the ledger has it message by message."""
+        super().spent(server_round, name, epsilon, delta, mechanism)
+        self.released[name]["dp"] = self.config.privacy.dp
+        with closing(Lines(self.path / "privacy.jsonl")) as lines:
+            lines.append([{"round": server_round, "institution": name, **self.released[name]}])
+
+    def generated(self, name: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
+        """Write how the training of a generator or prior went, in place of an attempt before a resumption."""
+        super().generated(name, losses, perplexity)
+        path = self.path / "generator.jsonl"
+        rows = [{"institution": name, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)]
+        if rows and perplexity:
+            rows[-1]["perplexity"] = list(perplexity)
+        before = [row for row in self._lines("generator") if row["institution"] != name]
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in [*before, *rows]))
+
+    def failed(self, server_round: int, name: str, reason: str) -> None:
+        """Write down who takes no part, and why."""
+        super().failed(server_round, name, reason)
+        with closing(Lines(self.path / "failures.jsonl")) as lines:
+            lines.append([self.failures[-1]])
+
+    def end_exchange(self, snapshot: Snapshot) -> None:
+        """Write a checkpoint, forget all but the last two, show progress."""
+        seconds = self.counters.seconds + time.monotonic() - self.started
+        values = {
+            "server-round": snapshot.server_round,
+            "examples-seen": self.counters.examples_seen,
+            "seconds": seconds,
+            "state": snapshot.state_values,
+            "trained": snapshot.trained,
+            "examples": snapshot.examples,
+            "label-scale": snapshot.label_scale,
+            "bindings": snapshot.bindings,
+        }
+        self._timings.append([{"round": snapshot.server_round, "seconds": seconds}])
+        for lines in (self._ledger, self._metrics, self._timings):  # a resumed run finds them with the checkpoint
+            lines.flush()
+        named = {f"arrays/{name}": array for name, array in snapshot.arrays.items()}
+        named |= {f"state/{name}": array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
+        self._checkpoints.write(snapshot.server_round, named, values)
+        metrics = self.history[-1][1] if self.history else {}
+        self.display.exchange(snapshot.server_round, metrics | self.spent_then, sum(self.bytes.values()), seconds)
+
+    def restore(self) -> Snapshot | None:
+        """Return the last checkpoint of a resumed run and forget the metrics that came after it.
+
+        Raises
+        ------
+        RunError
+            If the checkpoints, or what was written beside them, are damaged or gone.
+        """
+        found = self._checkpoints.read(self.log)
+        if found is None:
+            if len(self._lines("timings")) > 2:  # the first checkpoint is on the disk before the third is begun
+                raise RunError(
+                    f"{self.path / 'checkpoints'} must hold the run's last two; they are gone: put them back"
+                )
+            self._rewind(-1)
+            return None
+        arrays, values = found
+        self.counters = Counters(values["examples-seen"], values["seconds"])
+        self._rewind(values["server-round"])
+        parts = under("arrays/", arrays), under("state/", arrays)
+        scale = tuple(values["label-scale"]) if values["label-scale"] else None
+        return Snapshot(
+            values["server-round"],
+            *parts,
+            values["state"],
+            values["trained"],
+            values["examples"],
+            scale,
+            values.get("bindings", {}),
+        )
+
+    def folder(self, name: str, fresh: bool = False) -> Path:
+        """Return a folder inside the run directory."""
+        if fresh:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        return private_folder(self.path / name)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def finish(
+        self, arrays: StateDict, metric: str, higher_is_better: bool, claim: str, missing: dict[str, str]
+    ) -> dict[str, Any]:
+        """Write the final weights, if the server has any, and `result.json`; return what the latter holds."""
+        self._checkpoints.wait()
+        if arrays:
+            write_tensors(self.folder("models") / "global.safetensors", arrays)
+        self._draw_losses()
+        if not self.history:
+            raise RunError(
+                f"{self.path / 'metrics.jsonl'} must hold the last round's metrics; it has none: begin a new run"
+            )
+        server_round, pooled, own = self.history[-1]
+        if metric not in pooled:  # nobody runs this package's ClientApp
+            metric, higher_is_better = next(iter(pooled), metric), False
+        sign = 1 if higher_is_better else -1
+        best = max(self.history, key=lambda entry: sign * entry[1].get(metric, float("-inf")))
+        config = self.config
+        result = {
+            "strategy": config.strategy.name,
+            "task": config.task.name,
+            "partition": config.partition.name,
+            "model": config.model.name,
+            "nodes": len(own),
+            "rounds": server_round // self.per_round,
+            "seed": config.seed,
+            "metric": metric,
+            "unit": config.task.unit,
+            "higher-is-better": higher_is_better,
+            "final": {"global": pooled, "institutions": own},
+            "best": {"round": best[0] // self.per_round, metric: best[1].get(metric)},
+            "forgetting": self.forgetting.summary(self.leading, higher_is_better),
+            "examples-seen": self.counters.examples_seen,
+            "bytes": {**self.bytes, "per-round": round(sum(self.bytes.values()) / (server_round // self.per_round))},
+            "bytes-by-kind": self.bytes_by_kind(),
+            "privacy": {name: self.released.get(name) for name in sorted({*own, *self.released})},
+            "privacy-claim": claim,
+            "replay-lacks": missing,
+            "failures": self.failures,
+            "wall-seconds": round(self.counters.seconds + time.monotonic() - self.started, 3),
+            "versions": _versions(),
+        }
+        write_json(self.path / "result.json", result, indent=2)
+        return result
+
+    def _draw_losses(self) -> None:
+        """Draw how generators and priors were trained, where any were and their losses are told."""
+        from flwr_replay.report.plots import losses
+
+        found: dict[str, list[tuple[float, float]]] = {}
+        for line in self._lines("generator"):
+            found.setdefault(line["institution"], []).append((line["epoch"], line["loss"]))
+        for what in ("generator", "prior"):
+            chosen = {name: line for name, line in found.items() if name.endswith(", prior") == (what == "prior")}
+            if chosen:
+                write_atomic(self.path / f"{what}.png", losses(chosen, f"{what}: loss by epoch"))
+
+    def bytes_by_kind(self) -> dict[str, dict[str, int]]:
+        """Sum the ledger by direction and kind; beside per-sample uploads, the raw bytes they stand for."""
+        sums: dict[str, dict[str, int]] = {"up": {}, "down": {}}
+        for entry in self._lines("ledger"):
+            by_kind = sums[entry["direction"]]
+            if entry["bytes"]:  # none of an answer that was lost
+                by_kind[entry["kind"]] = by_kind.get(entry["kind"], 0) + entry["bytes"]
+            if "raw-bytes" in entry:
+                by_kind["raw-bytes-they-stand-for"] = by_kind.get("raw-bytes-they-stand-for", 0) + entry["raw-bytes"]
+        return sums
+
+    def close(self) -> None:
+        """Close the ledger and the display, once the last checkpoint is on the disk."""
+        self._checkpoints.close()
+        for lines in (self._ledger, self._metrics, self._timings):
+            lines.close()
+        self.display.close()
+
+    def _rewind(self, server_round: int) -> None:
+        """Reload metrics up to a checkpoint, and the bytes that really travelled, repeated ones included."""
+        metrics = self.path / "metrics.jsonl"
+        kept = [entry for entry in self._lines("metrics") if entry["round"] <= server_round]
+        self._metrics.close()
+        write_atomic(metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
+        self._metrics = Lines(metrics)
+        rounds: dict[int, dict[str, dict[str, float]]] = {}
+        for entry in kept:
+            by_institution = rounds.setdefault(entry["round"], {})
+            by_institution.setdefault(entry["institution"], {})[entry["metric"]] = entry["value"]
+        if lacking := [at for at, own in rounds.items() if "" not in own]:
+            raise RunError(f"{metrics} must have pooled metrics; round {lacking[0]} has none: begin a new run")
+        self.history = [(at, own.pop(""), own) for at, own in rounds.items()]
+        self.bytes = {"up": 0, "down": 0}
+        self.forgetting.rewind(server_round)
+        for entry in self._lines("ledger"):
+            self.bytes[entry["direction"]] += entry["bytes"]
+        self.failures = self._lines("failures")
+        self.earlier = len(self.failures)
+        for row in self._lines("privacy"):  # what was released stays released
+            row.pop("round", None)  # which older versions did not write
+            self.released[row.pop("institution")] = row
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        return read_lines(self.path / f"{name}.jsonl", FORMS[name])
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _environment(config: RunConfig) -> dict[str, Any]:
+    return {
+        "versions": _versions(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads": config.threads,
+        "device": config.device,
+    }

@@ -1,0 +1,115 @@
+"""A Flower `Grid` that calls the ClientApp in this process, one node after another: no Ray, no ports.
+
+For tests, notebooks and `flwr-replay run` on small data. The messages, the records and the apps are Flower's own; with
+the same seed and the same number of torch threads the results have the same bits as a simulation's.
+
+A call of the ClientApp cannot be broken off here. It goes on to its end, and an answer that has taken longer than the
+message's time to live, which is the run's timeout, is then dropped, as Flower's SuperLink drops it. What an institution
+has written by then stays with it, as there.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+from uuid import uuid4
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+
+from flwr_replay.wire.payload import CLIENT_APP_RAISED
+
+__all__ = ["InlineGrid"]
+
+RUN_ID = 1
+EXPIRED = 4  # Flower's code for an answer that is no longer there
+SUPERLINK = 1  # Flower's node id of the server
+
+
+class InlineGrid(Grid):
+    """K nodes, all served by one ClientApp in this process.
+
+    Parameters
+    ----------
+    app : ClientApp
+        Serves every node.
+    run_config : Mapping[str, Any]
+        What Flower would ship to every node.
+    node_configs : list[Mapping[str, Any]]
+        One for each node; a simulation's hold partition-id and num-partitions.
+    """
+
+    def __init__(self, app: ClientApp, run_config: Mapping[str, Any], node_configs: list[Mapping[str, Any]]) -> None:
+        self.app = app
+        self.contexts = {
+            node_id: Context(RUN_ID, node_id, dict(node_config), RecordDict(), dict(run_config))
+            for node_id, node_config in enumerate(node_configs, start=SUPERLINK + 1)
+        }
+        self._replies: dict[str, Message] = {}
+        _identify_process()
+
+    @classmethod
+    def simulated(cls, app: ClientApp, run_config: Mapping[str, Any], nodes: int, **node_config: Any) -> Self:
+        """Make a grid whose nodes each own one partition."""
+        return cls(app, run_config, [{"partition-id": k, "num-partitions": nodes, **node_config} for k in range(nodes)])
+
+    def set_run(self, run: Any) -> None:
+        """Nothing to set: this grid serves one run."""
+
+    @property
+    def run(self) -> Any:
+        """Flower's run information, which needs a SuperLink."""
+        raise RuntimeError("an InlineGrid has no SuperLink and so no run information")
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Make a message as Flower does."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of the nodes that are there."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Answer messages at once; the replies wait to be pulled."""
+        ids = []
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = uuid4().hex  # as Flower's grids do when they push
+            reply = self._answer(message)
+            self._replies[reply.metadata.reply_to_message_id] = reply
+            ids.append(message.metadata.message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Hand out the replies."""
+        return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send and answer one message after another."""
+        return self.pull_messages(self.push_messages(messages))
+
+    def _answer(self, message: Message) -> Message:
+        context = self.contexts.get(message.metadata.dst_node_id)
+        began = time.monotonic()
+        try:
+            if context is None:
+                raise LookupError(f"no node {message.metadata.dst_node_id}")
+            reply = self.app(message, context)
+        except Exception:
+            reply = Message(Error(CLIENT_APP_RAISED, traceback.format_exc()), reply_to=message)
+        if (took := time.monotonic() - began) > message.metadata.ttl:
+            return Message(Error(EXPIRED, f"answered after {took:.3g} s"), reply_to=message)
+        return reply
+
+
+def _identify_process() -> None:
+    """Tell Flower who sends: since 1.40 a `Message` takes its sender from the process, which has none outside a run."""
+    try:
+        from flwr.supercore.task_identity import TaskIdentity
+    except ImportError:
+        return
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, RUN_ID, SUPERLINK

@@ -1,0 +1,153 @@
+"""The ledger to come: what a run would send, before any training, on one page."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+
+import torch
+
+from flwr_replay.config.compose import choices, load_strategy
+from flwr_replay.config.sections import RunConfig
+from flwr_replay.data.dealt import loaded
+from flwr_replay.models.zoo import backbone
+from flwr_replay.movements.base import Exchange, Movement
+from flwr_replay.payloads.common import Present
+from flwr_replay.report.progress import shown_bytes
+from flwr_replay.runs.execute import claim, settings_of
+from flwr_replay.runs.opening import new_run_id
+from flwr_replay.runs.simulate import check_run
+from flwr_replay.server.members import Member
+from flwr_replay.wire.payload import rows
+from flwr_replay.wire.records import metrics_in
+from flwr_replay.wire.weights import to_arrays
+
+__all__ = ["describe_strategies", "forecast", "forecast_page"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One field of all messages of one stage between the server and one institution."""
+
+    institution: str
+    direction: str
+    stage: str
+    field: str
+    kind: str
+    messages: int
+    bytes: int
+    protection: str
+
+
+def forecast(config: RunConfig) -> list[Line]:
+    """Compute the ledger of a simulated run: every institution present, none failing.
+
+    The encoded messages are weighed, with zeros in place of weights and data, so that the bytes are those that the
+    run's own ledger will show.
+    """
+    part, strategy = check_run(config), _strategy(config)
+    settings, plan = strategy.settings, strategy.settings.privacy
+    present: dict[str, Present] = {}
+    for k, name in enumerate(part.names):
+        own = part.examples(loaded(config.task), k).train
+        told = settings.task.label_sums(torch.from_numpy(own.y))
+        strategy.members.add(Member(name, k, len(own), own.nbytes, **told))
+        present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, proof="0" * 64, **told)
+    strategy.scale_labels(strategy.members.label_scale())
+    lines: dict[tuple[str, str, str, str, str, str], tuple[int, int]] = {}
+    arrays = to_arrays(backbone(config.model, config.task)(0))
+    exchanges: list[Exchange] = [(m, strategy.roll_call(), present[m.name], 1) for m in strategy.members]
+    exchanges += strategy.forecast_replay() + strategy.forecast(arrays, config.rounds)
+    exchanges += strategy.forecast_evaluation(arrays, config.rounds)
+    for member, request, answer, times in exchanges:
+        for direction, payload in (("down", strategy.addressed(member, request)), ("up", answer)):
+            if plan and direction == "up":
+                whole = sum(one.num_examples for one in strategy.members) if plan.pooled else member.num_examples
+                payload = plan.answered(payload, whole)
+            content = payload.encode()
+            found = list(rows(content, type(payload)))
+            if plan and direction == "up":
+                found = plan.protected(found, type(payload), metrics_in(content))
+            for row in found:
+                key = (member.name, direction, request.stage_name, row.field, row.kind, row.protection)
+                messages, size = lines.get(key, (0, 0))
+                lines[key] = (messages + times, size + row.bytes * times)
+    return [Line(*key[:5], messages=messages, bytes=size, protection=key[5]) for key, (messages, size) in lines.items()]
+
+
+def _strategy(config: RunConfig) -> Movement:
+    settings = replace(settings_of(config), run=new_run_id(config))
+    strategy_type: type[Movement] = load_strategy(config.strategy.name)[0]
+    return strategy_type(config.strategy, settings)
+
+
+def forecast_page(config: RunConfig) -> str:
+    """Write the ledger to come as a page that a data-protection officer can read."""
+    lines = forecast(config)
+    names = sorted({line.institution for line in lines})
+    train = loaded(config.task).train
+    raw = sum(train.take(own).nbytes for own in check_run(config).train)
+    what = f"{config.strategy.name} on {config.task.name}, {len(names)} institutions, {config.rounds} rounds"
+    text = [
+        f"Ledger to come: {what}",
+        "",
+        _idea(config.strategy.name)[0],
+        "",
+        "What leaves, and what arrives, all institutions together",
+        f"{'direction':10}{'stage':17}{'field':18}{'kind':13}{'messages':>9}{'bytes':>14}  protection",
+    ]
+    merged: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
+    small: dict[str, int] = {}
+    for line in lines:
+        if line.kind == "instruction":
+            small[line.direction] = small.get(line.direction, 0) + line.bytes
+            continue
+        key = (line.direction, line.stage, line.field, line.kind, line.protection)
+        messages, size = merged.get(key, (0, 0))
+        merged[key] = (messages + line.messages, size + line.bytes)
+    for (direction, stage, field, kind, protection), (messages, size) in sorted(
+        merged.items(), key=lambda item: item[0][0], reverse=True
+    ):
+        text.append(f"{direction:10}{stage:17}{field:18}{kind:13}{messages:>9}{size:>14,}  {protection}")
+    for direction, size in small.items():
+        text.append(f"{direction:10}{'(all)':17}{'instructions':18}{'instruction':13}{'':>9}{size:>14,}  none")
+    text += ["", "By institution"]
+    for name in names:
+        own = [line for line in lines if line.institution == name]
+        up, down = (sum(line.bytes for line in own if line.direction == way) for way in ("up", "down"))
+        text.append(f"  {name}: up {shown_bytes(up)}, down {shown_bytes(down)}")
+    leaves = {(key[2], key[3]): size for key, (_, size) in merged.items() if key[0] == "up"}
+    samples = sum(size for (_, kind), size in leaves.items() if kind == "per-sample")
+    shared = sum(size for (_, kind), size in leaves.items() if kind == "per-sample-raw")
+    leaving = ["all labels, as they are"] if ("labels", "per-sample") in leaves else []
+    leaving += [f"{shown_bytes(shared)} of examples, to every other institution"] if shared else []
+    stay = "; of these leave: " + ", ".join(leaving) if leaving else "; they never leave"
+    text += ["", f"The raw training data of all institutions have {shown_bytes(raw)}{stay}."]
+    if samples:
+        text.append(
+            f"{shown_bytes(samples)} that go up are functions of single patients (kind per-sample). Who holds them and "
+            "the part of the model that made them may try to reconstruct the images."
+        )
+    text += [
+        f"{claim(_strategy(config))} TLS protects messages on the network, not from the server.",
+        "Kinds: model = weights; per-sample = one row per patient; per-sample-raw = patients' "
+        "examples as they are; statistic = numbers computed from the data; "
+        "instruction = what the server asks; notice = the institution's name.",
+    ]
+    return "\n".join(text)
+
+
+def describe_strategies() -> dict[str, tuple[str, str]]:
+    """Return each method's idea and what travels, as its file states them."""
+    return {name: _idea(name) for name in choices("strategy")}
+
+
+def _idea(name: str) -> tuple[str, str]:
+    document = inspect.getmodule(load_strategy(name)[0]).__doc__ or ""
+    return _paragraph(document, "Idea: "), _paragraph(document, "Travels: ")
+
+
+def _paragraph(document: str, label: str) -> str:
+    start = document.index(label) + len(label)
+    ends = [at for at in (document.find(f"\n{word}", start) for word in ("Travels:", "\n", "Deviations")) if at > 0]
+    return " ".join(document[start : min(ends)].split())

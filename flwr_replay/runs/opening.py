@@ -1,0 +1,182 @@
+"""Making a run directory, or finding the one to resume."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.config.binding import FREE, flat
+from flwr_replay.config.compose import to_yaml
+from flwr_replay.config.sections import RunConfig
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import (
+    NAME,
+    alone,
+    home,
+    make_folder,
+    private_folder,
+    read_bytes,
+    read_json,
+    read_text,
+    sync,
+    write_atomic,
+)
+
+__all__ = ["check_unchanged", "default_name", "new_run_id", "open_run", "read_result", "read_run_id"]
+
+SUMS = "SHA256SUMS"
+UNBORN = re.compile(r"\.\w[\w .-]*\.[0-9a-f]{8}\.new")  # a run directory that is being made
+RESULT = {"strategy": str, "rounds": int, "metric": str, "final": dict, "best": dict, "bytes": dict}
+
+
+def open_run(config: RunConfig) -> tuple[RunConfig, str]:
+    """Make a new run directory, or find the one to resume.
+
+    Returns
+    -------
+    config : RunConfig
+        With `runs_dir` and `run_name` set.
+    run_id : str
+        What the institutions know the run by; no other run has it, whatever its directory is called.
+
+    Raises
+    ------
+    RunError
+        If the folder cannot be written, exists already, or holds no run to resume.
+    """
+    if config.resume:
+        folder = Path(config.resume).expanduser().absolute()
+        check_unchanged(folder)
+        _same_options(config, folder / "config.yaml")
+        return replace(config, runs_dir=str(folder.parent), run_name=folder.name), read_run_id(folder)
+    if config.run_name and not NAME.fullmatch(config.run_name):
+        raise RunError(
+            "run-name has letters, digits, spaces, dots, hyphens and underscores and begins with a letter or digit; "
+            f"got {config.run_name!r}"
+        )
+    root = make_folder(Path(config.runs_dir or home() / "runs").expanduser().absolute(), "runs-dir")
+    _sweep_unborn(root)
+    stem, run_id = default_name(config), new_run_id(config)
+    name, number = config.run_name or stem, 1
+    while True:
+        opened = replace(config, runs_dir=str(root), run_name=name)
+        if _born(root / name, {"config.yaml": to_yaml(opened), "run-id": run_id + "\n"}):
+            return opened, run_id
+        if config.run_name:
+            raise RunError(f"run-name must be new; {root / name} exists: resume it or choose another")
+        number += 1
+        name = f"{stem}-{number}"
+
+
+def _born(folder: Path, texts: Mapping[str, str]) -> bool:
+    """Make a run directory with its first files, whole or not at all; say whether there was none of its name."""
+    unborn = private_folder(folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.new"))
+    with alone(unborn):
+        for name, text in texts.items():
+            write_atomic(unborn / name, text)
+        sums = "".join(f"{sha256(text.encode()).hexdigest()}  {name}\n" for name, text in texts.items())
+        write_atomic(unborn / SUMS, sums)
+        try:
+            os.rename(unborn, folder)  # an empty folder is no run, and not in the way
+        except OSError as error:
+            shutil.rmtree(unborn)
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                return False
+            raise RunError(f"{folder} must be a new folder; {error.strerror}: choose another --runs-dir") from None
+    sync(folder.parent)
+    return True
+
+
+def _sweep_unborn(root: Path) -> None:
+    """Remove run directories that killed processes were making."""
+    for folder in root.glob(".*.new"):
+        if UNBORN.fullmatch(folder.name):
+            with suppress(RunError), alone(folder):
+                shutil.rmtree(folder)
+
+
+def check_unchanged(folder: Path) -> None:
+    """Refuse to go on with a run whose options or id have changed; those of older versions have no checksums.
+
+    Raises
+    ------
+    RunError
+        If one has, or if there is no run.
+    """
+    if not (folder / "config.yaml").exists():
+        raise RunError(f"resume must be a run directory with a config.yaml; got {folder}")
+    read_run_id(folder)
+    if not (folder / SUMS).exists():
+        return
+    for name in ("config.yaml", "run-id"):
+        line = f"{sha256(read_bytes(folder / name)).hexdigest()}  {name}"
+        if line not in read_text(folder / SUMS).splitlines():
+            raise RunError(
+                f"{folder / name} must be as the run wrote it; it was changed or is damaged, or {SUMS} beside it is: "
+                "put it back as it was, or begin a new run"
+            )
+
+
+def read_run_id(folder: Path) -> str:
+    """Return what the institutions know a run by.
+
+    Raises
+    ------
+    RunError
+        If it is gone or damaged.
+    """
+    file = folder / "run-id"
+    run_id = read_text(file).strip() if file.exists() else ""
+    if not NAME.fullmatch(run_id):
+        raise RunError(f"{file} must hold the run's id; got {run_id[:99]!r}: begin a new run")
+    return run_id
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """Return what a run's `result.json` holds.
+
+    Raises
+    ------
+    RunError
+        If it is damaged.
+    """
+    return read_json(folder / "result.json", RESULT)
+
+
+def _same_options(config: RunConfig, file: Path) -> None:
+    """Refuse a resumption under other options; more rounds, other places and waiting times are no such difference."""
+    import yaml
+
+    try:
+        saved = flat(yaml.safe_load(read_text(file)))
+    except (yaml.YAMLError, AttributeError) as error:
+        raise RunError(
+            f"the run's config.yaml must be readable; {file} is not: {' '.join(str(error).split())}"
+        ) from None
+    now = flat(yaml.safe_load(to_yaml(config)))
+    differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key) and key not in FREE)
+    if differing:
+        key = differing[0]
+        raise RunError(
+            f"a resumed run keeps its options; {key} was {saved.get(key)!r}, now {now.get(key)!r}: leave it out"
+        )
+
+
+def default_name(config: RunConfig) -> str:
+    """Name a run by date, strategy, task and seed."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{config.strategy.name}-{config.task.name}-{config.seed}"
+
+
+def new_run_id(config: RunConfig) -> str:
+    """Make an id for a run: its default name and eight random hexadecimal digits."""
+    return f"{default_name(config)}-{secrets.token_hex(4)}"

@@ -1,0 +1,78 @@
+"""From a command line to the options of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from flwr_replay.config.compose import COMMAND_LINE, compose, overrides_of
+from flwr_replay.config.sections import RunConfig, TaskConfig
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.runs.opening import check_unchanged
+
+__all__ = ["resolve"]
+
+INLINE_NODES = 4
+
+
+def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[str], RunConfig]:
+    """Turn a command line into overrides and the configuration they give; a resumed run keeps its own options.
+
+    Raises
+    ------
+    ConfigError
+        For a wrong option, or options that would change a resumed run.
+    """
+    for option in options:
+        if option.partition("=")[0].replace("-", "_") in COMMAND_LINE:
+            raise ConfigError(f"runs-dir and resume are given as --runs-dir and --resume; got {option!r}")
+    if resume:
+        for option in options:
+            key = option.partition("=")[0].replace("-", "_")
+            if key.removeprefix("task.") not in ("rounds", "timeout", "wait", "device", "data_dir", "replay.missing"):
+                raise ConfigError(
+                    "a resumed run keeps its options, but for rounds, device, timeout, wait, replay.missing and "
+                    f"task.data-dir; got {option!r} beside --resume: leave it out"
+                )
+        overrides = [*_overrides_of_run(Path(resume).expanduser()), *options]
+        overrides.append(f"resume={_quoted(Path(resume).expanduser().absolute())}")
+    else:
+        overrides = [*options, f"runs_dir={_quoted(Path(runs_dir).expanduser().absolute())}"]
+    config = compose(overrides)
+    if config.task.data_dir:  # found again from wherever the run is resumed
+        place = Path(config.task.data_dir).expanduser().absolute()
+        config = replace(config, task=replace(config.task, data_dir=str(place)))
+        overrides.append(f"task.data_dir={_quoted(place)}")
+    if matrices := getattr(config.strategy, "topology_file", ""):
+        overrides.append(f"strategy.topology_file={_quoted(Path(matrices).expanduser().absolute())}")
+    if config.model.weights:  # found again from wherever the run is resumed
+        overrides.append(f"model.weights={_quoted(Path(config.model.weights).expanduser().absolute())}")
+    nodes = config.nodes or (_sites(config.task) if config.partition.name == "natural" else INLINE_NODES)
+    overrides.append(f"nodes={nodes}")
+    return overrides, compose(overrides)
+
+
+def _overrides_of_run(folder: Path) -> list[str]:
+    file = folder / "config.yaml"
+    if not file.exists():
+        raise RunError(f"--resume must be a run directory with a config.yaml; got {folder}")
+    check_unchanged(folder)
+    try:
+        return overrides_of(file)
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
+        detail = " ".join(str(error).split())
+        raise RunError(f"a run's config.yaml must be as the run wrote it; {file} is damaged: {detail}") from None
+
+
+def _sites(task: TaskConfig) -> int:
+    from flwr_replay.data import site_names
+    from flwr_replay.data.dealt import loaded
+
+    return len(site_names(loaded(task)))
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "\\'") + "'"

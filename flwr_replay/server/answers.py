@@ -1,0 +1,159 @@
+"""What an institution may answer: the fields declared, numbers that can be, and weights of the model that was sent.
+
+Whatever is wrong with an answer is its sender's failure, and never the others'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, RecordDict
+
+from flwr_replay.errors import FlwrReplayError, WireError
+from flwr_replay.payloads.common import MOST, Visited
+from flwr_replay.wire.fields import Field
+from flwr_replay.wire.payload import Payload, Request, Row, rows
+from flwr_replay.wire.records import StateDict, arrays_in, metrics_in, opened
+from flwr_replay.wire.weights import check_weights, largest
+
+__all__ = ["check_answer", "check_foreign", "legible", "told_by"]
+
+PASSES = 1000  # over an institution's examples that one answer may tell of
+
+
+@contextmanager
+def legible() -> Iterator[None]:
+    """Read what an institution has sent: whatever goes wrong meanwhile, it is not as declared."""
+    try:
+        yield
+    except FlwrReplayError:
+        raise
+    except Exception as error:  # of any kind, since somebody else has made the records
+        line = " ".join(str(error).split())[:200]
+        raise WireError(f"an answer must be readable; this is not: {type(error).__name__} {line}") from None
+
+
+def told_by(answer: RecordDict, declared: type[Payload] | None) -> tuple[list[Row], dict[str, Any]]:
+    """Return an answer's fields, as the ledger counts them, and its numbers.
+
+    Parameters
+    ----------
+    answer : RecordDict
+        What came.
+    declared : type[Payload] | None
+        What it must be; None takes the answer of a user's own ClientApp as it is.
+
+    Raises
+    ------
+    WireError
+        If the answer is something else, or states an epsilon that cannot be.
+    """
+    found = list(rows(answer, declared))
+    if declared is None:
+        return found, {}
+    declared.check_scalars(answer)
+    told = metrics_in(answer)
+    epsilon, delta = told.get("epsilon", 0.0), told.get("delta", 0.0)
+    if not (epsilon >= 0 and 0 <= delta <= 1):
+        raise WireError(f"an epsilon is not below 0 and a delta lies in [0, 1]; got {epsilon} and {delta}")
+    return found, told
+
+
+def check_answer(
+    answer: RecordDict, declared: type[Payload], request: type[Request], asked: RecordDict, examples: range
+) -> None:
+    """Refuse an answer that cannot be used, before anything is made of it.
+
+    Parameters
+    ----------
+    answer : RecordDict
+        What came.
+    declared : type[Payload]
+        What it must be.
+    request : type[Request]
+        What it answers.
+    asked : RecordDict
+        The request's records; weights that come back must be those that were sent, by name, shape and dtype.
+    examples : range
+        How many it may be about.
+
+    Raises
+    ------
+    WireError
+        If the answer is something else.
+    DivergedError
+        If its weights are not finite.
+    """
+    payload: Any = declared.decode(answer)
+    if "num_examples" in declared.declared() and payload.num_examples not in examples:
+        wanted = f"{examples[0]}, by the roll call" if len(examples) == 1 else f"{examples[0]} to {examples[-1]}"
+        raise WireError(f"num_examples must be {wanted}; got {payload.num_examples}")
+    if getattr(payload, "examples_seen", 0) > MOST * PASSES:
+        raise WireError(f"examples_seen must be what a visit can use; got {payload.examples_seen}")
+    weights, sent_weights = _weights(declared), _weights(request)
+    sent = asked.get("arrays")
+    if weights and sent_weights and isinstance(sent, ArrayRecord):
+        _check_weights(_forms(sent), _forms(answer.get("arrays", ArrayRecord())), weights.part)  # type: ignore[arg-type]
+    (check_weights if weights else _check_finite)(arrays_in(answer).state_dict())
+
+
+def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
+    """Refuse an answer of a user's own ClientApp that cannot be used.
+
+    Parameters
+    ----------
+    answer : RecordDict
+        What came.
+    asked : RecordDict
+        The request's records.
+    trained : bool
+        Whether weights were to come back; else metrics.
+
+    Raises
+    ------
+    WireError
+        If the weights are not those that were sent, or a number cannot be.
+    DivergedError
+        If weights are not finite.
+    """
+    if trained:
+        came = Visited.from_foreign(answer).arrays
+        sent = asked.get("arrays")
+        if isinstance(sent, ArrayRecord) and isinstance(came, ArrayRecord):
+            _check_weights(_forms(sent), _forms(came), part=False)
+        check_weights(opened(came))
+        return
+    told = {name: value for record in answer.metric_records.values() for name, value in record.items()}
+    n = told.pop("num-examples", 1)
+    if isinstance(n, list) or not 1 <= n <= MOST or n != int(n):
+        raise WireError(f"num-examples must be a whole number from 1 to {MOST:,}; got {n}")
+    numbers = {name: value for name, value in told.items() if not isinstance(value, list)}
+    if not numbers or not all(map(math.isfinite, numbers.values())):
+        raise WireError(f"an evaluation must hold metrics, all finite; got {numbers or 'none'}")
+
+
+def _weights(payload: type[Payload]) -> Field | None:
+    return next((field for field in payload.declared().values() if field.shape == "state dict"), None)
+
+
+def _forms(record: ArrayRecord) -> dict[str, tuple[Any, ...]]:
+    return {name: (tuple(array.shape), array.dtype) for name, array in record.items()}
+
+
+def _check_weights(sent: dict[str, tuple[Any, ...]], came: dict[str, tuple[Any, ...]], part: bool) -> None:
+    for name, form in came.items():
+        if sent.get(name) != form:
+            raise WireError(f"weights must come back as they were sent; {name!r} is {form}, was {sent.get(name)}")
+    if not part and (lacking := sorted(sent.keys() - came.keys())):
+        raise WireError(f"weights must come back as they were sent; {lacking[0]!r} is missing")
+
+
+def _check_finite(arrays: StateDict) -> None:
+    """Refuse functions of examples that no model can learn from."""
+    for name, array in arrays.items():
+        if np.issubdtype(array.dtype, np.floating) and not math.isfinite(largest({name: array})):
+            raise WireError(f"{name} must be finite; got others: check the data and the weights that were sent")

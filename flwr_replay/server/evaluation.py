@@ -1,0 +1,126 @@
+"""What the answers of an evaluation say together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any
+
+from flwr.app import Message
+
+from flwr_replay.errors import WireError
+from flwr_replay.payloads.common import Evaluation
+from flwr_replay.server.members import Member
+
+__all__ = ["Pooled", "beside", "check_evaluation", "pool_answers"]
+
+Metrics = dict[str, float]
+Pooled = tuple[Metrics, dict[str, Metrics]]
+MOST_COUNTED = 10**15
+LARGEST = 1e100  # of a loss or a sum of errors, so that sums over institutions stay finite
+
+
+def pool_answers(
+    answers: Iterable[tuple[Member, Message]],
+    task: Any,
+    refuse: Callable[[str, str], None],
+    declared: type[Evaluation] = Evaluation,
+    input_shape: tuple[int, ...] | None = None,
+) -> Pooled | None:
+    """Pool over the test shards: by summed counts, or by weighted means where nobody runs this package's ClientApp.
+
+    Parameters
+    ----------
+    answers : iterable of pairs
+        Institutions with their replies.
+    task : Any
+        See `flwr_replay.learning.tasks`; None takes the metrics as they come.
+    refuse : Callable[[str, str], None]
+        Told the name of an institution whose answer cannot be, and why.
+    declared : type[Evaluation]
+        What an answer is.
+    input_shape : tuple of int | None
+        Of one example, where it is known.
+
+    Returns
+    -------
+    pooled : dict of str to float
+        Of all institutions.
+    own : dict of str to dict
+        Of each; both are missing if nothing usable came.
+    """
+    own, evaluations = {}, []
+    for member, reply in answers:
+        if member.ours and task is not None:
+            try:
+                evaluation = declared.decode(reply.content)
+                check_evaluation(evaluation, task, input_shape)
+                own[member.name] = declared.pool(task, [evaluation])
+                evaluations.append(evaluation)
+            except WireError as error:
+                refuse(member.name, str(error))
+        else:
+            own[member.name] = _scalars(reply)
+    if not own:
+        return None
+    return (declared.pool(task, evaluations) if evaluations else _weighted_means(list(own.values()))), own
+
+
+def check_evaluation(evaluation: Evaluation, task: Any, input_shape: tuple[int, ...] | None = None) -> None:
+    """Refuse sums over a test shard that no shard has.
+
+    Parameters
+    ----------
+    evaluation : Evaluation
+        Or one of a pair of models.
+    task : Any
+        See `flwr_replay.learning.tasks`; its own empty evaluation says which fields are told.
+    input_shape : tuple of int | None
+        Of one example; needed for masks, which count pixels.
+
+    Raises
+    ------
+    WireError
+        If counts do not add up, or a number is absurdly large.
+    """
+    labels = task.blank_labels(1, input_shape or ())
+    counted = evaluation.num_examples * labels.size if input_shape or labels.ndim == 1 else None
+    blank = type(evaluation).empty(task)
+    for field in fields(blank):
+        wanted, told = getattr(blank, field.name), getattr(evaluation, field.name)
+        if isinstance(told, float) and abs(told) > LARGEST:
+            raise WireError(f"{field.name} must be at most {LARGEST:g}; got {told:g}")
+        if not isinstance(wanted, (list, tuple)) or not len(told):  # which of them must be there the task says
+            continue
+        if len(told) != len(wanted):
+            raise WireError(f"{field.name} must hold {len(wanted)} counts; got {len(told)}")
+        if counted is not None and sum(told) != counted:
+            raise WireError(f"{field.name} must count {counted} of {evaluation.num_examples} examples; got {sum(told)}")
+        if max(told) > MOST_COUNTED:
+            raise WireError(f"{field.name} must hold counts; got {max(told)}")
+
+
+def beside(found: Pooled, elsewhere: Pooled) -> Pooled:
+    """Put metrics on other institutions' examples beside those on the test shards, under names with external-."""
+    (pooled, own), (there, theirs) = found, elsewhere
+    put = {name: {**metrics, **_external(theirs.get(name, {}))} for name, metrics in own.items()}
+    return {**pooled, **_external(there)}, put
+
+
+def _external(metrics: Metrics) -> Metrics:
+    return {f"external-{name}": value for name, value in metrics.items()}
+
+
+def _scalars(reply: Message) -> Metrics:
+    records = reply.content.metric_records.values()
+    return {name: float(v) for record in records for name, v in record.items() if not isinstance(v, list)}
+
+
+def _weighted_means(own: list[Metrics]) -> Metrics:
+    """Average what all report, weighted by `num-examples` where all give it."""
+    shared = set.intersection(*(set(metrics) for metrics in own)) - {"num-examples"}
+    weights = [metrics.get("num-examples", 1.0) for metrics in own]
+    total = sum(weights)
+    return {
+        name: sum(w * metrics[name] for w, metrics in zip(weights, own, strict=True)) / total for name in sorted(shared)
+    }

@@ -1,0 +1,331 @@
+"""Messages and their answers: the roll call, the ledger's lines, failures; what every movement exchanges by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from flwr_replay.errors import DivergedError, FlwrReplayError, RefusedError, RunError, WireError
+from flwr_replay.files.atomic import NAME
+from flwr_replay.payloads.common import MOST, OPEN_STAGES, Failure, LabelScale, Present, RollCall
+from flwr_replay.payloads.replay import Kept
+from flwr_replay.server.answers import check_answer, check_foreign, legible, told_by
+from flwr_replay.server.asking import ask, failure_of, reason_of
+from flwr_replay.server.members import Member, Members, present
+from flwr_replay.server.recorder import Recorder
+from flwr_replay.server.settings import Settings
+from flwr_replay.wire.payload import CLIENT_APP_RAISED, Payload, Request, request_of, rows
+from flwr_replay.wire.records import config_in, opened
+from flwr_replay.wire.weights import form_of, to_arrays
+
+__all__ = ["Exchanging", "stopped"]
+
+Take = Callable[[Member, Message], None]
+
+NO_APPS_FAULT = 0  # Flower's code for what no app has caused
+SAME_FAULTS = 3  # messages that may fail for the same one, told by its text
+
+
+class Exchanging(Strategy):
+    """Sends requests to institutions and takes their answers.
+
+    Parameters
+    ----------
+    config : Any
+        The strategy's own options, its `<Name>Config`; None means the defaults.
+    settings : Settings | None
+        What every strategy needs; None means the defaults.
+    recorder : Recorder | None
+        Keeps metrics, ledger and checkpoints; None logs through Flower only.
+    """
+
+    name: ClassVar[str]
+    config_type: ClassVar[type[Any]]
+    min_nodes: ClassVar[int] = 1
+    stages: tuple[str, ...] = ("train", "evaluate")  # what every institution is asked for
+    timeout: float  # seconds to wait for answers
+    one_form: ClassVar[bool] = False  # no institution takes part whose model has other names or shapes
+    extra: frozenset[str]  # keys that a user's own ServerApp adds to requests
+
+    def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
+        self.config = self.config_type() if config is None else config
+        self.settings = settings or Settings()
+        self.recorder = recorder or Recorder()
+        known = self.one_form and self.settings.model is not None
+        self.form = form_of(to_arrays(self.settings.model(0))) if known else ""  # type: ignore[misc]
+        self.members = Members()
+        self.unfit = False  # whether anybody was turned away for what it told at the roll call
+        self.trained: set[str] = set()  # who has answered a training request, and may have state to go on with
+        self.answered: list[str] = []  # who gave a good answer in the last exchange, by name
+        self.diverged: list[str] = []  # of whom, in the last exchange, weights or losses were not finite
+        self.faults: Counter[str] = Counter()  # of the machine, by what Flower says of each
+        self.label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of all labels
+
+    def scale_labels(self, scale: tuple[float, float] | None) -> None:
+        """Have labels standardised by this mean and standard deviation from now on, here and at the institutions."""
+        self.label_scale = scale
+        if scale is not None:
+            self.settings = replace(self.settings, task=self.settings.task.scaled(*scale))
+
+    def addressed(self, member: Member, request: Request) -> Request:
+        """Add to a request what depends on the institution, or on all institutions' labels."""
+        if "continues" in request.declared():
+            request = replace(request, continues=member.name in self.trained)  # type: ignore[call-arg]
+        if "stated" in request.declared() and (released := self.recorder.released.get(member.name)):
+            request = replace(request, stated=released["epsilon"] or 0.0)  # type: ignore[call-arg]
+        if isinstance(request, LabelScale) and self.label_scale is not None:
+            mean, scale = self.label_scale
+            request = replace(request, label_mean=mean, label_scale=scale)  # type: ignore[call-arg]
+        return request
+
+    def message(self, member: Member, request: Request, extra: ConfigRecord | None = None) -> Message:
+        """Encode a request to one institution; every message has records of its own."""
+        content = self.addressed(member, request).encode()
+        if extra:
+            content.config_records["config"].update(extra)
+        group = str(request.server_round)
+        return Message(content, member.node_id, request.message_type, group_id=group, ttl=self.timeout)
+
+    def all_stages(self) -> list[str]:
+        """Return what every institution is asked for in the whole run."""
+        return list(self.stages)
+
+    # --- the roll call ------------------------------------------------------------------------------------------------
+
+    def roll_call(self, server_round: int = 0) -> RollCall:
+        """Return what a node that is new, or was away, is asked."""
+        run, stages = self.settings.run, self.all_stages()
+        return RollCall(strategy=self.name, run=run, stages=stages, form=self.form, server_round=server_round)
+
+    def call_roll(self, grid: Grid, server_round: int) -> None:
+        """Ask who is new, or was away, for a name; who refuses, or tells what cannot be, is reported and left out."""
+        request = self.roll_call(server_round)
+        newcomers = self.members.newcomers(grid.get_node_ids())
+        asked = [self.message(Member(str(node_id), node_id), request) for node_id in newcomers]
+        calls = {message.metadata.dst_node_id: message for message in asked}
+        replies = {message.metadata.dst_node_id: reply for message, reply in ask(grid, asked, self.timeout)}
+        arrived: list[Member] = []
+        faults: dict[int, str] = {}
+        names: dict[int, str] = {}  # that those give who do not take part
+        for node_id, reply in replies.items():
+            try:
+                with legible():
+                    refusal = failure_of(reply) if reply is not None else None
+                    if refusal:
+                        faults[node_id], names[node_id] = refusal.failure, refusal.name
+                    elif reply is None or (reply.has_error() and reply.error.code != CLIENT_APP_RAISED):
+                        faults[node_id] = (
+                            f"no answer to the roll call ({reason_of(calls[node_id], reply)}); it is asked again"
+                        )
+                        self.members.ask_again(node_id)
+                    else:
+                        arrived.append(present(node_id, reply))
+            except WireError as error:
+                faults[node_id], self.unfit = str(error), True
+        refused = self.members.admit(sorted(arrived, key=lambda member: member.node_id))
+        self.unfit |= bool(refused)
+        faults |= refused
+        taken = {member.name for member in self.members.known}
+        for message in asked:
+            node_id = message.metadata.dst_node_id
+            told = names.get(node_id, "")  # by one that refuses; it is no member, and nobody has proven the name
+            name = told if NAME.fullmatch(told) and told not in taken else str(node_id)
+            member = self.members.by_node(node_id) or Member(name, node_id)
+            self.recorder.travelled(server_round, member, "down", list(rows(message.content, RollCall)), "roll-call")
+            self.recorder.travelled(server_round, member, "up", self.roll_answer(replies[node_id]), "roll-call")
+            if node_id in faults:
+                self.recorder.failed(server_round, member.name, faults[node_id])
+        self.recorder.flush()
+
+    def roll_answer(self, reply: Message | None) -> list[Any]:
+        """Return the fields of an answer to the roll call, whatever it is, as the ledger counts them."""
+        for declared in (Failure, Present, None) if reply is not None and reply.has_content() else ():
+            try:
+                with legible():
+                    found = list(rows(reply.content, declared))  # type: ignore[union-attr]
+                    return self.settings.privacy.protected(found, declared, {}) if self.settings.privacy else found
+            except WireError:
+                continue
+        return []
+
+    # --- requests and answers -----------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        grid: Grid,
+        server_round: int,
+        messages: Iterable[Message],
+        needed: bool = True,
+        take: Take | None = None,
+        at_once: int | None = None,
+    ) -> list[Message]:
+        """Send messages, write the ledger, report who failed; return the good replies by institution's name.
+
+        Parameters
+        ----------
+        grid : Grid
+            Flower's, or `flwr_replay.runs.engine.InlineGrid`.
+        server_round : int
+            The exchange.
+        messages : iterable of Message
+            Drawn as they are sent.
+        needed : bool
+            Whether the run ends if nobody answers.
+        take : Callable[[Member, Message], None] | None
+            Is given each good reply as it arrives, in place of the list that is returned, and may refuse it by a
+            `WireError`; so a reply need not stay in memory.
+        at_once : int | None
+            How many messages may be under way, and so how many replies in memory; None: all.
+
+        Raises
+        ------
+        RunError
+            If messages were sent and no institution answered any of them.
+        DivergedError
+            If that is since weights or losses are finite at none.
+        """
+        good: list[tuple[str, Message]] = []
+        answered, diverged, failed = list[str](), list[str](), 0
+        take = take or (lambda member, reply: good.append((member.name, reply)))
+        for message, reply in ask(grid, self.noted(server_round, messages), self.timeout, at_once):
+            member = self.members.by_node(message.metadata.dst_node_id)
+            assert member is not None
+            fault = self.fault_of(server_round, member, message, reply)
+            self.recorder.flush()  # before anything is kept of it
+            if fault is None and reply is not None:
+                try:
+                    take(member, reply)
+                except WireError as error:
+                    fault = error
+            del reply  # the next one is made while this would lie in memory
+            if fault is not None:
+                failed += 1
+                self.recorder.failed(server_round, member.name, str(fault))
+                diverged += [f"{member.name}: {fault}"] if isinstance(fault, DivergedError) else []
+                continue
+            answered.append(member.name)
+            request = request_of(message)
+            if request is not None and "continues" in request.declared():
+                self.trained.add(member.name)
+        self.answered, self.diverged = sorted(answered), diverged
+        if max(self.faults.values(), default=0) >= SAME_FAULTS:  # a simulation goes on sending to a worker that is dead
+            raise RunError(
+                f"no worker of a simulation may be gone; {SAME_FAULTS} messages to one have failed: "
+                f"{self.recorder.failures_line()}: free memory, or have fewer workers by a larger threads, and resume "
+                "the run"
+            )
+        if needed and not answered and self.stops_without_answers():
+            why = f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}"
+            raise stopped(why, failed, diverged)
+        return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
+
+    def noted(self, server_round: int, messages: Iterable[Message]) -> Iterator[Message]:
+        """Write requests to the ledger before they are sent: who is killed meanwhile knows whom it asked."""
+        for message in messages:
+            member, request = self.members.by_node(message.metadata.dst_node_id), request_of(message)
+            assert member is not None
+            found, stage = list(rows(message.content, request, self.extra)), request.stage_name if request else ""
+            self.recorder.travelled(server_round, member, "down", found, stage, split=split_of(message))
+            self.recorder.flush()
+            yield message
+
+    def fault_of(
+        self, server_round: int, member: Member, message: Message, reply: Message | None
+    ) -> FlwrReplayError | None:
+        """Write an answer to the ledger; return what makes it none that can be used."""
+        if reply is None or reply.has_error():
+            if reply is not None and reply.error.code == NO_APPS_FAULT:
+                self.faults[reply.error.reason or ""] += 1
+            return RunError(reason_of(message, reply))
+        request = request_of(message)
+        stage = request.stage_name if request else ""
+        try:
+            with legible():
+                if reply.metadata.src_node_id != member.node_id:
+                    raise WireError("an answer comes from who was asked; this is another's")
+                refusal = failure_of(reply)
+                declared: type[Payload] | None = Failure if refusal else None
+                if request and not refusal and (member.ours or stage not in OPEN_STAGES):
+                    declared = request.answer
+                found, told = told_by(reply.content, declared)
+                if self.settings.privacy:
+                    found = self.settings.privacy.protected(found, declared, told)
+        except FlwrReplayError as error:
+            return WireError(f"sent what it may not: {error}")
+        if self.settings.privacy and "delta" in told:
+            epsilon, mechanism = told.get("epsilon"), self.settings.privacy.mechanism
+            self.recorder.spent(server_round, member.name, epsilon, told["delta"], mechanism)
+        self.recorder.travelled(server_round, member, "up", found, stage, told.get("raw-bytes"), split_of(message))
+        if refusal:
+            diverged = refusal.error == DivergedError.__name__
+            return (DivergedError if diverged else RefusedError)(refusal.failure)
+        try:
+            with legible():
+                if declared is None:
+                    check_foreign(reply.content, message.content, message.metadata.message_type == "train")
+                elif request is not None:
+                    examples = self.examples_of(member, request, config_in(message.content))
+                    check_answer(reply.content, declared, request, message.content, examples)
+        except WireError as error:
+            return WireError(f"sent what it may not: {error}")
+        except DivergedError as error:
+            return error
+        return None
+
+    def examples_of(self, member: Member, request: type[Request], told: dict[str, Any]) -> range:
+        """Return how many examples an answer may say that it is about.
+
+        Parameters
+        ----------
+        member : Member
+            Whose answer it is.
+        request : type[Request]
+            What it answers.
+        told : dict[str, Any]
+            The request's instructions.
+
+        Returns
+        -------
+        range
+            In the base what the institution told at the roll call; any number where it told none, of test examples,
+            and where it acknowledges others' only.
+        """
+        tested = request.message_type == "evaluate" and told.get("split") != "train"
+        if tested or not member.ours or request.answer is Kept:
+            return range(0 if request.answer is Kept else 1, MOST + 1)
+        return range(member.num_examples, member.num_examples + 1)
+
+    def finite(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Refuse weights that the server has made not finite, so that no checkpoint ever holds them."""
+        for name, array in opened(arrays).items():
+            if not np.isfinite(array).all():
+                raise DivergedError(
+                    f"the weights must stay finite; {name!r} is not, after the server's step: lower training.lr"
+                )
+        return arrays
+
+    def stops_without_answers(self) -> bool:
+        """Say whether an exchange that nobody answers ends the run."""
+        return True
+
+    def answers(self, replies: Iterable[Message]) -> Iterable[tuple[Member, Message]]:
+        """Pair replies with their institutions, by name, whatever the order of arrival."""
+        pairs = [(self.members.by_node(reply.metadata.src_node_id), reply) for reply in replies]
+        return sorted(((m, reply) for m, reply in pairs if m is not None), key=lambda pair: pair[0].name)
+
+
+def split_of(message: Message) -> str:
+    """Return on which examples a request asks for a test; nothing where it asks for none."""
+    return str(config_in(message.content).get("split", ""))
+
+
+def stopped(why: str, failed: int, diverged: Sequence[str]) -> RunError | DivergedError:
+    """Return what ends a run in which nobody is left, of so many who failed: divergence, if it is nothing else."""
+    return DivergedError(diverged[0]) if diverged and len(diverged) == failed else RunError(why)

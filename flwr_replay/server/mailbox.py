@@ -1,0 +1,157 @@
+"""What waits at the server for institutions to fetch it: parcels, and to whom they go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from flwr.app import ArrayRecord
+
+from flwr_replay.files.tensors import read_tensors, write_tensors
+from flwr_replay.wire.records import array_record, opened
+
+__all__ = ["Delivery", "Mailbox", "Parcel"]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A share of one sender's model."""
+
+    number: int  # of the model, counted in the run
+    sender: str
+    share: float
+    weight: float  # the sender's w
+
+
+@dataclass
+class Delivery:
+    """What one institution must mix and acknowledge before it trains again."""
+
+    exchange: int  # in which it released its own model
+    weight: float  # its w then
+    kept: float  # share of that which it keeps
+    parcels: list[Parcel] = field(default_factory=list)
+    given_back: Delivery | None = None  # what it was before its parcels went back; the receiver may have mixed them
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """Read one back from what `asdict` gave."""
+        before = cls.of(values["given_back"]) if values["given_back"] else None
+        return cls(**{**values, "parcels": [Parcel(**one) for one in values["parcels"]], "given_back": before})
+
+    @property
+    def mixed_weight(self) -> float:
+        """Return its receiver's w after mixing."""
+        return self.weight * self.kept + sum(parcel.weight * parcel.share for parcel in self.parcels)
+
+
+@dataclass
+class Mailbox:
+    """All deliveries that are not acknowledged, and the models that they hold.
+
+    Attributes
+    ----------
+    waiting : dict of str to Delivery
+        By receiver.
+    coming_back : dict of str to list of Parcel
+        By sender: what nobody fetched, for its next delivery.
+    committed : dict of str to int
+        By institution, the exchange of its last acknowledged delivery.
+    weights : dict of str to float
+        By institution, its w after that; 1 before.
+    models : dict of int to ArrayRecord
+        By number of a parcel.
+    posted : int
+        Models so far.
+    lately : list of set of int
+        The numbers of the models that waited when they were kept, of the last times.
+    """
+
+    waiting: dict[str, Delivery] = field(default_factory=dict)
+    coming_back: dict[str, list[Parcel]] = field(default_factory=dict)
+    committed: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    models: dict[int, ArrayRecord] = field(default_factory=dict)
+    posted: int = 0
+    lately: list[set[int]] = field(default_factory=list)
+
+    def post(self, model: ArrayRecord) -> int:
+        """Take a model in; return its number."""
+        self.posted += 1
+        self.models[self.posted] = model
+        return self.posted
+
+    def can_hold(self, name: str, held: Sequence[int]) -> bool:
+        """Say whether these are the numbers of what an institution was brought, or was before it went back."""
+        delivery = self.waiting[name]
+        deliveries = [delivery, *([delivery.given_back] if delivery.given_back else [])]
+        return any(list(held) == [parcel.number for parcel in one.parcels] for one in deliveries)
+
+    def acknowledged(self, name: str, held: Sequence[int]) -> int:
+        """Forget a delivery that lies at its receiver, which holds these numbers; return how many others hold, too.
+
+        Parcels among them that wait to go back to their senders no longer do.
+        """
+        delivery = self.waiting.pop(name)
+        mixed = delivery.given_back if delivery.given_back and held else delivery
+        self.committed[name], self.weights[name] = delivery.exchange, mixed.mixed_weight
+        return sum(not self._called_off(parcel) for parcel in mixed.parcels) if mixed is not delivery else 0
+
+    def _called_off(self, parcel: Parcel) -> bool:
+        """Take a parcel from what its sender is to have back; say whether it was there."""
+        pile = self.coming_back.get(parcel.sender, [])
+        if parcel not in pile:
+            return False
+        pile.remove(parcel)
+        return True
+
+    def give_back(self, name: str) -> None:
+        """Send an institution's parcels back; if it comes again, it goes on with all it had."""
+        for parcel in self.waiting[name].parcels:
+            self.coming_back.setdefault(parcel.sender, []).append(parcel)
+        before = self.waiting[name]
+        self.waiting[name] = Delivery(before.exchange, before.weight, 1.0, given_back=before)
+
+    def keep(self, folder: Path) -> None:
+        """Write the models that still wait to files, and forget all others; on the disk those of the last three times.
+
+        The server writes a checkpoint beside the next exchange, so a crash may lose two.
+        """
+        piles = [*(delivery.parcels for delivery in self.waiting.values()), *self.coming_back.values()]
+        needed = {parcel.number for pile in piles for parcel in pile}
+        self.models = {number: self.models[number] for number in sorted(needed)}
+        for number, arrays in self.models.items():
+            write_tensors(folder / f"{number:06d}.safetensors", opened(arrays))
+        self.lately = [*self.lately[-2:], needed]
+        for file in folder.glob("*.safetensors"):
+            if not any(int(file.stem) in numbers for numbers in self.lately):
+                file.unlink()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold; `keep` has written the models."""
+        return {
+            "waiting": {name: asdict(delivery) for name, delivery in self.waiting.items()},
+            "coming_back": {name: [asdict(parcel) for parcel in some] for name, some in self.coming_back.items()},
+            "committed": dict(self.committed),  # a checkpoint is written while the next round goes on
+            "weights": dict(self.weights),
+            "models": sorted(self.models),
+            "posted": self.posted,
+        }
+
+    @classmethod
+    def restored(cls, values: dict[str, Any], folder: Path) -> Self:
+        """Read a mailbox back.
+
+        Parameters
+        ----------
+        values : dict of str to Any
+            As from `state`.
+        folder : Path
+            Where `keep` has written.
+        """
+        waiting = {name: Delivery.of(one) for name, one in values["waiting"].items()}
+        back = {name: [Parcel(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
+        models = {n: array_record(read_tensors(folder / f"{n:06d}.safetensors")) for n in values["models"]}
+        return cls(waiting, back, values["committed"], values["weights"], models, values["posted"], [{*models}])

@@ -1,0 +1,232 @@
+"""Who takes part: the roll call, and institutions by name instead of Flower's random node ids.
+
+A name belongs, for the rest of a run, to the node that answered under it first. A SuperNode with a key keeps its node
+id. One without a key gets another id when it starts anew: it then proves that it is the same institution
+(`flwr_replay/institution/identity.py`), and whoever cannot is refused.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+
+from flwr.app import Message
+
+from flwr_replay.errors import RunError, WireError
+from flwr_replay.files.atomic import NAME
+from flwr_replay.payloads.common import MOST, Present
+from flwr_replay.wire.payload import rows
+
+__all__ = ["Member", "Members", "present"]
+
+LARGEST_LABEL = 1e12  # in its unit
+MOST_BYTES = 10**15
+
+
+@dataclass(frozen=True)
+class Member:
+    """One institution as the server knows it."""
+
+    name: str
+    node_id: int
+    num_examples: int = 0
+    raw_bytes: int = 0
+    label_sum: float | None = None  # regression: over its training examples
+    label_squares: float | None = None
+    ours: bool = True  # False: a ClientApp that answers no roll call; its name is its node id
+    proof: str = ""  # SHA-256 of what it showed first
+
+
+def present(node_id: int, reply: Message) -> Member:
+    """Read an answer to the roll call; one that is not this package's is of a user's own ClientApp.
+
+    Raises
+    ------
+    WireError
+        If it tells what cannot be.
+    """
+    try:
+        declared = not reply.has_error() and all(rows(reply.content, Present))
+    except WireError:  # an answer of its own
+        declared = False
+    if not declared:
+        return Member(str(node_id), node_id, ours=False)
+    told = Present.decode(reply.content)
+    n, total, squares = told.num_examples, told.label_sum, told.label_squares
+    if not NAME.fullmatch(told.name):
+        raise WireError(
+            "an institution's name has at most 160 letters, digits, spaces, dots, hyphens and underscores and "
+            f"begins with a letter or digit; got {told.name[:160]!r}: change it in its --node-config or site column"
+        )
+    if not 1 <= n <= MOST or told.raw_bytes > MOST_BYTES:
+        raise WireError(
+            f"an institution has from 1 to {MOST:,} training examples of at most {MOST_BYTES:,} bytes; "
+            f"{told.name} tells {n} of {told.raw_bytes} bytes"
+        )
+    if (total is None) != (squares is None):
+        raise WireError(f"sums of labels and of their squares go together; {told.name} tells one of them")
+    if total is not None and squares is not None:
+        possible = abs(total) <= n * LARGEST_LABEL and 0 <= squares <= n * LARGEST_LABEL**2
+        if not possible or n * squares < total**2 * (1 - 1e-9):
+            raise WireError(
+                f"{told.name} tells sums of {n} labels that no labels below {LARGEST_LABEL:g} have: {total:g}, "
+                f"squares {squares:g}"
+            )
+    digest = sha256(told.proof.encode()).hexdigest() if told.proof else ""
+    return Member(told.name, node_id, n, told.raw_bytes, total, squares, proof=digest)
+
+
+class Members:
+    """The institutions that take part, always in the order of their names."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Member] = {}
+        self._known: dict[str, Member] = {}  # those, and who took part before the run was resumed
+        self._names: dict[int, str] = {}  # whom a node id stands for
+        self._online: frozenset[int] = frozenset()
+        self._asked: set[int] = set()
+        self._here: set[int] = set()  # who has answered the roll call since it came or returned
+        self._waiting: set[int] = set()  # who was refused since its name was in use
+
+    def __iter__(self) -> Iterator[Member]:
+        """Yield those present now, by name."""
+        return (self._by_name[name] for name in self.names if self._by_name[name].node_id in self._here)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def get(self, name: str) -> Member | None:
+        """Return an institution that is present now."""
+        member = self._by_name.get(name)
+        return member if member and member.node_id in self._here else None
+
+    @property
+    def ours(self) -> bool:
+        """Say whether any that ever took part runs this package's ClientApp."""
+        return any(member.ours for member in self._by_name.values())
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all that ever took part, sorted: an order that does not change when one leaves for a while."""
+        return sorted(self._by_name)
+
+    @property
+    def known(self) -> list[Member]:
+        """All that ever took part, also before the run was resumed, by name."""
+        return [self._known[name] for name in sorted(self._known)]
+
+    def by_node(self, node_id: int) -> Member | None:
+        """Return the institution behind a node id."""
+        member = self._by_name.get(self._names.get(node_id, ""))
+        return member if member and member.node_id == node_id else None
+
+    def newcomers(self, node_ids: Iterable[int]) -> list[int]:
+        """Note which nodes are there now; return those to ask, ascending: new ones, and who was away."""
+        online = frozenset(node_ids)
+        if gone := self._online - online:
+            self._here -= gone
+            self._asked -= gone | self._waiting  # a name may be free now
+            self._waiting.clear()
+        unknown = sorted(online - self._asked)
+        self._online = online
+        self._asked |= online
+        return unknown
+
+    def ask_again(self, node_id: int) -> None:
+        """Forget that a node was asked: its answer was lost, and nobody can tell whose app it runs."""
+        self._asked.discard(node_id)
+
+    def remember(self, examples: Mapping[str, int], bindings: Mapping[str, tuple[int, str]]) -> None:
+        """Take back, where a run is resumed, who took part in it: numbers of examples, node ids and proofs."""
+        for name, n in examples.items():
+            node_id, proof = bindings.get(name, (0, ""))  # older checkpoints have none
+            self._known[name] = Member(name, node_id, n, proof=proof)
+
+    def admit(self, arrived: Iterable[Member]) -> dict[int, str]:
+        """Enter who has answered the roll call.
+
+        Returns
+        -------
+        dict of int to str
+            By node id, why the others may not take part.
+        """
+        faults, fit = {}, []
+        for member in arrived:
+            if fault := self._fault(member):
+                faults[member.node_id] = fault
+            else:
+                fit.append(member)
+        answering = Counter(member.name for member in fit)
+        for member in fit:
+            if answering[member.name] > 1:  # none of them more rightly than the others
+                self._waiting.add(member.node_id)
+                faults[member.node_id] = _twice(member.name)
+            else:
+                self._enter(member)
+        return faults
+
+    def add(self, member: Member) -> None:
+        """Enter an institution that is present.
+
+        Raises
+        ------
+        RunError
+            If it may not take part.
+        """
+        if fault := self._fault(member):
+            raise RunError(fault)
+        self._enter(member)
+
+    def _enter(self, member: Member) -> None:
+        known = self._known.get(member.name)
+        if known and known.proof:
+            member = replace(member, proof=known.proof)  # the one that it showed first
+        self._by_name[member.name] = self._known[member.name] = member
+        self._names[member.node_id] = member.name
+        self._here.add(member.node_id)
+
+    def _fault(self, member: Member) -> str:
+        """Say why an institution may not take part under this name; nothing if it may."""
+        name, known = member.name, self._known.get(member.name)
+        before = self._names.get(member.node_id, name)
+        if before != name:
+            return f"a node keeps its name in a run; it was {before!r} and now answers as {name!r}: begin a new run"
+        here = self.get(name)
+        if here and here.node_id != member.node_id:
+            self._waiting.add(member.node_id)
+            return _twice(name)
+        if known is None:
+            return ""
+        if known.num_examples != member.num_examples:
+            return (
+                f"a run goes on with the data that it began with; {name} had {known.num_examples} training examples "
+                f"and now has {member.num_examples}: use the same nodes, partition and files, or begin a new run"
+            )
+        proven = bool(known.proof) and hmac.compare_digest(known.proof, member.proof)
+        if known.node_id and known.node_id != member.node_id and not proven:
+            return (
+                f"who returns as another node must prove to be the same institution, by identity.key in its state "
+                f"directory; {name!r} does not: restore the state directory, or begin a new run"
+            )
+        return ""
+
+    def label_scale(self) -> tuple[float, float] | None:
+        """Return mean and standard deviation of all labels, from the sums that institutions told; None without sums."""
+        told = [m for m in self if m.label_sum is not None and m.label_squares is not None and m.num_examples]
+        n = sum(member.num_examples for member in told)
+        if not n:
+            return None
+        mean = sum(member.label_sum or 0.0 for member in told) / n
+        variance = sum(member.label_squares or 0.0 for member in told) / n - mean**2
+        return mean, math.sqrt(variance) if variance > 0 else 1.0
+
+
+def _twice(name: str) -> str:
+    return (
+        f"every institution needs a name of its own; two SuperNodes answer as {name!r}: give each another name in its "
+        "--node-config"
+    )

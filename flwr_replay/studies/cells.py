@@ -1,0 +1,196 @@
+"""The cells of a comparison: one method with one seed is one run, brought to its end wherever it stands.
+
+A cell that has its result.json is not repeated, one with a checkpoint goes on, any other begins anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import json
+import logging
+import multiprocessing
+import re
+import shutil
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.errors import FlwrReplayError, RunError
+from flwr_replay.report.epsilon import beside
+from flwr_replay.report.missing import lacking
+from flwr_replay.report.progress import Display, TerminalDisplay
+from flwr_replay.runs.opening import read_result
+from flwr_replay.runs.options import resolve
+from flwr_replay.runs.processes import end_with_parent
+from flwr_replay.runs.simulate import run_inline
+
+__all__ = ["Cell", "Method", "run_all", "run_cell", "short_hash"]
+
+A_RUN_WRITES = re.compile(
+    r"(config|environment|metrics|timings|ledger|failures|forgetting|generator|prior|privacy)\.(yaml|json|jsonl|png)|run-id|SHA256SUMS|"
+    r"checkpoints|models|latents|shared|replay|mailbox|pictures|\.lock|\..*\.tmp"
+)
+KILLED = "a process was killed while it ran, perhaps for want of memory: lower --jobs; the same command goes on"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One column of a comparison: a strategy, and the options that are its own."""
+
+    label: str  # as the user wrote it: fedreplay:cut=layer2
+    strategy: str
+    options: tuple[str, ...]  # of this method only, resolved: strategy.cut=layer2
+
+    @property
+    def slug(self) -> str:
+        """A folder's name; a hash tells apart options that look alike without their special characters."""
+        if not self.options:
+            return self.strategy
+        text = "-".join(option.removeprefix("strategy.") for option in self.options)
+        slug = re.sub(r"[^a-z0-9.]+", "-", f"{self.strategy}-{text}".lower()).strip("-")
+        plain = all(re.fullmatch(r"[a-z_.]+=[a-z0-9.]+", option) for option in self.options)
+        return slug if plain and len(slug) < 80 else f"{slug[:60]}-{short_hash(list(self.options))}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method with one seed."""
+
+    method: Method
+    seed: int
+    folder: Path
+    overrides: tuple[str, ...]  # of a fresh run
+    metric: str = ""  # that is told when it ends
+    part: str = ""  # of a study
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has its result."""
+        return (self.folder / "result.json").exists()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return (self.folder / "config.yaml").exists() and any((self.folder / "checkpoints").glob("*.safetensors"))
+
+
+def run_all(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Run what is not done yet; yield each cell's folder with its `result` or `error`, as they end."""
+    todo = [cell for cell in cells if not cell.done]
+    for cell in cells:
+        if cell.done:
+            yield cell.folder, run_cell(cell, Display())
+    resumed = sum(cell.begun for cell in todo)
+    _say(f"{len(cells)} runs: {len(cells) - len(todo)} are there, {resumed} go on, {len(todo) - resumed} to begin")
+    try:
+        for count, (cell, outcome) in enumerate(_in_turn(todo) if jobs == 1 else _at_once(todo, jobs), 1):
+            named = f"{f'{cell.part}, ' if cell.part else ''}{cell.method.label} seed {cell.seed}"
+            _say(f"[{count}/{len(todo)}] {named}: {_outcome_line(outcome, cell.metric)}")
+            yield cell.folder, outcome
+    except (KeyboardInterrupt, SystemExit):
+        _say("interrupted; the same command goes on")
+        raise
+
+
+def _in_turn(cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    for cell in cells:
+        yield cell, run_cell(cell, TerminalDisplay() if sys.stderr.isatty() else Display())
+
+
+def _at_once(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Run cells in processes of their own; a process that dies takes down its cell, not the comparison."""
+    waiting = list(cells)
+    while waiting:
+        others = set(multiprocessing.active_children())
+        spawn = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(min(jobs, len(waiting)), spawn, initializer=end_with_parent)
+        running: dict[Future[dict[str, Any]], Cell] = {pool.submit(run_cell, cell, Display()): cell for cell in waiting}
+        ended = []
+        try:
+            for future in as_completed(running):
+                cell = running[future]
+                try:
+                    outcome = future.result()
+                except BrokenProcessPool:
+                    break
+                ended.append(cell)
+                yield cell, outcome
+        except BaseException:  # interrupted: a worker would go on with the next cell
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+        waiting = [cell for cell in waiting if cell not in ended]
+        if waiting:  # nobody knows which cell killed its process; those that had begun are told by their folders
+            suspects = [cell for cell in waiting if cell.folder.exists() and not cell.done] or waiting
+            for cell in suspects:
+                yield cell, {"error": KILLED}
+            waiting = [cell for cell in waiting if cell not in suspects]
+
+
+def _outcome_line(outcome: dict[str, Any], metric: str) -> str:
+    if "error" in outcome:
+        return f"failed: {outcome['error']}"
+    result = outcome["result"]
+    value = result["final"]["global"].get(metric)
+    shown = "missing" if value is None else f"{value:.4f}"
+    return f"{metric} {shown}{beside(result)}{lacking(result)}, {result['wall-seconds']:.1f} s"
+
+
+def run_cell(cell: Cell, display: Display) -> dict[str, Any]:
+    """Bring one cell to its end: read it, go on with it, or run it; return its `result` or its `error`."""
+    log, level = logging.getLogger("flwr"), logging.getLogger("flwr").level
+    log.setLevel(logging.WARNING)
+    try:
+        return {"result": read_result(cell.folder) if cell.done else _run(cell, display)}
+    except FlwrReplayError as error:
+        return {"error": " ".join(str(error).split())}
+    except Exception as error:  # a fault of this program: the other cells' hours are not lost to it
+        _say(traceback.format_exc())
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        log.setLevel(level)
+
+
+def _give_back() -> None:
+    """Return freed memory to the system: a process lives through many runs, and each leaves holes in its heap."""
+    gc.collect()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc has it
+        trim(0)
+
+
+def _run(cell: Cell, display: Display) -> dict[str, Any]:
+    overrides = list(cell.overrides)
+    if cell.begun:
+        overrides, _ = resolve([], "", str(cell.folder))
+    elif cell.folder.exists():
+        _remove_unborn(cell.folder)
+    try:
+        return run_inline(overrides, display)[0]
+    finally:
+        _give_back()
+
+
+def _remove_unborn(folder: Path) -> None:
+    """Remove a run that broke off before its first checkpoint; anything that no run writes stops this."""
+    for path in folder.iterdir():
+        if not A_RUN_WRITES.fullmatch(path.name):
+            raise RunError(f"{folder} holds no run to go on with, but a file of somebody's, {path.name}: move it away")
+    shutil.rmtree(folder)
+
+
+def short_hash(value: Any) -> str:
+    """Return eight hexadecimal digits that stand for plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,267 @@
+"""Several methods on the same seeds: `flwr-replay compare fedavg,cwt,fedreplay task=mnist seeds=3`.
+
+A cell is one method with one seed, and one run directory. The same seed deals the same data in every method and begins
+with the same weights (but FedReplay's primary, trained at the server, FML's private models and ProxyFL's proxies have
+their own): differences are taken seed by seed.
+
+<runs-dir>/compare-<task>-<partition>-<hash of the shared options>/
+<method>-seed<k>/   a run directory
+compare.json        every cell's result, versions, options
+compare.png         a point per seed, means with intervals
+curves.png          the metric by round
+epsilon.png         the metric by the epsilon spent, where any is stated
+
+A cell that has its result.json is not repeated, one with a checkpoint goes on, any other begins anew.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flwr_replay.config.compose import compose, load_strategy, to_yaml
+from flwr_replay.config.sections import RunConfig
+from flwr_replay.errors import ConfigError, RunError, nearest
+from flwr_replay.files.atomic import alone, make_folder, read_lines, write_atomic
+from flwr_replay.learning.tasks import ERRORS, make_task
+from flwr_replay.runs.opening import check_unchanged, read_result
+from flwr_replay.runs.options import resolve
+from flwr_replay.runs.simulate import check_run
+from flwr_replay.studies.cells import Cell, Method, run_all, short_hash
+from flwr_replay.studies.methods import (
+    methods_of,
+    named,
+    options_of,
+)
+
+__all__ = ["Comparison", "compare_strategies", "planned", "run_comparisons"]
+
+NOT_THE_RESULT = ("strategy", "seed", "runs_dir", "run_name", "resume", "timeout", "wait")
+
+
+def compare_strategies(
+    strategies: list[str], options: list[str], against: str, jobs: int, runs_dir: Path, metric: str = ""
+) -> tuple[str, dict[str, Any]]:
+    """Run methods on the same seeds, and compare them.
+
+    Parameters
+    ----------
+    strategies : list of str
+        Methods: a strategy's name, or a variant with options of its own, `fedreplay:cut=layer2`, of which several
+        are joined by colons.
+    options : list of str
+        For all methods, as `flwr-replay run` takes them; `seeds=3` (0, 1, 2) or `seeds=0,5,7`; and
+        `fedreplay.cut=layer2` for every method of that strategy.
+    against : str
+        The method that differences are to; empty: the last.
+    jobs : int
+        Cells at the same time, each in a process of its own; 1: one after another in this process.
+    runs_dir : Path
+        Where the comparison's folder goes.
+    metric : str
+        One of the task's metrics; empty: the leading one.
+
+    Returns
+    -------
+    table : str
+        Plain text.
+    report : dict
+        What `compare.json` holds.
+
+    Raises
+    ------
+    ConfigError
+        For anything that can be seen to be wrong before the first run.
+    RunError
+        If the folder cannot be written, or another comparison works in it.
+    """
+    return run_comparisons([planned(strategies, options, against, runs_dir, metric)], jobs)[0]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods and seeds that could be run; nothing has been written yet."""
+
+    folder: Path
+    cells: Sequence[Cell]
+    about: dict[str, Any]  # what the report says beside the cells
+
+    @property
+    def labels(self) -> list[str]:
+        """The methods, in the order of the table."""
+        return list(dict.fromkeys(cell.method.label for cell in self.cells))
+
+
+def planned(
+    strategies: list[str], options: list[str], against: str, runs_dir: Path, metric: str = "", part: str = ""
+) -> Comparison:
+    """Read what is to be compared, as `compare_strategies` does, and refuse what can be refused.
+
+    `part` says where in a study it belongs.
+    """
+    shared, own, seeds = options_of(options, [named(name)[1].partition(":")[0] for name in strategies])
+    methods = methods_of(strategies, own)
+    labels = [method.label for method in methods]
+    against = against or labels[-1]
+    if against not in labels:
+        raise ConfigError(f"--against must be one of the methods compared; got {against!r}: {nearest(against, labels)}")
+    folder, config, cells = _plan(methods, shared, seeds, runs_dir)
+    task = make_task(config.task)
+    metric = metric or task.metric
+    told = [load_strategy(method.strategy)[0].evaluated.metrics(task) for method in methods]
+    known = [name for name in told[0] if all(name in names for names in told)]
+    if config.external:
+        known += [f"external-{name}" for name in known]
+    if metric not in known:
+        raise ConfigError(f"--metric must be one that all methods have; got {metric!r}: {nearest(metric, known)}")
+    about = {
+        "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config)}: {config.model.name}, "
+        f"{config.rounds} round{'s' * (config.rounds > 1)}",
+        "metric": metric,
+        "higher-is-better": metric.removeprefix("external-").removeprefix("proxy-") not in ERRORS,
+        "against": against,
+        "seeds": list(seeds),
+        "options": shared,
+        "folder": str(folder),
+    }
+    return Comparison(folder, [replace(cell, metric=metric, part=part) for cell in cells], about)
+
+
+def run_comparisons(comparisons: Sequence[Comparison], jobs: int) -> list[tuple[str, dict[str, Any]]]:
+    """Run the cells of several comparisons, each once, as one list; return what `compare_strategies` does, for each."""
+    if jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1; got {jobs}")
+    cells: dict[Path, Cell] = {}
+    with ExitStack() as locks:
+        for folder in dict.fromkeys(comparison.folder for comparison in comparisons):
+            make_folder(folder, "--runs-dir")
+            locks.enter_context(alone(folder))
+        for cell in (cell for comparison in comparisons for cell in comparison.cells):
+            first = cells.setdefault(cell.folder, cell)
+            if first.overrides != cell.overrides and compose(list(first.overrides)) != compose(list(cell.overrides)):
+                raise ConfigError(
+                    f"every run needs a folder of its own; {first.part} and {cell.part} have different ones in "
+                    f"{cell.folder.name}: write the options in which they differ with their methods"
+                )
+        outcomes: dict[Path, dict[str, Any]] = {}
+        written: dict[int, tuple[str, dict[str, Any]]] = {}
+        for folder, outcome in run_all(list(cells.values()), jobs):
+            outcomes[folder] = outcome
+            for number, comparison in enumerate(comparisons):  # each as soon as all of its cells have ended
+                if number not in written and all(cell.folder in outcomes for cell in comparison.cells):
+                    written[number] = _written(comparison, outcomes)
+    return [written[number] for number in range(len(comparisons))]
+
+
+# --- what was asked for -----------------------------------------------------------------------------------------------
+
+
+def _plan(
+    methods: Sequence[Method], shared: Sequence[str], seeds: Sequence[int], runs_dir: Path
+) -> tuple[Path, RunConfig, list[Cell]]:
+    """Resolve every cell and refuse what can be refused; nothing is written yet."""
+    given = [f"strategy={methods[0].strategy}", *shared]
+    _, common = resolve(given, ".", "")  # the options of all, without those of one method
+    alike = {key: value for key, value in asdict(common).items() if key not in NOT_THE_RESULT}
+    name = f"compare-{common.task.name}-{common.partition.name}-{short_hash(alike)}"
+    folder = runs_dir.expanduser().absolute() / name
+    resolved = [resolve([f"strategy={m.strategy}", *shared, *m.options], str(folder), "") for m in methods]
+    cells = []
+    for seed in seeds:  # seed by seed, so that an interrupted comparison has whole pairs
+        for method, (overrides, config) in zip(methods, resolved, strict=True):
+            place = folder / f"{method.slug}-seed{seed}"
+            _refuse_other(place, replace(config, seed=seed))
+            check_run(replace(config, seed=seed))
+            cells.append(Cell(method, seed, place, (*overrides, f"seed={seed}", f"run_name='{place.name}'")))
+    return folder, common, cells
+
+
+def _refuse_other(folder: Path, config: RunConfig) -> None:
+    """Refuse a cell that was begun with other options, those of older versions aside."""
+    if not (folder / "config.yaml").exists():
+        return
+    ours = yaml.safe_load(to_yaml(config))
+    check_unchanged(folder)
+    theirs = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    for key in theirs.keys() & ours.keys() - {"runs_dir", "run_name", "resume", "timeout", "wait"}:
+        pairs = (theirs[key], ours[key]) if isinstance(ours[key], dict) else ({"": theirs[key]}, {"": ours[key]})
+        if differing := [k for k in pairs[0].keys() & pairs[1].keys() if pairs[0][k] != pairs[1][k]]:
+            option = ".".join(filter(None, (key, differing[0])))
+            raise RunError(f"{folder} was begun with another {option}: move it, or choose another --runs-dir")
+
+
+def _dealt(config: RunConfig) -> str:
+    shown = {"ks": f"KS {config.partition.ks:g}", "majority": f"majority {config.partition.p:g}"}
+    shown["dirichlet"] = f"Dirichlet {config.partition.alpha:g}"
+    return shown.get(config.partition.name, config.partition.name)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Put the cells together with their statistics; write table, data and pictures."""
+    from flwr_replay.report.comparison import summarise, table
+    from flwr_replay.report.plots import curves, points
+
+    report, labels, folder = dict(comparison.about), comparison.labels, comparison.folder
+    report["cells"] = [
+        {
+            "label": cell.method.label,
+            "strategy": cell.method.strategy,
+            "options": list(cell.method.options),
+            "seed": cell.seed,
+            "folder": cell.folder.name,
+            **outcomes[cell.folder],
+        }
+        for cell in comparison.cells
+    ]
+    metric = report["metric"]
+    report["strategies"] = summarise(report["cells"], labels, report["against"], metric, report["higher-is-better"])
+    runs = {
+        label: [folder / cell["folder"] for cell in report["cells"] if cell["label"] == label and "result" in cell]
+        for label in labels
+    }
+    by_epsilon = {label: _by_epsilon(found, metric) for label, found in runs.items()}
+    pictures = {
+        "compare.png": points(report),
+        "curves.png": curves(
+            report, {label: [_by_round(run, metric) for run in found] for label, found in runs.items()}
+        ),
+    }
+    if any(map(any, by_epsilon.values())):
+        pictures["epsilon.png"] = curves(report, by_epsilon, "largest epsilon so far")
+    write_atomic(folder / "compare.json", json.dumps(report, indent=2) + "\n")
+    for name, picture in pictures.items():
+        write_atomic(folder / name, picture)
+    return f"{table(report)}\n{', '.join([str(folder / 'compare.json'), *pictures])}", report
+
+
+def _history(folder: Path, metric: str) -> list[tuple[int, float]]:
+    """Read a run's pooled metric by exchange."""
+    rows = read_lines(folder / "metrics.jsonl")
+    return [(row["round"], row["value"]) for row in rows if row["institution"] == "" and row["metric"] == metric]
+
+
+def _by_round(folder: Path, metric: str) -> list[tuple[float, float]]:
+    """Read it by round, of which each may take several exchanges."""
+    rounds, found = read_result(folder)["rounds"], _history(folder, metric)
+    return [(at * rounds / found[-1][0], value) for at, value in found]
+
+
+def _by_epsilon(folders: Sequence[Path], metric: str) -> list[list[tuple[float, float]]]:
+    """Read it by the largest epsilon that any institution of any of these runs had stated by then."""
+    rows = [row for folder in folders for row in read_lines(folder / "privacy.jsonl")]
+    stated = sorted((row["round"], row["epsilon"]) for row in rows if row["epsilon"] is not None and "round" in row)
+    most = dict(zip((at for at, _ in stated), accumulate((epsilon for _, epsilon in stated), max), strict=True))
+    exchanges = list(most)  # runs of older versions do not say any
+    found = [[(bisect_right(exchanges, at), value) for at, value in _history(folder, metric)] for folder in folders]
+    return [[(most[exchanges[i - 1]], value) for i, value in history if i] for history in found]

@@ -1,0 +1,132 @@
+"""What is compared, as it is typed: methods with their own options, options of all, seeds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+
+from flwr_replay.config.compose import SECTIONS, choices, load_strategy
+from flwr_replay.config.sections import RunConfig
+from flwr_replay.errors import ConfigError, nearest
+from flwr_replay.studies.cells import Method
+
+__all__ = ["methods_of", "named", "options_of"]
+
+SEEDS = (0, 1, 2)
+MOST_SEEDS = 1000
+OF_A_METHOD = ("prior", "generator", "privacy", "replay", "training")  # sections that methods compared may differ in
+OURS = {  # options that a comparison sets itself, and what to write instead
+    "strategy": "name the strategies before the options",
+    "seed": "write seeds=3, or seeds=0,5,7",
+    "runs_dir": "write --runs-dir DIR",
+    "run_name": "cells are named by method and seed",
+    "resume": "the same command goes on where it stopped",
+}
+
+
+def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, list[str]], tuple[int, ...]]:
+    """Tell apart the options of all methods, those of one strategy (`fedreplay.cut=layer2`), and the seeds."""
+    known, listed = choices("strategy"), list(dict.fromkeys(names))
+    for name in listed:
+        if name not in known:
+            raise ConfigError(f"unknown strategy {name!r}: {nearest(name, known)}")
+    sections = [field.name for field in fields(RunConfig)]
+    shared: list[str] = []
+    own: dict[str, list[str]] = {name: [] for name in listed}
+    seeds: tuple[int, ...] = SEEDS
+    for option in options:
+        key, equals, value = option.partition("=")
+        key = key.replace("-", "_")
+        prefix, dot, rest = key.partition(".")
+        if not equals or not key:
+            raise ConfigError(f"an option is written key=value; got {option!r}")
+        if key in OURS:
+            raise ConfigError(f"a comparison sets {key.replace('_', '-')} itself; got {option!r}: {OURS[key]}")
+        if key == "seeds":
+            seeds = _seeds(value)
+        elif dot and prefix in listed:
+            own[prefix].append(f"{rest}={value}")
+        elif dot and prefix not in sections:
+            known = [*listed, *sections]
+            raise ConfigError(f"{option!r} begins with no method compared and no section: {nearest(prefix, known)}")
+        else:
+            _refuse_of_some(key, value, listed)
+            shared.append(option)
+    return shared, own, seeds
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    rule = (
+        f"seeds is a number from 1 to {MOST_SEEDS} (seeds=3: seeds 0, 1, 2) or a list without repetition "
+        f"(seeds=0,5,7); got {text[:80]!r}"
+    )
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(rule) from None
+    if "," not in text and numbers and 1 <= numbers[0] <= MOST_SEEDS:
+        return tuple(range(numbers[0]))
+    if (
+        "," not in text
+        or not numbers
+        or min(numbers) < 0
+        or len({*numbers}) < len(numbers)
+        or len(numbers) > MOST_SEEDS
+    ):
+        raise ConfigError(rule)
+    return tuple(numbers)
+
+
+def _refuse_of_some(key: str, value: str, names: Sequence[str]) -> None:
+    """Refuse for all methods what only some of them know."""
+    plain = key.removeprefix("strategy.")
+    knowing = [name for name in names if plain in _own_fields(name)]
+    if knowing and len(knowing) < len(names):
+        instead = " ".join(f"{name}.{plain.replace('_', '-')}={value}" for name in knowing)
+        raise ConfigError(f"{key.replace('_', '-')} is an option of {', '.join(knowing)} only: write {instead}")
+
+
+def _own_fields(strategy: str) -> list[str]:
+    return [field.name for field in fields(load_strategy(strategy)[1])]
+
+
+def methods_of(names: Sequence[str], own: dict[str, list[str]]) -> list[Method]:
+    """Read `fedreplay`, `fedreplay:cut=layer2:patience=5` and `deep := fedreplay:cut=layer2`.
+
+    A variant's own option wins over `fedreplay.cut=…`.
+    """
+    methods: list[Method] = []
+    for name in names:
+        label, spec = named(name)
+        strategy, *variants = re.split(r":(?=[\w.-]+=)", spec)
+        if ":" in strategy:
+            raise ConfigError(f"a variant is written strategy:option=value; got {name!r}")
+        merged = dict(_own_option(strategy, option) for option in [*own[strategy], *variants])
+        method = Method(label, strategy, tuple(f"{key}={value}" for key, value in merged.items()))
+        if any(method.slug == other.slug or label == other.label for other in methods):
+            raise ConfigError(f"every method is compared once; got {name.strip()!r} twice")
+        methods.append(method)
+    return methods
+
+
+def named(name: str) -> tuple[str, str]:
+    """Return a method's label and what it is: `label := strategy:option=value`; without a label, it is its own."""
+    label, given, spec = name.partition(":=")
+    return (label.strip(), spec.strip()) if given else (name.strip(), name.strip())
+
+
+def _own_option(strategy: str, option: str) -> tuple[str, str]:
+    """Give an option of one method its section: its own, how it trains, what it replays, how privately, how long."""
+    key, _, value = option.partition("=")
+    plain = key.replace("-", "_")
+    sections = {name: [field.name for field in fields(SECTIONS[name]) if field.name != "name"] for name in OF_A_METHOD}
+    sections["strategy"] = _own_fields(strategy)
+    full = {f"{section}.{name}" for section, names in sections.items() for name in names}
+    short = {name: f"{section}.{name}" for section, names in sections.items() for name in names}  # the last one wins
+    if plain in full or plain in ("rounds", "replay"):
+        return plain, value
+    if plain in short:
+        return short[plain], value
+    known = [name.replace("_", "-") for name in [*short, "replay", "rounds"]]
+    raise ConfigError(f"unknown option {key!r} of the method {strategy}: {nearest(key, known)}")

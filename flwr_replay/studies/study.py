@@ -1,0 +1,143 @@
+"""A paper's table or figure as one command: `flwr-replay study partitions --data ../shared/data`.
+
+A study is a list of comparisons, found by name in `flwr_replay.simulations`; it goes on where it stopped, cell by cell,
+and leaves `study-<name>.md` with all tables, and a picture for each group of parts, in the folder of runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.errors import ConfigError, DataError, nearest
+from flwr_replay.files.atomic import make_folder, write_atomic
+from flwr_replay.report.comparison import markdown, notes, overview
+from flwr_replay.report.gaps import gaps
+from flwr_replay.report.plots import lines
+from flwr_replay.studies.compare import planned, run_comparisons
+
+__all__ = ["Part", "run_study", "studies"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One comparison of a study."""
+
+    name: str
+    about: str  # a sentence for the report
+    methods: Sequence[str]  # as `flwr-replay compare` takes them
+    options: Sequence[str]
+    against: str = "fedreplay"
+    metric: str = ""  # empty: the task's leading one
+    data: str = ""  # a folder or file under --data
+    group: str = ""  # parts of one group have an overview together
+
+
+def studies() -> list[str]:
+    """List the studies that there are."""
+    package = importlib.import_module("flwr_replay.simulations")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+
+
+def run_study(name: str, data: str, jobs: int, runs_dir: Path, only: Sequence[str] = ()) -> tuple[str, bool]:
+    """Run a study's comparisons, or some of them; finished cells are not repeated.
+
+    Parameters
+    ----------
+    name : str
+        One of `studies()`.
+    data : str
+        The folder that the parts' data lie under.
+    jobs : int
+        Runs at the same time.
+    runs_dir : Path
+        Where the comparisons' folders and `study-<name>.md` go.
+    only : sequence of str
+        Names of parts; empty: all.
+
+    Returns
+    -------
+    text : str
+        The report, Markdown, as it was written.
+    whole : bool
+        Whether every run ended well.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown study or part.
+    DataError
+        If a part's data are missing; nothing has run then.
+    """
+    if name not in studies():
+        raise ConfigError(f"unknown study {name!r}: {nearest(name, studies())}")
+    module = importlib.import_module(f"flwr_replay.simulations.{name}")
+    parts: list[Part] = module.PARTS
+    known = [part.name for part in parts]
+    for wanted in only:
+        if wanted not in known:
+            raise ConfigError(f"unknown part {wanted!r} of study {name}: {nearest(wanted, known)}")
+    chosen = [part for part in parts if not only or part.name in only]
+    places = {part.name: _data_option(part, data) for part in chosen}
+    folder = make_folder(runs_dir.expanduser().absolute(), "--runs-dir")
+    comparisons = [
+        planned(list(p.methods), [*p.options, *places[p.name]], p.against, runs_dir, p.metric, p.name) for p in chosen
+    ]
+    outcomes = run_comparisons(comparisons, jobs)  # as one list, so that no job waits for the end of a part
+    reports = {part.name: report for part, (_, report) in zip(chosen, outcomes, strict=True)}
+    text = _report(name, module.__doc__ or "", chosen, reports)
+    for group, members in _groups(chosen, reports).items():
+        write_atomic(folder / _picture(name, group), lines(members, group))
+    write_atomic(folder / f"study-{name}.md", text)
+    failed = [cell for report in reports.values() for cell in report["cells"] if "error" in cell]
+    return text, not failed
+
+
+def _data_option(part: Part, data: str) -> list[str]:
+    if not part.data:
+        return []
+    place = Path(data).expanduser().absolute() / part.data if data else None
+    if place is None or not place.exists():
+        raise DataError(f"part {part.name} needs {part.data} under --data; got {data!r}: give the folder that holds it")
+    return [f"task.data-dir={place}"]
+
+
+def _report(name: str, document: str, parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> str:
+    """Write all tables as Markdown: an overview of each group, then part by part."""
+    command = f"flwr-replay study {name} --data DIR --jobs 2"
+    text = [f"# Study: {name}", "", document.strip(), "", f"Written by `{command}`.", ""]
+    for group, members in _groups(parts, reports).items():
+        text += [f"## {group}", "", *overview(members), "", f"![{group}]({_picture(name, group)})", ""]
+    for part in parts:
+        report = reports[part.name]
+        text += [f"### {part.name}", "", f"{part.about} {report['title']}.", "", *markdown(report), ""]
+        text += [*(f"- {note}" for note in notes(report)), *_forgotten(report), "", *gaps(report), ""]
+    return "\n".join(text)
+
+
+def _groups(parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the reports that belong together, by group and part."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for part in parts:
+        if part.group:
+            found.setdefault(part.group, {})[part.name] = reports[part.name]
+    return found
+
+
+def _picture(name: str, group: str) -> str:
+    return f"study-{name}-{group.split(',')[0].lower().replace(' ', '-')}.png"
+
+
+def _forgotten(report: dict[str, Any]) -> list[str]:
+    """Write what runs with `forgetting=true` lost on institutions that an exchange left behind."""
+    found = [(cell, cell["result"].get("forgetting")) for cell in report["cells"] if "result" in cell]
+    return [
+        f"- {cell['label']} seed {cell['seed']}: mean drop {matrix['mean-drop']:+.3f}, largest "
+        f"{matrix['largest-drop']:+.3f} (`forgetting.png` in its folder is the matrix)"
+        for cell, matrix in found
+        if matrix
+    ]

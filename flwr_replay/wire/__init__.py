@@ -1,0 +1,30 @@
+"""What travels: payloads whose fields say what they are, and Flower's records.
+
+A payload's author imports from here; `flwr_replay.wire.ledger` and `.weights` stand by themselves.
+"""
+
+from __future__ import annotations
+
+from flwr_replay.wire.fields import Field, Kind, instruction, model, notice, per_sample, statistic
+from flwr_replay.wire.payload import REQUESTS, Payload, Request, Row, request_of, rows
+from flwr_replay.wire.records import StateDict, Weights, array_record, opened
+
+__all__ = [
+    "REQUESTS",
+    "Field",
+    "Kind",
+    "Payload",
+    "Request",
+    "Row",
+    "StateDict",
+    "Weights",
+    "array_record",
+    "instruction",
+    "model",
+    "notice",
+    "opened",
+    "per_sample",
+    "request_of",
+    "rows",
+    "statistic",
+]

@@ -1,0 +1,260 @@
+"""What travels: payload declarations, and their translation to and from Flower's records.
+
+A payload is a frozen dataclass whose every field declares its kind. What is not declared cannot be encoded, and
+what arrives undeclared is refused. One payload fills at most three Flower records: `arrays` (weights under the
+names of their state dict, or one array per field), `metrics` (statistics) and `config` (instructions, notices),
+so that a ClientApp which knows nothing of this package reads `message.content["arrays"]` as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
+
+import numpy as np
+from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
+from numpy.typing import NDArray
+
+from flwr_replay.errors import WireError
+from flwr_replay.wire.fields import RECORD_OF, Field, Kind, instruction
+from flwr_replay.wire.records import (
+    StateDict,
+    Weights,
+    array_record,
+    arrays_in,
+    config_in,
+    metrics_in,
+)
+from flwr_replay.wire.scalars import ScalarType
+
+__all__ = ["CLIENT_APP_RAISED", "REQUESTS", "Payload", "Request", "Row", "request_of", "rows"]
+
+CLIENT_APP_RAISED = 2  # Flower's code for a handler that raised, or that is not there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payload:
+    """Base of everything that travels; subclasses are frozen keyword-only dataclasses."""
+
+    @classmethod
+    @cache
+    def declared(cls) -> dict[str, Field]:
+        """Return field name to declaration; a field without one is an error of the payload's author.
+
+        What protects a field holds for the class that declares it. A subclass is the answer of another method, which
+        may not train by DP-SGD at all, so there the field is unprotected until it is declared anew.
+        """
+        fields, own = {}, inspect.get_annotations(cls)
+        for field in dataclasses.fields(cls):
+            if "wire" not in field.metadata:
+                raise WireError(f"{cls.__name__}.{field.name} does not declare what it is; use model(), per_sample() …")
+            declaration = field.metadata["wire"]
+            fields[field.name] = declaration if field.name in own else dataclasses.replace(declaration, dp="")
+        in_arrays = [field for field in fields.values() if RECORD_OF[field.kind] == "arrays"]
+        if len(in_arrays) > 1 and any(field.shape == "state dict" for field in in_arrays):
+            raise WireError(
+                f"{cls.__name__} must hold either one state dict or arrays of its own: the ledger tells them apart"
+            )
+        return fields
+
+    @classmethod
+    @cache
+    def by_key(cls) -> dict[str, Field]:
+        """Return the declarations under the fields' keys in records."""
+        return {_key(name): field for name, field in cls.declared().items()}
+
+    def encode(self) -> RecordDict:
+        """Translate to Flower's records; arrays are copied, the payload stays as it is."""
+        arrays, metrics, config = self.parts()
+        content = RecordDict()
+        if arrays is not None:
+            content["arrays"] = array_record(arrays)
+        if metrics:
+            content["metrics"] = MetricRecord(metrics)
+        if config:
+            content["config"] = ConfigRecord(config)
+        return content
+
+    def parts(self) -> tuple[Weights | None, dict[str, Any], dict[str, Any]]:
+        """Split into named arrays (None if the payload declares none), metrics and config, keys hyphenated."""
+        arrays: Any = None
+        metrics: dict[str, Any] = {}
+        config: dict[str, Any] = {}
+        for name, field in self.declared().items():
+            value = getattr(self, name)
+            record = RECORD_OF[field.kind]
+            if record == "arrays":
+                if field.shape == "state dict":
+                    arrays = value
+                elif value is not None:
+                    arrays = {**(arrays or {}), _key(name): _checked(type(self).__name__, name, field, value)}
+            elif value not in (None, "", [], ()):  # Flower cannot count the bytes of nothing
+                target = metrics if record == "metrics" else config
+                target[_key(name)] = list(value) if isinstance(value, (list, tuple)) else value
+        return arrays, metrics, config
+
+    @classmethod
+    def decode(cls, content: RecordDict) -> Self:
+        """Translate from Flower's records.
+
+        Raises
+        ------
+        WireError
+            If a record or key arrived that this payload does not declare, or a declared one is missing.
+        """
+        list(rows(content, cls))
+        cls.check_scalars(content)
+        return cls.of(arrays_in(content).state_dict(), {**config_in(content), **metrics_in(content)})
+
+    @classmethod
+    def check_scalars(cls, content: RecordDict) -> None:
+        """Refuse metrics, instructions and notices of another type than declared, and numbers that cannot be.
+
+        Raises a `WireError` if one is of another type, not finite, or a count that is negative.
+        """
+        scalars = {**config_in(content), **metrics_in(content)}
+        known = cls.by_key()
+        for record, names in (("metrics", metrics_in(content)), ("config", config_in(content))):
+            for name in names:  # beyond what is declared, a user's own ServerApp may add instructions only
+                if (name in known or record == "metrics") and (
+                    name not in known or RECORD_OF[known[name].kind] != record
+                ):
+                    raise WireError(f"{cls.__name__} does not declare {name!r} in {record}: it is refused")
+        for name, (field, kind) in cls.scalar_types().items():
+            value = scalars.get(_key(name))
+            if value is None:
+                continue
+            listed = isinstance(value, list)
+            if listed != kind.listed or not kind.fits(value if listed else [value], field.kind != "notice"):
+                raise WireError(
+                    f"{cls.__name__}.{name} must be {kind}, finite, and no count below 0; got {str(value)[:40]}"
+                )
+
+    @classmethod
+    @cache
+    def scalar_types(cls) -> dict[str, tuple[Field, ScalarType]]:
+        """Return declaration and type of every field that is no array."""
+        hints = get_type_hints(cls)
+        fields = {name: field for name, field in cls.declared().items() if RECORD_OF[field.kind] != "arrays"}
+        return {name: (field, ScalarType.of(hints[name])) for name, field in fields.items()}
+
+    @classmethod
+    def of(cls, arrays: StateDict, scalars: Mapping[str, Any]) -> Self:
+        """Build from named arrays and hyphenated scalars; scalars of other payloads are left aside."""
+        values: dict[str, Any] = {}
+        for name, field in cls.declared().items():
+            if field.shape == "state dict":
+                values[name] = arrays
+            elif RECORD_OF[field.kind] == "arrays":
+                if _key(name) in arrays:
+                    values[name] = _checked(cls.__name__, name, field, arrays[_key(name)])
+            elif _key(name) in scalars:
+                values[name] = scalars[_key(name)]
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise WireError(f"{cls.__name__} arrived incomplete: {error}") from None
+
+
+REQUESTS: dict[str, type[Request]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Payload):
+    """What the server sends; every request names its stage and knows the payload that answers it."""
+
+    stage_name: ClassVar[str]
+    answer: ClassVar[type[Payload]]
+    message_type: ClassVar[str]
+
+    stage: str = instruction(default="")
+    server_round: int = instruction("exchanges", default=0)
+
+    def __init_subclass__(cls, *, stage: str, answer: type[Payload], message_type: str = "train") -> None:
+        cls.stage_name, cls.answer, cls.message_type = stage, answer, message_type
+        REQUESTS[stage] = cls
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stage", self.stage_name)
+
+
+def request_of(message: Message) -> type[Request] | None:
+    """Return the declaration of the request that a message is; None if it is not one of ours."""
+    return REQUESTS.get(str(config_in(message.content).get("stage", ""))) if message.has_content() else None
+
+
+class Row(NamedTuple):
+    """One field of one message, as the ledger counts it."""
+
+    field: str
+    kind: Kind
+    bytes: int
+    protection: str = "none"
+
+
+def rows(content: RecordDict, declared: type[Payload] | None, extra: frozenset[str] = frozenset()) -> Iterator[Row]:
+    """Yield what a message holds, field by field; the bytes sum to those of its records.
+
+    Parameters
+    ----------
+    content : RecordDict
+        A message's records.
+    declared : type[Payload] | None
+        The payload it must be; None takes any message and names kinds by the record a value lies in.
+    extra : frozenset[str]
+        Keys that a user's own ServerApp added to the config record.
+
+    Raises
+    ------
+    WireError
+        If a record or key is not declared.
+    """
+    fields = declared.by_key() if declared else {}
+    weights = next((name for name, field in fields.items() if field.shape == "state dict"), None)
+    defaults: dict[str, Kind] = {"arrays": "model", "metrics": "statistic", "config": "instruction"}
+    for record_name, record in content.items():
+        if record_name not in defaults:
+            raise WireError(f"record {record_name!r} is not declared; a message holds arrays, metrics and config only")
+        if record_name == "arrays" and (weights or not declared):
+            yield Row(weights or "arrays", "model", sum(len(name) + _bytes(array) for name, array in record.items()))
+            continue
+        for name, value in record.items():
+            size = len(name) + _bytes(value)
+            if not declared or name in extra:
+                yield Row(name, defaults[record_name], size)
+            elif name in fields and RECORD_OF[fields[name].kind] == record_name:
+                yield Row(name, fields[name].kind, size)
+            else:
+                raise WireError(
+                    f"{declared.__name__} does not declare {name!r} in {record_name}; declare the field with its kind "
+                    f"or leave it out. Declared: {', '.join(fields)}"
+                )
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _bytes(value: Any) -> int:
+    """Count as Flower does: a bool 1, a number 8, a text or array its length, a list the sum."""
+    if isinstance(value, Array):
+        return len(value.data)
+    if isinstance(value, list):
+        texts = isinstance(value[0], (str, bytes)) if value else False
+        return sum(map(len, value)) if texts else _bytes(value[0]) * len(value) if value else 0
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return 1 if isinstance(value, bool) else 8
+
+
+def _checked(payload: str, name: str, field: Field, value: Any) -> NDArray[Any]:
+    array = np.asarray(value)
+    if field.dtypes and array.dtype.name not in field.dtypes:
+        raise WireError(f"{payload}.{name} is declared {' or '.join(field.dtypes)}; got {array.dtype.name}")
+    if field.shape and "..." not in field.shape and len(field.shape.split()) != array.ndim:
+        raise WireError(f"{payload}.{name} is declared with shape ({field.shape}); got {array.shape}")
+    return array

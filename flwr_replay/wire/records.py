@@ -1,0 +1,130 @@
+"""Named arrays, metrics and instructions as Flower's records, and back."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from numpy.typing import NDArray
+
+from flwr_replay.errors import WireError
+from flwr_replay.files.tensors import StateDict
+
+__all__ = [
+    "NamedArrays",
+    "StateDict",
+    "Weights",
+    "array_record",
+    "arrays_in",
+    "config_in",
+    "metrics_in",
+    "opened",
+]
+Record = TypeVar("Record", ArrayRecord, MetricRecord, ConfigRecord)
+Weights = StateDict | ArrayRecord  # a record that the server only hands on stays unopened
+NUMPY_FORMAT = "numpy.ndarray"  # Flower's name for arrays in NumPy's file format
+
+
+class NamedArrays(list[NDArray[Any]]):
+    """A NumPyClient's list of arrays that remembers the names they travel under, and their bytes if it has them."""
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        super().__init__(arrays.values())
+        self.names = tuple(arrays)
+        self._record: ArrayRecord | None = None
+        self._views: list[NDArray[Any]] = []
+
+    @classmethod
+    def of(cls, record: ArrayRecord) -> NamedArrays:
+        """Decode a Flower record; the arrays are read-only views of its bytes."""
+        named = cls({name: _decoded(array) for name, array in record.items()})
+        named._record, named._views = record, list(named)
+        return named
+
+    def state_dict(self) -> StateDict:
+        """Give the arrays back under their names."""
+        return dict(zip(self.names, self, strict=True))
+
+    def record(self) -> ArrayRecord:
+        """Encode; read-only views that nobody replaced travel as the bytes that they are."""
+        if self._record and all(a is b and not a.flags.writeable for a, b in zip(self, self._views, strict=True)):
+            return self._record
+        return array_record(self.state_dict())
+
+
+def arrays_in(content: RecordDict) -> NamedArrays:
+    """Decode a message's arrays; none if it holds no such record."""
+    record = _record(content, "arrays", ArrayRecord)
+    return NamedArrays.of(record) if record is not None else NamedArrays({})
+
+
+def metrics_in(content: RecordDict) -> dict[str, Any]:
+    """Return a message's metrics."""
+    return dict(_record(content, "metrics", MetricRecord) or {})
+
+
+def config_in(content: RecordDict) -> dict[str, Any]:
+    """Return a message's instructions and notices."""
+    return dict(_record(content, "config", ConfigRecord) or {})
+
+
+def _record(content: RecordDict, name: str, kind: type[Record]) -> Record | None:
+    """Return a record under its name; of another type it would be read by one side of a check and not by the other."""
+    record = content.get(name)
+    if record is not None and type(record) is not kind:
+        raise WireError(f"record {name!r} must be of type {kind.__name__}; got {type(record).__name__}")
+    return record
+
+
+def array_record(arrays: Weights) -> ArrayRecord:
+    """Encode named arrays as a record of its own; what is encoded already is shared, with the hashes Flower caches."""
+    if isinstance(arrays, ArrayRecord):
+        return arrays.copy()
+    record = ArrayRecord()  # filled here: its constructor would copy every Array once more
+    for name, value in arrays.items():
+        record[name] = _encoded(np.asarray(value))
+    return record
+
+
+def opened(weights: Weights) -> StateDict:
+    """Decode weights, if they are not decoded already."""
+    return NamedArrays.of(weights).state_dict() if isinstance(weights, ArrayRecord) else weights
+
+
+def _encoded(array: NDArray[Any]) -> Array:
+    """Encode an array as Flower does, in NumPy's file format, with one copy of the values instead of three."""
+    if array.dtype.hasobject:
+        raise WireError(f"arrays that travel must hold numbers or texts; got dtype {array.dtype}")
+    array = np.ascontiguousarray(array).reshape(array.shape)
+    data = b"".join([_header(array.dtype.str, array.shape), array.data])
+    return Array(str(array.dtype), array.shape, NUMPY_FORMAT, data)
+
+
+@lru_cache(maxsize=1024)
+def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+def _decoded(array: Array) -> NDArray[Any]:
+    """Decode an array as a read-only view of its bytes; parsing NumPy's header would cost more than a small array."""
+    try:
+        dtype, size = np.dtype(array.dtype), math.prod(array.shape)
+        start = len(array.data) - size * dtype.itemsize
+        if array.stype == NUMPY_FORMAT and array.data[:start] == _header(dtype.str, tuple(array.shape)):
+            return np.frombuffer(array.data, dtype, size, start).reshape(array.shape)
+        decoded = array.numpy()
+        whole = len(_encoded(decoded).data)
+    except Exception as error:  # of any kind, since somebody else has made the bytes
+        raise WireError(f"an array must be in NumPy's file format; it cannot be read: {error}") from None
+    if len(array.data) != whole:
+        raise WireError(f"an array must bring its numbers and nothing else, {whole} bytes; got {len(array.data)}")
+    if decoded.shape != tuple(array.shape) or decoded.dtype != dtype:
+        raise WireError(f"an array must be what it says, {array.dtype} {tuple(array.shape)}; got {decoded.shape}")
+    return decoded

@@ -1,0 +1,114 @@
+"""Modules and optimizers as named arrays, and back."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from flwr_replay.errors import DivergedError, WireError
+from flwr_replay.wire.records import StateDict, Weights, array_record, opened
+
+__all__ = [
+    "check_weights",
+    "encoded",
+    "form_of",
+    "largest",
+    "load_arrays",
+    "load_optimizer_arrays",
+    "optimizer_arrays",
+    "to_arrays",
+]
+
+LARGEST = 1e6  # size of a weight: one beyond it is wrong, and what it makes of data may be no number
+LARGEST_STATISTIC = 1e12  # of a norm layer's running mean or variance, which have the square of the inputs' unit
+
+
+def optimizer_arrays(optimizer: torch.optim.Optimizer) -> StateDict:
+    """Flatten an optimizer's tensors into named arrays: `<parameter index>.<name>`."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        f"{index}.{name}": value.detach().cpu().numpy()
+        for index, parameter in enumerate(parameters)
+        for name, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def load_optimizer_arrays(optimizer: torch.optim.Optimizer, arrays: StateDict) -> None:
+    """Put named arrays back into an optimizer of the same parameters, which goes on writing into them.
+
+    Learning rate and the like stay as they are. An array comes to lie in memory in its parameter's order: PyTorch's
+    fused Adam goes through both side by side without looking (2.15).
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    slots: dict[int, dict[str, torch.Tensor]] = {}
+    for name, array in arrays.items():
+        index, slot = name.split(".", 1)
+        value, parameter = torch.from_numpy(array), parameters[int(index)]
+        if value.shape == parameter.shape and not parameter.is_contiguous():
+            value = torch.empty_like(parameter, dtype=value.dtype, device="cpu").copy_(value)
+        slots.setdefault(int(index), {})[slot] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
+
+
+def to_arrays(module: nn.Module) -> StateDict:
+    """Copy a module's weights and buffers into named arrays."""
+    return {name: value.detach().cpu().numpy().copy() for name, value in module.state_dict().items()}
+
+
+def encoded(module: nn.Module) -> ArrayRecord:
+    """Encode a module's weights and buffers to travel, with one copy; they may change afterwards."""
+    return array_record({name: value.detach().cpu().numpy() for name, value in module.state_dict().items()})
+
+
+def form_of(arrays: StateDict) -> str:
+    """Return a digest of a model's names, shapes and dtypes."""
+    return _digest(tuple((name, array.shape, array.dtype) for name, array in sorted(arrays.items())))
+
+
+@lru_cache(maxsize=64)
+def _digest(form: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]) -> str:
+    return sha256("\n".join(f"{name} {shape} {dtype}" for name, shape, dtype in form).encode()).hexdigest()[:16]
+
+
+def check_weights(arrays: StateDict) -> None:
+    """Refuse weights that nobody can go on from, before they meet data: what they make of these would tell of them.
+
+    Raises
+    ------
+    DivergedError
+        If they are not finite, or absurdly large.
+    """
+    for name, array in arrays.items():
+        most = LARGEST_STATISTIC if name.endswith(("running_mean", "running_var")) else LARGEST
+        if np.issubdtype(array.dtype, np.floating) and not largest({name: array}) <= most:  # nor NaN
+            raise DivergedError(
+                f"weights must be finite and at most {most:g} in size; {name!r} is not: lower training.lr"
+            )
+
+
+def largest(arrays: StateDict) -> float:
+    """Return the largest size of any number; NaN if one is."""
+    ends = [(float(array.max()), -float(array.min())) for array in arrays.values() if array.size]
+    return float(np.max(ends, initial=0.0))
+
+
+def load_arrays(module: nn.Module, weights: Weights) -> None:
+    """Copy weights into a module; the names and shapes must be the module's own."""
+    arrays, own = opened(weights), module.state_dict()
+    if faults := sorted(own.keys() ^ arrays.keys()) or [n for n in own if own[n].shape != arrays[n].shape]:
+        raise WireError(  # which a deployed institution tells the server
+            f"weights must have the model's own names and shapes; they differ at {faults[0]!r}: use the same model.*, "
+            "task.channels, task.size and task.classes everywhere"
+        )
+    for name, tensor in own.items():
+        if tensor.device.type == "cpu":
+            np.copyto(tensor.numpy(), arrays[name])
+        else:
+            tensor.copy_(torch.from_numpy(arrays[name].copy()))
