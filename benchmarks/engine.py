@@ -38,7 +38,7 @@ from flwr_replay.config.sections import RunConfig
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import make_task
-from flwr_replay.learning.training import generator, iterations, make_optimizer
+from flwr_replay.learning.training import iterations, make_optimizer, torch_rng
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.parallel import weighted_mean
 from flwr_replay.payloads.common import Evaluation
@@ -101,7 +101,7 @@ def visit(
     model.train()
     optimizer = make_optimizer(model, config.training, config.training.lr)
     task = make_task(config.task)
-    shuffle, losses = generator(config.seed, *seed), []
+    shuffle, losses = torch_rng(config.seed, *seed), []
     for _ in range(epochs):
         for x_B, y_B in one_by_one(train.x, train.y, config.training.batch_size, shuffle):
             optimizer.zero_grad()

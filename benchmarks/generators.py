@@ -20,7 +20,7 @@ import torch
 from flwr_replay.config.sections import GeneratorConfig
 from flwr_replay.generators.codes import pack_codes
 from flwr_replay.generators.vqvae2 import build_generator
-from flwr_replay.learning.training import generator, select_device, step
+from flwr_replay.learning.training import select_device, step, torch_rng
 
 
 def rate(work: Callable[[], Any], images: int, repeats: int, device: torch.device) -> float:
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    device, draws = select_device(args.device), generator("benchmark")
+    device, draws = select_device(args.device), torch_rng("benchmark")
     options = {name: getattr(args, name) for name in ("codes", "dim", "width", "blocks", "codebook")}
     config = GeneratorConfig(name="vqvae2", batch_size=args.batch, **options)
     model = build_generator(config, args.channels, args.size, seed=0).to(device)

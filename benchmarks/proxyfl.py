@@ -29,7 +29,7 @@ from engine import Pairing, shards
 
 from flwr_replay.config.compose import compose
 from flwr_replay.config.sections import RunConfig
-from flwr_replay.institution.budgeted import PrivateVisit
+from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.mutual import Learning, MutualLearner
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import make_optimizer
@@ -53,7 +53,7 @@ def plain(config: RunConfig) -> Iterator[None]:
             halves.append(Learning(model, make_optimizer(model, config.training, config.training.lr)))
         cost = SampledGaussian.of_epochs(examples=len(train), batch=b, sigma=config.privacy.sigma, epochs=1)
         request = SimpleNamespace(alpha=config.strategy.alpha, beta=config.strategy.beta)
-        visit = PrivateVisit(config.privacy.clip, cost, stream)
+        visit = DPTraining(config.privacy.clip, cost, stream)
         learners.append(MutualLearner(*halves, task, request, b, visit))
     for server_round in range(config.rounds):
         for learner, (train, _) in zip(learners, owned, strict=True):

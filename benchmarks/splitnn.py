@@ -30,7 +30,7 @@ from flwr_replay.config.sections import RunConfig
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import make_task
-from flwr_replay.learning.training import batches, generator, make_optimizer
+from flwr_replay.learning.training import batches, make_optimizer, torch_rng
 from flwr_replay.models import split
 from flwr_replay.models.zoo import backbone
 from flwr_replay.report.progress import Display
@@ -40,7 +40,7 @@ from flwr_replay.runs.simulate import run_inline, run_ray
 NODES, EXAMPLES, BATCH = 4, 640, 32
 BATCHES = EXAMPLES // BATCH  # of a visit
 WHERE = {  # what the profile adds up, by file and function, with all that these call
-    "part put down and taken up": [("splitnn.py", "put_down"), ("splitnn.py", "take_up")],
+    "part put down and taken up": [("splitnn.py", "save_part"), ("splitnn.py", "load_part")],
     "payloads to records": [("wire.py", "encode"), ("serve.py", "_metrics"), ("wire.py", "record")],
     "records to payloads": [("wire.py", "decode"), ("serve.py", "_received")],
     "ledgers": [("run.py", "travelled"), ("run.py", "flush"), ("institution.py", "record_release")],
@@ -83,7 +83,7 @@ def plain_visits(config: RunConfig) -> Iterator[None]:
     for number in range(1, config.rounds * config.nodes + 1):
         k = (number - 1) % config.nodes
         steps = [make_optimizer(half, config.training, config.training.lr) for half in (encoder, server)]
-        shuffle = generator(config.seed, f"institution-{k + 1}", number)
+        shuffle = torch_rng(config.seed, f"institution-{k + 1}", number)
         for x_B, y_B in batches(shards[k].x, shards[k].y, BATCH, shuffle):
             with torch.no_grad():
                 a_B = encoder(x_B)  # what is uploaded

@@ -18,7 +18,7 @@ __all__ = ["AvgPushClient"]
 class AvgPushClient(PeerClient):
     """Trains a model of its own and gives it away."""
 
-    private = ("classifier",)
+    dp_mechanisms = ("classifier",)
 
     def push(self, visit: Push) -> Released:
         """Train for one pass and release θ."""

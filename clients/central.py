@@ -13,4 +13,4 @@ __all__ = ["CentralClient"]
 class CentralClient(CWTClient):
     """Trains on the union of all institutions' data."""
 
-    private = ("classifier",)
+    dp_mechanisms = ("classifier",)

@@ -7,7 +7,7 @@ batch holds replayed examples too (Qu et al. 2022, Algorithm 1, lines 1-6).
 from __future__ import annotations
 
 from flwr_replay.institution.client import InstitutionClient
-from flwr_replay.payloads.common import Visit, Visited
+from flwr_replay.payloads.common import Train, Trained
 
 __all__ = ["CWTClient"]
 
@@ -15,9 +15,9 @@ __all__ = ["CWTClient"]
 class CWTClient(InstitutionClient):
     """Trains the visiting model on the institution's data."""
 
-    private = ("generator", "prior", "classifier")
+    dp_mechanisms = ("generator", "prior", "classifier")
 
-    def train(self, visit: Visit) -> Visited:
+    def train(self, visit: Train) -> Trained:
         """Train for one visit and hand the model back."""
         data, learner = self.training_data(visit.pooled), self.learner(visit)
         for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):  # Alg. 1, lines 2-4

@@ -6,7 +6,7 @@ Source: McMahan et al. 2017, Algorithm 1, ClientUpdate; Qu et al. 2022, section 
 from __future__ import annotations
 
 from flwr_replay.institution.client import InstitutionClient
-from flwr_replay.payloads.common import Visit, Visited
+from flwr_replay.payloads.common import Train, Trained
 
 __all__ = ["FedAvgClient"]
 
@@ -14,9 +14,9 @@ __all__ = ["FedAvgClient"]
 class FedAvgClient(InstitutionClient):
     """Trains the global model on the institution's data."""
 
-    private = ("generator", "prior", "classifier")
+    dp_mechanisms = ("generator", "prior", "classifier")
 
-    def train(self, visit: Visit) -> Visited:
+    def train(self, visit: Train) -> Trained:
         """Train for E passes and return the weights."""
         data, learner = self.training_data(), self.learner(visit)
         shuffle = self.shuffle(visit.server_round)  # every pass draws an order of its own from it

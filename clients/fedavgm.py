@@ -10,4 +10,4 @@ __all__ = ["FedAvgMClient"]
 class FedAvgMClient(FedAvgClient):
     """Trains the global model on the institution's data."""
 
-    private = ("generator", "prior", "classifier")
+    dp_mechanisms = ("generator", "prior", "classifier")

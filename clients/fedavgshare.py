@@ -12,8 +12,8 @@ import torch
 from flwr_replay.clients.fedavg import FedAvgClient
 from flwr_replay.errors import TrainingError
 from flwr_replay.institution.owner import Shard
-from flwr_replay.payloads.common import Visited
-from flwr_replay.payloads.fedavgshare import EnlargedVisit, Give, Given, Receive, Received, number_shared
+from flwr_replay.payloads.common import Trained
+from flwr_replay.payloads.fedavgshare import Give, Given, Receive, Received, TrainEnlarged, number_shared
 
 __all__ = ["FedAvgShareClient"]
 
@@ -38,7 +38,7 @@ class FedAvgShareClient(FedAvgClient):
         self.state.save("shared", request.run, request.server_round, arrays)
         return Received(num_examples=len(request.labels))
 
-    def train_enlarged(self, visit: EnlargedVisit) -> Visited:
+    def train_enlarged(self, visit: TrainEnlarged) -> Trained:
         """Train as in FedAvg, on D_k and all S_j that have arrived."""
         kept = self.state.load("shared", visit.run, visit.server_round + 1)  # it may have arrived in this exchange
         if visit.held != (0 if kept is None else len(kept["labels"])):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from flwr_replay.institution.client import InstitutionClient
-from flwr_replay.payloads.common import Visit, Visited
+from flwr_replay.payloads.common import Train, Trained
 
 __all__ = ["FedProxClient"]
 
@@ -16,9 +16,9 @@ __all__ = ["FedProxClient"]
 class FedProxClient(InstitutionClient):
     """Trains the global model on the institution's data, near where it began."""
 
-    private = ("generator", "prior")
+    dp_mechanisms = ("generator", "prior")
 
-    def train(self, visit: Visit) -> Visited:
+    def train(self, visit: Train) -> Trained:
         """Train for E passes and return the weights; the loss reported is L, without the proximal term."""
         data, learner = self.training_data(), self.learner(visit)
         model, mu = learner.model, visit.proximal_mu or 0.0

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from flwr_replay.errors import DivergedError
-from flwr_replay.institution.budgeted import PrivateVisit
+from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.owner import Shard
-from flwr_replay.learning.latents import BLOCK, pack, rows_per_chunk, shifted
+from flwr_replay.learning.latents import BLOCK, pack, rows_per_chunk, shift_each
 from flwr_replay.learning.training import batches, learning_rate, make_optimizer, mean_loss, refuse_single_batches, step
 from flwr_replay.models import split
 from flwr_replay.models.layers import as_input
@@ -30,14 +30,14 @@ HELD_OUT = 10  # without a validation split, every tenth training example judges
 class FedReplayClient(InstitutionClient):
     """Trains the encoder if asked to, and uploads latent variables."""
 
-    private = ("encoder",)
+    dp_mechanisms = ("encoder",)
 
     def encode(self, request: Encode) -> Encoder:
         """Stage 1: train the whole backbone until it stops improving on validation data; return the encoder only."""
         model = self.scratch_model(request.arrays)
         encoder, _ = split(model, request.cut)
         self.institution.policy.check_upload(encoded(encoder).count_bytes(), "the encoder")
-        if private := self.purse.begin("encoder", request.max_epochs, request) if self.purse else None:
+        if private := self.budget.begin("encoder", request.max_epochs, request) if self.budget else None:
             return self.encode_privately(request, private, model, encoder)
         train, held_out = self.validation_split()
         refuse_single_batches(model, len(train), self.batch_size)
@@ -69,7 +69,7 @@ class FedReplayClient(InstitutionClient):
             epochs=epoch,
         )
 
-    def encode_privately(self, request: Encode, private: PrivateVisit, model: nn.Module, encoder: nn.Module) -> Encoder:
+    def encode_privately(self, request: Encode, private: DPTraining, model: nn.Module, encoder: nn.Module) -> Encoder:
         """Stage 1 by DP-SGD, for as many epochs as were asked for: stopping early would tell of the examples."""
         train, optimizer = self.institution.train, make_optimizer(model, self.training, request.lr)
         for epoch in range(request.max_epochs):
@@ -78,7 +78,7 @@ class FedReplayClient(InstitutionClient):
             for batch in private.batches(train):
                 private.step(model, optimizer, lambda x, y: self.task.losses(model(x), y), batch, self.batch_size)
         seen = request.max_epochs * (len(train) // self.batch_size) * self.batch_size
-        told = self.purse.spent(request.run) if self.purse else {}
+        told = self.budget.spent(request.run) if self.budget else {}
         arrays, n = encoded(encoder), len(train)
         return Encoder(arrays=arrays, num_examples=n, examples_seen=seen, epochs=request.max_epochs, **told)
 
@@ -130,7 +130,7 @@ class FedReplayClient(InstitutionClient):
         images = as_input(train.x[(rows % len(train)).to(train.x.device)])
         if views is not None:
             reach = images.shape[-1] // 8
-            images = shifted(images, reach, views[rows])
+            images = shift_each(images, reach, views[rows])
         with torch.inference_mode():
             latents: Tensor = encoder(images)
         return latents

@@ -31,9 +31,12 @@ class FedSGDClient(InstitutionClient):
         blocks = math.ceil(len(data) / at_once(data.x, BLOCK))
         parts = list(zip(torch.chunk(data.x, blocks), torch.chunk(data.y, blocks), strict=True))
         real, total = ((as_input(x_B), y_B) for x_B, y_B in parts), len(data)
-        if replayer := self.replays(request):  # as many replayed examples beside every block
+        if sampler := self.replay_sampler(request):  # as many replayed examples beside every block
             size, draws = math.ceil(len(data) / blocks), self.shuffle(request.server_round, "replay")
-            real, total = replayer.beside(real, size, draws), total + len(parts) * replayer.replaying.beside(size)
+            real, total = (
+                sampler.mixed_batches(real, size, draws),
+                total + len(parts) * sampler.replay_plan.replay_batch_size(size),
+            )
         for x_B, y_B in real:
             loss = self.task.loss(model(x_B), y_B) * (len(y_B) / total)
             loss.backward()

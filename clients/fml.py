@@ -7,7 +7,7 @@ Source: Shen et al. 2020 (arXiv 2006.16765); Kalra et al. 2023, section 4.1. A s
 from __future__ import annotations
 
 from flwr_replay.institution.pair import PairClient
-from flwr_replay.payloads.mutual import EvaluateWithProxy, MutualVisited, PairEvaluation, TrainMutually
+from flwr_replay.payloads.mutual import EvaluateWithProxy, PairEvaluation, TrainedMutually, TrainMutually
 from flwr_replay.wire.weights import encoded
 
 __all__ = ["FMLClient"]
@@ -16,16 +16,16 @@ __all__ = ["FMLClient"]
 class FMLClient(PairClient):
     """Trains a private model and the common proxy."""
 
-    private = ("proxy",)
+    dp_mechanisms = ("proxy",)
 
-    def train_mutually(self, visit: TrainMutually) -> MutualVisited:
+    def train_mutually(self, visit: TrainMutually) -> TrainedMutually:
         """Train both for one pass and return the proxy."""
         data, learner = self.training_data(), self.pair(visit, visit.arrays)
         learner.alone(data, self.shuffle(visit.server_round, "private"))
         for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):
             learner.step(x_B, y_B)
         told = self.keep_pair(visit, learner)
-        return MutualVisited(arrays=encoded(learner.proxy.model), **told, **self.spent(visit.run))
+        return TrainedMutually(arrays=encoded(learner.proxy.model), **told, **self.spent(visit.run))
 
     def evaluate_with_proxy(self, request: EvaluateWithProxy) -> PairEvaluation:
         """Test the private model and the averaged proxy."""

@@ -17,7 +17,7 @@ __all__ = ["LocalClient"]
 class LocalClient(InstitutionClient):
     """Trains a model that never leaves."""
 
-    private = ("classifier",)
+    dp_mechanisms = ("classifier",)
 
     def train_own(self, visit: TrainOwn) -> Trained:
         """Train the institution's own model for one pass."""

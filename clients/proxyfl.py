@@ -16,7 +16,7 @@ __all__ = ["ProxyFLClient"]
 class ProxyFLClient(PairClient, PeerClient):
     """Trains a private model and a proxy; only the proxy is given away."""
 
-    private = ("proxy",)
+    dp_mechanisms = ("proxy",)
 
     def train_proxy(self, visit: TrainProxy) -> ReleasedProxy:
         """Train both for one pass and release the proxy."""

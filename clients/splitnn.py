@@ -52,19 +52,19 @@ class SplitNNClient(InstitutionClient):
         part = self.part(visit)
         load_arrays(part, visit.arrays)
         self.state.forget("part", visit.run)  # other visits' parts, and what a visit that broke off has left
-        self.put_down(visit, part, self.resume_optimizer(part, visit))
+        self.save_part(visit, part, self.resume_optimizer(part, visit))
         return self.upload(visit, part)
 
     def next_batch(self, request: NextBatch) -> LabelledActivations:
         """θ_E ← θ_E − η g · ∂E(x)/∂θ_E; a ← E(x) of the next group."""
-        part, optimizer = self.take_up(request)
+        part, optimizer = self.load_part(request)
         self.learn(request, part, optimizer)
-        self.put_down(request, part, optimizer)
+        self.save_part(request, part, optimizer)
         return self.upload(request, part)
 
     def leave(self, request: Leave) -> Half:
         """Learn from the last group; give θ_E back."""
-        part, optimizer = self.take_up(request)
+        part, optimizer = self.load_part(request)
         self.learn(request, part, optimizer)
         self.suspend(request, optimizer)
         return Half(arrays=encoded(part), num_examples=len(self.training_data()))
@@ -79,12 +79,12 @@ class SplitNNClient(InstitutionClient):
 
     def head_loss(self, request: HeadLoss) -> HeadGradients:
         """θ_H ← θ_H − η ∇L(H(s), y), batch by batch; return ∂L/∂s, where s are the outputs of the server's part."""
-        part, optimizer = self.take_up(request)
+        part, optimizer = self.load_part(request)
         s, losses = [s_B.requires_grad_() for s_B in self.arrived(request.outputs, request)], []
         for s_B, (_, y_B) in zip(s, self.group(request, request.group), strict=True):
             losses.append(step(part, optimizer, self.task.loss(part[-1](s_B), y_B)))
         mean_loss(losses)  # stops a run that diverges here
-        self.put_down(request, part, optimizer)
+        self.save_part(request, part, optimizer)
         return HeadGradients(
             gradients=_joined([s_B.grad for s_B in s if s_B.grad is not None]),
             losses=torch.stack(losses).tolist(),
@@ -117,14 +117,14 @@ class SplitNNClient(InstitutionClient):
         data, m = self.training_data(), request.micro_batches
         shuffle = self.shuffle(request.server_round)
         real = batches(data.x, data.y, self.batch_size, shuffle, only=slice(group * m, (group + 1) * m))
-        if replayer := self.replays(request):
+        if sampler := self.replay_sampler(request):
             draws = self.shuffle(request.server_round, "replay")
-            real = replayer.beside(real, self.batch_size, draws, first=group * m)
+            real = sampler.mixed_batches(real, self.batch_size, draws, first=group * m)
         return list(real)
 
     def arrived(self, array: NDArray[Any], request: Asked) -> tuple[Tensor, ...]:
         """Return what the server sent for a group, batch by batch."""
-        beside = self.replay.replaying.beside(self.batch_size) if self.replay and request.replayed else 0
+        beside = self.replay.replay_plan.replay_batch_size(self.batch_size) if self.replay and request.replayed else 0
         return torch.split(torch.tensor(array, device=self.institution.device), self.batch_size + beside)
 
     # --- the institution's part ---------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class SplitNNClient(InstitutionClient):
         """Return the stages before the cut."""
         return part[: part.stages.index(request.cut) + 1]
 
-    def put_down(self, request: Asked, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
+    def save_part(self, request: Asked, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
         """Keep the part and its optimizer for the next message of this visit, whichever process receives it."""
         named = {"weights": to_arrays(part), "optimizer": optimizer_arrays(optimizer)}
         kept = {f"{what}/{name}": array for what, arrays in named.items() for name, array in arrays.items()}
@@ -148,7 +148,7 @@ class SplitNNClient(InstitutionClient):
         # Not flushed to the disk: without power the visit is over anyway.
         self.state.save(key, request.run, request.message, kept, to_disk=False)
 
-    def take_up(self, request: Asked) -> tuple[StagedModel, torch.optim.Optimizer]:
+    def load_part(self, request: Asked) -> tuple[StagedModel, torch.optim.Optimizer]:
         """Return the part and its optimizer as the message before has left them.
 
         Raises

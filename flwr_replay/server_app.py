@@ -9,8 +9,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from flwr_replay.config.compose import from_run_config
 from flwr_replay.errors import FlwrReplayError
-from flwr_replay.report.epsilon import beside
-from flwr_replay.report.missing import lacking
+from flwr_replay.report.epsilon import epsilon_suffix
+from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import LogDisplay
 from flwr_replay.runs.execute import execute
 
@@ -31,4 +31,4 @@ def main(grid: Grid, context: Context) -> None:
         logging.getLogger("flwr").error("error: %s", " ".join(str(error).split()))
         raise error.with_traceback(None) from None
     value = result["final"]["global"][result["metric"]]
-    print(f"{result['metric']} {value:.4f}{beside(result)}{lacking(result)}  {folder}")
+    print(f"{result['metric']} {value:.4f}{epsilon_suffix(result)}{missing_suffix(result)}  {folder}")

@@ -40,7 +40,7 @@ class AvgPush(Gossip):
     name = "avgpush"
     config_type = AvgPushConfig
     stages = ("push", "deliver", "evaluate-own")
-    private = ("classifier",)
+    dp_mechanisms = ("classifier",)
     answer = Released
 
     def visit(self, server_round: int, member: Member) -> Push:

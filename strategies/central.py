@@ -2,7 +2,7 @@
 
 Source: "Centrally hosted" in Qu et al. 2022, section 4.2; "Joint" in Kalra et al. 2023, section 4.
 Idea: one institution owns everything: the reference that collaboration without sharing is measured against.
-Travels: the weights, to the one institution that trains (`Visit`) and back (`Visited`); all evaluate on their shards.
+Travels: the weights, to the one institution that trains (`Train`) and back (`Trained`); all evaluate on their shards.
 
     for each round: θ ← train θ for ⌊|D|/b⌋ iterations on the union D
 
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from flwr_replay.config.sections import one_of
 from flwr_replay.movements.serial import Serial
-from flwr_replay.payloads.common import MOST, Visit
+from flwr_replay.payloads.common import MOST, Train
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
@@ -41,7 +41,7 @@ class Central(Serial):
 
     name = "central"
     config_type = CentralConfig
-    private = ("classifier",)
+    dp_mechanisms = ("classifier",)
 
     def exchanges_per_round(self) -> int:
         """One visit: the cycle has a single institution, the first by name when the run begins."""
@@ -49,7 +49,7 @@ class Central(Serial):
             self.itinerary = self.members.names[:1]
         return 1
 
-    def taught(self, answered: list[str]) -> list[str]:
+    def trained_on(self, answered: list[str]) -> list[str]:
         """All: the one that trains holds everybody's data."""
         return self.members.names
 
@@ -59,9 +59,9 @@ class Central(Serial):
             return range(sum(one.num_examples for one in self.members.known), MOST + 1)
         return super().examples_of(member, request, told)
 
-    def visit(self, server_round: int, arrays: Weights) -> Visit:
+    def visit(self, server_round: int, arrays: Weights) -> Train:
         """Ask for one epoch on the union; with one institution its own data are the union."""
-        return Visit(
+        return Train(
             server_round=server_round,
             arrays=arrays,
             run=self.settings.run,

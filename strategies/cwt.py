@@ -3,7 +3,7 @@
 Source: Chang et al. 2018 (doi:10.1093/jamia/ocy017); Qu et al. 2022, section 4.1; with replay
 Algorithm 1, whose generator is trained by `flwr_replay/server/replay.py` before the first cycle.
 Idea: one model visits the institutions in turn; each trains it for max(1, ⌊|D_k|/b⌋) iterations and hands it on.
-Travels: the weights, to the visited institution (`Visit`) and back (`Visited`, with counts and a loss).
+Travels: the weights, to the visited institution (`Train`) and back (`Trained`, with counts and a loss).
 
     for each cycle n:
         for each institution k, in the order of this cycle:
@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from flwr_replay.config.sections import one_of
 from flwr_replay.movements.serial import Serial
-from flwr_replay.payloads.common import Visit
+from flwr_replay.payloads.common import Train
 from flwr_replay.rng import derived_rng
 from flwr_replay.wire.records import Weights
 
@@ -47,8 +47,8 @@ class CWT(Serial):
 
     name = "cwt"
     config_type = CWTConfig
-    replays = True
-    private = ("generator", "prior", "classifier")
+    supports_replay = True
+    dp_mechanisms = ("generator", "prior", "classifier")
 
     def order(self, cycle: int, names: list[str]) -> list[str]:
         """Return this cycle's order of visits."""
@@ -57,9 +57,9 @@ class CWT(Serial):
         shuffle = derived_rng(self.settings.seed, "order", cycle)
         return [names[i] for i in shuffle.permutation(len(names))]
 
-    def visit(self, server_round: int, arrays: Weights) -> Visit:
+    def visit(self, server_round: int, arrays: Weights) -> Train:
         """Hand the model on as it is."""
-        return Visit(
+        return Train(
             server_round=server_round,
             arrays=arrays,
             run=self.settings.run,

@@ -2,7 +2,7 @@
 
 Source: McMahan et al. 2017 (arXiv:1602.05629), Algorithm 1 with C = 1; Qu et al. 2022, section 4.1.
 Idea: all institutions train the same model at once; the server averages the results by numbers of examples.
-Travels: the weights, to every institution (`Visit`) and back (`Visited`, with counts and a loss).
+Travels: the weights, to every institution (`Train`) and back (`Trained`, with counts and a loss).
 
     for each round:
         for each institution k in parallel: θ_k ← train θ at k, E passes of max(1, ⌊n_k/b⌋) iterations
@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from flwr_replay.config.sections import PASSES, one_of, within
 from flwr_replay.movements.parallel import Parallel, weighted_mean
-from flwr_replay.payloads.common import Visit, Visited
+from flwr_replay.payloads.common import Train, Trained
 from flwr_replay.wire.records import StateDict, Weights, opened
 
 __all__ = ["FedAvg", "FedAvgConfig"]
@@ -48,12 +48,12 @@ class FedAvg(Parallel):
 
     name = "fedavg"
     config_type = FedAvgConfig
-    replays = True
-    private = ("generator", "prior", "classifier")
+    supports_replay = True
+    dp_mechanisms = ("generator", "prior", "classifier")
 
-    def task_for_all(self, server_round: int, arrays: Weights) -> Visit:
+    def task_for_all(self, server_round: int, arrays: Weights) -> Train:
         """Send θ to every institution."""
-        return Visit(
+        return Train(
             server_round=server_round,
             arrays=arrays,
             run=self.settings.run,
@@ -62,6 +62,6 @@ class FedAvg(Parallel):
             optimizer_state=self.config.optimizer_state,
         )
 
-    def combine(self, answers: Sequence[Visited]) -> StateDict:
+    def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Average: θ ← Σ_k (n_k / n) θ_k."""
         return weighted_mean([opened(answer.arrays) for answer in answers], [answer.num_examples for answer in answers])

@@ -2,7 +2,7 @@
 
 Source: Hsu et al. 2019 (arXiv:1909.06335), section 4.3; Qu et al. 2022, section 4.1.
 Idea: FedAvg whose server follows a momentum of its updates.
-Travels: as in FedAvg: the weights, to every institution (`Visit`) and back (`Visited`, with counts and a loss).
+Travels: as in FedAvg: the weights, to every institution (`Train`) and back (`Trained`, with counts and a loss).
 
     v ← 0
     for each round:
@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flwr_replay.config.sections import require
-from flwr_replay.payloads.common import Visited
+from flwr_replay.payloads.common import Trained
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
 from flwr_replay.wire.records import StateDict
 
@@ -49,14 +49,14 @@ class FedAvgM(FedAvg):
     """FedAvg with momentum at the server."""
 
     name = "fedavgm"
-    private = ("generator", "prior", "classifier")
+    dp_mechanisms = ("generator", "prior", "classifier")
     config_type = FedAvgMConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.velocity: StateDict = {}
 
-    def combine(self, answers: Sequence[Visited]) -> StateDict:
+    def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Average, and go on in the direction of before: θ ← mean - β v is θ - (β v + θ - mean)."""
         mean, beta = super().combine(answers), self.config.server_momentum
         for name, array in mean.items():

@@ -32,7 +32,7 @@ from flwr_replay.config.sections import require
 from flwr_replay.errors import WireError
 from flwr_replay.files.tensors import read_tensors, write_tensors
 from flwr_replay.movements.base import Exchange
-from flwr_replay.payloads.fedavgshare import EnlargedVisit, Give, Given, Receive, Received, number_shared
+from flwr_replay.payloads.fedavgshare import Give, Given, Receive, Received, TrainEnlarged, number_shared
 from flwr_replay.server.members import Member
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
 from flwr_replay.wire.payload import Request
@@ -58,7 +58,7 @@ class FedAvgShare(FedAvg):
 
     name = "fedavgshare"
     config_type = FedAvgShareConfig
-    private = ()  # raw examples leave
+    dp_mechanisms = ()  # raw examples leave
     stages = ("give", "receive", "train-enlarged", "evaluate")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,15 +92,15 @@ class FedAvgShare(FedAvg):
         self.exchange(grid, server_round, receives(), needed=False, take=take, at_once=1)
         return super().exchange_round(grid, server_round, arrays, config)
 
-    def task_for_all(self, server_round: int, arrays: Weights) -> EnlargedVisit:
+    def task_for_all(self, server_round: int, arrays: Weights) -> TrainEnlarged:
         """Send θ to every institution."""
         visit = super().task_for_all(server_round, arrays)
-        return EnlargedVisit(**{field.name: getattr(visit, field.name) for field in fields(visit)})
+        return TrainEnlarged(**{field.name: getattr(visit, field.name) for field in fields(visit)})
 
     def addressed(self, member: Member, request: Request) -> Request:
         """Tell an institution how many examples of others it holds, so that none is lost unnoticed."""
         request = super().addressed(member, request)
-        if isinstance(request, EnlargedVisit):
+        if isinstance(request, TrainEnlarged):
             request = replace(request, held=self.held.get(member.name, 0))
         return request
 
@@ -113,7 +113,7 @@ class FedAvgShare(FedAvg):
         if issubclass(request, Receive):
             return range(self.sent_to[member.name], self.sent_to[member.name] + 1)
         own = super().examples_of(member, request, told)
-        more = self.held.get(member.name, 0) if issubclass(request, EnlargedVisit) and member.ours else 0
+        more = self.held.get(member.name, 0) if issubclass(request, TrainEnlarged) and member.ours else 0
         return range(own.start + more, own.stop + more)
 
     def store(self, member: Member, reply: Message) -> None:

@@ -2,7 +2,7 @@
 
 Source: Li et al. 2020 (arXiv:1812.06127), Algorithm 2 with all institutions; Qu et al. 2022, section 4.1.
 Idea: FedAvg whose local training is held near the global weights by a proximal term.
-Travels: as in FedAvg: the weights, to every institution (`Visit`, with mu) and back (`Visited`, counts and a loss).
+Travels: as in FedAvg: the weights, to every institution (`Train`, with mu) and back (`Trained`, counts and a loss).
 
     for each round:
         for each institution k in parallel: θ_k ← E passes at k over L(θ_k) + μ/2 ‖θ_k - θ‖²
@@ -19,7 +19,7 @@ from math import inf
 from typing import ClassVar
 
 from flwr_replay.config.sections import require
-from flwr_replay.payloads.common import Visit
+from flwr_replay.payloads.common import Train
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
 from flwr_replay.wire.records import Weights
 
@@ -43,8 +43,8 @@ class FedProx(FedAvg):
 
     name = "fedprox"
     config_type = FedProxConfig
-    private = ("generator", "prior")  # the proximal term would have to be added after the noise
+    dp_mechanisms = ("generator", "prior")  # the proximal term would have to be added after the noise
 
-    def task_for_all(self, server_round: int, arrays: Weights) -> Visit:
+    def task_for_all(self, server_round: int, arrays: Weights) -> Train:
         """Send θ and μ to every institution."""
         return replace(super().task_for_all(server_round, arrays), proximal_mu=self.config.mu)

@@ -37,7 +37,7 @@ from safetensors.numpy import load_file
 from flwr_replay.config.sections import PASSES, VIEWS, one_of, require, within
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.learning.latents import LatentStore, rows_per_chunk
-from flwr_replay.learning.training import generator, make_optimizer, mean_loss, refuse_single_batches, step
+from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
 from flwr_replay.models import placed, split
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.one_shot import OneShot
@@ -91,7 +91,7 @@ class FedReplay(OneShot):
 
     name = "fedreplay"
     config_type = FedReplayConfig
-    private = ("encoder",)
+    dp_mechanisms = ("encoder",)
     stages = ("extract", "evaluate")
 
     encoder: StateDict | None = None
@@ -304,7 +304,7 @@ class FedReplay(OneShot):
         refuse_single_batches(self.primary, len(self.store), training.batch_size)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(server_round)
-        shuffle = generator(self.settings.seed, "primary", server_round)
+        shuffle = torch_rng(self.settings.seed, "primary", server_round)
         for e_B, y_B in self.store.batches(training.batch_size, shuffle):  # Alg. 2, line 9
             logits_BC = self.primary(e_B.to(self.settings.device))
             loss = self.settings.task.loss(logits_BC, y_B.to(self.settings.device))

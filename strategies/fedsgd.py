@@ -26,7 +26,7 @@ from torch import nn
 from flwr_replay.errors import ConfigError
 from flwr_replay.learning.training import make_optimizer
 from flwr_replay.movements.parallel import Parallel, weighted_mean
-from flwr_replay.payloads.common import Visited
+from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
 from flwr_replay.wire.records import StateDict, Weights, opened
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
@@ -48,7 +48,7 @@ class FedSGD(Parallel):
     config_type = FedSGDConfig
     stages = ("differentiate", "evaluate")
     answer = Gradient
-    replays = True
+    supports_replay = True
 
     kept: StateDict | None = None  # the optimizer's state in the checkpoint that the run goes on from
 
@@ -56,7 +56,7 @@ class FedSGD(Parallel):
         """Send θ to every institution."""
         return Differentiate(server_round=server_round, arrays=arrays, run=self.settings.run)
 
-    def combine(self, answers: Sequence[Visited]) -> StateDict:
+    def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Take one step: θ ← θ - η Σ_k (n_k / n) g_k; the optimizer adds momentum, if it is configured to."""
         mean = weighted_mean([opened(answer.arrays) for answer in answers], [answer.num_examples for answer in answers])
         model, optimizer = self.stepper()

@@ -2,7 +2,7 @@
 
 Source: Shen et al. 2020 (arXiv 2006.16765), with DP-SGD on the proxy as in Kalra et al. 2023 (ProxyFL), section 4.1.
 Idea: as ProxyFL, but a server averages the proxies (there called memes) and gives all the same one.
-Travels: the proxy down to all and, trained, up again (`TrainMutually`, `MutualVisited`).
+Travels: the proxy down to all and, trained, up again (`TrainMutually`, `TrainedMutually`).
 
     for each round:
         every institution k: φ_k, θ_k ← train both from (φ_k, θ) for max(1, ⌊n_k/b⌋) batches, as in ProxyFL
@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 from flwr_replay.config.sections import one_of
 from flwr_replay.movements.mutual import MutualConfig, check_pair
 from flwr_replay.movements.parallel import Parallel, weighted_mean
-from flwr_replay.payloads.common import Visited
-from flwr_replay.payloads.mutual import EvaluateWithProxy, MutualVisited, PairEvaluation, TrainMutually
+from flwr_replay.payloads.common import Trained
+from flwr_replay.payloads.mutual import EvaluateWithProxy, PairEvaluation, TrainedMutually, TrainMutually
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.settings import Settings
 from flwr_replay.wire.records import StateDict, Weights, opened
@@ -52,9 +52,9 @@ class FML(Parallel):
     name = "fml"
     config_type = FMLConfig
     stages = ("train-mutually", "evaluate-with-proxy")
-    private = ("proxy",)
+    dp_mechanisms = ("proxy",)
     evaluated = PairEvaluation
-    answer = MutualVisited
+    answer = TrainedMutually
     one_form = True
 
     @classmethod
@@ -76,7 +76,7 @@ class FML(Parallel):
             optimizer_state=self.config.optimizer_state,
         )
 
-    def combine(self, answers: Sequence[Visited]) -> StateDict:
+    def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Average the proxies, weighted by numbers of examples."""
         return weighted_mean([opened(a.arrays) for a in answers], [a.num_examples for a in answers])
 

@@ -44,7 +44,7 @@ class Local(Relay):
     name = "local"
     config_type = LocalConfig
     stages = ("train-own", "evaluate-own")
-    private = ("classifier",)
+    dp_mechanisms = ("classifier",)
     answer = Trained
 
     def visit(self, server_round: int, member: Member) -> TrainOwn:

@@ -59,7 +59,7 @@ class ProxyFL(Gossip):
     name = "proxyfl"
     config_type = ProxyFLConfig
     stages = ("train-proxy", "deliver", "evaluate-pair")
-    private = ("proxy",)
+    dp_mechanisms = ("proxy",)
     evaluated = PairEvaluation
     answer = ReleasedProxy
     seed_of = "proxy"  # the private models begin as every other method's, and two equal ones would teach nothing

@@ -101,7 +101,7 @@ class SplitNN(Serial):
 
     name = "splitnn"
     config_type = SplitNNConfig
-    replays = True
+    supports_replay = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -309,8 +309,8 @@ class SplitNN(Serial):
 
     def group_sizes(self, member: Member) -> list[int]:
         """Return how many examples each group of a visit has, and keep how many a batch has, replayed ones included."""
-        b, plan = self.settings.training.batch_size, self.settings.replaying
-        beside = plan.beside(b) if plan and self.replay and self.replay.holding(member.name) else 0
+        b, plan = self.settings.training.batch_size, self.settings.replay_plan
+        beside = plan.replay_batch_size(b) if plan and self.replay and self.replay.holding(member.name) else 0
         self.together = b + beside
         return group_sizes(member.num_examples, b, self.config.micro_batches, beside)
 

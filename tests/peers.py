@@ -107,8 +107,8 @@ def broken(folder, *options, **watched):
     with suppress(KeyboardInterrupt):
         run(folder, *options, name=name, **watched)
         raise AssertionError("the run must break off")
-    state._lately.held.clear()
-    state._lately.bytes = 0
+    state._recent.held.clear()
+    state._recent.bytes = 0
     for cached in (state._bind, budget._book, institution._institution):
         cached.cache_clear()
     return run(folder, *options, resume=str(folder / "runs" / name))

@@ -13,9 +13,9 @@ from peers import NAMES, Grid, hospitals, run
 
 from flwr_replay.errors import ConfigError
 from flwr_replay.payloads.common import Failure
+from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.accounting import epsilon as epsilon_of
-from flwr_replay.privacy.budget import Account
 
 JOB = ["strategy=proxyfl", "dp=proxy", "sigma=2", "delta=0.01"]
 SHOT = """

@@ -14,7 +14,7 @@ from flwr_replay.files.tensors import digest, write_tensors
 from flwr_replay.institution.node import _deployed
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.institution.state import StateStore
-from flwr_replay.payloads.common import RollCall, Visit
+from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedavgshare import Give
 from flwr_replay.payloads.fedreplay import Encode, Extract
 from flwr_replay.payloads.replay import EncodeImages, KeepCodes, KeepPrior
@@ -85,9 +85,9 @@ def test_a_generator_is_pinned_likewise(folder):
     server = HostileServer(
         folder, *TASK, *REPLAY, "strategy=cwt", policy="weights: {encode-images: [random], keep-decoder: []}"
     )
-    from flwr_replay.generators.plan import Replaying
+    from flwr_replay.generators.plan import ReplayPlan
 
-    fresh = to_arrays(Replaying.of(server.config).fresh_generator())
+    fresh = to_arrays(ReplayPlan.of(server.config).fresh_generator())
     crafted = {name: array + 1 for name, array in fresh.items()}
     assert "encode-images" in refusal(server.send(EncodeImages(arrays=crafted, run="codes", replayed=0)))
     assert "codes" in weights(server.send(EncodeImages(arrays=fresh, run="codes", replayed=0)))
@@ -103,13 +103,13 @@ def test_pinned_weights_come_without_another_way_to_change_images(folder):
 
 def test_limits_of_what_a_run_does_not_have_do_not_matter(folder):
     server = HostileServer(folder, *TASK, "strategy=cwt", policy="limits: {epochs: 2}")  # generator.epochs is 6
-    assert not refusal(server.send(Visit(arrays=server.weights, run="unused", lr=0.1)))
+    assert not refusal(server.send(Train(arrays=server.weights, run="unused", lr=0.1)))
 
 
 @pytest.mark.parametrize("lr", [float("nan"), float("inf")], ids=str)
 def test_instructions_are_numbers(folder, lr):
     server = HostileServer(folder, *TASK, "strategy=cwt")
-    assert "Visit.lr must be float, finite" in refusal(server.send(Visit(arrays=server.weights, run="lr", lr=lr)))
+    assert "Train.lr must be float, finite" in refusal(server.send(Train(arrays=server.weights, run="lr", lr=lr)))
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -118,8 +118,8 @@ def test_instructions_are_numbers(folder, lr):
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
-        (lambda w: Visit(arrays=w, run="l", lr=0.1, local_epochs=10**9), "local-epochs from 0 to 1e+06"),
-        (lambda w: Visit(arrays=w, run="l", lr=0.1, local_epochs=-1), "local-epochs from 0 to 1e+06"),
+        (lambda w: Train(arrays=w, run="l", lr=0.1, local_epochs=10**9), "local-epochs from 0 to 1e+06"),
+        (lambda w: Train(arrays=w, run="l", lr=0.1, local_epochs=-1), "local-epochs from 0 to 1e+06"),
         (lambda w: Extract(arrays=encoder_of(w), run="l", views=10**6, **CUT), "views from 0 to 1000"),
         (lambda w: KeepPrior(arrays=w, run="l", source=0, label_counts=[10**12, 0, 0]), "label-counts from 0 to 1e+07"),
         (lambda w: KeepPrior(arrays=w, run="l", source=10**9, label_counts=[1, 0, 0]), "source from 0 to 10000"),
@@ -170,15 +170,15 @@ def test_a_run_has_no_name_of_the_institutions_own_files(folder, run):
     """It made a folder in the place of the key, and the institution never worked again."""
     options = [*TASK, "strategy=cwt", "dp=classifier"]
     server = HostileServer(folder, *options)
-    assert not refusal(server.send(Visit(arrays=server.weights, run=run, lr=0.1)))
-    assert not refusal(server.send(Visit(arrays=server.weights, run=f"after {run}", lr=0.1)))
+    assert not refusal(server.send(Train(arrays=server.weights, run=run, lr=0.1)))
+    assert not refusal(server.send(Train(arrays=server.weights, run=f"after {run}", lr=0.1)))
 
 
 @pytest.mark.parametrize("run", ["", ".", "..", "../b", "a/b", "a\\b", "x" * 161, "a\n"])
 def test_a_run_leads_nowhere_else(folder, run):
     server = HostileServer(folder, *TASK, "strategy=cwt")
     before = sorted(path for path in folder.rglob("*") if path.is_dir())
-    assert refusal(server.send(Visit(arrays=server.weights, run=run, lr=0.1)))
+    assert refusal(server.send(Train(arrays=server.weights, run=run, lr=0.1)))
     assert sorted(path for path in folder.rglob("*") if path.is_dir()) == before
 
 
@@ -224,7 +224,7 @@ def test_instructions_in_the_wrong_record_are_not_obeyed(folder):
 def test_an_instruction_that_is_there_twice_is_refused(folder):
     """The guard looked at one, and the client obeyed the other."""
     server = HostileServer(folder, *TASK, "strategy=fedavg", "local_epochs=500", policy="limits: {epochs: 1000}")
-    content = Visit(arrays=server.weights, run="twice", lr=0.1, local_epochs=500).encode()
+    content = Train(arrays=server.weights, run="twice", lr=0.1, local_epochs=500).encode()
     content["metrics"] = MetricRecord({"local-epochs": 1})
     assert "does not declare 'local-epochs' in metrics" in refusal(server.send_content(content))
 

@@ -19,7 +19,7 @@ from flwr_replay.institution import owner as owned
 from flwr_replay.institution.guard import guard
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.models.zoo import backbone
-from flwr_replay.payloads.common import RollCall, Visit
+from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedreplay import Encode, Extract
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.engine import InlineGrid
@@ -34,7 +34,7 @@ BUILD = backbone(CONFIG.model, CONFIG.task)
 ARRAYS = array_record(to_arrays(BUILD(0)))
 MODEL_MB = ARRAYS.count_bytes() / 1e6
 
-VISIT = Visit(arrays=ARRAYS, run="r", lr=0.1)
+VISIT = Train(arrays=ARRAYS, run="r", lr=0.1)
 ENCODE = Encode(arrays=ARRAYS, run="r", cut="hidden1", lr=0.1, max_epochs=1, patience=1)
 ENCODER = {name: array for name, array in opened(ARRAYS).items() if name.startswith("hidden1")}
 EXTRACT = Extract(arrays=ENCODER, run="r", cut="hidden1", latent_dtype="int8", first=0, chunk_bytes=9999, views=1)
@@ -85,7 +85,7 @@ def shown(reply):
         ("strategies: [fedreplay]", VISIT, "the server runs 'cwt'"),
         ("strategies: []", EXTRACT, "allows strategies none"),
         ("kinds: [per-sample]", RollCall(strategy="cwt", run="r"), "Present.num_examples is statistic"),
-        ("kinds: [statistic]", VISIT, "Visited.arrays is model"),
+        ("kinds: [statistic]", VISIT, "Trained.arrays is model"),
         ("kinds: [statistic]", ENCODE, "Encoder.arrays is model"),
         ("kinds: [model, statistic]", EXTRACT, "Latents.latents is per-sample"),
         ("kinds: [model, statistic]", RollCall(strategy="fedreplay", run="r", stages=["extract"]), "Latents.latents"),
@@ -212,7 +212,7 @@ def test_a_refusal_is_shown_and_the_others_go_on(tmp_path):
 
 def test_a_run_that_everyone_refuses_ends_with_the_reason(tmp_path):
     all_three = "institution-1, institution-2, institution-3"
-    with pytest.raises(RefusedError, match=rf"{all_three}: [^;]*of kind statistic leave; Visited\.arrays is [^;]*$"):
+    with pytest.raises(RefusedError, match=rf"{all_three}: [^;]*of kind statistic leave; Trained\.arrays is [^;]*$"):
         run(tmp_path, "strategy=fedavg", policies=["kinds: [statistic]"] * 3)
 
 
@@ -290,7 +290,7 @@ def leaky_payload(context):
     ("make", "says"),
     [
         (lambda context: Leaky(), "does not declare 'oldest-patient'"),
-        (leaky_payload, "declares the answer Visited; got Visit"),
+        (leaky_payload, "declares the answer Trained; got Train"),
     ],
 )
 def test_a_client_that_answers_what_was_not_declared_is_refused(ask, tmp_path, make, says):

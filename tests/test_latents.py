@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from flwr_replay.errors import WireError
-from flwr_replay.learning.latents import LatentStore, pack, shifted, unpack
+from flwr_replay.learning.latents import LatentStore, pack, shift_each, unpack
 from flwr_replay.payloads.fedreplay import Latents
 
 
@@ -37,7 +37,7 @@ def test_rounding_has_bounds(latents):
 def test_a_shift_moves_every_image_by_its_own_offset():
     images = torch.arange(1.0, 3 * 2 * 16 + 1).reshape(3, 2, 4, 4)
     draws = torch.tensor([[1, 1], [0, 2], [2, 1]])
-    moved = shifted(images, 1, draws)
+    moved = shift_each(images, 1, draws)
     assert torch.equal(moved[0], images[0])
     assert torch.equal(moved[1, :, 1:, :3], images[1, :, :3, 1:])
     assert not moved[1, :, 0].any()

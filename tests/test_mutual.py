@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.errors import ConfigError
-from flwr_replay.institution.budgeted import PrivateVisit
-from flwr_replay.institution.mutual import Learning, MutualLearner, shifted
+from flwr_replay.institution.budget import DPTraining
+from flwr_replay.institution.mutual import Learning, MutualLearner, shift_batch
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models import build
 from flwr_replay.movements.mutual import MutualConfig, check_pair
@@ -66,7 +66,7 @@ def test_a_step_is_the_formulas_from_answers_before_it(alpha, beta):
 
 
 def visit(clip, sigma):
-    return PrivateVisit(clip, SampledGaussian(0.5, sigma, 4), Stream(bytes(32)))
+    return DPTraining(clip, SampledGaussian(0.5, sigma, 4), Stream(bytes(32)))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])
@@ -135,7 +135,7 @@ def test_passes_of_the_private_model_alone_learn_from_the_proxy_as_it_came():
 
 def test_a_shift_moves_a_batch_and_fills_with_nothing():
     x, draws = torch.arange(1.0, 10).view(1, 1, 3, 3), torch.Generator().manual_seed(0)
-    found = {tuple(shifted(x, 1, draws).flatten().int().tolist()) for _ in range(200)}
+    found = {tuple(shift_batch(x, 1, draws).flatten().int().tolist()) for _ in range(200)}
     assert len(found) == 9
     assert {(1, 2, 3, 4, 5, 6, 7, 8, 9), (0, 0, 0, 0, 1, 2, 0, 4, 5), (5, 6, 0, 8, 9, 0, 0, 0, 0)} <= found
 

@@ -89,7 +89,7 @@ def test_what_is_taken_may_be_written_to(store):
 
 def test_no_more_is_held_in_memory_than_may_be(store, monkeypatch):
     monkeypatch.setattr(state, "HELD", 100)
-    monkeypatch.setattr(state, "_lately", lately := state.Lately())
+    monkeypatch.setattr(state, "_recent", lately := state.RecentArrays())
     for exchange in range(1, 6):
         store.save("model", "run", exchange, {"w": np.full(6, float(exchange))}, give=True)
         store.save("proxy", "run", exchange, {"w": np.full(6, float(exchange))}, give=True)

@@ -6,7 +6,7 @@ import pytest
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, DataError
-from flwr_replay.generators.plan import Replaying
+from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.gaps import gaps
 from flwr_replay.simulations import partitions, proxyfl, replay, skew
@@ -26,7 +26,7 @@ def test_every_part_composes():
             if {tuple(shared), (name, *own)} <= seen:
                 continue
             seen |= {tuple(shared), (name, *own)}
-            Replaying.of(config := compose([f"strategy={name}", *shared, *own]))
+            ReplayPlan.of(config := compose([f"strategy={name}", *shared, *own]))
             PrivacyPlan.of(config)
 
 

@@ -18,16 +18,16 @@ from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.learning.training import (
     batches,
-    generator,
     learning_rate,
     make_optimizer,
     mean_loss,
     refuse_single_batches,
+    torch_rng,
 )
 from flwr_replay.models import build as build_model
 from flwr_replay.models import placed
 from flwr_replay.models.layers import as_input
-from flwr_replay.payloads.common import Visit
+from flwr_replay.payloads.common import Train
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.records import opened
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
@@ -59,7 +59,7 @@ def visits(new, arrays, rounds, **more):
     """Send the model to fresh clients, visit after visit; return its weights after each."""
     found = {}
     for server_round in rounds:
-        visit = Visit(server_round=server_round, arrays=arrays, **{"run": "r", "lr": 0.1, **more})
+        visit = Train(server_round=server_round, arrays=arrays, **{"run": "r", "lr": 0.1, **more})
         arrays = opened(new().train(visit).arrays)
         found[server_round] = arrays
     return found
@@ -76,7 +76,7 @@ def same(one, other):
 @given(n=st.integers(1, 70), b=st.integers(1, 80), seed=st.integers(0, 9))
 def test_a_visit_has_max_1_floor_n_over_b_full_batches_of_different_examples(n, b, seed):
     x, y = torch.arange(n)[:, None].float(), torch.arange(n)
-    found = list(batches(x, y, b, generator(seed)))
+    found = list(batches(x, y, b, torch_rng(seed)))
     assert len(found) == max(1, n // b)
     assert all(len(y_B) == min(b, n) for _, y_B in found)
     drawn = torch.cat([y_B for _, y_B in found])
@@ -205,7 +205,7 @@ def test_nothing_of_a_broken_visit_is_left_in_the_next(client):
     clean = visits(client, start, [1])[1]
     one = client()
     one.scratch_model(start)(torch.ones(2, 9)).sum().backward()  # and then an error
-    assert same(opened(one.train(Visit(server_round=1, arrays=start, run="r", lr=0.1)).arrays), clean)
+    assert same(opened(one.train(Train(server_round=1, arrays=start, run="r", lr=0.1)).arrays), clean)
 
 
 # --- losses, learning rate, weights -----------------------------------------------------------------------------------

@@ -210,14 +210,15 @@ def _say(text: str) -> None:
 
 def _summary(result: dict[str, Any], folder: Path) -> str:
     from flwr_replay.privacy.accounting import rounded_up
-    from flwr_replay.report.epsilon import beside
-    from flwr_replay.report.missing import lacking
+    from flwr_replay.report.epsilon import epsilon_suffix
+    from flwr_replay.report.missing import missing_suffix
     from flwr_replay.report.progress import shown_bytes
 
     leading, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
     lines = [
         f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f}{unit} "
-        f"(best {result['best'][leading]:.4f} in round {result['best']['round']}){beside(result)}{lacking(result)}",
+        f"(best {result['best'][leading]:.4f} in round {result['best']['round']})"
+        f"{epsilon_suffix(result)}{missing_suffix(result)}",
         *(f"  {name}: {metrics[leading]:.4f}" for name, metrics in result["final"]["institutions"].items()),
         f"training labels: mean pairwise KS {result['skew']['ks']:.3f}, TV {result['skew']['tv']:.3f}; "
         f"{result['skew']['dropped']:,} examples left out",

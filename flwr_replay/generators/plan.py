@@ -18,13 +18,13 @@ from flwr_replay.generators.vqvae2 import build_generator
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed
 
-__all__ = ["Replaying"]
+__all__ = ["ReplayPlan"]
 
 SPREAD = 3  # standard deviations of a regression's labels that the bins of its prior reach to either side
 
 
 @dataclass(frozen=True)
-class Replaying:
+class ReplayPlan:
     """The options of replay and the task's images and labels."""
 
     replay: ReplayConfig
@@ -80,16 +80,16 @@ class Replaying:
         """Return the bytes of one image's packed codes."""
         return -(-generator.codes_per_image * bits_per_code(generator.codebook_size) // 8)
 
-    def beside(self, batch_size: int) -> int:
+    def replay_batch_size(self, batch_size: int) -> int:
         """Return how many replayed examples stand beside b real ones."""
         return max(1, round(self.replay.ratio * batch_size))
 
-    def joined(self, x_B: Tensor, y_B: Tensor) -> Tensor:
+    def generator_input(self, x_B: Tensor, y_B: Tensor) -> Tensor:
         """Return what the generator learns of a batch: images in [0, 1], with their masks where there are masks."""
         images = as_input(x_B)
         return torch.cat([images, y_B[:, None].float()], dim=1) if self.kind == "segmentation" else images
 
-    def apart(self, images_B: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+    def split_masks(self, images_B: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return examples and labels of generated images; a mask is where its channel is at least one half."""
         if self.kind != "segmentation":
             return images_B, labels_B

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import unpack_codes
-from flwr_replay.generators.plan import Replaying
+from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.models.layers import as_input
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["Replayer", "Source", "replayer_of"]
+__all__ = ["ReplaySampler", "Source", "sampler_of"]
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,19 @@ class Source:
     labels: NDArray[Any] = field(compare=False)  # (n,)
 
 
-class Replayer:
+class ReplaySampler:
     """All codes that an institution keeps, as images when they are drawn.
 
     Parameters
     ----------
     parts : sequence of (ReplayGenerator, Source)
         Generators whose decoders are the sources', in evaluation mode.
-    replaying : Replaying
+    replay_plan : ReplayPlan
         Says how much may be cached: a byte for each value. Where not all images fit, they are decoded at every draw.
     """
 
-    def __init__(self, parts: Sequence[tuple[ReplayGenerator, Source]], replaying: Replaying) -> None:
-        self.replaying = replaying
+    def __init__(self, parts: Sequence[tuple[ReplayGenerator, Source]], replay_plan: ReplayPlan) -> None:
+        self.replay_plan = replay_plan
         self.generators = [generator for generator, _ in parts]
         self.device = next(self.generators[0].parameters()).device
         unpacked = [unpack_codes(s.codes, g.codes_per_image, g.codebook_size) for g, s in parts]
@@ -55,8 +55,8 @@ class Replayer:
         self.ends = np.cumsum([len(codes) for codes in unpacked])
         self.cached: Tensor | None = None
         values = self.decoded(torch.arange(1))[0].numel()
-        if len(self) * values <= replaying.replay.cache_mb * 1e6:
-            blocks = torch.split(torch.arange(len(self)), replaying.at_once)
+        if len(self) * values <= replay_plan.replay.cache_mb * 1e6:
+            blocks = torch.split(torch.arange(len(self)), replay_plan.at_once)
             self.cached = torch.cat([self.decoded(rows) for rows in blocks])
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class Replayer:
                 yield self.take(order[:size])
             order = order[size:]
 
-    def beside(
+    def mixed_batches(
         self, real: Iterator[tuple[Tensor, Tensor]], batch_size: int, draws: torch.Generator, first: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every batch of real examples with replayed ones: x_U ← {x^r, x_k} (Alg. 1, lines 2-4).
@@ -105,18 +105,18 @@ class Replayer:
         first : int
             Which batch of the visit the first of these is.
         """
-        again = self.batches(self.replaying.beside(batch_size), draws, first)
+        again = self.batches(self.replay_plan.replay_batch_size(batch_size), draws, first)
         for x_B, y_B in real:
-            x_R, y_R = self.replaying.apart(*next(again))
+            x_R, y_R = self.replay_plan.split_masks(*next(again))
             yield torch.cat([x_R, x_B]), torch.cat([y_R.to(y_B.dtype), y_B])
 
 
 @lru_cache(maxsize=1)  # institutions that share a process share what they all received
-def replayer_of(sources: tuple[Source, ...], replaying: Replaying, device: torch.device) -> Replayer:
-    """Return a replayer of these sources, made once in a process."""
+def sampler_of(sources: tuple[Source, ...], replay_plan: ReplayPlan, device: torch.device) -> ReplaySampler:
+    """Return a sampler of these sources, made once in a process."""
     parts = []
     for source in sources:
-        generator = replaying.fresh_generator()
+        generator = replay_plan.fresh_generator()
         generator.load_decoder({name: torch.from_numpy(array) for name, array in source.decoder.items()})
         parts.append((generator.to(device).eval(), source))
-    return Replayer(parts, replaying)
+    return ReplaySampler(parts, replay_plan)

@@ -19,17 +19,17 @@ from torch import nn
 from flwr_replay.config.sections import TrainingConfig
 from flwr_replay.errors import ConfigError, TrainingError, WireError
 from flwr_replay.files.tensors import digest
-from flwr_replay.generators.plan import Replaying
-from flwr_replay.generators.sampler import Replayer
-from flwr_replay.institution.budgeted import Purse
+from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.sampler import ReplaySampler
+from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.identity import proof_of
 from flwr_replay.institution.learner import Learner
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.replay import GenerativeStages
 from flwr_replay.institution.state import StateStore
-from flwr_replay.learning.training import generator, make_optimizer, refuse_single_batches
+from flwr_replay.learning.training import make_optimizer, refuse_single_batches, torch_rng
 from flwr_replay.models import placed
-from flwr_replay.payloads.common import Evaluate, Evaluation, LabelScale, Present, RollCall, Visit, Visited
+from flwr_replay.payloads.common import Evaluate, Evaluation, LabelScale, Present, RollCall, Train, Trained
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.payload import REQUESTS, Payload
@@ -62,7 +62,7 @@ class InstitutionClient(NumPyClient):
         Optimizer and batch size; None means the defaults.
     seed : int
         Of the run; shuffles derive from it and the institution's name.
-    replaying : Replaying | None
+    replay_plan : ReplayPlan | None
         What is replayed beside the institution's own images, and how it is generated; None: nothing.
     privacy : PrivacyPlan | None
         What is trained by DP-SGD; None: nothing.
@@ -72,7 +72,7 @@ class InstitutionClient(NumPyClient):
         What a run is bound to, from `flwr_replay.config.binding.binding`.
     """
 
-    private: ClassVar[tuple[str, ...]] = ()  # what this method's stages train by DP-SGD; a subclass says it anew
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what this method's stages train by DP-SGD; a subclass says it anew
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class InstitutionClient(NumPyClient):
         task: Any,
         training: TrainingConfig | None = None,
         seed: int = 0,
-        replaying: Replaying | None = None,
+        replay_plan: ReplayPlan | None = None,
         privacy: PrivacyPlan | None = None,
         private_model: Callable[[int], nn.Module] | None = None,
         bound: str = "",
@@ -93,8 +93,8 @@ class InstitutionClient(NumPyClient):
         self.training = training or TrainingConfig()
         self.seed = seed
         self.state, self.bound = StateStore(institution, bound), bound
-        self.purse = Purse(privacy, institution, self.state, seed) if privacy else None
-        self.replay = GenerativeStages(institution, self.state, replaying, self.purse) if replaying else None
+        self.budget = PrivacyBudget(privacy, institution, self.state, seed) if privacy else None
+        self.replay = GenerativeStages(institution, self.state, replay_plan, self.budget) if replay_plan else None
 
     # --- Flower's NumPyClient ---------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class InstitutionClient(NumPyClient):
         request = REQUESTS.get(stage)
         name = stage.replace("-", "_") if stage != "evaluate" else "evaluate_model"
         method = getattr(self, name, None)
-        if self.replay and stage in self.replay.replaying.stages:
+        if self.replay and stage in self.replay.replay_plan.stages:
             method = getattr(self.replay, name)
         if request is None or method is None:
             raise ConfigError(
@@ -147,7 +147,7 @@ class InstitutionClient(NumPyClient):
             self.task = self.task.scaled(asked.label_mean, asked.label_scale)
         if "split" in request.declared():
             self.institution.check_split(getattr(asked, "split", ""))
-        if (run := getattr(asked, "run", "")) or self.purse:
+        if (run := getattr(asked, "run", "")) or self.budget:
             self.state.bind(run, self.bound)
         answer = method(asked)
         if type(answer) is not request.answer:
@@ -172,8 +172,8 @@ class InstitutionClient(NumPyClient):
                 "all institutions exchange models of one form; this one's has other names or shapes than the server's: "
                 "use the same model.*, task.channels, task.size and task.classes everywhere"
             )
-        if self.purse:
-            self.purse.plan.check_first_passes(self.purse.examples)
+        if self.budget:
+            self.budget.plan.check_first_passes(self.budget.examples)
         if self.institution.tested_elsewhere:
             _ = self.institution.external  # missing ones are told before anybody trains
         told = self.task.label_sums(train.y)
@@ -190,7 +190,7 @@ class InstitutionClient(NumPyClient):
         """Return the weights of these names that the run's seed gives to a fresh model, or to a fresh generator."""
         fresh = to_arrays(self.fresh(derived_seed(self.seed, "model")))
         if self.replay and not arrays.keys() <= fresh.keys():
-            fresh = to_arrays(self.replay.replaying.fresh_generator())
+            fresh = to_arrays(self.replay.replay_plan.fresh_generator())
         return {name: fresh[name] for name in arrays if name in fresh}
 
     # --- helpers of the methods' loops ------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class InstitutionClient(NumPyClient):
 
     def shuffle(self, *purpose: object) -> torch.Generator:
         """Return a generator of this institution's own for one purpose, such as a round."""
-        return generator(self.seed, self.institution.name, *purpose)
+        return torch_rng(self.seed, self.institution.name, *purpose)
 
     def scratch_model(self, arrays: Weights | None = None, role: str = "") -> nn.Module:
         """Return this process's one backbone on the institution's device, in training mode, with the weights given.
@@ -231,7 +231,7 @@ class InstitutionClient(NumPyClient):
         evaluation: Evaluation = self.task.evaluate(self._loaded(arrays, role), shard.x, shard.y)
         return evaluation
 
-    def resume(self, visit: Visit) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def resume(self, visit: Train) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the visiting model, ready to train, and its optimizer.
 
         The one rule for the optimizer's state between visits: `reset` begins every visit with a fresh optimizer;
@@ -242,29 +242,29 @@ class InstitutionClient(NumPyClient):
         refuse_single_batches(model, len(self.training_data(visit.pooled)), self.batch_size)
         return model, self.resume_optimizer(model, visit)
 
-    def learner(self, visit: Visit) -> Learner:
+    def learner(self, visit: Train) -> Learner:
         """Return what steps on the visiting model are."""
         return self.learner_of(*self.resume(visit), visit, visit.local_epochs)
 
     def learner_of(self, model: nn.Module, optimizer: torch.optim.Optimizer, visit: Any, epochs: int = 1) -> Learner:
         """Return what steps on a model are, paid for where they are private."""
         draws = self.shuffle(visit.server_round, "replay")
-        private = self.purse.begin("classifier", epochs, visit) if self.purse else None
-        return Learner(model, optimizer, self.task, self.batch_size, self.replays(visit), draws, private)
+        private = self.budget.begin("classifier", epochs, visit) if self.budget else None
+        return Learner(model, optimizer, self.task, self.batch_size, self.replay_sampler(visit), draws, private)
 
-    def replays(self, visit: Any) -> Replayer | None:
+    def replay_sampler(self, visit: Any) -> ReplaySampler | None:
         """Return what stands beside the real examples of every batch; None without replay."""
-        return self.replay.replayer(visit.run, visit.server_round, visit.replayed or 0) if self.replay else None
+        return self.replay.sampler(visit.run, visit.server_round, visit.replayed or 0) if self.replay else None
 
     def spent(self, run: str) -> dict[str, Any]:
         """Return what an answer states of privacy."""
-        return self.purse.spent(run) if self.purse else {}
+        return self.budget.spent(run) if self.budget else {}
 
-    def visited(self, visit: Visit, learner: Learner, num_examples: int) -> Visited:
+    def visited(self, visit: Train, learner: Learner, num_examples: int) -> Trained:
         """End a visit: keep what is kept, return what it answers; one that diverged keeps nothing."""
         loss = learner.train_loss()
         self.suspend(visit, learner.optimizer)
-        return Visited(
+        return Trained(
             arrays=encoded(learner.model),
             num_examples=num_examples,
             examples_seen=learner.seen,

@@ -29,7 +29,7 @@ from flwr_replay.errors import (
     TrainingError,
     WireError,
 )
-from flwr_replay.institution.budgeted import Purse
+from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import Policy
@@ -93,17 +93,17 @@ def _answered(
     if answer and issubclass(answer, Evaluation):
         policy.check_evaluations(store.count_test(run))
     private = plan.private_fields(answer) if plan and answer else {}
-    purse = Purse(plan, institution, store, config.seed) if plan else None
-    before = purse.charged(run) if purse and private else ()
+    budget = PrivacyBudget(plan, institution, store, config.seed) if plan else None
+    before = budget.charged(run) if budget and private else ()
     reply = call_next(message, context)
     if answer and policy.told_metrics != "exact":
         _keep_counts(reply, answer)
     found, told = list(rows(reply.content, answer)), metrics_in(reply.content)
-    if plan and purse:
+    if plan and budget:
         leaving = {row.field for row in found}
         plan.check_withheld(answer, leaving)
         if named := {field: mechanism for field, mechanism in private.items() if field in leaving}:
-            _check_account(purse, run, named, before, told)
+            _check_account(budget, run, named, before, told)
         found = plan.protected(found, answer, told)
     if request is None:  # nothing was declared: what is there shows only now
         for row in found:
@@ -199,10 +199,10 @@ def _keep_counts(reply: Message, answer: type[Payload]) -> None:
 
 
 def _check_account(
-    purse: Purse, run: str, private: Mapping[str, str], before: Sequence[str], told: Mapping[str, Any]
+    budget: PrivacyBudget, run: str, private: Mapping[str, str], before: Sequence[str], told: Mapping[str, Any]
 ) -> None:
     """Let nothing leave as private that this message has not been charged for, under any other epsilon than charged."""
-    account = purse.account(run)
+    account = budget.account(run)
     charged = Counter(account.mechanisms) - Counter(before)
     for field, mechanism in private.items():
         if not charged[mechanism]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flwr_replay.generators.sampler import Replayer
-from flwr_replay.institution.budgeted import PrivateVisit
+from flwr_replay.generators.sampler import ReplaySampler
+from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.training import batches, mean_loss, step
 
@@ -30,11 +30,11 @@ class Learner:
         Whose loss is minimised.
     batch_size : int
         b, real examples in a batch.
-    replayer : Replayer | None
+    sampler : ReplaySampler | None
         What is replayed.
     draws : torch.Generator
         Of what is replayed when.
-    private : PrivateVisit | None
+    private : DPTraining | None
         What has been paid for; None: plain steps on shuffled batches.
     """
 
@@ -44,12 +44,12 @@ class Learner:
         optimizer: torch.optim.Optimizer,
         task: Any,
         batch_size: int,
-        replayer: Replayer | None,
+        sampler: ReplaySampler | None,
         draws: torch.Generator,
-        private: PrivateVisit | None = None,
+        private: DPTraining | None = None,
     ) -> None:
         self.model, self.optimizer, self.task, self.batch_size = model, optimizer, task, batch_size
-        self.replayer, self.draws, self.private = replayer, draws, private
+        self.sampler, self.draws, self.private = sampler, draws, private
         self.losses: list[Tensor] = []
         self.seen = 0  # examples, with repetition; under differential privacy the expected number
 
@@ -57,11 +57,11 @@ class Learner:
         """Yield x_U and its labels, one pass over the real examples."""  # Qu et al. 2022, Alg. 1, lines 2-4
         plain = batches(data.x, data.y, self.batch_size, shuffle)
         real = self.private.batches(data) if self.private else plain
-        return self.replayer.beside(real, self.batch_size, self.draws) if self.replayer else real
+        return self.sampler.mixed_batches(real, self.batch_size, self.draws) if self.sampler else real
 
     def step(self, x_B: Tensor, y_B: Tensor, penalty: Tensor | None = None) -> None:
         """Take a step on a batch: θ ← θ − η ∇L(θ; x_U); a penalty adds to what is minimised, not to the loss told."""
-        beside = self.replayer.replaying.beside(self.batch_size) if self.replayer else 0
+        beside = self.sampler.replay_plan.replay_batch_size(self.batch_size) if self.sampler else 0
         if self.private:
             self.private.step(self.model, self.optimizer, self._losses, (x_B, y_B), self.batch_size, beside)
             self.seen += self.batch_size + beside

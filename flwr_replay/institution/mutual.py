@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flwr_replay.institution.budgeted import PrivateVisit
+from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import batches, mean_loss, step
@@ -55,7 +55,7 @@ class MutualLearner:
         Says α, β and how the private model trains alone.
     batch_size : int
         b.
-    dp : PrivateVisit | None
+    dp : DPTraining | None
         A pass of DP-SGD on θ, paid for; None: plain steps.
     rests : bool
         θ stays as it is, and φ learns on.
@@ -68,7 +68,7 @@ class MutualLearner:
         task: Any,
         request: Any,
         batch_size: int,
-        dp: PrivateVisit | None,
+        dp: DPTraining | None,
         rests: bool = False,
     ) -> None:
         self.private, self.proxy, self.task, self.batch_size = private, proxy, task, batch_size
@@ -86,7 +86,7 @@ class MutualLearner:
         """Let φ learn from the proxy as it arrived, pass after pass; θ stays as it is."""
         for _ in range(self.request.private_epochs):
             for plain_B, y_B in batches(data.x, data.y, self.request.private_batch_size, shuffle):
-                x_B = shifted(plain_B, self.request.private_shift, shuffle)
+                x_B = shift_batch(plain_B, self.request.private_shift, shuffle)
                 self.private_step(self.private.model(x_B), answers(self.proxy.model, x_B), y_B)
                 self.seen += len(y_B)
 
@@ -143,7 +143,7 @@ def answers(model: nn.Module, x_B: Tensor) -> Tensor:
     return logits_B
 
 
-def shifted(x_BCHW: Tensor, pixels: int, draws: torch.Generator) -> Tensor:
+def shift_batch(x_BCHW: Tensor, pixels: int, draws: torch.Generator) -> Tensor:
     """Shift images by up to so many pixels to each side, a batch as one; what leaves on one side is lost."""
     if not pixels:
         return x_BCHW

@@ -46,18 +46,18 @@ class PairClient(InstitutionClient):
         for half, prefix in ((private, "optimizer."), (common, "proxy-optimizer.")):
             if visit.optimizer_state == "keep" and (slots := under(prefix, kept)):
                 load_optimizer_arrays(half.optimizer, slots)
-        covered = self.purse is not None and self.purse.plan.covers("proxy")
-        if self.purse and covered and visit.beta != 0 and not self.purse.plan.unproven:
+        covered = self.budget is not None and self.budget.plan.covers("proxy")
+        if self.budget and covered and visit.beta != 0 and not self.budget.plan.unproven:
             raise PrivacyError(
                 "the run's configuration has strategy.beta=0, for which its epsilon is proven; the server asks for "
                 f"beta={visit.beta:g}: refused"
             )
         dp, rests = None, False
-        if self.purse and covered:
+        if self.budget and covered:
             try:
-                dp = self.purse.begin("proxy", 1, visit)
+                dp = self.budget.begin("proxy", 1, visit)
             except BudgetError:  # it is used up, so θ stays as it is, and φ goes on
-                self.purse.rest("proxy", visit)
+                self.budget.rest("proxy", visit)
                 rests = True
         return MutualLearner(private, common, self.task, visit, self.batch_size, dp, rests)
 

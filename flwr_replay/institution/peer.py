@@ -19,7 +19,7 @@ from flwr_replay.errors import TrainingError
 from flwr_replay.files.tensors import under
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.pushsum import mixed, parcel
-from flwr_replay.payloads.relay import Committed, Deliver, PeerVisit
+from flwr_replay.payloads.relay import Committed, Deliver, TrainPeer
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import check_weights, encoded, to_arrays
 
@@ -29,7 +29,7 @@ __all__ = ["PeerClient"]
 class PeerClient(InstitutionClient):
     """Base of the clients that exchange models over a graph."""
 
-    def begin(self, visit: PeerVisit) -> tuple[StateDict, float]:
+    def begin(self, visit: TrainPeer) -> tuple[StateDict, float]:
         """Return θ and w as they stood after the last mixing that the server knows of; fresh ones at first.
 
         Raises
@@ -40,7 +40,7 @@ class PeerClient(InstitutionClient):
         if not visit.committed:
             theta, w = to_arrays(self.fresh(visit.init_seed)), 1.0
         elif (kept := self.state.at("mixed", visit.run, visit.committed)) is not None:
-            theta, w, _ = apart(kept)
+            theta, w, _ = unpack_state(kept)
         else:
             raise TrainingError(
                 f"an institution goes on with the model that it mixed in exchange {visit.committed}; that of run "
@@ -53,7 +53,7 @@ class PeerClient(InstitutionClient):
     def release(self, visit: Any, model: nn.Module, w: float) -> dict[str, Any]:
         """Keep what is given away, if anybody can receive it; return what an answer says of it."""
         theta = encoded(model)
-        self.save("released", visit, together(opened(theta), w), give=True)
+        self.save("released", visit, pack_state(opened(theta), w), give=True)
         return {"arrays": theta if visit.exchanged else ArrayRecord(), "weight": w, **self.spent(visit.run)}
 
     def deliver(self, request: Deliver) -> Committed:
@@ -66,28 +66,28 @@ class PeerClient(InstitutionClient):
                     f"parcels are mixed with the model that the institution released in exchange {request.exchange}; "
                     f"that of run {request.run!r} is gone: restore the state directory, or begin a new run"
                 )
-            theta, w, _ = apart(released)
+            theta, w, _ = unpack_state(released)
             models: dict[str, StateDict] = {}
             for name, array in opened(request.arrays).items():
                 number, _, rest = name.partition(".")
                 models.setdefault(number, {})[rest] = array
             dealt = zip(sorted(models), request.weights, request.shares, strict=True)
             arrived = [parcel(models[number], w_k, share) for number, w_k, share in dealt]
-            done = together(*mixed(theta, w, request.kept, arrived), request.parcels)
+            done = pack_state(*mixed(theta, w, request.kept, arrived), request.parcels)
             self.state.save("mixed", request.run, request.exchange, done, self.institution.durable, give=True)
-        return Committed(num_examples=len(self.institution.train), parcels=apart(done)[2])
+        return Committed(num_examples=len(self.institution.train), parcels=unpack_state(done)[2])
 
     def own_theta(self, request: Any) -> StateDict:
         """Return θ as it stands after this exchange's mixing."""
-        return apart(self.latest("mixed", request))[0]
+        return unpack_state(self.latest("mixed", request))[0]
 
 
-def together(theta: StateDict, w: float, parcels: Sequence[int] = ()) -> StateDict:
+def pack_state(theta: StateDict, w: float, parcels: Sequence[int] = ()) -> StateDict:
     """Return one state dict of θ, w and the parcels' numbers, so that they are written in one step."""
     scalars = {"w": np.array([w]), "parcels": np.array(parcels, np.int64)}
     return {**{f"theta.{name}": array for name, array in theta.items()}, **scalars}
 
 
-def apart(kept: StateDict) -> tuple[StateDict, float, list[int]]:
-    """Take apart what `together` has put together."""
+def unpack_state(kept: StateDict) -> tuple[StateDict, float, list[int]]:
+    """Take apart what `pack_state` has put together."""
     return under("theta.", kept), float(kept["w"][0]), [int(number) for number in kept["parcels"]]

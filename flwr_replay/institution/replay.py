@@ -20,13 +20,13 @@ from flwr_replay.files.tensors import digest
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import pack_codes, unpack_codes
 from flwr_replay.generators.pixelcnn import CodePrior
-from flwr_replay.generators.plan import Replaying
-from flwr_replay.generators.sampler import Replayer, Source, replayer_of
-from flwr_replay.institution.budgeted import PrivateVisit, Purse
+from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.sampler import ReplaySampler, Source, sampler_of
+from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.pictures import SHOWN, draw_grid
 from flwr_replay.institution.state import StateStore
-from flwr_replay.learning.training import batches, generator, mean_loss, step
+from flwr_replay.learning.training import batches, mean_loss, step, torch_rng
 from flwr_replay.payloads.replay import (
     Codes,
     EncodeImages,
@@ -49,23 +49,23 @@ class GenerativeStages:
     """The stages of replay at one institution; its client of any method hands them on to here."""
 
     def __init__(
-        self, institution: Institution, state: StateStore, replaying: Replaying, purse: Purse | None = None
+        self, institution: Institution, state: StateStore, replay_plan: ReplayPlan, budget: PrivacyBudget | None = None
     ) -> None:
-        self.institution, self.state, self.replaying, self.purse = institution, state, replaying, purse
+        self.institution, self.state, self.replay_plan, self.budget = institution, state, replay_plan, budget
 
     # --- Algorithm 1, lines 7-20 --------------------------------------------------------------------------------------
 
     def train_generator(self, request: TrainGenerator) -> Generated:
         """Update the generator on real images and on replays."""  # line 7
-        config, data = self.replaying.generator, self.checked_images("generator")
+        config, data = self.replay_plan.generator, self.checked_images("generator")
         model = self.generator(request.arrays)
-        if self.replaying.replay.name == "vqvae2":  # line 8: D_old ← D
+        if self.replay_plan.replay.name == "vqvae2":  # line 8: D_old ← D
             decoder = {name: value.cpu().numpy() for name, value in model.decoder_state_dict().items()}
             self.state.save("decoder-00", request.run, request.server_round, decoder)
-        old = self.replayer(request.run, request.server_round, request.replayed)
+        old = self.sampler(request.run, request.server_round, request.replayed)
         optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
         private = self.private("generator", config.epochs, request)
-        beside = self.replaying.beside(config.batch_size) if old else 0
+        beside = self.replay_plan.replay_batch_size(config.batch_size) if old else 0
         losses, seen = [], 0
         for epoch in range(config.epochs):  # line 9
             set_rate(optimizer, config.lr, epoch, config.lr_halving)
@@ -76,7 +76,7 @@ class GenerativeStages:
             again = old.batches(beside, draws) if old else None
             real = private.batches(data) if private else batches(data.x, data.y, config.batch_size, draws)
             for x_B, y_B in real:  # line 10
-                x_k = self.replaying.joined(x_B, y_B)
+                x_k = self.replay_plan.generator_input(x_B, y_B)
                 x_U = torch.cat([next(again)[0], x_k]) if again else x_k  # lines 11-12
                 if private:  # Algorithm 3, noise once on the sum
                     example_losses = partial(summed_loss, model, apart)
@@ -99,11 +99,11 @@ class GenerativeStages:
     def encode_images(self, request: EncodeImages) -> Codes:
         """Encode: e ← the codes of x_U, or of x_k alone."""  # line 19
         model, data = self.generator(request.arrays).eval(), self.institution.train
-        codes, labels = [self.codes_of(model)], [self.replaying.labels(data.y)]
-        old = self.replayer(request.run, request.server_round, request.replayed)
+        codes, labels = [self.codes_of(model)], [self.replay_plan.labels(data.y)]
+        old = self.sampler(request.run, request.server_round, request.replayed)
         self.draw("codes", request, model, old)
         if old:
-            blocks = torch.split(torch.arange(len(old)), self.replaying.at_once)
+            blocks = torch.split(torch.arange(len(old)), self.replay_plan.at_once)
             replays = [model.encode(old.take(rows)[0]) for rows in blocks]
             codes, labels = [torch.cat(replays).cpu(), *codes], [old.labels.numpy(), *labels]
         return Codes(
@@ -115,10 +115,10 @@ class GenerativeStages:
 
     def train_prior(self, request: TrainPrior) -> TrainedPrior:
         """Train a prior on the codes of x_k; these do not leave."""  # footnote 1
-        config, data = self.replaying.prior, self.checked_images("prior")
+        config, data = self.replay_plan.prior, self.checked_images("prior")
         own, given = by_prefix(opened(request.arrays))
         model = self.generator(own).eval()
-        prior = self.replaying.fresh_prior(model).to(self.institution.device)
+        prior = self.replay_plan.fresh_prior(model).to(self.institution.device)
         load_arrays(prior, given)
         codes, classes = self.codes_of(model), self.classes(data.y.cpu(), request)
         counts = torch.bincount(classes, minlength=prior.classes)
@@ -142,7 +142,7 @@ class GenerativeStages:
             num_examples=len(data),
             examples_seen=seen,
             losses=losses,
-            label_counts=(self.purse.noisy_counts(counts, request) if self.purse else counts).tolist(),
+            label_counts=(self.budget.noisy_counts(counts, request) if self.budget else counts).tolist(),
             **self.spent(request.run),
         )
 
@@ -161,10 +161,10 @@ class GenerativeStages:
         """Draw e from a prior and keep it with D."""
         decoder, given = by_prefix(opened(request.arrays))
         counts = tuple(request.label_counts)
-        packed = drawn(Drawing(digest(given), counts, request.source, given), self.replaying, self.institution.device)
+        packed = drawn(Drawing(digest(given), counts, request.source, given), self.replay_plan, self.institution.device)
         classes = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-        bins = self.replaying.bins(request.label_mean, request.label_scale)
-        labels = bins.centres(classes) if self.replaying.kind == "regression" else classes
+        bins = self.replay_plan.bins(request.label_mean, request.label_scale)
+        labels = bins.centres(classes) if self.replay_plan.kind == "regression" else classes
         self.draw_prior(request, decoder, packed)
         self.state.save(f"decoder-{request.source:02d}", request.run, request.server_round, decoder)
         return self.keep(request, request.source, packed, labels.numpy())
@@ -178,7 +178,7 @@ class GenerativeStages:
         self.state.forget(f"codes-{source + 1:02d}", request.run)
         return Kept(num_examples=len(labels))
 
-    def replayer(self, run: str, server_round: int, replayed: int) -> Replayer | None:
+    def sampler(self, run: str, server_round: int, replayed: int) -> ReplaySampler | None:
         """Return the replays of what is kept; None where none of it is wanted.
 
         Raises
@@ -198,7 +198,7 @@ class GenerativeStages:
                 f"an institution replays the {replayed} examples that it has received; it has codes and decoder of "
                 f"{have}: restore the state directory, or begin a new run"
             )
-        return replayer_of(tuple(sources), self.replaying, self.institution.device)
+        return sampler_of(tuple(sources), self.replay_plan, self.institution.device)
 
     def kept(self, what: str, source: int, run: str, server_round: int) -> StateDict | None:
         """Return the codes or the decoder of a source."""
@@ -208,7 +208,7 @@ class GenerativeStages:
 
     def generator(self, arrays: Weights) -> ReplayGenerator:
         """Return the generator with these weights, in training mode."""
-        model = self.replaying.fresh_generator().to(self.institution.device)
+        model = self.replay_plan.fresh_generator().to(self.institution.device)
         load_arrays(model, arrays)
         return model.train()
 
@@ -223,24 +223,24 @@ class GenerativeStages:
             If they are numbers outside [0, 1], and may be told.
         """
         data = self.institution.train
-        if self.purse and self.purse.plan.covers(mechanism):
+        if self.budget and self.budget.plan.covers(mechanism):
             return data if data.x.dtype == torch.uint8 else replace(data, x=data.x.clamp(0, 1))
         if data.x.dtype != torch.uint8 and not (data.x.min() >= 0 and data.x.max() <= 1):
             raise DataError("replay needs images of bytes, or of numbers in [0, 1]; got others: choose replay=none")
         return data
 
-    def private(self, mechanism: str, epochs: int, request: TrainGenerator | TrainPrior) -> PrivateVisit | None:
+    def private(self, mechanism: str, epochs: int, request: TrainGenerator | TrainPrior) -> DPTraining | None:
         """Pay for steps of DP-SGD; None where they are to be plain."""
-        return self.purse.begin(mechanism, epochs, request) if self.purse else None
+        return self.budget.begin(mechanism, epochs, request) if self.budget else None
 
     def spent(self, run: str) -> dict[str, Any]:
         """Return what an answer states of privacy."""
-        return self.purse.spent(run) if self.purse else {}
+        return self.budget.spent(run) if self.budget else {}
 
-    def draw(self, stage: str, request: Any, model: ReplayGenerator, old: Replayer | None) -> None:
+    def draw(self, stage: str, request: Any, model: ReplayGenerator, old: ReplaySampler | None) -> None:
         """Draw real images, their reconstructions and replays, for the institution's own eyes."""
         data = self.institution.train
-        real = self.replaying.joined(data.x[:SHOWN], data.y[:SHOWN])
+        real = self.replay_plan.generator_input(data.x[:SHOWN], data.y[:SHOWN])
         rows = {"real": real, "reconstruction": model.decode(model.encode(real))}
         if old:
             spread = torch.linspace(0, len(old) - 1, min(SHOWN, len(old))).long()
@@ -250,7 +250,7 @@ class GenerativeStages:
 
     def draw_prior(self, request: KeepPrior, decoder: StateDict, packed: NDArray[np.uint8]) -> None:
         """Draw some of what a prior gives."""
-        model = self.replaying.fresh_generator()
+        model = self.replay_plan.fresh_generator()
         model.load_decoder({name: torch.tensor(array) for name, array in decoder.items()})
         spread = packed[np.linspace(0, len(packed) - 1, SHOWN).astype(int)]
         codes = unpack_codes(spread, model.codes_per_image, model.codebook_size)
@@ -261,18 +261,18 @@ class GenerativeStages:
     def codes_of(self, model: ReplayGenerator) -> Tensor:
         """Encode all of the institution's images: (n, N), on the CPU."""
         data = self.institution.train
-        parts = zip(*(torch.split(tensor, self.replaying.at_once) for tensor in (data.x, data.y)), strict=True)
-        return torch.cat([model.encode(self.replaying.joined(x_B, y_B)).cpu() for x_B, y_B in parts])
+        parts = zip(*(torch.split(tensor, self.replay_plan.at_once) for tensor in (data.x, data.y)), strict=True)
+        return torch.cat([model.encode(self.replay_plan.generator_input(x_B, y_B)).cpu() for x_B, y_B in parts])
 
     def classes(self, y: Tensor, request: TrainPrior) -> Tensor:
         """Return what the prior is told of each label."""
-        if self.replaying.kind == "classification":
+        if self.replay_plan.kind == "classification":
             return y
-        return self.replaying.bins(request.label_mean, request.label_scale).classes(y)
+        return self.replay_plan.bins(request.label_mean, request.label_scale).classes(y)
 
     def draws(self, *purpose: object) -> torch.Generator:
         """Return a generator of this institution's own."""
-        return generator(self.replaying.seed, self.institution.name, *purpose)
+        return torch_rng(self.replay_plan.seed, self.institution.name, *purpose)
 
 
 @dataclass(frozen=True)
@@ -286,14 +286,14 @@ class Drawing:
 
 
 @lru_cache(maxsize=64)  # institutions that share a process draw once
-def drawn(drawing: Drawing, replaying: Replaying, device: torch.device) -> NDArray[np.uint8]:
+def drawn(drawing: Drawing, replay_plan: ReplayPlan, device: torch.device) -> NDArray[np.uint8]:
     """Draw codes; packed, (n, bytes)."""
-    model = replaying.fresh_generator()
-    prior = replaying.fresh_prior(model).to(device).eval()
+    model = replay_plan.fresh_generator()
+    prior = replay_plan.fresh_prior(model).to(device).eval()
     load_arrays(prior, drawing.prior)
     classes = torch.repeat_interleave(torch.arange(len(drawing.counts)), torch.tensor(drawing.counts))
-    draws = generator(replaying.seed, "drawn codes", drawing.source)
-    blocks = torch.split(classes.to(device), replaying.at_once)
+    draws = torch_rng(replay_plan.seed, "drawn codes", drawing.source)
+    blocks = torch.split(classes.to(device), replay_plan.at_once)
     codes = [prior.sample(labels, draws).cpu() for labels in blocks]
     return pack_codes(torch.cat(codes).numpy(), model.codebook_size)
 

@@ -92,7 +92,7 @@ class StateStore:
         for old in spare:
             old.unlink()
         if give:
-            _lately.hold(file, arrays)
+            _recent.hold(file, arrays)
 
     def load(self, key: str, run: str, before: int) -> StateDict | None:
         """Return the arrays as they stood when exchange `before` began; None if there are none yet.
@@ -100,20 +100,20 @@ class StateStore:
         They are not to be written to.
         """
         file = self._latest(key, run, before)
-        return _lately.read(file, self.origin) if file else None
+        return _recent.read(file, self.origin) if file else None
 
     def take(self, key: str, run: str, before: int) -> StateDict | None:
         """Return the same to be written to; from then on they are on the disk only."""
         file = self._latest(key, run, before)
-        arrays = _lately.read(file, self.origin) if file else None
+        arrays = _recent.read(file, self.origin) if file else None
         if file:
-            _lately.drop(file)
+            _recent.drop(file)
         return arrays
 
     def at(self, key: str, run: str, server_round: int) -> StateDict | None:
         """Return the arrays that were saved after one exchange, not to be written to; None if there are none."""
         file = self._file(key, run, server_round)
-        return _lately.read(file, self.origin) if file.exists() else None
+        return _recent.read(file, self.origin) if file.exists() else None
 
     def forget_after(self, key: str, run: str, server_round: int) -> None:
         """Remove what was saved after later exchanges, which are made again."""
@@ -148,7 +148,7 @@ class StateStore:
         return self.of_run(run) / f"{key}-{exchange:06d}{SUFFIX}"
 
 
-class Lately:
+class RecentArrays:
     """Arrays in memory beside the files that this process has written them to, for every key the last."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ def _slot(file: Path) -> str:
     return str(file).rpartition("-")[0]
 
 
-_lately = Lately()
+_recent = RecentArrays()
 
 
 @lru_cache(maxsize=1024)  # a process looks once

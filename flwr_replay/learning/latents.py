@@ -18,7 +18,7 @@ from flwr_replay.files.atomic import private_folder, read_json, tally, write_jso
 from flwr_replay.files.disk import opener, writing
 from flwr_replay.payloads.fedreplay import Latents
 
-__all__ = ["BLOCK", "LatentStore", "pack", "rows_per_chunk", "shifted", "unpack"]
+__all__ = ["BLOCK", "LatentStore", "pack", "rows_per_chunk", "shift_each", "unpack"]
 
 BLOCK = 32  # rows that are encoded together, always the same ones: their last bits depend on the size of the batch
 UPLOAD = {"filled": int, "total": int, "raw-bytes": int}  # in upload.json; and of each file, how long and its checksum
@@ -82,7 +82,7 @@ def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: i
     return int(rows if rows < BLOCK else rows - rows % BLOCK)
 
 
-def shifted(images: Tensor, reach: int, draws: Tensor) -> Tensor:
+def shift_each(images: Tensor, reach: int, draws: Tensor) -> Tensor:
     """Shift each image by its own offset, zeros entering at the border.
 
     Parameters

@@ -17,7 +17,6 @@ from flwr_replay.rng import derived_seed
 __all__ = [
     "at_once",
     "batches",
-    "generator",
     "iterations",
     "late_steps",
     "learning_rate",
@@ -26,13 +25,14 @@ __all__ = [
     "refuse_single_batches",
     "select_device",
     "step",
+    "torch_rng",
 ]
 
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 GATHERED = 8  # batches that are taken from a shard together
 
 
-def generator(*purpose: object) -> torch.Generator:
+def torch_rng(*purpose: object) -> torch.Generator:
     """Return a CPU generator derived from (seed, round, institution, purpose) or the like."""
     return torch.Generator().manual_seed(derived_seed(*purpose))
 

@@ -20,11 +20,11 @@ from flwr.serverapp.strategy import Result
 from flwr_replay.config.sections import require
 from flwr_replay.errors import RefusedError, RunError
 from flwr_replay.learning.training import learning_rate, refuse_single_batches
-from flwr_replay.payloads.common import Evaluate, Evaluation, Replayed
+from flwr_replay.payloads.common import Evaluate, Evaluation, ExpectsReplay
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.server.asking import wait_for_nodes
-from flwr_replay.server.evaluation import Pooled, beside, pool_answers
+from flwr_replay.server.evaluation import Pooled, pool_answers, with_external
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
@@ -42,14 +42,14 @@ Exchange = tuple[Member, Request, Payload, int]
 class Movement(Exchanging):
     """Base of the four movements."""
 
-    replays: ClassVar[bool] = False  # whether a batch at the institutions may hold replayed examples
-    private: ClassVar[tuple[str, ...]] = ()  # what this method can train by DP-SGD; a subclass says it anew
+    supports_replay: ClassVar[bool] = False  # whether a batch at the institutions may hold replayed examples
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what this method can train by DP-SGD; a subclass says it anew
     evaluated: ClassVar[type[Evaluation]] = Evaluation  # what answers an evaluation
     begins_at_server: ClassVar[bool] = True  # whether the server has the fresh weights
 
     def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
         super().__init__(config, settings, recorder)
-        plan = self.settings.replaying
+        plan = self.settings.replay_plan
         self.replay = GenerativeReplay(self, plan, self.checkpoint) if plan else None
         self.elsewhere: Pooled | None = None  # the last metrics on other institutions' examples
 
@@ -72,7 +72,7 @@ class Movement(Exchanging):
             If they do not fit.
         """
         require(
-            cls.replays or settings.replaying is None,
+            cls.supports_replay or settings.replay_plan is None,
             f"replay is for serial and parallel methods; got strategy={cls.name}: choose replay=none, or strategy=cwt, "
             "splitnn, fedavg, fedsgd, fedprox, fedavgm or fedavgshare",
         )
@@ -97,7 +97,7 @@ class Movement(Exchanging):
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Take back what `state` gave."""
 
-    def taught(self, answered: list[str]) -> list[str]:
+    def trained_on(self, answered: list[str]) -> list[str]:
         """Return whose data an exchange has trained on, from the names of those who answered: in the base, these."""
         return answered
 
@@ -132,7 +132,7 @@ class Movement(Exchanging):
 
     def all_stages(self) -> list[str]:
         """Put the stages of replay before the method's own."""
-        return [*(self.replay.replaying.stages if self.replay else ()), *self.stages]
+        return [*(self.replay.replay_plan.stages if self.replay else ()), *self.stages]
 
     def forecast_replay(self) -> list[Exchange]:
         """Return what replay will send before the first round."""
@@ -144,7 +144,7 @@ class Movement(Exchanging):
     def addressed(self, member: Member, request: Request) -> Request:
         """Tell a visited institution, besides, how many examples it holds for replay: none is lost unnoticed."""
         request = super().addressed(member, request)
-        if self.replay and isinstance(request, Replayed):
+        if self.replay and isinstance(request, ExpectsReplay):
             request = replace(request, replayed=self.replay.holding(member.name))  # type: ignore[call-arg]
         return request
 
@@ -252,7 +252,7 @@ class Movement(Exchanging):
 
     def look_back(self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
         """Have every institution test the model on its own training examples: a row of the forgetting matrix."""
-        taught = self.taught(self.answered)
+        taught = self.trained_on(self.answered)
         if found := self.tested_on("train", grid, server_round, arrays, config):
             self.recorder.looked_back(server_round, taught, found[1])
 
@@ -276,7 +276,7 @@ class Movement(Exchanging):
             return None
         pooled, own = found
         if self.elsewhere:
-            pooled, own = beside(found, self.elsewhere)
+            pooled, own = with_external(found, self.elsewhere)
         self.recorder.evaluated(server_round, pooled, own)
         return MetricRecord(dict(pooled))
 

@@ -51,7 +51,7 @@ class OneShot(Movement):
         """One epoch at the server; uploads precede the first, or come with a late institution."""
         return 1
 
-    def taught(self, answered: list[str]) -> list[str]:
+    def trained_on(self, answered: list[str]) -> list[str]:
         """Nobody is visited: the server trains on what all have uploaded."""
         return []
 

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
-from flwr_replay.payloads.common import Visited
+from flwr_replay.payloads.common import Trained
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
@@ -21,7 +21,7 @@ __all__ = ["Parallel", "weighted_mean"]
 class Parallel(Movement):
     """Base of the methods in which all institutions train at once."""
 
-    answer: ClassVar[type[Visited]] = Visited
+    answer: ClassVar[type[Trained]] = Trained
     sent: StateDict  # the global weights of this exchange, which all have received
     server_round: int
 
@@ -30,7 +30,7 @@ class Parallel(Movement):
         """Return what every institution receives."""
 
     @abstractmethod
-    def combine(self, answers: Sequence[Visited]) -> StateDict:
+    def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Return the new global weights from the institutions' answers, in the order of their names."""
 
     def exchanges_per_round(self) -> int:

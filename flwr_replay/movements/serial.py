@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
-from flwr_replay.payloads.common import Visited
+from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights, array_record
@@ -58,7 +58,7 @@ class Serial(Movement):
         """Take the visited institution's model on; without an answer the visit goes to the next."""
         for member, reply in self.answers(replies):
             self.missed = 0
-            answer = Visited.decode(reply.content) if member.ours else Visited.from_foreign(reply.content)
+            answer = Trained.decode(reply.content) if member.ours else Trained.from_foreign(reply.content)
             self.recorder.saw(answer.examples_seen)
             told: dict[str, Any] = {} if answer.train_loss is None else {"train-loss": answer.train_loss}
             return array_record(answer.arrays), MetricRecord(told)
@@ -69,7 +69,7 @@ class Serial(Movement):
         """One visit to each institution of the itinerary in every round."""
         self.exchanges_per_round()
         members = [member for member in self.members if member.name in self.itinerary]
-        return [(member, self.visit(0, arrays), Visited.empty(arrays), num_rounds) for member in members]
+        return [(member, self.visit(0, arrays), Trained.empty(arrays), num_rounds) for member in members]
 
     def stops_without_answers(self) -> bool:
         """Stop once a whole cycle of visits has come to nothing."""

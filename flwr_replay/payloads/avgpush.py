@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flwr_replay.payloads.relay import PeerVisit, Released
+from flwr_replay.payloads.relay import Released, TrainPeer
 from flwr_replay.wire.payload import Request
 
 __all__ = ["Push"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Push(PeerVisit, Request, stage="push", answer=Released):
+class Push(TrainPeer, Request, stage="push", answer=Released):
     """Train the model that you keep, and release it."""

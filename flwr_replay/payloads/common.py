@@ -19,15 +19,15 @@ __all__ = [
     "OPEN_STAGES",
     "Evaluate",
     "Evaluation",
+    "ExpectsReplay",
     "Failure",
     "LabelScale",
     "Present",
-    "Replayed",
     "RollCall",
     "Spending",
     "Spent",
-    "Visit",
-    "Visited",
+    "Train",
+    "Trained",
 ]
 
 MOST = 10**9  # examples that an institution may say it has
@@ -99,7 +99,7 @@ class Spent(Payload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Visited(Spent):
+class Trained(Spent):
     """What comes back from a visit: the weights, and how the training went."""
 
     arrays: Weights = model(dp="classifier")
@@ -108,12 +108,12 @@ class Visited(Spent):
     train_loss: float | None = statistic("as the task has it, mean over the visit", default=None, withheld=True)
 
     @classmethod
-    def empty(cls, arrays: Weights) -> Visited:
+    def empty(cls, arrays: Weights) -> Trained:
         """Return the answer of a visit that trained nothing."""
         return cls(arrays=arrays, num_examples=0, examples_seen=0, train_loss=0.0)
 
     @classmethod
-    def from_foreign(cls, content: RecordDict) -> Visited:
+    def from_foreign(cls, content: RecordDict) -> Trained:
         """Read the reply of a ClientApp that knows nothing of this package: one array record, perhaps metrics.
 
         Without `num-examples` every institution counts as one example.
@@ -138,14 +138,14 @@ class Visited(Spent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replayed(Payload):
+class ExpectsReplay(Payload):
     """What a request to train says where there is replay, so that nothing kept for it is lost unnoticed."""
 
     replayed: int | None = instruction("examples that the institution keeps for replay; none: no replay", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Visit(Spending, Replayed, LabelScale, Request, stage="train", answer=Visited):
+class Train(Spending, ExpectsReplay, LabelScale, Request, stage="train", answer=Trained):
     """Train these weights on your data."""
 
     arrays: Weights = model()

@@ -7,11 +7,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from flwr_replay.payloads.common import Visit, Visited
+from flwr_replay.payloads.common import Train, Trained
 from flwr_replay.wire.fields import instruction, per_sample, statistic
 from flwr_replay.wire.payload import Payload, Request
 
-__all__ = ["EnlargedVisit", "Give", "Given", "Receive", "Received", "number_shared"]
+__all__ = ["Give", "Given", "Receive", "Received", "TrainEnlarged", "number_shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Give(Request, stage="give", answer=Given):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnlargedVisit(Visit, stage="train-enlarged", answer=Visited):
+class TrainEnlarged(Train, stage="train-enlarged", answer=Trained):
     """Train these weights on your data and on what others gave."""
 
     held: int = instruction("examples of others that you have received", default=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flwr_replay.payloads.common import LabelScale, Replayed, Visited
+from flwr_replay.payloads.common import ExpectsReplay, LabelScale, Trained
 from flwr_replay.wire.fields import instruction, model
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
@@ -13,7 +13,7 @@ __all__ = ["Differentiate", "Gradient"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gradient(Visited):
+class Gradient(Trained):
     """The gradient of the mean loss over all training examples, under its parameters' names.
 
     Under the names of buffers, the running statistics of batch norm, stand their new values. It is computed without
@@ -22,7 +22,7 @@ class Gradient(Visited):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Differentiate(Replayed, LabelScale, Request, stage="differentiate", answer=Gradient):
+class Differentiate(ExpectsReplay, LabelScale, Request, stage="differentiate", answer=Gradient):
     """Compute the gradient of the loss at these weights over all your training examples."""
 
     arrays: Weights = model()

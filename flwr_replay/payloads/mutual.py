@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flwr_replay.payloads.common import Evaluation, LabelScale, Spending, Visited
-from flwr_replay.payloads.relay import PeerVisit, Released
+from flwr_replay.payloads.common import Evaluation, LabelScale, Spending, Trained
+from flwr_replay.payloads.relay import Released, TrainPeer
 from flwr_replay.wire.fields import instruction, model, statistic
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
 
-__all__ = ["EvaluatePair", "EvaluateWithProxy", "Mutual", "MutualVisited", "PairEvaluation", "ReleasedProxy"]
+__all__ = ["EvaluatePair", "EvaluateWithProxy", "Mutual", "PairEvaluation", "ReleasedProxy", "TrainedMutually"]
 
 STEPS = "of DP-SGD that the proxy took, or plain ones; 0: the institution's budget is used up"
 HALVES = ("loss", "confusion", "hits_in_group", "scores")  # of an evaluation
@@ -41,12 +41,12 @@ class ReleasedProxy(Released):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainProxy(Mutual, PeerVisit, Request, stage="train-proxy", answer=ReleasedProxy):
+class TrainProxy(Mutual, TrainPeer, Request, stage="train-proxy", answer=ReleasedProxy):
     """Kalra et al. 2023, Algorithm 1, lines 2-6: train the proxy and the private model that you keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MutualVisited(Visited):
+class TrainedMutually(Trained):
     """The same where a server averages the proxies."""
 
     arrays: Weights = model(dp="proxy")
@@ -54,7 +54,7 @@ class MutualVisited(Visited):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainMutually(Spending, Mutual, Request, stage="train-mutually", answer=MutualVisited):
+class TrainMutually(Spending, Mutual, Request, stage="train-mutually", answer=TrainedMutually):
     """Train this proxy together with the private model that you keep."""
 
     arrays: Weights = model()

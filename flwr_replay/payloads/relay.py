@@ -15,7 +15,7 @@ from flwr_replay.wire.fields import instruction, model, statistic
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import Weights
 
-__all__ = ["Committed", "Deliver", "PeerVisit", "Released"]
+__all__ = ["Committed", "Deliver", "Released", "TrainPeer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Released(Spent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerVisit(Spending, LabelScale):
+class TrainPeer(Spending, LabelScale):
     """What a request to train says where the model lives at the institution."""
 
     run: str = instruction()

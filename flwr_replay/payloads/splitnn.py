@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from flwr_replay.payloads.common import LabelScale, Replayed
+from flwr_replay.payloads.common import ExpectsReplay, LabelScale
 from flwr_replay.wire.fields import instruction, model, per_sample, statistic
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import Weights
@@ -28,7 +28,7 @@ __all__ = [
     "Leave",
     "NextBatch",
     "NextBatchUnlabelled",
-    "Visiting",
+    "VisitRequest",
 ]
 
 
@@ -65,7 +65,7 @@ class Half(Payload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Visiting(Replayed):
+class VisitRequest(ExpectsReplay):
     """Where in a visit a message belongs, and how to train: no process need remember it."""
 
     run: str = instruction()
@@ -79,7 +79,7 @@ class Visiting(Replayed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Enter(Visiting, Request, stage="enter", answer=LabelledActivations):
+class Enter(VisitRequest, Request, stage="enter", answer=LabelledActivations):
     """Take this part of the model and upload the first activations."""
 
     arrays: Weights = model(part=True)
@@ -87,7 +87,7 @@ class Enter(Visiting, Request, stage="enter", answer=LabelledActivations):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextBatch(Visiting, Request, stage="next-batch", answer=LabelledActivations):
+class NextBatch(VisitRequest, Request, stage="next-batch", answer=LabelledActivations):
     """Step on the gradients of the group before, then upload the activations of this one."""
 
     gradients: NDArray[Any] = per_sample("N ...", "float32")
@@ -104,14 +104,14 @@ class NextBatchUnlabelled(NextBatch, stage="next-batch-unlabelled", answer=Activ
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadLoss(Visiting, LabelScale, Request, stage="head-loss", answer=HeadGradients):
+class HeadLoss(VisitRequest, LabelScale, Request, stage="head-loss", answer=HeadGradients):
     """Step the head on this group, whose outputs of the server's part are here."""
 
     outputs: NDArray[Any] = per_sample("N ...", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leave(Visiting, Request, stage="leave", answer=Half):
+class Leave(VisitRequest, Request, stage="leave", answer=Half):
     """Step on the last gradients, then give your part of the model back."""
 
     gradients: NDArray[Any] = per_sample("N ...", "float32")

@@ -291,7 +291,7 @@ def mechanisms_of(half: type[Any]) -> tuple[str, ...]:
 
     Each class says so itself: another method's loop, in a subclass, is not private because its parent's was.
     """
-    own: tuple[str, ...] = vars(half).get("private", ())
+    own: tuple[str, ...] = vars(half).get("dp_mechanisms", ())
     return own
 
 

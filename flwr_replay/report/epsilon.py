@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.plan import NO_PROOF
 
-__all__ = ["Stated", "beside", "largest", "shown_epsilon"]
+__all__ = ["Stated", "epsilon_suffix", "largest", "shown_epsilon"]
 
 
 class Stated(NamedTuple):
@@ -56,7 +56,7 @@ def shown_epsilon(found: Sequence[Stated | None]) -> str:
     return f"epsilon {shown}{f' ({covered})' if covered else ''}{proof}"
 
 
-def beside(result: Mapping[str, Any]) -> str:
+def epsilon_suffix(result: Mapping[str, Any]) -> str:
     """Return what stands behind a metric of a run: `, epsilon 7.97 (dp=proxy)`; nothing where nothing is private."""
     found = largest(result.get("privacy", {}).values())
     return f", {shown_epsilon([found])}" if found else ""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["lacking"]
+__all__ = ["missing_suffix"]
 
 
-def lacking(result: Mapping[str, Any]) -> str:
+def missing_suffix(result: Mapping[str, Any]) -> str:
     """Return what stands behind a metric of a run: `, replay is not whole: b is not replayed`; nothing where it is.
 
-    >>> lacking({"replay-lacks": {"b": "is not replayed", "c": "has received no replays"}})
+    >>> missing_suffix({"replay-lacks": {"b": "is not replayed", "c": "has received no replays"}})
     ', replay is not whole: b is not replayed, c has received no replays'
     """
     found = [f"{name} {what}" for name, what in result.get("replay-lacks", {}).items()]

@@ -14,7 +14,7 @@ from torch import nn
 from flwr_replay.config.compose import load_strategy, model_named
 from flwr_replay.config.sections import RunConfig, require
 from flwr_replay.files.atomic import alone
-from flwr_replay.generators.plan import Replaying
+from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import select_device
 from flwr_replay.models.pretrained import load_pretrained
@@ -61,7 +61,7 @@ def settings_of(config: RunConfig) -> Settings:
         ),
         input_shape=(config.task.channels, config.task.size, config.task.size),
         device=select_device(config.device),
-        replaying=Replaying.of(config),
+        replay_plan=ReplayPlan.of(config),
         privacy=PrivacyPlan.of(config),
     )
 

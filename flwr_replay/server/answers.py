@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import ArrayRecord, RecordDict
 
 from flwr_replay.errors import FlwrReplayError, WireError
-from flwr_replay.payloads.common import MOST, Visited
+from flwr_replay.payloads.common import MOST, Trained
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import Payload, Request, Row, rows
 from flwr_replay.wire.records import StateDict, arrays_in, metrics_in, opened
@@ -121,7 +121,7 @@ def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
         If weights are not finite.
     """
     if trained:
-        came = Visited.from_foreign(answer).arrays
+        came = Trained.from_foreign(answer).arrays
         sent = asked.get("arrays")
         if isinstance(sent, ArrayRecord) and isinstance(came, ArrayRecord):
             _check_weights(_forms(sent), _forms(came), part=False)

@@ -12,7 +12,7 @@ from flwr_replay.errors import WireError
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.server.members import Member
 
-__all__ = ["Pooled", "beside", "check_evaluation", "pool_answers"]
+__all__ = ["Pooled", "check_evaluation", "pool_answers", "with_external"]
 
 Metrics = dict[str, float]
 Pooled = tuple[Metrics, dict[str, Metrics]]
@@ -100,7 +100,7 @@ def check_evaluation(evaluation: Evaluation, task: Any, input_shape: tuple[int, 
             raise WireError(f"{field.name} must hold counts; got {max(told)}")
 
 
-def beside(found: Pooled, elsewhere: Pooled) -> Pooled:
+def with_external(found: Pooled, elsewhere: Pooled) -> Pooled:
     """Put metrics on other institutions' examples beside those on the test shards, under names with external-."""
     (pooled, own), (there, theirs) = found, elsewhere
     put = {name: {**metrics, **_external(theirs.get(name, {}))} for name, metrics in own.items()}

@@ -37,7 +37,7 @@ from flwr.serverapp import Grid
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.files.tensors import read_tensors, write_tensors
 from flwr_replay.generators.codes import unpack_codes
-from flwr_replay.generators.plan import Replaying
+from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.payloads.replay import (
     Codes,
     EncodeImages,
@@ -68,18 +68,18 @@ class GenerativeReplay:
     ----------
     movement : Exchanging
         Asks the institutions.
-    replaying : Replaying
+    replay_plan : ReplayPlan
         What is replayed.
     checkpoint : Callable[[int, StateDict], None]
         Keeps what a resumed run needs, given the number of the last exchange that is over and the global weights.
     """
 
     def __init__(
-        self, movement: Exchanging, replaying: Replaying, checkpoint: Callable[[int, StateDict], None]
+        self, movement: Exchanging, replay_plan: ReplayPlan, checkpoint: Callable[[int, StateDict], None]
     ) -> None:
-        self.movement, self.replaying, self.checkpoint = movement, replaying, checkpoint
+        self.movement, self.replay_plan, self.checkpoint = movement, replay_plan, checkpoint
         self.run = movement.settings.run
-        self.model = replaying.fresh_generator()
+        self.model = replay_plan.fresh_generator()
         self.itinerary: list[str] = []  # who fails stands in it again
         self.visits = 0  # that are over, failed ones included
         self.trained: list[int] = []  # those that came to something: their files are there
@@ -94,7 +94,7 @@ class GenerativeReplay:
     @property
     def codes_travel(self) -> bool:
         """Say whether codes of real images travel, not priors."""
-        return self.replaying.replay.name == "vqvae2"
+        return self.replay_plan.replay.name == "vqvae2"
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold; weights and codes lie in files named by the visit."""
@@ -120,7 +120,7 @@ class GenerativeReplay:
         if not self.trained:
             raise RunError(f"no institution could train the generator; {failures}: resume the run when one can")
         self.missing = self.lacking() if last else {}
-        if self.missing and self.replaying.replay.missing == "stop":
+        if self.missing and self.replay_plan.replay.missing == "stop":
             lacks = "; ".join(f"{name} {what}" for name, what in self.missing.items())
             raise RunError(
                 f"the last round needs all that is replayed; {lacks} ({failures}): resume the run when they answer, "
@@ -155,7 +155,7 @@ class GenerativeReplay:
     @property
     def unfinished(self) -> bool:
         """Say whether images are still to be encoded by the generator as it is now."""
-        last_pass = self.codes_travel and self.replaying.replay.codes == "last-pass"
+        last_pass = self.codes_travel and self.replay_plan.replay.codes == "last-pass"
         return last_pass and self.coded < len(self.trained)
 
     def expect(self, members: list[Member]) -> None:
@@ -189,8 +189,8 @@ class GenerativeReplay:
         """Have an institution train the generator and encode, or train a prior; say whether that came to something."""
         if not self.prepared(member):
             return False
-        stale = self.replaying.replay.codes == "stale"
-        trained = self.asked(member, self.train_request(self.generator, self.replayable))
+        stale = self.replay_plan.replay.codes == "stale"
+        trained = self.asked(member, self.train_request(self.generator, self.num_replay_examples))
         if trained is None:
             return False
         if (generated := self.decoded(member, Generated, trained)) is None:
@@ -203,7 +203,7 @@ class GenerativeReplay:
         self.movement.recorder.generated(member.name, list(generated.losses), list(generated.perplexity))
         if not self.codes_travel:
             return self.take_prior(member, weights)
-        codes = self.encoded(member, weights, 0 if stale else self.replayable)
+        codes = self.encoded(member, weights, 0 if stale else self.num_replay_examples)
         if codes is None:
             return False
         self.keep("generator", self.visits, weights)
@@ -235,7 +235,7 @@ class GenerativeReplay:
 
     def accepts(self, answer: Codes) -> bool:
         """Say whether labels can be the task's; those of masks are zeros."""
-        masks = self.replaying.kind == "segmentation"
+        masks = self.replay_plan.kind == "segmentation"
         return not answer.labels.any() if masks else bool(self.movement.settings.task.accepts(answer.labels))
 
     def encode_once_more(self) -> None:
@@ -272,7 +272,7 @@ class GenerativeReplay:
 
     def fault_of(self, weights: StateDict) -> str:
         """Say what makes a generator useless, before anybody is given it; nothing if an image of codes has a loss."""
-        model = self.replaying.fresh_generator().eval()
+        model = self.replay_plan.fresh_generator().eval()
         try:
             load_arrays(model, weights)
             image = model.decode(torch.zeros(1, model.codes_per_image, dtype=torch.int64))
@@ -284,7 +284,7 @@ class GenerativeReplay:
 
     def fault_of_prior(self, member: Member, answer: TrainedPrior) -> str:
         """Say what makes a prior useless, before anybody is given it; nothing if it draws."""
-        prior = self.replaying.fresh_prior(self.model).eval()
+        prior = self.replay_plan.fresh_prior(self.model).eval()
         plan, counts, n = self.movement.settings.privacy, answer.label_counts, member.num_examples
         slack = 6 * plan.config.count_sigma * prior.classes if plan and plan.covers("prior") else 0.0
         if len(counts) != prior.classes or not sum(counts) > 0 or abs(sum(counts) - n) > slack:
@@ -330,7 +330,7 @@ class GenerativeReplay:
         return members
 
     @property
-    def replayable(self) -> int:
+    def num_replay_examples(self) -> int:
         """Return how many examples what was trained so far stands for."""
         return self.rows if self.codes_travel else sum(map(sum, self.counts))
 
@@ -356,7 +356,7 @@ class GenerativeReplay:
 
     def prior_request(self, weights: StateDict) -> TrainPrior:
         """Ask for a prior."""
-        fresh = prefixed("prior", to_arrays(self.replaying.fresh_prior(self.model)))
+        fresh = prefixed("prior", to_arrays(self.replay_plan.fresh_prior(self.model)))
         arrays = {**prefixed("generator", weights), **fresh}
         return TrainPrior(**self.head, arrays=arrays)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_replay.generators.plan import Replaying
+from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.payloads.replay import Codes, Generated, KeepCodes, KeepDecoder, KeepPrior, Kept, TrainedPrior
 from flwr_replay.server.members import Member
 from flwr_replay.server.replay import GenerativeReplay, prefixed
@@ -19,7 +19,7 @@ __all__ = ["exchanges_of"]
 
 def exchanges_of(replay: GenerativeReplay, members: Sequence[Member]) -> list[tuple[Member, Request, Payload, int]]:
     """Return member, request, answer and how often, with zeros for weights and codes, if every institution stays."""
-    plan, before = replay.replaying, 0
+    plan, before = replay.replay_plan, 0
     found: list[tuple[Member, Request, Payload, int]] = []
     weights, prior = to_arrays(replay.model), plan.fresh_prior(replay.model)
     losses, kept, total = [0.0] * plan.generator.epochs, Kept(num_examples=0), sum(m.num_examples for m in members)
@@ -50,7 +50,7 @@ def exchanges_of(replay: GenerativeReplay, members: Sequence[Member]) -> list[tu
     return found
 
 
-def blank(plan: Replaying, replay: GenerativeReplay, rows: int) -> dict[str, Any]:
+def blank(plan: ReplayPlan, replay: GenerativeReplay, rows: int) -> dict[str, Any]:
     """Return codes and labels that say nothing, as large as real ones."""
     codes = np.broadcast_to(np.zeros((), np.uint8), (rows, plan.code_bytes(replay.model)))
     return {"codes": codes, "labels": np.zeros(rows, np.float32 if plan.kind == "regression" else np.int64)}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flwr_replay.config.sections import TrainingConfig
-from flwr_replay.generators.plan import Replaying
+from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.privacy.plan import PrivacyPlan
 
 __all__ = ["Settings"]
@@ -40,5 +40,5 @@ class Settings:
     private_models: tuple[Callable[[int], nn.Module], ...] = ()  # the same of those that never leave, where named
     input_shape: tuple[int, ...] | None = None  # of one example
     device: str | torch.device = "cpu"  # of training at the server
-    replaying: Replaying | None = None  # what is replayed at the institutions; None: nothing
+    replay_plan: ReplayPlan | None = None  # what is replayed at the institutions; None: nothing
     privacy: PrivacyPlan | None = None  # what is trained by DP-SGD; None: nothing

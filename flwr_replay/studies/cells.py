@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import FlwrReplayError, RunError
-from flwr_replay.report.epsilon import beside
-from flwr_replay.report.missing import lacking
+from flwr_replay.report.epsilon import epsilon_suffix
+from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import Display, TerminalDisplay
 from flwr_replay.runs.opening import read_result
 from flwr_replay.runs.options import resolve
@@ -142,7 +142,7 @@ def _outcome_line(outcome: dict[str, Any], metric: str) -> str:
     result = outcome["result"]
     value = result["final"]["global"].get(metric)
     shown = "missing" if value is None else f"{value:.4f}"
-    return f"{metric} {shown}{beside(result)}{lacking(result)}, {result['wall-seconds']:.1f} s"
+    return f"{metric} {shown}{epsilon_suffix(result)}{missing_suffix(result)}, {result['wall-seconds']:.1f} s"
 
 
 def run_cell(cell: Cell, display: Display) -> dict[str, Any]:

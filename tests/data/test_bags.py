@@ -108,7 +108,7 @@ def test_files_that_cannot_be_are_named(tmp_path):
 
 
 def test_bags_are_not_replayed(tmp_path):
-    from flwr_replay.generators.plan import Replaying
+    from flwr_replay.generators.plan import ReplayPlan
 
     with pytest.raises(ConfigError, match="replay needs images; task=histopathology has bags"):
-        Replaying.of(compose([*TASK, "strategy=cwt", "replay=vqvae2"]))
+        ReplayPlan.of(compose([*TASK, "strategy=cwt", "replay=vqvae2"]))

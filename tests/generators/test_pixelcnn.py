@@ -13,7 +13,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.generators.base import by_level
 from flwr_replay.generators.pixelcnn import LabelBins, PixelCNN, build_prior
 from flwr_replay.generators.vqvae2 import build_generator
-from flwr_replay.learning.training import generator, step
+from flwr_replay.learning.training import step, torch_rng
 
 CONF = Path(__file__).parents[2] / "conf" / "prior"
 TINY = {"name": "pixelcnn", "width": 8, "layers": 2}
@@ -75,7 +75,7 @@ def test_samples_come_as_often_as_the_likelihood_says():
         every = torch.tensor(list(itertools.product(range(2), repeat=5)))
         odds = torch.stack([(-5 * prior.loss(codes[None], torch.tensor([label]))).exp() for codes in every]).detach()
         torch.testing.assert_close(odds.sum(), torch.tensor(1.0))
-        drawn = prior.sample(torch.full((n,), label), generator("draws", label))
+        drawn = prior.sample(torch.full((n,), label), torch_rng("draws", label))
         place = (drawn * 2 ** torch.arange(4, -1, -1)).sum(1)
         seen = torch.bincount(place, minlength=32) / n
         assert (seen - odds).abs().max() < 4 * (odds.max() / n) ** 0.5
@@ -85,8 +85,8 @@ def test_samples_come_as_often_as_the_likelihood_says():
 def test_samples_are_those_of_drawing_code_by_code_with_whole_passes():
     prior = tiny(codes=6, size=16)
     labels = torch.tensor([0, 2, 1, 2])
-    found = prior.sample(labels, generator("draws"))
-    draws = generator("draws")
+    found = prior.sample(labels, torch_rng("draws"))
+    draws = torch_rng("draws")
     top, bottom = (torch.zeros(4, side, side, dtype=torch.int64) for side in (2, 4))
     with torch.no_grad():
         for network, grid, above in ((prior.top, top, ()), (prior.bottom, bottom, (top,))):
@@ -94,12 +94,12 @@ def test_samples_are_those_of_drawing_code_by_code_with_whole_passes():
                 odds = network(grid, labels, *above)[:, :, i, j].softmax(1)
                 grid[:, i, j] = torch.multinomial(odds, 1, generator=draws)[:, 0]
     assert torch.equal(found, torch.cat([top.flatten(1), bottom.flatten(1)], 1))
-    assert torch.equal(prior.sample(labels, generator("draws")), found)
-    assert not torch.equal(prior.sample(labels, generator("others")), found)
+    assert torch.equal(prior.sample(labels, torch_rng("draws")), found)
+    assert not torch.equal(prior.sample(labels, torch_rng("others")), found)
 
 
 def fitted(prior, codes, labels, steps, lr=1e-2):
-    draws, optimizer, losses = generator("draws"), torch.optim.Adam(prior.parameters(), lr), []
+    draws, optimizer, losses = torch_rng("draws"), torch.optim.Adam(prior.parameters(), lr), []
     for _ in range(steps):
         rows = torch.randperm(len(labels), generator=draws)[:64]
         losses.append(step(prior, optimizer, prior.loss(codes[rows], labels[rows])))
@@ -118,7 +118,7 @@ def test_a_toy_distribution_is_learned():
     floor = torch.tensor(2.0).log() / 15
     assert losses[0] > 1
     assert floor - 0.02 < torch.stack(losses[-20:]).mean() < floor + 0.05
-    drawn = prior.sample(torch.arange(3).repeat_interleave(300), generator("samples")).view(3, 300, 5)
+    drawn = prior.sample(torch.arange(3).repeat_interleave(300), torch_rng("samples")).view(3, 300, 5)
     assert (drawn[0] == 0).float().mean() > 0.95
     assert (drawn[1] == 2).float().mean() > 0.95
     tops, bottoms = drawn[2, :, :1], drawn[2, :, 1:]

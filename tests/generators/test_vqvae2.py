@@ -14,7 +14,7 @@ from flwr_replay.config.sections import GeneratorConfig
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.generators.base import by_level
 from flwr_replay.generators.vqvae2 import build_generator
-from flwr_replay.learning.training import generator, step
+from flwr_replay.learning.training import step, torch_rng
 from flwr_replay.wire.weights import encoded, load_arrays
 
 CONF = Path(__file__).parents[2] / "conf" / "generator"
@@ -44,7 +44,7 @@ def same(left, right):
 )
 def test_shapes(codebook, size, channels, top, bottom):
     model, x = tiny(channels, size, codebook=codebook), images(2, channels, size)
-    loss, _ = model.loss(x, generator("draws"))
+    loss, _ = model.loss(x, torch_rng("draws"))
     loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     assert model.grids == ((top, top), (bottom, bottom))
@@ -67,7 +67,7 @@ def test_decoding_codes_gives_the_forward_passs_reconstruction(codebook, size):
     codes = model.encode(x)
     found = []
     hook = model.decoder.register_forward_hook(lambda *call: found.append(call[-1]))
-    _, parts = model.eval().loss(x, generator("draws"))
+    _, parts = model.eval().loss(x, torch_rng("draws"))
     hook.remove()
     pad = (found[0].shape[-1] - size) // 2
     forward = found[0][..., pad : pad + size, pad : pad + size]
@@ -78,7 +78,7 @@ def test_decoding_codes_gives_the_forward_passs_reconstruction(codebook, size):
 
 def test_the_loss_is_the_sum_of_its_terms():
     model, x = tiny(codebook="gradient", beta=0.25), images(5)
-    loss, parts = model.loss(x, generator("draws"))
+    loss, parts = model.loss(x, torch_rng("draws"))
     squares = {}
     for name in ("top", "bottom"):
         book = getattr(model, name)
@@ -87,7 +87,7 @@ def test_the_loss_is_the_sum_of_its_terms():
                 {name: (inputs[0] - module.lookup(out[1])).square().mean()}
             )
         )
-    model.loss(x, generator("draws"))
+    model.loss(x, torch_rng("draws"))
     distance = squares["top"] + squares["bottom"]
     torch.testing.assert_close(loss, 4 * parts["reconstruction"] + 1.25 * distance)
     torch.testing.assert_close(parts["commitment"], distance.detach())
@@ -95,7 +95,7 @@ def test_the_loss_is_the_sum_of_its_terms():
 
 
 def trained(steps=5, seed=0, draws=0, codebook="ema"):
-    model, own = tiny(seed=seed, codebook=codebook), generator(draws)
+    model, own = tiny(seed=seed, codebook=codebook), torch_rng(draws)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for i in range(steps):
         step(model, optimizer, model.loss(digits()[32 * i : 32 * i + 32], own)[0])
@@ -114,11 +114,11 @@ def test_equal_seeds_give_equal_bits_and_the_global_generator_is_left_alone():
 
 
 def test_training_goes_on_from_a_state_with_the_same_bits():
-    whole, own = tiny(), generator("draws")
+    whole, own = tiny(), torch_rng("draws")
     optimizer = torch.optim.SGD(whole.parameters(), 1e-2)
     for i in range(4):
         if i == 2:
-            half, rest = tiny(seed=9), generator("other")
+            half, rest = tiny(seed=9), torch_rng("other")
             load_arrays(half, encoded(whole))
             rest.set_state(own.get_state())
         step(whole, optimizer, whole.loss(digits()[32 * i : 32 * i + 32], own)[0])
@@ -130,7 +130,7 @@ def test_training_goes_on_from_a_state_with_the_same_bits():
 
 @pytest.mark.parametrize("codebook", ["ema", "gradient"])
 def test_training_more_than_halves_the_error_on_digits(codebook):
-    model, draws = tiny(codes=32, width=16, decay=0.9, codebook=codebook), generator("draws")
+    model, draws = tiny(codes=32, width=16, decay=0.9, codebook=codebook), torch_rng("draws")
     optimizer, unseen = torch.optim.Adam(model.parameters(), 1e-2), digits()[1600:]
     first = (model.decode(model.encode(unseen)) - unseen).square().mean()
     for _ in range(150):
@@ -162,7 +162,7 @@ def test_no_example_of_a_private_generator_depends_on_another():
 
     def gradients(rows):
         model.zero_grad()
-        model.loss(x[rows], generator("draws"))[0].backward()
+        model.loss(x[rows], torch_rng("draws"))[0].backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     single = [gradients(slice(i, i + 1)) for i in range(4)]
@@ -179,10 +179,10 @@ def test_opacus_takes_a_private_generators_per_example_gradients():
     single = []
     for image in x:
         model.zero_grad()
-        model.loss(image[None], generator("draws"))[0].backward()
+        model.loss(image[None], torch_rng("draws"))[0].backward()
         single.append([parameter.grad.clone() for parameter in model.parameters()])
     hooked = opacus.GradSampleModule(model)
-    model.loss(x, generator("draws"))[0].backward()
+    model.loss(x, torch_rng("draws"))[0].backward()
     for parameter, *expected in zip(model.parameters(), *single, strict=True):
         torch.testing.assert_close(parameter.grad_sample, torch.stack(expected), rtol=1e-4, atol=1e-6)
     hooked.remove_hooks()

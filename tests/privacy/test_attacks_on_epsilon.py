@@ -8,7 +8,7 @@ from hostile_server import HostileServer, metrics, refusal, weights
 
 from flwr_replay.config.compose import choices, load_client, load_strategy
 from flwr_replay.payloads.avgpush import Push
-from flwr_replay.payloads.common import Evaluate, Visit, Visited
+from flwr_replay.payloads.common import Evaluate, Train, Trained
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
 from flwr_replay.payloads.local import EvaluateOwn
 from flwr_replay.payloads.mutual import EvaluatePair, TrainProxy
@@ -49,7 +49,7 @@ def test_a_gradient_does_not_leave_as_private(folder):
 @pytest.mark.parametrize("strategy", ["fedsgd", "fedprox", "fedavgshare", "splitnn"])
 def test_a_method_without_private_steps_has_no_classifier_by_dp_sgd(folder, strategy):
     server = HostileServer(folder, *TASK, *GROUP, "dp=classifier", f"strategy={strategy}")
-    reply = server.send(Visit(arrays=server.weights, run=strategy, lr=0.1))
+    reply = server.send(Train(arrays=server.weights, run=strategy, lr=0.1))
     assert refusal(reply)
     assert not weights(reply)
 
@@ -60,7 +60,7 @@ def test_both_halves_say_the_same_of_what_is_private(strategy):
 
 
 def test_a_subclass_inherits_no_protection():
-    assert Visited.declared()["arrays"].dp == "classifier"
+    assert Trained.declared()["arrays"].dp == "classifier"
     assert Gradient.declared()["arrays"].dp == ""
     assert mechanisms_of(type("Mine", (load_client("fedavg"),), {})) == ()
 
@@ -70,11 +70,11 @@ def test_an_answer_that_nobody_has_charged_for_does_not_leave(folder, monkeypatc
     client = load_client("fedavg")
 
     def train(self, visit):
-        return Visited(arrays=visit.arrays, num_examples=40, examples_seen=40, epsilon=1.0, delta=0.01)
+        return Trained(arrays=visit.arrays, num_examples=40, examples_seen=40, epsilon=1.0, delta=0.01)
 
     monkeypatch.setattr(client, "train", train)
     server = HostileServer(folder, *TASK, "dp=classifier", "strategy=fedavg")
-    reply = server.send(Visit(arrays=server.weights, run="forgets", lr=0.1))
+    reply = server.send(Train(arrays=server.weights, run="forgets", lr=0.1))
     assert "only if its classifier has been charged" in refusal(reply)
     assert not weights(reply)
     assert server.charges("forgets") == []
@@ -85,11 +85,11 @@ def test_an_answer_that_understates_epsilon_does_not_leave(folder, monkeypatch):
     plain = client.train
 
     def train(self, visit):
-        return Visited(**{**vars(plain(self, visit)), "epsilon": 0.001})
+        return Trained(**{**vars(plain(self, visit)), "epsilon": 0.001})
 
     monkeypatch.setattr(client, "train", train)
     server = HostileServer(folder, *TASK, "dp=classifier", "strategy=cwt")
-    reply = server.send(Visit(arrays=server.weights, run="understates", lr=0.1))
+    reply = server.send(Train(arrays=server.weights, run="understates", lr=0.1))
     assert "it states 0.001" in refusal(reply)
     assert len(server.charges("understates")) == 1
 
@@ -104,7 +104,7 @@ def test_label_counts_have_a_charge_of_their_own():
 
 def test_delta_is_checked_where_the_account_is_charged(folder):
     server = HostileServer(folder, *TASK, "dp=classifier", "strategy=cwt", "epsilon=1", "delta=0.999999")
-    reply = server.send(Visit(arrays=server.weights, run="delta", lr=0.1))  # no roll call before it
+    reply = server.send(Train(arrays=server.weights, run="delta", lr=0.1))  # no roll call before it
     assert "at most one over the number of examples, 0.025" in refusal(reply)
     assert not server.charges("delta")
 
@@ -114,7 +114,7 @@ def test_a_policy_caps_delta(folder, delta):
     options = [*TASK, "dp=classifier", "strategy=cwt", delta]
     server = HostileServer(folder, *options, policy="max-delta: 0.001")
     assert "asks for delta <= 0.001" in refusal(
-        server.send(Visit(arrays=server.weights, run=f"cap {delta[6:]}", lr=0.1))
+        server.send(Train(arrays=server.weights, run=f"cap {delta[6:]}", lr=0.1))
     )
 
 
@@ -186,7 +186,7 @@ def test_weights_that_are_no_numbers_meet_no_data(folder, bad, monkeypatch):
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda *_: pytest.fail("weights met data"))
     name = next(iter(server.weights))
     spoilt = {**server.weights, name: np.full_like(server.weights[name], bad)}
-    for request in (Visit(arrays=spoilt, run="bad", lr=0.1), Evaluate(arrays=spoilt, run="bad")):
+    for request in (Train(arrays=spoilt, run="bad", lr=0.1), Evaluate(arrays=spoilt, run="bad")):
         assert refusal(server.send(request)) == "FlwrReplayError; the institution's own log says more"
     assert not server.charges("bad")
 
@@ -218,7 +218,7 @@ def test_training_examples_are_tested_only_in_runs_that_say_so(folder):
 
 def test_an_epsilon_that_rounds_to_nothing_is_stated_all_the_same(folder):
     server = HostileServer(folder, *TASK, "strategy=cwt", "dp=classifier", "sigma=1000000", "delta=0.02")
-    reply = server.send(Visit(arrays=server.weights, run="tiny", lr=0.1))
+    reply = server.send(Train(arrays=server.weights, run="tiny", lr=0.1))
     assert metrics(reply)["delta"] == 0.02
     [line] = [line for line in server.ledger if line["run"] == "tiny" and line["field"] == "arrays"]
     assert line["protection"].endswith(", 0.02)-DP")
@@ -253,7 +253,7 @@ def test_a_run_has_so_many_tests(folder):
 
 
 def test_a_field_that_is_declared_private_needs_a_charge_by_that_name():
-    class Mine(Visited):
+    class Mine(Trained):
         arrays = model(dp="classifier")
 
     assert Mine.declared()["arrays"].dp == ""  # not annotated here, so not declared here

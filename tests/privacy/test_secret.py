@@ -12,7 +12,7 @@ from scipy import stats
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import PrivacyError
-from flwr_replay.institution.budgeted import Purse
+from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.state import StateStore
 from flwr_replay.payloads.replay import TrainPrior
@@ -54,15 +54,15 @@ def test_a_key_that_cannot_be_read_costs_nothing(tmp_path, spend):
     )
     data = np.zeros((99, 1, 8, 8), np.uint8), np.zeros(99, np.int64)
     institution = replace(Institution.from_arrays("a", data), state_root=tmp_path)
-    purse, request = (
-        Purse(plan, institution, StateStore(institution), 0),
+    budget, request = (
+        PrivacyBudget(plan, institution, StateStore(institution), 0),
         TrainPrior(run="run", server_round=1, arrays={}),
     )
     (institution.state / KEY).mkdir()
     with pytest.raises(PrivacyError, match="must be a file that its owner can read; Is a directory") as caught:
-        purse.begin("prior", 1, request) if spend == "begin" else purse.noisy_counts(torch.ones(3), request)
+        budget.begin("prior", 1, request) if spend == "begin" else budget.noisy_counts(torch.ones(3), request)
     assert str(tmp_path) not in str(caught.value)
-    assert purse.account("run").spent == []
+    assert budget.account("run").spent == []
 
 
 def test_a_secret_stream_never_comes_again(tmp_path):

@@ -224,7 +224,7 @@ def test_a_decoder_that_is_lost_is_missed(tmp_path):
 def test_a_prior_is_tried_before_anybody_is_given_it(change, says):
     config = compose([*JOB, *CWT, "replay=pixelcnn"])
     replay = CWTStrategy(config.strategy, settings_of(config)).replay
-    fresh = to_arrays(replay.replaying.fresh_prior(replay.model))
+    fresh = to_arrays(replay.replay_plan.fresh_prior(replay.model))
     arrays, counts = {f"prior.{name}": array.copy() for name, array in fresh.items()}, [4, 4, 4]
     change(arrays, counts)
     told = TrainedPrior(arrays=arrays, num_examples=12, examples_seen=12, label_counts=counts)

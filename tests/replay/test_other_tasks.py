@@ -9,8 +9,8 @@ from replay.runs import simulated
 from safetensors.numpy import load_file
 
 from flwr_replay.config.compose import compose, overrides_of
-from flwr_replay.generators.plan import Replaying
-from flwr_replay.generators.sampler import Source, replayer_of
+from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.sampler import Source, sampler_of
 
 AGES = [60 + 3 * n for n in range(40)]  # months
 
@@ -21,11 +21,11 @@ def kept(ran, name, number=0):
     return [load_file(path) for path in found]
 
 
-def replayer(ran, name):
+def sampler(ran, name):
     codes, decoder = kept(ran, name)
-    replaying = Replaying.of(compose(overrides_of(ran.folder / "config.yaml")))
+    replay_plan = ReplayPlan.of(compose(overrides_of(ran.folder / "config.yaml")))
     source = Source(name.encode(), decoder, codes["codes"], codes["labels"])
-    return replayer_of((source,), replaying, torch.device("cpu"))
+    return sampler_of((source,), replay_plan, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -46,7 +46,9 @@ def test_ages_travel_beside_codes_in_months(tmp_path, hands):
     assert not ran.result["failures"]
     for name in ("institution-1", "institution-2"):
         assert sorted(kept(ran, name)[0]["labels"]) == AGES
-        [(x, y)] = replayer(ran, name).beside(iter([(torch.rand(3, 1, 8, 8), torch.tensor([1.0, 2, 3]))]), 8, rng())
+        [(x, y)] = sampler(ran, name).mixed_batches(
+            iter([(torch.rand(3, 1, 8, 8), torch.tensor([1.0, 2, 3]))]), 8, rng()
+        )
         assert (x.shape, x.dtype, y.dtype) == ((11, 1, 8, 8), torch.float32, torch.float32)
         assert set(y[:8].tolist()) <= set(AGES)
         assert y[8:].tolist() == [1, 2, 3]
@@ -78,8 +80,10 @@ def test_masks_come_out_of_the_codes(tmp_path):
     codes, _ = kept(ran, "institution-1")
     assert codes["labels"].dtype == np.int64
     assert not codes["labels"].any()
-    generated = replayer(ran, "institution-1")
-    [(x, y)] = generated.beside(iter([(torch.rand(2, 1, 16, 16), torch.ones(2, 16, 16, dtype=torch.uint8))]), 4, rng())
+    generated = sampler(ran, "institution-1")
+    [(x, y)] = generated.mixed_batches(
+        iter([(torch.rand(2, 1, 16, 16), torch.ones(2, 16, 16, dtype=torch.uint8))]), 4, rng()
+    )
     assert (x.shape, y.shape, y.dtype) == ((6, 1, 16, 16), (6, 16, 16), torch.uint8)
     assert set(y[:4].unique().tolist()) == {0, 1}
     drawn = torch.randperm(len(generated), generator=rng())[:4]

@@ -5,13 +5,13 @@ import torch
 
 from flwr_replay.config.compose import compose
 from flwr_replay.generators.codes import pack_codes, unpack_codes
-from flwr_replay.generators.plan import Replaying
-from flwr_replay.learning.training import generator, step
+from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.learning.training import step, torch_rng
 
 
 @pytest.fixture(scope="module")
 def plan():
-    return Replaying.of(compose(["task=retina", "preset=paper", "replay=vqvae2", "task.size=256", "task.channels=3"]))
+    return ReplayPlan.of(compose(["task=retina", "preset=paper", "replay=vqvae2", "task.size=256", "task.channels=3"]))
 
 
 def test_the_preset_is_the_papers_generator(plan):
@@ -22,7 +22,7 @@ def test_the_preset_is_the_papers_generator(plan):
 
 def test_two_steps_and_a_round_trip(plan):
     torch.set_num_threads(1)
-    model, draws = plan.fresh_generator(), generator("paper")
+    model, draws = plan.fresh_generator(), torch_rng("paper")
     optimizer = torch.optim.Adam(model.parameters(), lr=plan.generator.lr)
     x = torch.rand(1, 3, 256, 256, generator=draws)
     losses = [step(model, optimizer, model.loss(x, draws)[0]) for _ in range(2)]

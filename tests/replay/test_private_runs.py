@@ -14,9 +14,9 @@ from replay.runs import FEW, JOB, B, broken, run, same, simulated
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_strategy, overrides_of
 from flwr_replay.errors import ConfigError
-from flwr_replay.generators.plan import Replaying
-from flwr_replay.generators.sampler import Replayer
-from flwr_replay.institution.budgeted import PrivateVisit
+from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.sampler import ReplaySampler
+from flwr_replay.institution.budget import DPTraining
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.common import Evaluate, RollCall
@@ -272,7 +272,7 @@ def test_end_to_end_metrics_on_training_examples_are_refused(folder, split, answ
 
 
 def test_codes_leave_only_where_codes_are_what_travels(folder):
-    generator = to_arrays(Replaying.of(compose([*JOB, *END_TO_END])).fresh_generator())
+    generator = to_arrays(ReplayPlan.of(compose([*JOB, *END_TO_END])).fresh_generator())
     shown = ask(folder, EncodeImages(arrays=generator, run="r", replayed=0), *END_TO_END)
     assert "arrays" not in shown
     assert shown["config"]["error"] == "ConfigError"
@@ -293,16 +293,16 @@ def ask(folder, request, *options):
 
 def test_what_is_replayed_does_not_depend_on_the_private_batches(folder, monkeypatch):
     """It is neither clipped nor noised, so one example more or less in a batch must not change it."""
-    take, found = Replayer.take, []
+    take, found = ReplaySampler.take, []
 
     def watched(self, rows):
         found[-1].append(rows.tolist())
         return take(self, rows)
 
-    monkeypatch.setattr(Replayer, "take", watched)
+    monkeypatch.setattr(ReplaySampler, "take", watched)
     for sizes in ((0, 3), (5, 3)):
         found.append([])
-        monkeypatch.setattr(PrivateVisit, "rows", lambda self, n, sizes=sizes: (torch.arange(size) for size in sizes))
+        monkeypatch.setattr(DPTraining, "rows", lambda self, n, sizes=sizes: (torch.arange(size) for size in sizes))
         run(folder, *GENERATOR, "replay.ratio=6", "sigma=2", "delta=0.01")
     drawn = [[rows for rows in of_run if len(rows) == 6 * B] for of_run in found]
     assert drawn[0] == drawn[1]

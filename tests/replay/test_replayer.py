@@ -10,8 +10,8 @@ from replay.runs import FEW, JOB, SIZES, B, K, N, run
 
 from flwr_replay.config.compose import compose
 from flwr_replay.generators.codes import pack_codes
-from flwr_replay.generators.plan import Replaying
-from flwr_replay.generators.sampler import Replayer, Source
+from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.sampler import ReplaySampler, Source
 from flwr_replay.wire.weights import to_arrays
 
 
@@ -19,11 +19,11 @@ def rng():
     return torch.Generator().manual_seed(0)
 
 
-def parts(replaying, sizes=(7, 4)):
+def parts(replay_plan, sizes=(7, 4)):
     """Return sources with decoders of their own; labels are numbers of codes, over all sources."""
     found, before = [], 0
     for number, n in enumerate(sizes):
-        model = replaying.fresh_generator().eval()
+        model = replay_plan.fresh_generator().eval()
         for parameter in model.parameters():
             parameter.data.add_(0.1 * number)
         codes = torch.randint(K, (n, N), generator=rng())
@@ -33,14 +33,14 @@ def parts(replaying, sizes=(7, 4)):
     return found
 
 
-def replayer(*options):
-    replaying = Replaying.of(compose([*JOB, "replay=vqvae2", *options]))
-    return Replayer(parts(replaying), replaying)
+def sampler(*options):
+    replay_plan = ReplayPlan.of(compose([*JOB, "replay=vqvae2", *options]))
+    return ReplaySampler(parts(replay_plan), replay_plan)
 
 
 @pytest.mark.parametrize("size", [3, 11, 30])
 def test_every_code_comes_once_before_any_comes_again(size):
-    batches = list(itertools.islice(replayer().batches(size, rng()), 11))
+    batches = list(itertools.islice(sampler().batches(size, rng()), 11))
     assert {len(images) for images, _ in batches} == {size}
     drawn = torch.cat([labels for _, labels in batches]).tolist()
     rounds = [drawn[i : i + 11] for i in range(0, len(drawn), 11)]
@@ -49,13 +49,13 @@ def test_every_code_comes_once_before_any_comes_again(size):
 
 
 def test_batches_from_a_later_one_on_are_the_same():
-    whole = list(itertools.islice(replayer().batches(4, rng()), 9))
-    later = list(itertools.islice(replayer().batches(4, rng(), first=5), 4))
+    whole = list(itertools.islice(sampler().batches(4, rng()), 9))
+    later = list(itertools.islice(sampler().batches(4, rng(), first=5), 4))
     assert [labels.tolist() for _, labels in later] == [labels.tolist() for _, labels in whole[5:]]
 
 
 def test_without_a_cache_the_images_are_the_same():
-    cached, decoded = replayer(), replayer("replay.cache-mb=0")
+    cached, decoded = sampler(), sampler("replay.cache-mb=0")
     assert (cached.cached is None, decoded.cached is None) == (False, True)
     rows = torch.tensor([10, 0, 3, 8, 0])
     for one, other in zip(cached.take(rows), decoded.take(rows), strict=True):
@@ -66,7 +66,7 @@ def test_without_a_cache_the_images_are_the_same():
 
 
 def test_every_sources_codes_meet_their_own_decoder():
-    both = replayer()
+    both = sampler()
     images, labels = both.take(torch.arange(11))
     assert labels.tolist() == list(range(11))
     for model, rows in zip(both.generators, (slice(0, 7), slice(7, 11)), strict=True):
@@ -79,7 +79,9 @@ def test_every_sources_codes_meet_their_own_decoder():
 @pytest.mark.parametrize(("ratio", "beside"), [("0.5", 8), ("2", 32), ("0.01", 1), ("0.9", 14)])
 def test_the_ratio_says_how_many_stand_beside_a_batch(ratio, beside):
     real = [(torch.full((n, 1, 8, 8), 2.0), torch.full((n,), 99)) for n in (B, 3)]
-    for (x, y), (own, _) in zip(replayer(f"replay.ratio={ratio}").beside(iter(real), B, rng()), real, strict=True):
+    for (x, y), (own, _) in zip(
+        sampler(f"replay.ratio={ratio}").mixed_batches(iter(real), B, rng()), real, strict=True
+    ):
         assert len(x) == len(y) == beside + len(own)
         assert (y[:beside] < 11).all()  # the replayed come first
         assert torch.equal(x[beside:], own)

@@ -15,7 +15,7 @@ from flwr_replay.clients.fedavgshare import FedAvgShareClient
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.institution.policy import Policy
-from flwr_replay.learning.training import generator
+from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.fedavgshare import Given
 from flwr_replay.report.progress import Display
@@ -32,7 +32,7 @@ def shards(tmp_path):
 def test_it_is_fedavg_on_ones_own_and_what_others_gave(tmp_path, shards):
     given = {}
     for name, (x, y) in shards.items():
-        chosen = torch.randperm(len(y), generator=generator(0, name, "share"))[: max(1, round(0.2 * len(y)))]
+        chosen = torch.randperm(len(y), generator=torch_rng(0, name, "share"))[: max(1, round(0.2 * len(y)))]
         given[name] = x[chosen], y[chosen]
     enlarged = {
         name: tuple(torch.cat([own, *(given[o][i] for o in sorted(given) if o != name)]) for i, own in enumerate(parts))

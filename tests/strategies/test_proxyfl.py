@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import BudgetError, ConfigError, RefusedError, RunError
-from flwr_replay.learning.training import batches, generator
+from flwr_replay.learning.training import batches, torch_rng
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.mutual import ReleasedProxy
-from flwr_replay.privacy.budget import Account
+from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
@@ -56,7 +56,7 @@ def test_a_run_is_algorithm_1(shards):
     for t in range(2):
         for name in NAMES:
             x, y = data[name]
-            for x_B, y_B in batches(x, y, 16, generator(0, name, t + 1)):
+            for x_B, y_B in batches(x, y, 16, torch_rng(0, name, t + 1)):
                 f, h = phi[name](x_B), theta[name](x_B)
                 for model, own, other, weight in ((theta, h, f, 0.3), (phi, f, h, 0.4)):
                     p = other.detach().softmax(1)

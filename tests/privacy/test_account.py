@@ -9,8 +9,8 @@ import pytest
 
 from flwr_replay.errors import PrivacyError, RunError
 from flwr_replay.files.atomic import write_atomic
+from flwr_replay.privacy.account import CHARGES, Account
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
-from flwr_replay.privacy.budget import CHARGES, Account
 
 STEP = SampledGaussian(0.1, 1.0, 1)
 

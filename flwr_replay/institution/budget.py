@@ -13,18 +13,18 @@ from flwr_replay.errors import BudgetError, PrivacyError
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.state import StateStore
 from flwr_replay.models.layers import as_input
+from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian
-from flwr_replay.privacy.budget import Account
 from flwr_replay.privacy.dpsgd import noisy_step, poisson_batches
 from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
 from flwr_replay.privacy.secret import Stream, noise_stream
 
-__all__ = ["PrivateVisit", "Purse"]
+__all__ = ["DPTraining", "PrivacyBudget"]
 
 ROUNDING = 1e-6  # by which epsilon may differ between versions of a library
 
 
-class Purse:
+class PrivacyBudget:
     """What an institution may spend in a run, and what it has spent.
 
     Parameters
@@ -58,7 +58,7 @@ class Purse:
         """Return what each charge of a run was for, before any data are read."""
         return Account(self.state.of_run(run), delta=1.0).mechanisms
 
-    def begin(self, mechanism: str, epochs: int, request: Any) -> PrivateVisit | None:
+    def begin(self, mechanism: str, epochs: int, request: Any) -> DPTraining | None:
         """Charge for some epochs of a mechanism; None where it is not private.
 
         Raises
@@ -74,7 +74,7 @@ class Purse:
         cost = self.plan.cost(mechanism, self.examples, epochs)
         stream = self.stream(mechanism, request)  # before the charge: a key that cannot be read costs nothing
         self.charge(mechanism, cost, request)
-        return PrivateVisit(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
+        return DPTraining(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
 
     def charge(self, mechanism: str, cost: SampledGaussian, request: Any) -> None:
         """Write down what is about to be released, unless the account has forgotten what was."""
@@ -123,7 +123,7 @@ class Purse:
         return noise_stream(self.plan.config.noise, self.institution.state, *purpose)
 
 
-class PrivateVisit:
+class DPTraining:
     """Poisson batches and noisy steps that have been paid for."""
 
     def __init__(self, clip: float, of_epoch: Any, stream: Stream) -> None:
