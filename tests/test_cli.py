@@ -12,7 +12,7 @@ import torch
 from flwr_replay.cli.main import main
 from flwr_replay.config.compose import choices
 from flwr_replay.files.atomic import alone, read_json
-from flwr_replay.institution import owner as institution
+from flwr_replay.institution import node as institution
 
 SMALL = ["model.width=4", "rounds=1", "encoder-epochs=1"]
 

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from flwr_replay.client_app import app, make_client
 from flwr_replay.clients.cwt import CWTClient
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, DataError, RefusedError
-from flwr_replay.institution import owner as owned
+from flwr_replay.institution import node as owned
 from flwr_replay.institution.guard import guard
+from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.common import RollCall, Train
@@ -60,7 +62,7 @@ def ask(monkeypatch, tmp_path):
     def send(request, policy="", strategy="fedreplay", read=unread, served=app):
         (tmp_path / "policy.yaml").write_text(policy)
         rules = read_policy(tmp_path / "policy.yaml")
-        one = owned.Institution(
+        one = Institution(
             name="a", read=read, read_pooled=read, device=torch.device("cpu"), policy=rules, state_root=tmp_path
         )
         own = ["latent_dtype=int8", "patience=1", "encoder_epochs=1"] if strategy == "fedreplay" else []
@@ -158,7 +160,7 @@ class Watched(InlineGrid):
 
     def _answer(self, message):
         node = self.contexts[message.metadata.dst_node_id].node_config
-        state, name = owned.Path(node["state"]), f"institution-{node['partition-id'] + 1}"
+        state, name = Path(node["state"]), f"institution-{node['partition-id'] + 1}"
         before = len(ledger(state, name))
         reply = super()._answer(message)
         written = ledger(state, name)[before:]

@@ -14,7 +14,7 @@ from flwr_replay import client_app
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.institution import client
-from flwr_replay.institution import owner as institution
+from flwr_replay.institution import node as institution
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings

@@ -15,7 +15,7 @@ from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_strategy, overrides_of
 from flwr_replay.errors import DivergedError, FlwrReplayError, RunError
 from flwr_replay.institution import client
-from flwr_replay.institution import owner as institution
+from flwr_replay.institution import node as institution
 from flwr_replay.models import placed
 from flwr_replay.models.zoo import backbone
 from flwr_replay.report.progress import Display
