@@ -28,7 +28,7 @@ class FlwrReplayError(Exception):
 
 
 class ConfigError(FlwrReplayError):
-    """An option, a name or a combination of options that cannot be."""
+    """An unknown option or name, a wrong value, or options that do not go together."""
 
 
 class DataError(FlwrReplayError):
@@ -36,14 +36,14 @@ class DataError(FlwrReplayError):
 
 
 class PrivacyError(FlwrReplayError):
-    """What would break a promise of privacy: a step beyond the budget, a secret key that others can read.
+    """A request that would break a privacy promise: a step beyond the budget, a secret key that others can read.
 
-    The server is told its text.
+    Its text is sent to the server.
     """
 
 
 class BudgetError(PrivacyError):
-    """A privacy budget that does not allow what is asked for."""
+    """A request that the privacy budget does not allow."""
 
 
 class RefusedError(FlwrReplayError):
@@ -51,23 +51,23 @@ class RefusedError(FlwrReplayError):
 
 
 class WireError(FlwrReplayError):
-    """A payload field that was not declared, or that does not have the declared form."""
+    """A field that its payload does not declare, or whose form is not the declared one."""
 
 
 class TrainingError(FlwrReplayError):
-    """Training that cannot go on: the loss is not finite, a batch of one meets batch norm."""
+    """Training that cannot go on: saved state is gone, or batch norm gets a batch of one."""
 
 
 class DivergedError(TrainingError):
-    """A loss that is not finite: the run stops and keeps its last good checkpoint."""
+    """A loss or weights that are not finite."""
 
 
 class RunError(FlwrReplayError):
-    """A run directory that cannot be written, or a run that lacks institutions."""
+    """A run that cannot go on: a file is damaged or cannot be written, or no institution is left."""
 
 
 def nearest(value: str, known: Iterable[str]) -> str:
-    """Say which known names lie nearest to a wrong one, and all of them where they are few or none is near.
+    """Suggest the known names nearest to a wrong one; list all of them where they are few or none is near.
 
     >>> nearest("fedreplya", ["cwt", "fedreplay"])
     'did you mean fedreplay? known: cwt, fedreplay'
@@ -79,6 +79,6 @@ def nearest(value: str, known: Iterable[str]) -> str:
 
 
 def near_matches(value: str, known: Iterable[str]) -> str:
-    """Ask whether a near name was meant; empty where none is near."""
+    """Ask whether a near name was meant; empty if none is near."""
     close = difflib.get_close_matches(value, sorted(known), n=2)
     return f"did you mean {' or '.join(close)}?" if close else ""

@@ -1,6 +1,6 @@
-"""Randomness as an argument: every generator is derived from what it is for, never from global state.
+"""Randomness as an argument: every seed is derived from its purpose, never from global state.
 
-Privacy noise is the exception and does not come from here: it needs a secret key that no seed reveals.
+Privacy noise does not come from here: it needs a secret key, which no seed reveals.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["derived_rng", "derived_seed"]
 def derived_seed(*parts: object) -> int:
     """Hash (seed, round, institution, purpose) or the like to a seed.
 
-    Parts are kept apart and typed: `("a", "b")`, `("ab",)` and `(1,)`, `("1",)` give different seeds, in every
-    process and on every machine the same.
+    Parts are separate and typed: `("a", "b")`, `("ab",)`, `(1,)` and `("1",)` give four different seeds. The same
+    parts give the same seed in every process and on every machine.
 
     Parameters
     ----------

@@ -1,9 +1,10 @@
-"""The institution's last word, as a Flower mod around any ClientApp: policy first, own ledger before anything leaves.
+"""Decides what leaves an institution. A Flower mod around any ClientApp: `app = ClientApp(mods=[guard])`.
 
-app = ClientApp(mods=[guard])
+First the policy is asked, before any data are read. Then the ClientApp answers. Then the answer is checked and written
+to the institution's own ledger. Only then does it leave.
 
-What is refused here holds against any server and any sequence of its messages: what the policy forbids, mechanisms that
-a method does not have, and answers that state another epsilon and delta than the institution's own account.
+These refusals hold against any server and any sequence of messages: what the policy forbids, mechanisms that the method
+does not have, and an epsilon or delta that is not the one of the institution's own account.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from flwr_replay.wire.records import config_in, metrics_in
 __all__ = ["guard"]
 
 CHOSEN = ("private_lr", "private_batch_size")  # options whose value in a request may be another
-LONGEST = 200  # characters of a name that the own ledger holds
+LONGEST = 200  # characters of a name in the own ledger
 
 
 def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Refuse what the policy forbids, before any data are read where that can be decided; record what leaves, first.
+    """Refuse what the policy forbids, answer, and record the answer before it leaves.
 
-    What goes wrong becomes a `Failure` reply, one line that the server shows. In a deployment it tells the rule that
-    was broken; what the data or this machine look like (paths, values, tracebacks) stays in the institution's own log.
+    An error becomes a `Failure` reply: one line, which the server shows. In a deployment that line names the rule that
+    was broken. Whatever describes the data or this machine (paths, values, tracebacks) stays in the institution's log.
     """
     deployed = "data" in context.node_config or "name" in context.node_config
     instructions: dict[str, Any] = {}
@@ -73,7 +74,7 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
             stage=str(instructions.get("stage", message.metadata.message_type))[:LONGEST],
             split=str(instructions.get("split", ""))[:LONGEST],
         )
-    except Exception as error:  # what cannot be written down does not leave; only this notice does
+    except Exception as error:  # an answer that cannot be recorded does not leave; only this notice does
         return _failure(message, error, institution.name, deployed, secretive=plan is not None)
     return reply
 
@@ -86,36 +87,36 @@ def _answered(
     config: RunConfig,
     run: str,
 ) -> tuple[Message, list[Row]]:
-    """Return the answer, and its fields with what protects them."""
+    """Return the answer, and a ledger row for each of its fields, with its protection."""
     plan, policy, request = _plan(config), institution.policy, request_of(message)
     answer, store = request.answer if request else None, StateStore(institution)
     _check_request(message, request, policy, config)
     if answer and issubclass(answer, Evaluation):
         policy.check_evaluations(store.count_test(run))
-    private = plan.private_fields(answer) if plan and answer else {}
+    dp_fields = plan.private_fields(answer) if plan and answer else {}
     budget = PrivacyBudget(plan, institution, store, config.seed) if plan else None
-    before = budget.charged(run) if budget and private else ()
+    charged_before = budget.charged(run) if budget and dp_fields else ()
     reply = call_next(message, context)
-    if answer and policy.told_metrics != "exact":
+    if answer and policy.allowed_metrics != "exact":
         _keep_counts(reply, answer)
-    found, told = list(rows(reply.content, answer)), metrics_in(reply.content)
+    leaving, metrics = list(rows(reply.content, answer)), metrics_in(reply.content)
     if plan and budget:
-        leaving = {row.field for row in found}
-        plan.check_withheld(answer, leaving)
-        if named := {field: mechanism for field, mechanism in private.items() if field in leaving}:
-            _check_account(budget, run, named, before, told)
-        found = plan.protected(found, answer, told)
-    if request is None:  # nothing was declared: what is there shows only now
-        for row in found:
+        names = {row.field for row in leaving}
+        plan.check_withheld(answer, names)
+        if sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}:
+            _check_account(budget, run, sent, charged_before, metrics)
+        leaving = plan.protected(leaving, answer, metrics)
+    if request is None:  # an undeclared message: its fields are known only now
+        for row in leaving:
             policy.check_field(row.field, row.kind)
-    policy.check_upload(sum(row.bytes for row in found), "the answer")
-    return reply, found
+    policy.check_upload(sum(row.bytes for row in leaving), "the answer")
+    return reply, leaving
 
 
 @lru_cache(maxsize=64)
 def _plan(config: RunConfig) -> PrivacyPlan | None:
-    """Return what a run trains by DP-SGD, if this institution's half of the method does train it so."""
-    client = load_client(config.strategy.name)  # declares the payloads of the method, too
+    """Return what a run trains by DP-SGD; refuse what this institution's half of the method does not train so."""
+    client = load_client(config.strategy.name)  # its import declares the method's payloads, too
     if plan := PrivacyPlan.of(config):
         plan.check_method(config.strategy.name, mechanisms_of(client))
     return plan
@@ -134,7 +135,7 @@ def _check_request(message: Message, request: type[Request] | None, policy: Poli
         return
     request.check_scalars(message.content)
     _check_options_kept(instructions, config)
-    announced = instructions.get("stages", [])  # at the roll call: what will be asked for
+    announced = instructions.get("stages", [])  # at the roll call: all stages of the run
     for asked in (request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS)):
         policy.check_release(asked, plan.promise if plan else None)
     _check_size(message, policy, request.answer)
@@ -146,17 +147,23 @@ def _check_request(message: Message, request: type[Request] | None, policy: Poli
 
 
 def _check_options_kept(instructions: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse instructions that are not what the run's own options say: a larger share, another beta.
-
-    An empty option means that the server chooses; learning rates fall, and batches may be as training has them.
-    """
-    for option, value in asdict(config.strategy).items():
-        told = instructions.get(option.replace("_", "-"), value)
-        if option not in CHOSEN and value != "" and told != value:
+    """Refuse instructions that differ from the run's own options: a larger share, another beta."""
+    for key, value in _kept_options(config):
+        if (asked := instructions.get(key, value)) != value:
             raise RefusedError(
-                f"a server asks for what its run says; strategy.{option.replace('_', '-')} is {value!r}, it asks for "
-                f"{str(told)[:40]}: refused"
+                f"a server asks for what its run says; strategy.{key} is {value!r}, it asks for {str(asked)[:40]}: "
+                "refused"
             )
+
+
+@lru_cache(maxsize=64)  # the same options come with every message
+def _kept_options(config: RunConfig) -> tuple[tuple[str, Any], ...]:
+    """Return the strategy's options that an instruction of the same name must equal.
+
+    An empty option means that the server chooses. Learning rates fall, and a batch size may be that of training.
+    """
+    options = asdict(config.strategy).items()
+    return tuple((name.replace("_", "-"), value) for name, value in options if name not in CHOSEN and value != "")
 
 
 @lru_cache(maxsize=64)  # the same options come with every message
@@ -174,19 +181,22 @@ def _check_options(policy: Policy, config: RunConfig) -> None:
 
 
 def _check_size(message: Message, policy: Policy, answer: type[Payload]) -> None:
-    """Whole models leave as large as they came: refuse them before any data are read."""
+    """Refuse, before any data are read, a model that is too large to leave: it returns with the size it came with."""
     arrays = message.content.get("arrays")
     if arrays and any(field.kind == "model" and not field.part for field in answer.declared().values()):
         policy.check_upload(arrays.count_bytes(), "the model")
 
 
 def _keep_counts(reply: Message, answer: type[Payload]) -> None:
-    """Leave in the answer to a test what counts examples, and in any other no loss: it is a test of what was sent."""
-    tested, told = issubclass(answer, Evaluation), metrics_in(reply.content)
+    """Remove from the answer to a test all that is no count, and from any other its losses.
+
+    A training loss, too, tests the weights that the server sent.
+    """
+    tested, metrics = issubclass(answer, Evaluation), metrics_in(reply.content)
     fields = answer.by_key()
     kept = {
         name: value
-        for name, value in told.items()
+        for name, value in metrics.items()
         if name in fields and (fields[name].counted if tested else answer is Present or not fields[name].withheld)
     }
     if tested and not kept.keys() - {"num-examples"}:
@@ -194,38 +204,45 @@ def _keep_counts(reply: Message, answer: type[Payload]) -> None:
             "policy lets counts of a test leave (metrics: counted); this task's metrics are no counts: choose a "
             "classification or segmentation, or ask the institution to change its policy file"
         )
-    if kept != told:
+    if kept != metrics:
         reply.content["metrics"] = MetricRecord(kept)
 
 
 def _check_account(
-    budget: PrivacyBudget, run: str, private: Mapping[str, str], before: Sequence[str], told: Mapping[str, Any]
+    budget: PrivacyBudget,
+    run: str,
+    dp_fields: Mapping[str, str],
+    charged_before: Sequence[str],
+    metrics: Mapping[str, Any],
 ) -> None:
-    """Let nothing leave as private that this message has not been charged for, under any other epsilon than charged."""
+    """Refuse a field under DP that this message was not charged for, and any epsilon but the account's."""
     account = budget.account(run)
-    charged = Counter(account.mechanisms) - Counter(before)
-    for field, mechanism in private.items():
+    charged = Counter(account.mechanisms) - Counter(charged_before)
+    for field, mechanism in dp_fields.items():
         if not charged[mechanism]:
             raise PrivacyError(
                 f"{field} leaves as trained by DP-SGD only if its {mechanism} has been charged; the account of run "
                 f"{run!r} has no such charge for this answer: choose dp=none, or a method that trains it so"
             )
-    if (told.get("epsilon"), told.get("delta")) != (account.stated_epsilon, account.delta):
+    if (metrics.get("epsilon"), metrics.get("delta")) != (account.stated_epsilon, account.delta):
         raise PrivacyError(
             f"an answer states the epsilon and delta of the institution's account, {account.stated_epsilon} and "
-            f"{account.delta:g}; it states {told.get('epsilon')} and {told.get('delta')}: it is kept back"
+            f"{account.delta:g}; it states {metrics.get('epsilon')} and {metrics.get('delta')}: it is kept back"
         )
 
 
 def _failure(message: Message, error: Exception, name: str, deployed: bool, secretive: bool = False) -> Message:
-    """Answer by a notice; a secretive one tells nothing that could come of data without noise."""
+    """Return a notice in place of an answer.
+
+    Under DP (`secretive`) it says nothing that may depend on examples without noise, such as that a loss diverged.
+    """
     log = logging.getLogger("flwr")
-    told = isinstance(error, (PrivacyError, RefusedError, TrainingError, WireError)) or not deployed
-    told &= not (secretive and isinstance(error, DivergedError))
-    kind = type(error).__name__ if told or not secretive or isinstance(error, ConfigError) else "FlwrReplayError"
+    public = isinstance(error, (PrivacyError, RefusedError, TrainingError, WireError)) or not deployed
+    public &= not (secretive and isinstance(error, DivergedError))
+    kind = type(error).__name__ if public or not secretive or isinstance(error, ConfigError) else "FlwrReplayError"
     if not isinstance(error, FlwrReplayError):
         log.error("this institution cannot answer", exc_info=error)
-    elif not told:
+    elif not public:
         log.error("this institution cannot answer: %s", error)
-    line = " ".join(str(error).split()) if told else f"{kind}; the institution's own log says more"
+    line = " ".join(str(error).split()) if public else f"{kind}; the institution's own log says more"
     return Message(Failure(failure=line or kind, error=kind, name=name).encode(), reply_to=message)

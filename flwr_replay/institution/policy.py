@@ -2,35 +2,34 @@
 
 The policy is a YAML file in the institution's hands:
 
-    strategies: [fedreplay, cwt]              # which methods it takes part in
-    kinds: [model, statistic, per-sample]     # which kinds of field may leave (notices always may); raw examples, as
-                                              # FedAvg+Share sends them, are a kind of their own: per-sample-raw.
-                                              # Where the server chooses the weights, per-sample is as much: an
-                                              # encoder may hand images on as they are; see `weights`
-    weights: {extract: [random]}              # by stage, which weights may come: `random` are those that the run's seed
-                                              # gives, drawn again here; others by their digest, as `flwr-replay privacy
-                                              # digest FILE`. Stages that bring an encoder, generator or decoder are
-                                              # extract, encode-images, train-generator, keep-decoder, train-prior,
-                                              # keep-prior. A stage that is not named takes any weights. SplitNN's
-                                              # part is moved by the server's gradients: no digest pins it. What
-                                              # pinned weights make of images can still be inverted, exactly where
-                                              # a layer is wider than its input
-    max-upload-mb: 64                         # the largest message that may leave, 10^6 bytes
-    max-epsilon: 8                            # what depends on training examples must be differentially private with at
-                                              # most this epsilon in a run: the run needs dp=end-to-end and a budget
-                                              # within it. Metrics on test examples are not covered; see `metrics`. Runs
-                                              # add up, and that is not limited
+    strategies: [fedreplay, cwt]              # methods that it takes part in
+    kinds: [model, statistic, per-sample]     # kinds of field that may leave; notices always may. Raw examples, as
+                                              # FedAvg+Share sends them, have a kind of their own: per-sample-raw.
+                                              # Where the server chooses the encoder, per-sample is no safer: that
+                                              # encoder may pass images on unchanged. See `weights`
+    weights: {extract: [random]}              # by stage, the weights that it accepts. `random`: those that the run's
+                                              # seed gives, drawn again here. Others by digest, as `flwr-replay privacy
+                                              # digest FILE` prints it. Stages that bring an encoder, generator or
+                                              # decoder: extract, encode-images, train-generator, keep-decoder,
+                                              # train-prior, keep-prior. `random` never matches the last two. A stage
+                                              # that is not named accepts any weights. SplitNN's part is moved by the
+                                              # server's gradients: no digest pins it. Latents from pinned weights can
+                                              # still be inverted, exactly where a layer is wider than its input
+    max-upload-mb: 64                         # the largest message that may leave, in 10^6 bytes
+    max-epsilon: 8                            # all that depends on training examples must be differentially private,
+                                              # with at most this epsilon in a run. The run then needs dp=end-to-end and
+                                              # a budget within it. Metrics on test examples are not covered: see
+                                              # `metrics`. Several runs add up; their sum has no limit
     max-delta: 1.0e-5                         # the largest delta; choose it far below one over the number of examples
-    metrics: counted                          # of tests: none | counted: numbers of examples and pixels only | exact:
-                                              # losses and scores too, by which crafted weights read out single pixels.
-                                              # Losses of training leave with exact only. Left out: exact, and counted
-                                              # beside max-epsilon
-    max-evaluations: 1000                     # tests in one run; left out: 10,000
-    limits: {epochs: 50}                      # the most that a server may ask for; the others are as in `LIMITS`
+    metrics: counted                          # of tests. none | counted: numbers of examples and pixels | exact: losses
+                                              # and scores too, from which crafted weights read single pixels. Training
+                                              # losses leave with exact only. Default: exact, with max-epsilon counted
+    max-evaluations: 1000                     # tests in one run; default: 10,000
+    limits: {epochs: 50}                      # the most that a server may ask for; defaults: `LIMITS`
 
-A key that is left out forbids nothing, but for the limits, which always hold. The rules are enforced by this package's
-ClientApp, before any data are read where the question can be decided then. They bind the code that the institution
-runs; they do not bind other code.
+A key that is left out forbids nothing, except that limits always hold. This package's ClientApp enforces the rules,
+before any data are read wherever the question can be decided then. They bind the code that the institution runs, and no
+other code.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ ADVICE = "or ask the institution to change its policy file"
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What an institution allows; None allows everything."""
+    """What an institution allows. None: everything."""
 
     strategies: tuple[str, ...] | None = None
     kinds: tuple[str, ...] | None = None
@@ -128,22 +127,22 @@ class Policy:
     def check_release(
         self, answer: type[Payload], promise: Callable[[type[Payload], Field], float] | None = None
     ) -> None:
-        """Refuse a payload whose fields, as declared, may not leave.
+        """Refuse a payload with a declared field that may not leave.
 
         Parameters
         ----------
         answer : type[Payload]
             The declaration of what would leave.
         promise : Callable | None
-            Gives the largest epsilon that a field of it can have in this run; None: there is no differential privacy.
+            Gives the largest epsilon that a field can have in this run. None: the run has no differential privacy.
         """
-        if issubclass(answer, Evaluation) and self.told_metrics == "none":
+        if issubclass(answer, Evaluation) and self.allowed_metrics == "none":
             raise RefusedError(f"policy lets no metrics leave; a test was asked for: evaluate elsewhere, {ADVICE}")
         for name, field in answer.declared().items():
             self.check_field(f"{answer.__name__}.{name}", field.kind, promise(answer, field) if promise else math.inf)
 
     def check_field(self, name: str, kind: Kind, epsilon: float = math.inf) -> None:
-        """Refuse a field of a kind, or with an epsilon, that may not leave."""
+        """Refuse a field by its kind or its epsilon."""
         if kind == "notice":
             return
         if self.kinds is not None and kind not in self.kinds:
@@ -173,16 +172,16 @@ class Policy:
             )
 
     def check_weights(self, stage: str, digest: Callable[[], str], random: Callable[[], str]) -> None:
-        """Refuse weights that a stage may not be given.
+        """Refuse weights that the policy does not accept for a stage.
 
         Parameters
         ----------
         stage : str
-            Of the request that brings them.
+            Of the request that brings the weights.
         digest : Callable[[], str]
-            Gives theirs, from `flwr_replay.files.tensors.digest`.
+            Gives their digest, as `flwr_replay.files.tensors.digest` does.
         random : Callable[[], str]
-            Gives the digest of those that the run's seed gives.
+            Gives the digest of the weights that the run's seed gives.
         """
         allowed = dict(self.weights).get(stage)
         if allowed is None or (came := digest()) in allowed or (RANDOM in allowed and came == random()):
@@ -201,13 +200,13 @@ class Policy:
             )
 
     @property
-    def told_metrics(self) -> str:
-        """What of a test may leave: none, counted or exact."""
+    def allowed_metrics(self) -> str:
+        """Which results of a test may leave: none, counted or exact."""
         return self.metrics or ("exact" if self.max_epsilon is None else "counted")
 
 
 def read_policy(path: Path | None) -> Policy:
-    """Read a policy file; no file allows everything, a faulty file is an error and allows nothing.
+    """Read a policy file. No file allows everything; a faulty file is an error and allows nothing.
 
     Raises
     ------
