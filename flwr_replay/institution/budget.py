@@ -1,4 +1,4 @@
-"""DP-SGD of one mechanism in one visit to an institution: charged before any step is taken."""
+"""An institution's privacy budget in a run: every DP-SGD training is charged before its first step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PrivacyBudget:
     state : StateStore
         Where its account of the run and its key are.
     seed : int
-        Of the run; with `privacy.noise=seeded` the noise comes from it.
+        Of the run; the noise comes from it only with `privacy.noise=seeded`, for tests.
     """
 
     def __init__(self, plan: PrivacyPlan, institution: Institution, state: StateStore, seed: int) -> None:
@@ -55,29 +55,29 @@ class PrivacyBudget:
         return Account(self.state.of_run(run), delta=delta, limit=self.plan.config.limit)
 
     def charged(self, run: str) -> tuple[str, ...]:
-        """Return what each charge of a run was for, before any data are read."""
+        """Return the mechanism of each charge so far, without reading any data."""
         return Account(self.state.of_run(run), delta=1.0).mechanisms
 
     def begin(self, mechanism: str, epochs: int, request: Any) -> DPTraining | None:
-        """Charge for some epochs of a mechanism; None where it is not private.
+        """Charge for some epochs of a mechanism and return its DP-SGD; None if the run does not train it under DP.
 
         Raises
         ------
         PrivacyError
-            If the budget does not allow all of them, none is asked for, or the account says less than the institution
-            has stated before. None may then be taken.
+            If the budget does not allow all epochs, none is asked for, or the account states less than before. No step
+            may then be taken.
         """
         if not self.plan.covers(mechanism):
             return None
         if epochs < 1:
             raise PrivacyError(f"a private training has at least one epoch; {epochs} were asked for")
         cost = self.plan.cost(mechanism, self.examples, epochs)
-        stream = self.stream(mechanism, request)  # before the charge: a key that cannot be read costs nothing
+        stream = self.stream(mechanism, request)  # first: a key that cannot be read costs nothing
         self.charge(mechanism, cost, request)
         return DPTraining(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
 
     def charge(self, mechanism: str, cost: SampledGaussian, request: Any) -> None:
-        """Write down what is about to be released, unless the account has forgotten what was."""
+        """Charge the account, unless it states less than the institution stated before."""
         account, stated = self.account(request.run), request.stated
         if (known := account.epsilon()) < (1 - ROUNDING) * stated:
             raise PrivacyError(
@@ -88,7 +88,7 @@ class PrivacyBudget:
         account.charge(mechanism, cost, self.plan.config.noise)
 
     def noisy_counts(self, counts: Tensor, request: Any) -> Tensor:
-        """Return the numbers of examples of each label with noise, rounded, none negative, at least one in all."""
+        """Return noisy numbers of examples by label: whole, none negative, at least one in all."""
         if not self.plan.covers("prior"):
             return counts
         cost = self.plan.counts()
@@ -99,17 +99,17 @@ class PrivacyBudget:
         return noisy if noisy.sum() else torch.ones_like(noisy)
 
     def spent(self, run: str) -> dict[str, Any]:
-        """Return what an answer states: epsilon of all that was released in this run, delta; at first nothing."""
+        """Return what an answer states: the epsilon of all releases in this run, and delta; before any, nothing."""
         account = self.account(run)
         return {"epsilon": account.stated_epsilon, "delta": account.delta} if account.mechanisms else {}
 
     def rest(self, mechanism: str, request: Any) -> None:
-        """Note that a mechanism's weights leave again as they are, which costs nothing more.
+        """Record that a mechanism's weights leave once more, unchanged, which costs nothing.
 
         Raises
         ------
         BudgetError
-            If nothing was charged in this run, so that what would leave has no epsilon yet.
+            If nothing was charged in this run: what would leave has no epsilon.
         """
         if not self.charged(request.run):
             raise BudgetError(
@@ -124,20 +124,20 @@ class PrivacyBudget:
 
 
 class DPTraining:
-    """Poisson batches and noisy steps that have been paid for."""
+    """Poisson batches and noisy steps of a training that was charged."""
 
     def __init__(self, clip: float, of_epoch: Any, stream: Stream) -> None:
         self.clip, self.of_epoch, self.stream = clip, of_epoch, stream
 
     def rows(self, examples: int) -> Iterator[Tensor]:
-        """Yield the rows of an epoch's batches."""
+        """Yield the row numbers of each batch of an epoch."""
         return poisson_batches(examples, self.of_epoch, self.stream)
 
     def batches(self, data: Shard) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield an epoch's batches of examples and labels; a batch may have any size, and none."""
+        """Yield an epoch's batches of examples and labels. Sizes vary; a batch may be empty."""
         for rows in self.rows(len(data)):
             chosen = rows.to(data.x.device)
-            yield as_input(data.x.index_select(0, chosen)), data.y[chosen]  # of bytes ten times as fast as x[chosen]
+            yield as_input(data.x.index_select(0, chosen)), data.y[chosen]  # ten times as fast as x[chosen], for bytes
 
     def step(
         self,
@@ -146,29 +146,29 @@ class DPTraining:
         losses: Callable[..., Tensor],
         batch: tuple[Tensor, ...],
         batch_size: int,
-        beside: int = 0,
+        num_replayed: int = 0,
     ) -> None:
-        """Take one step; its loss is not private and is not told.
+        """Take one step. Its loss has no noise, so it is not returned.
 
         Parameters
         ----------
         model, optimizer, losses
             As for `flwr_replay.privacy.dpsgd.noisy_step`.
         batch : tuple[Tensor, ...]
-            The institution's examples, after those that are replayed.
+            The replayed examples, then the institution's own.
         batch_size : int
             b, the expected number of the institution's examples.
-        beside : int
-            How many examples, at the beginning of the batch, are replayed.
+        num_replayed : int
+            Replayed examples at the beginning of the batch.
         """
         noisy_step(
             model,
             optimizer,
             losses,
-            tuple(part[beside:] for part in batch),
+            tuple(part[num_replayed:] for part in batch),
             clip=self.clip,
             sigma=self.of_epoch.sigma,
-            batch_size=batch_size + beside,
+            batch_size=batch_size + num_replayed,
             stream=self.stream,
-            public=tuple(part[:beside] for part in batch),
+            public=tuple(part[:num_replayed] for part in batch),
         )

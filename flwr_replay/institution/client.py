@@ -174,7 +174,7 @@ class InstitutionClient(NumPyClient):
             )
         if self.budget:
             self.budget.plan.check_first_passes(self.budget.examples)
-        if self.institution.tested_elsewhere:
+        if self.institution.tests_external:
             _ = self.institution.external  # missing ones are told before anybody trains
         told = self.task.label_sums(train.y)
         proof = proof_of(self.institution.state, request.run)

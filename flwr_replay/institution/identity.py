@@ -1,7 +1,7 @@
-"""How an institution proves that it is the one that took part before, when it returns as another node.
+"""How an institution that returns as another node proves that it took part before.
 
-A key of 32 random bytes is made once and kept in the state directory, readable by its owner only; it is never sent. The
-proof for a run is HMAC-SHA256 of the key over the run's id, so that it says nothing of the institution in other runs.
+A key of 32 random bytes is made once and kept in the state directory. Only its owner can read it, and it is never sent.
+The proof for a run is HMAC-SHA256 of the key over the run's id: it cannot be used in other runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEY = "identity.key"
 
 
 def proof_of(folder: Path, run: str) -> str:
-    """Return what an institution shows the server of a run.
+    """Return an institution's proof for one run.
 
     Parameters
     ----------

@@ -70,8 +70,8 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state",
-        tested_elsewhere=config.external,
-        looked_back=config.forgetting,
+        tests_external=config.external,
+        tests_training=config.forgetting,
         private_model=_private_model(config, owned),
         durable=True,
     )
@@ -98,7 +98,7 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation",
-        tested_elsewhere=config.external,
-        looked_back=config.forgetting,
+        tests_external=config.external,
+        tests_training=config.forgetting,
         private_model=private[k % len(private)] if private else "",
     )

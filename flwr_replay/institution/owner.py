@@ -1,7 +1,7 @@
-"""What one node owns: its name, its data, its device, its state directory, its policy and its own ledger.
+"""What one node owns: its name, data, device, state directory, policy and ledger.
 
-In a simulation an institution is one part of a partitioned data set. In a deployment the node's own configuration
-names it: `--node-config 'name="a" data="/data/a" state="/var/lib/flwr-replay" policy="/etc/flwr-replay/policy.yaml"'`.
+In a simulation an institution owns one part of a data set. In a deployment the node's own configuration names what it
+owns: `--node-config 'name="a" data="/data/a" state="/var/lib/flwr-replay" policy="/etc/flwr-replay/policy.yaml"'`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Shard:
     @classmethod
     def of(cls, examples: Examples, device: torch.device) -> Shard:
         """Move examples to a device."""
-        # Laid out anew, since PyTorch takes one channel with odd strides for "channels last" and computes other bits.
+        # Copied into C order: PyTorch takes one channel with odd strides for "channels last" and computes other bits.
         x, y = (torch.from_numpy(array.ravel()).view(array.shape).to(device) for array in (examples.x, examples.y))
         return cls(x, y, examples.nbytes)
 
@@ -49,7 +49,7 @@ class Shard:
 
 @dataclass
 class Institution:
-    """One node and what it owns; the data are read at first use, never before the policy has agreed."""
+    """One node and what it owns. The data are read at first use, which is after the policy has agreed."""
 
     name: str
     read: Callable[[], Dataset]
@@ -58,16 +58,18 @@ class Institution:
     read_external: Callable[[], Examples] | None = None  # simulation only: other institutions' test examples
     policy: Policy = field(default_factory=Policy)
     state_root: Path = field(default_factory=lambda: home() / "state")
-    tested_elsewhere: bool = False  # on its external examples, too
-    looked_back: bool = False  # on its training examples, too: the run's configuration has forgetting=true
-    private_model: str = ""  # of conf/model, where a method has a model that never leaves; empty: as the common one
-    durable: bool = False  # wait until ledger lines are on the disk before anything leaves
+    tests_external: bool = False  # external=true: models are tested on its external examples, too
+    tests_training: bool = False  # forgetting=true: models are tested on its training examples, too
+    private_model: str = (
+        ""  # of conf/model: the model that never leaves, in methods that have one; empty: as the common one
+    )
+    durable: bool = False  # ledger lines reach the disk before anything leaves
 
     @classmethod
     def from_arrays(
         cls, name: str, train: tuple[Any, Any], test: tuple[Any, Any] | None = None, device: str = "cpu"
     ) -> Institution:
-        """Own examples that are in memory already, for a stage that a user's own ClientApp serves.
+        """Make an institution of examples that are in memory, as a user's own ClientApp has them.
 
         Parameters
         ----------
@@ -84,7 +86,7 @@ class Institution:
 
     @cached_property
     def state(self) -> Path:
-        """The institution's state directory; files here survive rounds and restarts and never leave."""
+        """The institution's state directory. Its files survive rounds and restarts, and never leave."""
         folder = private_folder(make_folder(self.state_root / self.name, "the institution's state directory"))
         sweep(folder)
         return folder
@@ -116,9 +118,9 @@ class Institution:
 
     @cached_property
     def external(self) -> Shard:
-        """Test examples of other institutions; where there are classes, of those that this one trains on.
+        """Test examples of other institutions; in a classification, only of classes that this one trains on.
 
-        Kalra et al. 2023, section 4.3, note 4: of a class that it has never seen, nothing would be measured.
+        Kalra et al. 2023, section 4.3, note 4: a class that it has never seen would measure nothing.
         """
         found = self.read_external() if self.read_external else self.data.external
         if found is not None and self.data.train.y.dtype == np.int64:
@@ -138,7 +140,7 @@ class Institution:
 
     def check_split(self, split: str) -> None:
         """Refuse a test on examples that the run's configuration does not name."""
-        if not {"test": True, "train": self.looked_back, "external": self.tested_elsewhere}.get(split, False):
+        if not {"test": True, "train": self.tests_training, "external": self.tests_external}.get(split, False):
             raise RefusedError(
                 "an institution tests on its test examples, with forgetting=true on its training examples and with "
                 f"external=true on others'; this run asks for split={split!r} without it: refused"
@@ -146,19 +148,19 @@ class Institution:
 
     @cached_property
     def pooled(self) -> Shard:
-        """The union of all institutions' training examples; a simulation only can pool them."""
+        """All institutions' training examples together; only a simulation has them."""
         if self.read_pooled is None:
-            raise TrainingError(  # which a deployed institution tells the server
+            raise TrainingError(  # its text is sent to the server
                 f"institution {self.name!r} owns its own data only; strategy=central needs one institution that owns "
                 "everything: run it in a simulation, or with all data at one node and nodes=1"
             )
         return Shard.of(self.read_pooled().train, self.device)
 
     def record_release(self, rows: list[Row], *, run: str, server_round: int, stage: str, split: str = "") -> None:
-        """Write to the institution's own ledger what is about to leave, of a test also on which examples."""
+        """Write to the institution's own ledger what is about to leave; of a test, also the split it was made on."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        on = {"split": split} if split else {}
-        self._ledger.record({"time": now, "run": run, "round": server_round, "stage": stage, **on}, rows)
+        split_of_test = {"split": split} if split else {}
+        self._ledger.record({"time": now, "run": run, "round": server_round, "stage": stage, **split_of_test}, rows)
         self._ledger.flush(to_disk=self.durable)
 
     @cached_property

@@ -1,11 +1,10 @@
 """What an institution keeps between messages: named arrays in its state directory, by run and exchange.
 
-A deployed ClientApp's process ends with every message, and a Ray actor serves several institutions, so nothing that
-must last lives in memory. Each save is atomic and the last three are kept: the server writes a checkpoint beside the
-next exchange, so a crash may lose two. An exchange that is then repeated begins from what was there before, and gives
-the same bits.
+Nothing that must last lives in memory: a deployed ClientApp's process ends with every message, and a Ray actor serves
+several institutions. Each save is atomic, and the last three are kept. The server writes its checkpoint while the next
+exchange runs, so a crash may lose two exchanges. They are then repeated from the state before them, with the same bits.
 
-What a process was given last under a key it holds in memory too, up to `HELD` bytes for all institutions, and reads it
+A process also holds in memory the arrays that it saved last under each key, up to `HELD` bytes in all. It reads them
 from there as long as the file is the one that it has written.
 """
 
@@ -27,9 +26,9 @@ from flwr_replay.wire.records import StateDict
 
 __all__ = ["StateStore"]
 
-RUNS = "runs"  # the folder of all runs: their names come from the server, and must not meet the institution's own files
+RUNS = "runs"  # the folder of all runs: the server names them, so they must not meet the institution's own files
 SUFFIX = ".safetensors"
-ORIGIN = "made-under"  # of a file: a digest of the options of the run that made it
+ORIGIN = "made-under"  # a file's note: the digest of the options under which it was made
 HELD = 256 * 2**20  # bytes of arrays in memory
 
 
@@ -45,13 +44,13 @@ class StateStore:
         return self.institution.state
 
     def of_run(self, run: str) -> Path:
-        """Return the folder of what belongs to a run; it may not be there yet."""
-        if not NAME.fullmatch(run):  # it comes from the server and must not lead out of the state directory
+        """Return a run's folder, which may not exist yet."""
+        if not NAME.fullmatch(run):  # the server chose it: it must not lead out of the state directory
             raise WireError(f"a run's id has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
         return self.folder / RUNS / run
 
     def bind(self, run: str, bound: str) -> None:
-        """Write down at the first message of a run what it is bound to; later ones must be bound to the same.
+        """Bind a run to its options: the first message of a run writes them down, later ones must have the same.
 
         Parameters
         ----------
@@ -63,12 +62,12 @@ class StateStore:
         Raises
         ------
         PrivacyError
-            If this run was begun under other options: what it has left here may depend on data without noise.
+            If this run began under other options: its state here may depend on data without noise.
         """
         _bind(self.of_run(run), bound)
 
     def count_test(self, run: str) -> int:
-        """Count a test that a run asks for; return how many there were before."""
+        """Count a test in a run; return how many there were before."""
         private_folder(folder := self.of_run(run))
         with open(folder / "tests", "ab", opener=opener()) as file:
             file.write(b".")
@@ -77,10 +76,10 @@ class StateStore:
     def save(
         self, key: str, run: str, server_round: int, arrays: StateDict, to_disk: bool = True, give: bool = False
     ) -> None:
-        """Keep arrays as they stand after exchange `server_round`; forget all but the last three.
+        """Keep arrays as they are after exchange `server_round`; of a key, the last three are kept.
 
-        Without `to_disk` they outlive this process, but perhaps not a power failure. With `give` they are held in
-        memory too, and must not be written to any more.
+        """Bind a run to its options: its first message writes them down, later ones must have the same.
+        too; the caller must not write to them any more.
         """
         file = self._file(key, run, server_round)
         others = [self._file(key, run, exchange) for exchange in self._exchanges(key, run) if exchange != server_round]
@@ -95,15 +94,15 @@ class StateStore:
             _recent.hold(file, arrays)
 
     def load(self, key: str, run: str, before: int) -> StateDict | None:
-        """Return the arrays as they stood when exchange `before` began; None if there are none yet.
+        """Return the arrays as they were when exchange `before` began; None if there are none yet.
 
-        They are not to be written to.
+        The caller must not write to them.
         """
         file = self._latest(key, run, before)
         return _recent.read(file, self.origin) if file else None
 
     def take(self, key: str, run: str, before: int) -> StateDict | None:
-        """Return the same to be written to; from then on they are on the disk only."""
+        """Return the same arrays to be written to; from then on only the disk holds them."""
         file = self._latest(key, run, before)
         arrays = _recent.read(file, self.origin) if file else None
         if file:
@@ -111,31 +110,31 @@ class StateStore:
         return arrays
 
     def at(self, key: str, run: str, server_round: int) -> StateDict | None:
-        """Return the arrays that were saved after one exchange, not to be written to; None if there are none."""
+        """Return the arrays saved after one exchange, not to be written to; None if there are none."""
         file = self._file(key, run, server_round)
         return _recent.read(file, self.origin) if file.exists() else None
 
     def forget_after(self, key: str, run: str, server_round: int) -> None:
-        """Remove what was saved after later exchanges, which are made again."""
+        """Remove what later exchanges saved; they are made again."""
         for exchange in self._exchanges(key, run):
             if exchange > server_round:
                 self._file(key, run, exchange).unlink()
 
     def forget(self, key: str, run: str) -> None:
-        """Remove all that was kept under keys that begin so."""
+        """Remove all that was kept under keys that begin with `key`."""
         for old in self.of_run(run).glob(f"{key}-*{SUFFIX}"):
             old.unlink()
 
     def _latest(self, key: str, run: str, before: int) -> Path | None:
         """Return a key's last file from before an exchange."""
         file = self._file(key, run, before - 1)
-        if file.exists():  # mostly; no need to look what else is there
+        if file.exists():  # the usual case, without listing the folder
             return file
         earlier = [exchange for exchange in self._exchanges(key, run) if exchange < before]
         return self._file(key, run, earlier[-1]) if earlier else None
 
     def _exchanges(self, key: str, run: str) -> list[int]:
-        """Return after which exchanges a key's files were written, in order."""
+        """Return the exchanges that a key's files belong to, in order."""
         try:
             names = os.listdir(self.of_run(run))
         except FileNotFoundError:
@@ -149,7 +148,7 @@ class StateStore:
 
 
 class RecentArrays:
-    """Arrays in memory beside the files that this process has written them to, for every key the last."""
+    """The arrays that this process saved last under each key, held in memory."""
 
     def __init__(self) -> None:
         self.held: OrderedDict[str, Held] = OrderedDict()  # by folder and key, the latest last
