@@ -78,8 +78,8 @@ class StateStore:
     ) -> None:
         """Keep arrays as they are after exchange `server_round`; of a key, the last three are kept.
 
-        """Bind a run to its options: its first message writes them down, later ones must have the same.
-        too; the caller must not write to them any more.
+        Without `to_disk` they outlive this process, but perhaps not a power failure. With `give` they are also held in
+        memory; the caller must not write to them any more.
         """
         file = self._file(key, run, server_round)
         others = [self._file(key, run, exchange) for exchange in self._exchanges(key, run) if exchange != server_round]
