@@ -16,7 +16,7 @@ from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for, 
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import Payload, Row
 
-__all__ = ["COUNTS", "NOTHING", "NO_PROOF", "PrivacyPlan", "mechanisms_of"]
+__all__ = ["COUNTS", "NOTHING", "PrivacyPlan", "mechanisms_of"]
 
 NO_PROOF = " as the paper counts it; not a proof"
 COUNTS = "label counts"  # what is released beside a prior, with noise of its own
