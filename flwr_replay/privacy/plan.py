@@ -53,7 +53,8 @@ class PrivacyPlan:
             does not declare how many passes it makes: none is ever guessed.
         """
         privacy, strategy = config.privacy, config.strategy
-        wanted, declared = privacy.mechanisms, strategy.dp_passes(config.rounds)
+        wanted = privacy.mechanisms
+        declared = {name: epochs for name, epochs in strategy.dp_passes(config.rounds).items() if epochs >= 1}
         require(
             bool(wanted) or privacy.limit == inf,
             f"a budget is for what is trained privately; got epsilon {privacy.limit:g} and dp=none: choose dp=proxy "
@@ -106,7 +107,7 @@ class PrivacyPlan:
         passes["prior"] = config.prior.epochs, config.prior.batch_size
         for name in wanted:
             require(
-                name in passes and passes[name][0] >= 1,
+                name in passes,
                 f"strategy={strategy.name} can have dp={'+'.join(declared) or 'none'}; got {name}, of whose passes "
                 f"{type(strategy).__name__} declares none (dp_passes): choose among these, or another strategy",
             )
