@@ -29,12 +29,15 @@ class StrategyConfig:
         Whether one institution trains on the examples of all, in a simulation.
     files : tuple of str
         Options that name files of the user's, found again from wherever the run is resumed.
+    chosen_later : tuple of str
+        Options whose value in a request may be another than the run's: an institution refuses any other that differs.
     """
 
     name: ClassVar[str]
     dp_by_default: ClassVar[str] = "none"
     pooled: ClassVar[bool] = False
     files: ClassVar[tuple[str, ...]] = ()
+    chosen_later: ClassVar[tuple[str, ...]] = ()
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """Return how many passes an institution makes over its examples, by mechanism: encoder, classifier, proxy.

@@ -41,7 +41,6 @@ from flwr_replay.wire.records import config_in, metrics_in
 
 __all__ = ["guard"]
 
-CHOSEN = ("private_lr", "private_batch_size")  # options whose value in a request may be another
 LONGEST = 200  # characters of a name that the own ledger holds
 
 
@@ -152,7 +151,7 @@ def _check_options_kept(instructions: Mapping[str, Any], config: RunConfig) -> N
     """
     for option, value in asdict(config.strategy).items():
         told = instructions.get(option.replace("_", "-"), value)
-        if option not in CHOSEN and value != "" and told != value:
+        if option not in config.strategy.chosen_later and value != "" and told != value:
             raise RefusedError(
                 f"a server asks for what its run says; strategy.{option.replace('_', '-')} is {value!r}, it asks for "
                 f"{str(told)[:40]}: refused"

@@ -25,6 +25,7 @@ class MutualConfig(StrategyConfig):
     """Options of the methods with a private model and a proxy; the proxy's own are those of `training`."""
 
     dp_by_default: ClassVar[str] = "proxy"
+    chosen_later: ClassVar[tuple[str, ...]] = ("private_lr", "private_batch_size")  # empty: as training has them
 
     alpha: float = 0.5  # weight of the proxy's answers in the private model's loss; paper: 0.5
     beta: float = 0.5  # weight of the private model's answers in the proxy's loss; paper: 0.5; 0: epsilon is proven
