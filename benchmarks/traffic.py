@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from flwr_replay.config.compose import compose
 from flwr_replay.movements.topology import mixing_matrix, receivers
 from flwr_replay.runs.forecast import forecast
+from flwr_replay.runs.simulate import planned
 
 INSTITUTIONS = (4, 8, 16, 32)
 METHODS = {  # options, and the graph over which models pass
@@ -36,7 +37,9 @@ def one_round(options: list[str], nodes: int, data: str) -> tuple[float, float]:
     for rounds in (1, 2):
         shared = ["task=mnist", f"task.data-dir={data}", "preset=paper", "partition.size=50", "batch_size=25"]
         config = compose([*options, *shared, f"nodes={nodes}", f"rounds={rounds}", "evaluate_every=9"])
-        sizes.append({(one.institution, one.direction, one.stage, one.field): one.bytes for one in forecast(config)})
+        sizes.append(
+            {(one.institution, one.direction, one.stage, one.field): one.bytes for one in forecast(planned(config))}
+        )
     first, both = sizes
     grown = {key: both[key] - first.get(key, 0) for key in both}
     released = max(size for (_, direction, _, _), size in grown.items() if direction == "up")

@@ -3,7 +3,8 @@
 Third parties call it on a strategy of their own, installed as `flwr_replay.strategies.<name>` with its client and its
 YAML. It runs small jobs in process: two seeded runs are equal, a resumed run equals an uninterrupted one, dtypes are
 kept, one failing institution is tolerated, inputs stay unchanged, the ledger's bytes are the bytes that travelled, and
-the forecast is the ledger.
+the forecast is the ledger. What is trained by DP-SGD has declared passes; with `dp=...` among the overrides they are
+those that the institutions have charged.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,18 @@ from safetensors.numpy import load_file
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_strategy, overrides_of
+from flwr_replay.files.atomic import home, read_lines
+from flwr_replay.institution.state import RUNS
 from flwr_replay.models.zoo import backbone
+from flwr_replay.privacy.account import CHARGES
+from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.engine import InlineGrid
-from flwr_replay.runs.execute import execute, settings_of
+from flwr_replay.runs.execute import Job, execute
 from flwr_replay.runs.forecast import forecast
-from flwr_replay.runs.opening import new_run_id
+from flwr_replay.runs.opening import new_run_id, read_run_id
+from flwr_replay.runs.simulate import planned
 from flwr_replay.wire.payload import CLIENT_APP_RAISED
 from flwr_replay.wire.records import StateDict, array_record, opened
 from flwr_replay.wire.weights import to_arrays
@@ -92,7 +97,8 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
         At the first clause that does not hold; the message says which.
     """
     with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
-        private = hasattr(load_strategy(name)[1], "dp_by_default")
+        _check_declared(name)
+        private = load_strategy(name)[1].dp_by_default != "none"
         job = [f"strategy={name}", *JOB, *(REPEATABLE if private else ()), *overrides, f"runs_dir={folder}"]
         whole, grid, result = _run([*job, "run_name=whole"])
         again, _, repeated = _run([*job, "run_name=again"])
@@ -100,6 +106,7 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
         assert result["final"] == repeated["final"], "two runs with the same seed must have the same metrics"
         _check_bytes(Path(folder) / "whole", grid, result)
         _check_forecast([*job, "run_name=whole"], Path(folder) / "whole")
+        _check_charges(job, Path(folder) / "whole")
         _check_dtypes(job, whole)
         _check_resumption(job, Path(folder), whole, result)
         _check_failure([*job, "run_name=failing"])
@@ -131,7 +138,7 @@ def _check_bytes(folder: Path, grid: WatchedGrid, result: dict[str, Any]) -> Non
 
 def _check_forecast(overrides: list[str], folder: Path) -> None:
     expected: Counter[tuple[str, ...]] = Counter()
-    for line in forecast(compose(overrides)):
+    for line in forecast(planned(compose(overrides))):
         expected[line.institution, line.direction, line.stage, line.field, line.kind] += line.bytes
     found: Counter[tuple[str, ...]] = Counter()
     for text in (folder / "ledger.jsonl").read_text().splitlines():
@@ -140,6 +147,36 @@ def _check_forecast(overrides: list[str], folder: Path) -> None:
         found[key] += entry["bytes"]
     differing = {key: (expected[key], found[key]) for key in expected | found if expected[key] != found[key]}
     assert not differing, f"the forecast must be the ledger; forecast and ledger differ in {differing}"
+
+
+def _check_declared(name: str) -> None:
+    trained = set(mechanisms_of(load_strategy(name)[0])) - {"generator", "prior"}  # whose passes are replay's
+    declared = compose([f"strategy={name}"]).strategy.dp_passes(1)
+    lacking = sorted(mechanism for mechanism in trained if declared.get(mechanism, 0) < 1)
+    assert not lacking, f"what a strategy can train by DP-SGD must be in its dp_passes; {', '.join(lacking)} is not"
+
+
+def _check_charges(job: list[str], folder: Path) -> None:
+    simulation = planned(compose(job))
+    plan, part = simulation.job.settings.privacy, simulation.part
+    if plan is None or plan.config.epsilon:  # a budget may end before the run does
+        return
+    charged: Counter[str] = Counter()
+    for name, own in zip(part.names, part.train, strict=True):
+        examples = sum(map(len, part.train)) if plan.pooled else len(own)
+        account = home() / "state" / "simulation" / name / RUNS / read_run_id(folder) / CHARGES
+        steps: Counter[str] = Counter()
+        for charge in read_lines(account):
+            steps[charge["mechanism"]] += charge["steps"]
+        for mechanism, passes, _ in plan.passes:
+            expected = plan.cost(mechanism, examples, passes).steps
+            assert steps[mechanism] in (0, expected), (  # 0: another trains it, such as FedReplay's encoder
+                f"dp_passes must be the passes that are made; {passes} of {mechanism} are {expected} steps, {name} "
+                f"has charged {steps[mechanism]}"
+            )
+        charged += steps
+    idle = [mechanism for mechanism, _, _ in plan.passes if not charged[mechanism]]
+    assert not idle, f"what dp= names must be trained by DP-SGD; nobody has charged for {', '.join(idle)}"
 
 
 def _check_dtypes(job: list[str], final: StateDict) -> None:
@@ -171,11 +208,9 @@ def _check_failure(overrides: list[str]) -> None:
 
 def _check_inputs(job: list[str]) -> None:
     config = compose(job)
-    build, strategy_type = backbone(config.model, config.task), load_strategy(config.strategy.name)[0]
-    initial = array_record(to_arrays(build(derived_seed(config.seed, "model"))))
+    initial = array_record(to_arrays(backbone(config.model, config.task)(derived_seed(config.seed, "model"))))
     before = {key: array.copy() for key, array in opened(initial).items()}
-    settings = replace(settings_of(config), run=new_run_id(config))
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(job)}, 3)
-    strategy_type(config.strategy, settings).start(grid=grid, initial_arrays=initial, num_rounds=1)
+    Job.of(config).strategy(new_run_id(config)).start(grid=grid, initial_arrays=initial, num_rounds=1)
     for key, array in opened(initial).items():
         assert np.array_equal(before[key], array), f"inputs must stay unchanged; initial_arrays[{key!r}] changed"

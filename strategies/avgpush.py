@@ -14,6 +14,7 @@ whatever they hold, as in PushSum; with the complete graph and equal sizes this 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,6 +33,10 @@ class AvgPushConfig(GossipConfig):
     """Options of AvgPush."""
 
     name: ClassVar[str] = "avgpush"
+
+    def dp_passes(self, rounds: int) -> Mapping[str, int]:
+        """One pass a round."""
+        return {"classifier": rounds}
 
 
 class AvgPush(Gossip):

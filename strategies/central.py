@@ -11,10 +11,12 @@ Deviations: none; in a deployment the one institution must really hold all data 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_replay.config.sections import one_of
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.common import MOST, Train
 from flwr_replay.server.members import Member
@@ -25,7 +27,7 @@ __all__ = ["Central", "CentralConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CentralConfig:
+class CentralConfig(StrategyConfig):
     """Options of Central."""
 
     name: ClassVar[str] = "central"
@@ -34,6 +36,10 @@ class CentralConfig:
 
     def __post_init__(self) -> None:
         one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+
+    def dp_passes(self, rounds: int) -> Mapping[str, int]:
+        """One pass a round, over the examples of all."""
+        return {"classifier": rounds}
 
 
 class Central(Serial):

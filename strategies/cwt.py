@@ -15,10 +15,12 @@ along (see optimizer-state), the running statistics of batch norm do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from flwr_replay.config.sections import one_of
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.common import Train
 from flwr_replay.rng import derived_rng
@@ -28,7 +30,7 @@ __all__ = ["CWT", "CWTConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CWTConfig:
+class CWTConfig(StrategyConfig):
     """Options of CWT."""
 
     name: ClassVar[str] = "cwt"
@@ -40,6 +42,10 @@ class CWTConfig:
     def __post_init__(self) -> None:
         one_of("strategy.order", self.order, ("fixed", "shuffled"))
         one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+
+    def dp_passes(self, rounds: int) -> Mapping[str, int]:
+        """One pass a cycle."""
+        return {"classifier": rounds}
 
 
 class CWT(Serial):

@@ -16,11 +16,12 @@ caller's configuration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from flwr_replay.config.sections import PASSES, one_of, within
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Train, Trained
 from flwr_replay.wire.records import StateDict, Weights, opened
@@ -29,7 +30,7 @@ __all__ = ["FedAvg", "FedAvgConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgConfig:
+class FedAvgConfig(StrategyConfig):
     """Options of FedAvg."""
 
     name: ClassVar[str] = "fedavg"
@@ -41,6 +42,10 @@ class FedAvgConfig:
     def __post_init__(self) -> None:
         within("strategy.", self, local_epochs=(1, PASSES))
         one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+
+    def dp_passes(self, rounds: int) -> Mapping[str, int]:
+        """E passes a round."""
+        return {"classifier": rounds * self.local_epochs}
 
 
 class FedAvg(Parallel):

@@ -35,6 +35,7 @@ from flwr.serverapp import Grid
 from safetensors.numpy import load_file
 
 from flwr_replay.config.sections import PASSES, VIEWS, one_of, require, within
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.learning.latents import LatentStore, rows_per_chunk
 from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
@@ -55,7 +56,7 @@ UNDER_WAY_MB = 128  # of uploads at a time, or one chunk: what the server holds 
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedReplayConfig:
+class FedReplayConfig(StrategyConfig):
     """Options of FedReplay; the paper's encoder is trained at an institution and cut at conv1."""
 
     name: ClassVar[str] = "fedreplay"
@@ -84,6 +85,10 @@ class FedReplayConfig:
             f"got encoder={self.encoder} and encoder-institution={self.encoder_institution!r}",
         )
         within("strategy.", self, encoder_epochs=(1, PASSES), patience=(1, PASSES), upload_views=(1, VIEWS))
+
+    def dp_passes(self, rounds: int) -> Mapping[str, int]:
+        """At most so many, once, of an encoder that an institution trains; all are charged."""
+        return {"encoder": self.encoder_epochs} if self.encoder == "institution" else {}
 
 
 class FedReplay(OneShot):

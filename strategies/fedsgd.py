@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.learning.training import make_optimizer
 from flwr_replay.movements.parallel import Parallel, weighted_mean
@@ -35,7 +36,7 @@ __all__ = ["FedSGD", "FedSGDConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedSGDConfig:
+class FedSGDConfig(StrategyConfig):
     """FedSGD has no options of its own."""
 
     name: ClassVar[str] = "fedsgd"

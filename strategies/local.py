@@ -13,10 +13,12 @@ at the roll call. The pooled metric is over the institutions' own models, each o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from flwr_replay.config.sections import one_of
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
@@ -28,7 +30,7 @@ __all__ = ["Local", "LocalConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalConfig:
+class LocalConfig(StrategyConfig):
     """Options of Local."""
 
     name: ClassVar[str] = "local"
@@ -36,6 +38,10 @@ class LocalConfig:
 
     def __post_init__(self) -> None:
         one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+
+    def dp_passes(self, rounds: int) -> Mapping[str, int]:
+        """One pass a round."""
+        return {"classifier": rounds}
 
 
 class Local(Relay):

@@ -55,6 +55,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.config.sections import BATCH, one_of, within
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, DivergedError, WireError
 from flwr_replay.learning.training import iterations, late_steps, make_optimizer, mean_loss, step
 from flwr_replay.models import StagedModel, placed, split, split_before_head
@@ -82,7 +83,7 @@ __all__ = ["SplitNN", "SplitNNConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitNNConfig:
+class SplitNNConfig(StrategyConfig):
     """Options of SplitNN; Qu et al. cut after conv1."""
 
     name: ClassVar[str] = "splitnn"

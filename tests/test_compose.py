@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flwr_replay.config.compose import choices, compose, from_run_config, overrides_of, to_yaml
 from flwr_replay.errors import ConfigError
+from flwr_replay.runs.options import resolve
 
 
 @pytest.mark.parametrize(
@@ -210,6 +211,16 @@ def test_every_text_comes_back_as_it_was(drawn, tmp_path_factory):
     config = compose(["strategy=cwt", "task=folder"])
     config = replace(config, run_name=texts[-1], task=replace(config.task, classes=len(texts), class_names=texts))
     assert there_and_back(config, tmp_path_factory.getbasetemp()) == config
+
+
+def test_what_is_planned_is_what_institutions_compose(tmp_path, monkeypatch):
+    """A command line is composed here, its overrides again at every institution."""
+    monkeypatch.chdir(tmp_path)
+    files = ["task.data_dir=d", "topology=file", "topology_file='a b.npy'"]
+    overrides, config = resolve(["strategy=avgpush", "task=folder", *files], "runs", "")
+    assert compose(overrides) == config
+    assert (config.nodes, config.strategy.topology_file) == (4, str(tmp_path / "a b.npy"))
+    assert config.task.data_dir == str(tmp_path / "d")
 
 
 def test_flowers_run_config_says_the_same():

@@ -2,14 +2,19 @@
 
 import pytest
 
-from flwr_replay.privacy.plan import NO_PROOF
 from flwr_replay.report.comparison import overview, summarise
 from flwr_replay.report.epsilon import Stated, epsilon_suffix, largest, shown_epsilon
 from flwr_replay.report.progress import shown_metrics
 
 
 def told(epsilon, proven=True):
-    return {"epsilon": epsilon, "delta": 1e-5, "mechanism": "DP-SGD" + ("" if proven else NO_PROOF), "dp": "proxy"}
+    return {"epsilon": epsilon, "delta": 1e-5, "proven": proven, "mechanism": "DP-SGD", "dp": "proxy"}
+
+
+def told_before(epsilon, proven=True):
+    """As versions wrote it that had no `proven`."""
+    mechanism = "DP-SGD, Poisson sampling" + ("" if proven else " as the paper counts it; not a proof")
+    return {"epsilon": epsilon, "delta": 1e-5, "mechanism": mechanism, "accountant": "rdp", "dp": "proxy"}
 
 
 @pytest.mark.parametrize(
@@ -20,6 +25,8 @@ def told(epsilon, proven=True):
         ([told(7.971), None, told(3.0)], ", epsilon 7.98 (dp=proxy)"),
         ([told(93.11, proven=False), told(1.0)], ", epsilon 93.2 (dp=proxy), no proof"),
         ([told(None), told(1.0)], ", epsilon inf (dp=proxy)"),  # noise from the run's seed
+        ([told_before(93.11, proven=False), told_before(1.0)], ", epsilon 93.2 (dp=proxy), no proof"),
+        ([told_before(7.971)], ", epsilon 7.98 (dp=proxy)"),
     ],
 )
 def test_the_largest_of_a_run_stands_behind_its_metric(stated, shown):

@@ -57,15 +57,16 @@ def run(
     _say("loading …")
     from flwr_replay.report.progress import TerminalDisplay
     from flwr_replay.runs.options import resolve
-    from flwr_replay.runs.simulate import run_inline, run_ray
+    from flwr_replay.runs.simulate import planned, run_ray, simulate
 
     overrides, config = resolve(options or [], runs_dir, resume or "")
+    run = planned(config)
     if dry_run:
         from flwr_replay.runs.forecast import forecast, forecast_page
 
-        print(json.dumps([asdict(line) for line in forecast(config)], indent=2) if as_json else forecast_page(config))
+        print(json.dumps([asdict(line) for line in forecast(run)], indent=2) if as_json else forecast_page(run))
         return
-    result, folder = run_ray(overrides) if engine == "ray" else run_inline(overrides, TerminalDisplay())
+    result, folder = run_ray(run, overrides) if engine == "ray" else simulate(run, overrides, TerminalDisplay())
     print(json.dumps(result, indent=2) if as_json else _summary(result, folder))
 
 
@@ -147,11 +148,10 @@ def show(
     from flwr_replay.data.show import show as describe
     from flwr_replay.files.atomic import make_folder
     from flwr_replay.runs.options import resolve
-    from flwr_replay.runs.simulate import check_run
+    from flwr_replay.runs.simulate import planned
 
     _, config = resolve(options or [], ".", "")
-    part = check_run(config)
-    print(describe(loaded(config.task), part, make_folder(Path(out).absolute(), "--out")))
+    print(describe(loaded(config.task), planned(config).part, make_folder(Path(out).absolute(), "--out")))
 
 
 @app.command()

@@ -19,6 +19,7 @@ from flwr_replay.config.sections import (
     require,
     within,
 )
+from flwr_replay.config.strategy import StrategyConfig
 
 __all__ = [
     "BATCH",
@@ -31,6 +32,7 @@ __all__ = [
     "PrivacyConfig",
     "ReplayConfig",
     "RunConfig",
+    "StrategyConfig",
     "TaskConfig",
     "TrainingConfig",
     "one_of",

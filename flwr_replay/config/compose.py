@@ -33,6 +33,7 @@ from flwr_replay.config.sections import (
     TaskConfig,
     TrainingConfig,
 )
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, nearest
 
 __all__ = [
@@ -97,11 +98,23 @@ def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 @cache
-def load_strategy(name: str) -> tuple[type[Any], type[Any]]:
-    """Return a strategy's class and its config dataclass, found by name in `flwr_replay.strategies`."""
+def load_strategy(name: str) -> tuple[type[Any], type[StrategyConfig]]:
+    """Return a strategy's class and its config dataclass, found by name in `flwr_replay.strategies`.
+
+    Raises
+    ------
+    ConfigError
+        If the latter is none that declares what its options mean.
+    """
     module = importlib.import_module(f"flwr_replay.strategies.{name}")
     strategy: type[Any] = next(value for key, value in vars(module).items() if key.lower() == name)
-    return strategy, getattr(module, f"{strategy.__name__}Config")
+    config = vars(module).get(f"{strategy.__name__}Config")
+    if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
+        raise ConfigError(
+            f"strategy={name} must declare what its options mean: let {strategy.__name__}Config of "
+            f"flwr_replay/strategies/{name}.py extend flwr_replay.config.StrategyConfig"
+        )
+    return strategy, config
 
 
 @cache
@@ -155,7 +168,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     strategy = values.pop("strategy")
     _, strategy_config = load_strategy(strategy.pop("name"))
     if values["privacy"]["dp"] == "auto":
-        values["privacy"]["dp"] = getattr(strategy_config, "dp_by_default", "none")
+        values["privacy"]["dp"] = strategy_config.dp_by_default
     sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in SECTIONS.items()}
     sections["strategy"] = _build(strategy_config, strategy, "strategy")
     config: RunConfig = _build(RunConfig, {**values, **sections}, "")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, near_matches
 
 __all__ = [
@@ -269,7 +270,7 @@ class PriorConfig:
 class RunConfig:
     """One run, fully resolved; `config.yaml` of the run directory holds exactly this."""
 
-    strategy: Any  # the <Name>Config of strategies/<name>.py
+    strategy: StrategyConfig  # the <Name>Config of strategies/<name>.py
     task: TaskConfig
     partition: PartitionConfig
     model: ModelConfig
@@ -299,15 +300,7 @@ class RunConfig:
         require(
             0 < self.timeout <= SECONDS, f"timeout must be positive, in seconds, and at most a year; got {self.timeout}"
         )
-        shift = getattr(self.strategy, "private_shift", 0)
-        require(
-            not shift or (self.task.size > 1 and self.task.format != "bags"),
-            f"strategy.private-shift moves images; task={self.task.name} has none: set private-shift=0",
-        )
-        require(
-            not shift or shift < self.task.size,
-            f"strategy.private-shift moves images by some of their {self.task.size} pixels; got {shift}: choose fewer",
-        )
+        self.strategy.check_options(self)
         require(
             0 <= self.wait <= SECONDS, f"wait must not be negative, in seconds, and at most a year; got {self.wait}"
         )

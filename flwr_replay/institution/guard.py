@@ -42,7 +42,6 @@ from flwr_replay.wire.records import config_in, metrics_in
 
 __all__ = ["guard"]
 
-CHOSEN = ("private_lr", "private_batch_size")  # options whose value in a request may be another
 LONGEST = 200  # characters of a name in the own ledger
 
 
@@ -162,8 +161,8 @@ def _kept_options(config: RunConfig) -> tuple[tuple[str, Any], ...]:
 
     An empty option means that the server chooses. Learning rates fall, and a batch size may be that of training.
     """
-    options = asdict(config.strategy).items()
-    return tuple((name.replace("_", "-"), value) for name, value in options if name not in CHOSEN and value != "")
+    options, chosen_later = asdict(config.strategy).items(), config.strategy.chosen_later
+    return tuple((name.replace("_", "-"), value) for name, value in options if name not in chosen_later and value != "")
 
 
 @lru_cache(maxsize=64)  # the same options come with every message

@@ -78,7 +78,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
 
 
 def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
-    names = getattr(config.strategy, "private_models", ())
+    names = config.strategy.private_models
     if len(names) > 1 and "private-model" not in owned:
         raise ConfigError(
             f"private-models={','.join(names)} go by turns in a simulation; a SuperNode says which is its own: start "
@@ -89,7 +89,7 @@ def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
 
 def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) -> Institution:
     names = dealt(config.task, config.partition, nodes, config.seed).names if config.partition.name == "natural" else ()
-    private = getattr(config.strategy, "private_models", ())
+    private = config.strategy.private_models
     return Institution(
         name=names[k] if names else institution_name(k, nodes),
         read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(loaded(config.task), k),

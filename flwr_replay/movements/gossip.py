@@ -30,6 +30,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import one_of, require
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.relay import Relay
@@ -48,8 +49,10 @@ PATIENCE = 3  # rounds without an acknowledgement after which parcels go back
 
 
 @dataclass(frozen=True, kw_only=True)
-class GossipConfig:
+class GossipConfig(StrategyConfig):
     """Options that all methods of this kind have."""
+
+    files: ClassVar[tuple[str, ...]] = ("topology_file",)
 
     topology: str = "exponential"  # who sends to whom, see flwr_replay.movements.topology; file: topology-file
     topology_file: str = ""  # .npy, .json or .csv with one mixing matrix, or several that take turns

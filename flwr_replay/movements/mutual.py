@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flwr_replay.config.sections import BATCH, PASSES, one_of, require, within
+from flwr_replay.config.sections import BATCH, PASSES, RunConfig, one_of, require, within
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.server.settings import Settings
 
 __all__ = ["MutualConfig", "check_pair"]
 
 
+UNPROVEN = (
+    "An epsilon here is what the paper counts, and no proof: with beta > 0 the proxy learns from a private model that "
+    "has seen all examples without noise, so clipping does not bound what one changes: choose beta=0 for a proof."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class MutualConfig:
+class MutualConfig(StrategyConfig):
     """Options of the methods with a private model and a proxy; the proxy's own are those of `training`."""
 
     dp_by_default: ClassVar[str] = "proxy"
+    chosen_later: ClassVar[tuple[str, ...]] = ("private_lr", "private_batch_size")  # empty: as training has them
 
     alpha: float = 0.5  # weight of the proxy's answers in the private model's loss; paper: 0.5
     beta: float = 0.5  # weight of the private model's answers in the proxy's loss; paper: 0.5; 0: epsilon is proven
@@ -35,6 +44,27 @@ class MutualConfig:
             option = f"strategy.{name.replace('_', '-')}"
             require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
         within("strategy.", self, private_epochs=(0, PASSES), private_batch_size=(0, BATCH))
+
+    def dp_passes(self, rounds: int) -> Mapping[str, int]:
+        """The proxy makes one pass a round; a private model's passes need none, since it stays."""
+        return {"proxy": rounds}
+
+    @property
+    def unproven(self) -> str:
+        """What the proxy learns from the private model has no noise."""
+        return UNPROVEN if self.beta > 0 else ""
+
+    def check_options(self, run: RunConfig) -> None:
+        """Refuse to shift what is no image, or by more pixels than it has."""
+        shift, task = self.private_shift, run.task
+        require(
+            not shift or (task.size > 1 and task.format != "bags"),
+            f"strategy.private-shift moves images; task={task.name} has none: set private-shift=0",
+        )
+        require(
+            not shift or shift < task.size,
+            f"strategy.private-shift moves images by some of their {task.size} pixels; got {shift}: choose fewer",
+        )
 
     def told(self, training: Any, lr: float) -> dict[str, Any]:
         """Return what a request says of it; a learning rate falls as training.lr does."""

@@ -16,12 +16,8 @@ from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for, 
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import Payload, Row
 
-__all__ = ["COUNTS", "NOTHING", "NO_PROOF", "PrivacyPlan", "mechanisms_of"]
+__all__ = ["COUNTS", "NOTHING", "PrivacyPlan", "mechanisms_of"]
 
-UNPROVEN = (
-    "An epsilon here is what the paper counts, and no proof: with beta > 0 the proxy learns from a private model that "
-    "has seen all examples without noise, so clipping does not bound what one changes: choose beta=0 for a proof."
-)
 NO_PROOF = " as the paper counts it; not a proof"
 COUNTS = "label counts"  # what is released beside a prior, with noise of its own
 NOTHING = "Nothing here is differentially private; no epsilon can be stated."
@@ -53,10 +49,12 @@ class PrivacyPlan:
         Raises
         ------
         ConfigError
-            If a mechanism has nothing to make private, or cannot be made private as it is configured.
+            If a mechanism has nothing to make private, or cannot be made private as it is configured, or the strategy
+            does not declare how many passes it makes: none is ever guessed.
         """
         privacy, strategy = config.privacy, config.strategy
         wanted = privacy.mechanisms
+        declared = {name: epochs for name, epochs in strategy.dp_passes(config.rounds).items() if epochs >= 1}
         require(
             bool(wanted) or privacy.limit == inf,
             f"a budget is for what is trained privately; got epsilon {privacy.limit:g} and dp=none: choose dp=proxy "
@@ -101,19 +99,19 @@ class PrivacyPlan:
             f"replay={config.replay.name}: choose replay=none or dp=end-to-end",
         )
         require(
-            "encoder" not in wanted or getattr(strategy, "encoder", "") == "institution",
+            "encoder" not in wanted or "encoder" in declared,
             "dp=encoder needs an encoder that an institution trains: choose strategy=fedreplay, encoder=institution",
         )
-        epochs = {
-            "generator": (config.generator.epochs, config.generator.batch_size),
-            "prior": (config.prior.epochs, config.prior.batch_size),
-            "encoder": (getattr(strategy, "encoder_epochs", 0), config.training.batch_size),
-            "classifier": (config.rounds * getattr(strategy, "local_epochs", 1), config.training.batch_size),
-            "proxy": (config.rounds, config.training.batch_size),
-        }
-        pooled = getattr(strategy, "pooled", False)
-        learns = "proxy" in wanted and getattr(strategy, "beta", 0) > 0
-        return cls(privacy, tuple((name, *epochs[name]) for name in wanted), UNPROVEN if learns else "", pooled)
+        passes = {name: (epochs, config.training.batch_size) for name, epochs in declared.items()}
+        passes["generator"] = config.generator.epochs, config.generator.batch_size
+        passes["prior"] = config.prior.epochs, config.prior.batch_size
+        for name in wanted:
+            require(
+                name in passes,
+                f"strategy={strategy.name} can have dp={'+'.join(declared) or 'none'}; got {name}, of whose passes "
+                f"{type(strategy).__name__} declares none (dp_passes): choose among these, or another strategy",
+            )
+        return cls(privacy, tuple((name, *passes[name]) for name in wanted), strategy.unproven, strategy.pooled)
 
     def covers(self, mechanism: str) -> bool:
         """Say whether what a mechanism releases is private; the counts of labels belong to the prior."""

@@ -7,9 +7,10 @@ from math import inf
 from typing import Any, NamedTuple
 
 from flwr_replay.privacy.accounting import rounded_up
-from flwr_replay.privacy.plan import NO_PROOF
 
 __all__ = ["Stated", "epsilon_suffix", "largest", "shown_epsilon"]
+
+OLD_NO_PROOF = "as the paper counts it; not a proof"  # how runs of older versions, without `proven`, end the mechanism
 
 
 class Stated(NamedTuple):
@@ -37,8 +38,16 @@ def largest(stated: Iterable[Mapping[str, Any] | None]) -> Stated | None:
     if not told:
         return None
     epsilons = [one["epsilon"] for one in told]
-    proven = not any(str(one["mechanism"]).endswith(NO_PROOF) for one in told)
-    return Stated(None if None in epsilons else max(epsilons), proven, told[0].get("dp", ""))
+    return Stated(None if None in epsilons else max(epsilons), all(map(_proven, told)), told[0].get("dp", ""))
+
+
+def _proven(one: Mapping[str, Any]) -> bool:
+    """Say whether a stated epsilon is proven; where none is stated, nothing is left to prove."""
+    if one["epsilon"] is None:
+        return True
+    if "proven" in one:
+        return bool(one["proven"])
+    return not str(one["mechanism"]).endswith(OLD_NO_PROOF)
 
 
 def shown_epsilon(found: Sequence[Stated | None]) -> str:

@@ -166,9 +166,11 @@ class RunDirectory(Recorder):
         leading = {name: metrics[self.leading] for name, metrics in own.items() if self.leading in metrics}
         self.forgetting.add(server_round, taught, leading)  # a ClientApp of somebody's own may lack it
 
-    def spent(self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str) -> None:
+    def spent(
+        self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool
+    ) -> None:
         """Remember what an institution has released; the ledger has it message by message."""
-        super().spent(server_round, name, epsilon, delta, mechanism)
+        super().spent(server_round, name, epsilon, delta, mechanism, proven=proven)
         self.released[name]["dp"] = self.config.privacy.dp
         with closing(Lines(self.path / "privacy.jsonl")) as lines:
             lines.append([{"round": server_round, "institution": name, **self.released[name]}])

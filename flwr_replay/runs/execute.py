@@ -1,11 +1,11 @@
-"""One run over a grid: build the strategy, start it, write the run directory."""
+"""One run over a grid: plan it, build the strategy, start it, write the run directory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from flwr.serverapp import Grid
@@ -25,22 +25,45 @@ from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.directory import RunDirectory, resumable
 from flwr_replay.runs.opening import open_run, read_result
+from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.records import array_record, opened
 from flwr_replay.wire.weights import to_arrays
 
-__all__ = ["execute", "settings_of"]
+__all__ = ["Job", "claim", "execute", "run_job", "settings_of"]
 
 
-def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
-    """Return the builder of the backbone as the server begins with it: fresh, or with the user's weights."""
-    fresh, file = backbone(config.model, config.task), config.model.weights
-    require(
-        not file or load_strategy(config.strategy.name)[0].begins_at_server,
-        f"model.weights is read by the server, and strategy={config.strategy.name} begins at the institutions: leave "
-        "one of them out",
-    )
-    return (lambda seed: load_pretrained(fresh(seed), file)) if file else fresh
+@dataclass(frozen=True)
+class Job:
+    """One run, composed, checked and planned: made once and handed on."""
+
+    config: RunConfig
+    settings: Settings
+
+    @classmethod
+    def of(cls, config: RunConfig, names: Sequence[str] = ()) -> Self:
+        """Plan a run, and refuse what can be refused without any institution.
+
+        Parameters
+        ----------
+        config : RunConfig
+            Resolved.
+        names : Sequence[str]
+            Of the institutions, where they are known before the roll call: in a simulation.
+
+        Raises
+        ------
+        ConfigError, TrainingError
+            If the options do not fit each other.
+        """
+        job = cls(config, settings_of(config))
+        load_strategy(config.strategy.name)[0].check(config.strategy, job.settings, names)
+        return job
+
+    def strategy(self, run_id: str, recorder: Recorder | None = None) -> Movement:
+        """Build the run's strategy; `run_id` is what the institutions know the run by."""
+        strategy_type: type[Movement] = load_strategy(self.config.strategy.name)[0]
+        return strategy_type(self.config.strategy, replace(self.settings, run=run_id), recorder)
 
 
 def settings_of(config: RunConfig) -> Settings:
@@ -56,14 +79,23 @@ def settings_of(config: RunConfig) -> Settings:
         wait=config.wait,
         task=make_task(config.task),
         model=beginning(config),
-        private_models=tuple(
-            backbone(model_named(name), config.task) for name in getattr(config.strategy, "private_models", ())
-        ),
+        private_models=tuple(backbone(model_named(name), config.task) for name in config.strategy.private_models),
         input_shape=(config.task.channels, config.task.size, config.task.size),
         device=select_device(config.device),
         replay_plan=ReplayPlan.of(config),
         privacy=PrivacyPlan.of(config),
     )
+
+
+def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
+    """Return the builder of the backbone as the server begins with it: fresh, or with the user's weights."""
+    fresh, file = backbone(config.model, config.task), config.model.weights
+    require(
+        not file or load_strategy(config.strategy.name)[0].begins_at_server,
+        f"model.weights is read by the server, and strategy={config.strategy.name} begins at the institutions: leave "
+        "one of them out",
+    )
+    return (lambda seed: load_pretrained(fresh(seed), file)) if file else fresh
 
 
 def claim(strategy: Movement) -> str:
@@ -75,36 +107,38 @@ def claim(strategy: Movement) -> str:
 
 
 def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, Any], Path]:
-    """Run one configuration over a grid; return what `result.json` holds, and the run directory.
+    """Plan one configuration, run it over a grid; parameters and answer are those of `run_job`."""
+    return run_job(grid, Job.of(config), display)
 
-    What can be refused without any institution is refused before the run directory is made.
+
+def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Path]:
+    """Run what is planned over a grid; return what `result.json` holds, and the run directory.
+
+    What can be refused without any institution has been refused: only now the run directory is made.
 
     Parameters
     ----------
     grid : Grid
         Flower's, or `flwr_replay.runs.engine.InlineGrid`.
-    config : RunConfig
-        Resolved; `resume` names a run directory to go on with.
+    job : Job
+        Its option `resume` names a run directory to go on with.
     display : Display
         Where progress is shown.
     """
-    torch.set_num_threads(config.threads)
-    settings = settings_of(config)
-    strategy_type, _ = load_strategy(config.strategy.name)
-    strategy_type.check(config.strategy, settings)
-    config, run_id = open_run(config)
+    torch.set_num_threads(job.config.threads)
+    config, run_id = open_run(job.config)
     stored = Path(config.runs_dir) / config.run_name / "result.json"
     if stored.exists() and (result := read_result(stored.parent))["rounds"] >= config.rounds:
         return result, stored.parent  # a finished run is not run again
     first = array_record(to_arrays(beginning(config)(derived_seed(config.seed, "model"))))
     with alone(stored.parent), resumable(stored.parent):
         recorder = RunDirectory(config, display)
-        strategy = strategy_type(config.strategy, replace(settings, run=run_id), recorder)
+        strategy = job.strategy(run_id, recorder)
         try:
             final = opened(strategy.start(grid, first, config.rounds).arrays)
-            metric = settings.task.metric
+            task = strategy.settings.task
             missing = strategy.replay.missing if strategy.replay else {}
-            result = recorder.finish(final, metric, settings.task.higher_is_better, claim(strategy), missing)
+            result = recorder.finish(final, task.metric, task.higher_is_better, claim(strategy), missing)
             return result, recorder.path
         finally:
             recorder.close()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from flwr_replay.config.compose import choices, load_strategy
-from flwr_replay.config.sections import RunConfig
 from flwr_replay.data.dealt import loaded
 from flwr_replay.models.zoo import backbone
-from flwr_replay.movements.base import Exchange, Movement
+from flwr_replay.movements.base import Exchange
 from flwr_replay.payloads.common import Present
 from flwr_replay.report.progress import shown_bytes
-from flwr_replay.runs.execute import claim, settings_of
+from flwr_replay.runs.execute import claim
 from flwr_replay.runs.opening import new_run_id
-from flwr_replay.runs.simulate import check_run
+from flwr_replay.runs.simulate import Simulation
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import rows
 from flwr_replay.wire.records import metrics_in
@@ -39,13 +38,14 @@ class Line:
     protection: str
 
 
-def forecast(config: RunConfig) -> list[Line]:
+def forecast(simulation: Simulation) -> list[Line]:
     """Compute the ledger of a simulated run: every institution present, none failing.
 
     The encoded messages are weighed, with zeros in place of weights and data, so that the bytes are those that the
     run's own ledger will show.
     """
-    part, strategy = check_run(config), _strategy(config)
+    job, part = simulation.job, simulation.part
+    config, strategy = job.config, job.strategy(new_run_id(job.config))
     settings, plan = strategy.settings, strategy.settings.privacy
     present: dict[str, Present] = {}
     for k, name in enumerate(part.names):
@@ -75,18 +75,13 @@ def forecast(config: RunConfig) -> list[Line]:
     return [Line(*key[:5], messages=messages, bytes=size, protection=key[5]) for key, (messages, size) in lines.items()]
 
 
-def _strategy(config: RunConfig) -> Movement:
-    settings = replace(settings_of(config), run=new_run_id(config))
-    strategy_type: type[Movement] = load_strategy(config.strategy.name)[0]
-    return strategy_type(config.strategy, settings)
-
-
-def forecast_page(config: RunConfig) -> str:
+def forecast_page(simulation: Simulation) -> str:
     """Write the ledger to come as a page that a data-protection officer can read."""
-    lines = forecast(config)
+    job, lines = simulation.job, forecast(simulation)
+    config = job.config
     names = sorted({line.institution for line in lines})
     train = loaded(config.task).train
-    raw = sum(train.take(own).nbytes for own in check_run(config).train)
+    raw = sum(train.take(own).nbytes for own in simulation.part.train)
     what = f"{config.strategy.name} on {config.task.name}, {len(names)} institutions, {config.rounds} rounds"
     text = [
         f"Ledger to come: {what}",
@@ -129,7 +124,7 @@ def forecast_page(config: RunConfig) -> str:
             "the part of the model that made them may try to reconstruct the images."
         )
     text += [
-        f"{claim(_strategy(config))} TLS protects messages on the network, not from the server.",
+        f"{claim(job.strategy(new_run_id(config)))} TLS protects messages on the network, not from the server.",
         "Kinds: model = weights; per-sample = one row per patient; per-sample-raw = patients' "
         "examples as they are; statistic = numbers computed from the data; "
         "instruction = what the server asks; notice = the institution's name.",

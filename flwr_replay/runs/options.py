@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
@@ -42,17 +42,15 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
     else:
         overrides = [*options, f"runs_dir={_quoted(Path(runs_dir).expanduser().absolute())}"]
     config = compose(overrides)
-    if config.task.data_dir:  # found again from wherever the run is resumed
-        place = Path(config.task.data_dir).expanduser().absolute()
-        config = replace(config, task=replace(config.task, data_dir=str(place)))
-        overrides.append(f"task.data_dir={_quoted(place)}")
-    if matrices := getattr(config.strategy, "topology_file", ""):
-        overrides.append(f"strategy.topology_file={_quoted(Path(matrices).expanduser().absolute())}")
-    if config.model.weights:  # found again from wherever the run is resumed
-        overrides.append(f"model.weights={_quoted(Path(config.model.weights).expanduser().absolute())}")
+    own = asdict(config.strategy)
+    files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights}
+    files |= {f"strategy.{name}": own[name] for name in config.strategy.files}
+    for option, file in files.items():
+        if file:  # found again from wherever the run is resumed
+            overrides.append(f"{option}={_quoted(Path(file).expanduser().absolute())}")
+    config = compose(overrides)  # the same again, unless there were files
     nodes = config.nodes or (_sites(config.task) if config.partition.name == "natural" else INLINE_NODES)
-    overrides.append(f"nodes={nodes}")
-    return overrides, compose(overrides)
+    return [*overrides, f"nodes={nodes}"], replace(config, nodes=nodes)
 
 
 def _overrides_of_run(folder: Path) -> list[str]:

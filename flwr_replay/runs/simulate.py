@@ -8,45 +8,56 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flwr_replay.config.compose import compose, load_strategy
+import torch
+
+from flwr_replay.client_app import app
+from flwr_replay.config.compose import compose
 from flwr_replay.config.sections import RunConfig
+from flwr_replay.data import Partition
+from flwr_replay.data.dealt import dealt
 from flwr_replay.errors import PrivacyError, RunError
 from flwr_replay.files.atomic import home, write_json
+from flwr_replay.institution.pictures import gather
+from flwr_replay.institution.state import RUNS
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.directory import resumable
+from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.execute import Job, run_job
 from flwr_replay.runs.opening import default_name, read_result, read_run_id
 from flwr_replay.runs.superlink import flwr_run, superlink
 
-if TYPE_CHECKING:
-    from flwr_replay.data import Partition
-    from flwr_replay.privacy.plan import PrivacyPlan
-
-__all__ = ["check_run", "run_inline", "run_ray"]
+__all__ = ["Simulation", "planned", "run_inline", "run_ray", "simulate"]
 
 FAILED = re.compile(r"\W*(?:\[\d+m)?ERROR\W.*?: +error: (.*)")  # how Flower shows what the ServerApp logs in the end
 
 
-def check_run(config: RunConfig) -> Partition:
-    """Refuse, before anything runs, what a simulated run's data, model and institutions do not allow.
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated run, planned, and who has which examples."""
 
-    Returns
-    -------
-    Partition
-        Who has which examples.
+    job: Job
+    part: Partition
+
+
+def planned(config: RunConfig) -> Simulation:
+    """Deal a simulated run's data and plan it; refuse what data, model and institutions do not allow.
+
+    Raises
+    ------
+    FlwrReplayError
+        Before anything runs, and before anything is written.
     """
-    from flwr_replay.data.dealt import dealt
-    from flwr_replay.runs.execute import settings_of
-
     part = dealt(config.task, config.partition, config.nodes, config.seed)
-    settings = settings_of(config)
-    load_strategy(config.strategy.name)[0].check(config.strategy, settings, part.names)
-    if plan := settings.privacy:
+    job = Job.of(config, part.names)
+    if plan := job.settings.privacy:
         sizes = [len(own) for own in part.train]
         _refuse_poor(plan, [sum(sizes)] if plan.pooled else sizes)
-    return part
+    return Simulation(job, part)
 
 
 def _refuse_poor(plan: PrivacyPlan, sizes: Sequence[int]) -> None:
@@ -63,28 +74,37 @@ def _refuse_poor(plan: PrivacyPlan, sizes: Sequence[int]) -> None:
 
 
 def run_inline(overrides: Sequence[str], display: Display) -> tuple[dict[str, Any], Path]:
-    """Run in this process, one institution after another."""
-    from flwr_replay.client_app import app
-    from flwr_replay.runs.engine import InlineGrid
-    from flwr_replay.runs.execute import execute
-
-    config = compose(overrides)
-    part = check_run(config)
-    grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, config.nodes)
-    result, folder = execute(grid, config, display)
-    return _with_skew(result, folder, part)
+    """Compose and plan a run, then run it in this process."""
+    return simulate(planned(compose(overrides)), overrides, display)
 
 
-def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
+def simulate(simulation: Simulation, overrides: Sequence[str], display: Display) -> tuple[dict[str, Any], Path]:
+    """Run in this process, one institution after another.
+
+    Parameters
+    ----------
+    simulation : Simulation
+        What the overrides come to.
+    overrides : Sequence[str]
+        From which every institution composes its options, as in a deployment.
+    display : Display
+        Where progress is shown.
+    """
+    grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, simulation.job.config.nodes)
+    return _with_skew(*run_job(grid, simulation.job, display), simulation.part)
+
+
+def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
     """Run on Flower's Ray simulation: a SuperLink of this run's own on a free port, then `flwr run`.
+
+    Its parameters are those of `simulate`. The ServerApp is a process of its own and plans the run anew.
 
     Raises
     ------
     RunError
         If the run does not end well; Flower's log has gone to the error stream.
     """
-    config = compose(overrides)
-    part = check_run(config)
+    config = simulation.job.config
     if config.resume:
         folder = Path(config.resume)
     else:
@@ -106,14 +126,11 @@ def run_ray(overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
                 reason = said[1]
     if not (folder / "result.json").exists():
         raise RunError(reason)
-    return _with_skew(read_result(folder), folder, part)
+    return _with_skew(read_result(folder), folder, simulation.part)
 
 
 def _with_skew(result: dict[str, Any], folder: Path, part: Partition) -> tuple[dict[str, Any], Path]:
     """Add to a simulated run how skewed its institutions were, and their pictures; a deployment cannot know either."""
-    from flwr_replay.institution.pictures import gather
-    from flwr_replay.institution.state import RUNS
-
     run_id = read_run_id(folder)
     gather({name: home() / "state" / "simulation" / name / RUNS / run_id for name in part.names}, folder)
     result = {**result, "skew": part.skew}
@@ -122,6 +139,4 @@ def _with_skew(result: dict[str, Any], folder: Path, part: Partition) -> tuple[d
 
 
 def _gpus(device: str) -> int:
-    import torch
-
     return torch.cuda.device_count() if device == "auto" or device.startswith("cuda") else 0

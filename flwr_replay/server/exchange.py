@@ -259,9 +259,9 @@ class Exchanging(Strategy):
                     found = self.settings.privacy.protected(found, declared, told)
         except FlwrReplayError as error:
             return WireError(f"sent what it may not: {error}")
-        if self.settings.privacy and "delta" in told:
-            epsilon, mechanism = told.get("epsilon"), self.settings.privacy.mechanism
-            self.recorder.spent(server_round, member.name, epsilon, told["delta"], mechanism)
+        if (plan := self.settings.privacy) and "delta" in told:
+            stated = told.get("epsilon"), told["delta"]
+            self.recorder.spent(server_round, member.name, *stated, plan.mechanism, proven=not plan.unproven)
         self.recorder.travelled(server_round, member, "up", found, stage, told.get("raw-bytes"), split_of(message))
         if refusal:
             diverged = refusal.error == DivergedError.__name__

@@ -83,10 +83,16 @@ class Recorder:
         used = f"; codes in use (perplexity): {', '.join(f'{p:.1f}' for p in perplexity)}" if perplexity else ""
         self.log(f"generator at {name}: loss {', '.join(f'{loss:.4f}' for loss in losses) or 'withheld'}{used}")
 
-    def spent(self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str) -> None:
-        """Note what an institution states that it has released so far; no epsilon: its noise is not secret."""
+    def spent(
+        self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool
+    ) -> None:
+        """Note what an institution states that it has released so far; no epsilon: its noise is not secret.
+
+        `proven` says whether what the accountant computes for this method is a proof.
+        """
         kind = mechanism if epsilon is not None else "not protected: noise from the run's seed"
-        self.released[name] = {"epsilon": epsilon, "delta": delta, "mechanism": kind, "accountant": "rdp"}
+        stated = {"epsilon": epsilon, "delta": delta, "proven": proven}
+        self.released[name] = {**stated, "mechanism": kind, "accountant": "rdp"}
 
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Note that an institution refused, failed or did not answer."""

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from flwr_replay.config.compose import overrides_of
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import run_inline, run_ray
+from flwr_replay.runs.simulate import planned, run_inline, run_ray, simulate
 
 
 @pytest.mark.parametrize("job", ["strategy=fedreplay cut=conv1 rounds=2 encoder-epochs=2 model.width=8"])
@@ -20,8 +20,9 @@ def test_inline_and_ray_give_the_same_bits(job, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     results, weights = [], []
     for engine in ("inline", "ray"):
-        overrides, _ = resolve(shlex.split(job), str(tmp_path / engine), "")
-        result, folder = run_inline(overrides, Display()) if engine == "inline" else run_ray(overrides)
+        overrides, config = resolve(shlex.split(job), str(tmp_path / engine), "")
+        run = planned(config)
+        result, folder = simulate(run, overrides, Display()) if engine == "inline" else run_ray(run, overrides)
         results.append(result)
         weights.append(load_file(folder / "models" / "global.safetensors"))
     assert results[0]["final"] == results[1]["final"]

@@ -1,0 +1,159 @@
+"""A third party's strategy is known by what it declares, whatever its options are called; the rest is refused."""
+
+import importlib
+import json
+import shutil
+import sys
+
+import pytest
+from hospitals import write_shards
+from hostile_server import HostileServer, refusal, weights
+
+from flwr_replay.check import check_strategy
+from flwr_replay.config import compose as composing
+from flwr_replay.config.compose import compose
+from flwr_replay.errors import ConfigError
+from flwr_replay.payloads.common import Train
+from flwr_replay.privacy.accounting import rounded_up
+from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.forecast import forecast
+from flwr_replay.runs.simulate import planned, simulate
+
+STRATEGY = '''"""Idea: averages after some sweeps. Travels: weights."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flwr_replay.config import StrategyConfig
+from flwr_replay.movements.parallel import Parallel, weighted_mean
+from flwr_replay.payloads.common import Train
+from flwr_replay.wire.records import opened
+
+
+@dataclass(frozen=True, kw_only=True)
+class {Name}Config{base}:
+    name: ClassVar[str] = "{name}"
+    sweeps: int = 3
+{declared}
+
+class {Name}(Parallel):
+    name = "{name}"
+    config_type = {Name}Config
+    dp_mechanisms = ("classifier",)
+
+    def task_for_all(self, server_round, arrays):
+        run = self.settings.run
+        return Train(server_round=server_round, arrays=arrays, run=run, lr=0.1, local_epochs=self.config.sweeps)
+
+    def combine(self, answers):
+        return weighted_mean([opened(one.arrays) for one in answers], [one.num_examples for one in answers])
+'''
+CLIENT = '''"""The institution's half."""
+
+from flwr_replay.institution.client import InstitutionClient
+
+
+class {Name}Client(InstitutionClient):
+    dp_mechanisms = ("classifier",)
+
+    def train(self, visit):
+        data, learner = self.training_data(), self.learner(visit)
+        for _ in range(visit.local_epochs):
+            for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):
+                learner.step(x_B, y_B)
+        return self.visited(visit, learner, len(data))
+'''
+DECLARED = """
+    def dp_passes(self, rounds):
+        return {"classifier": %s}
+"""
+DP = ["task=digits", "model=mlp", "nodes=3", "partition=iid", "rounds=2", "device=cpu", "dp=classifier"]
+GROUP = ["dp=classifier", "model.norm=group", "noise=seeded"]
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return what installs a strategy of somebody else's under a name: in the packages' paths, and in conf/."""
+    conf = tmp_path / "conf"
+    shutil.copytree(composing.conf_dir(), conf)
+    monkeypatch.setattr(composing, "conf_dir", lambda: conf)
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    modules = []
+
+    def installed(name, passes="", base="(StrategyConfig)"):
+        words = {"name": name, "Name": name.capitalize(), "base": base, "declared": DECLARED % passes if passes else ""}
+        (conf / "strategy" / f"{name}.yaml").write_text(f"name: {name}\nsweeps: 3\n")
+        for part, text in (("strategies", STRATEGY), ("clients", CLIENT)):
+            (tmp_path / part).mkdir(exist_ok=True)
+            (tmp_path / part / f"{name}.py").write_text(text.format(**words))
+            package = importlib.import_module(f"flwr_replay.{part}")
+            monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / part)])
+            modules.append(f"flwr_replay.{part}.{name}")
+        return f"strategy={name}"
+
+    yield installed
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+def test_passes_under_another_name_are_planned_charged_and_forecast(install, tmp_path):
+    overrides = [install("sweeping", "rounds * self.sweeps"), *DP, "target-epsilon=2", f"runs_dir={tmp_path}/runs"]
+    run = planned(compose(overrides))
+    plan, examples = run.job.settings.privacy, len(run.part.train[0])
+    twin, once = (PrivacyPlan.of(compose(["strategy=fedavg", *overrides[1:], f"local_epochs={e}"])) for e in (3, 1))
+    assert plan.passes == twin.passes == (("classifier", 6, 32),)
+    assert plan.cost("classifier", examples, 6) == twin.cost("classifier", examples, 6)  # sigma among them
+    assert plan.cost("classifier", examples, 6).sigma > once.cost("classifier", examples, 6).sigma
+
+    expected = {line.institution: line.protection for line in forecast(run) if line.protection.endswith("-DP")}
+    result, folder = simulate(run, overrides, Display())
+    for name, own in zip(run.part.names, run.part.train, strict=True):
+        account = tmp_path / "home" / "state" / "simulation" / name / "runs" / (folder / "run-id").read_text().strip()
+        charges = [json.loads(line) for line in (account / "privacy.jsonl").read_text().splitlines()]
+        assert sum(charge["steps"] for charge in charges) == 2 * 3 * (len(own) // 32)
+        stated = result["privacy"][name]
+        assert stated["proven"] is True
+        assert stated["epsilon"] == pytest.approx(plan.planned(len(own))[0])
+        assert 1.9 < stated["epsilon"] <= 2
+        assert expected[name] == f"({rounded_up(stated['epsilon'])}, {rounded_up(stated['delta'], 2)})-DP"
+
+
+def test_it_keeps_the_contract(install):
+    install("keeping", "rounds * self.sweeps")
+    check_strategy("keeping", GROUP)
+
+
+def test_passes_that_are_not_those_that_are_made_break_the_contract(install):
+    install("lying", "rounds")
+    with pytest.raises(AssertionError, match=r"dp_passes must be .*; 2 of classifier are 30 steps, .* 90"):
+        check_strategy("lying", GROUP)
+
+
+@pytest.mark.parametrize(("name", "passes"), [("silent", ""), ("idle", "0")])
+def test_a_mechanism_without_passes_is_refused_in_one_line(install, tmp_path, name, passes):
+    overrides = [install(name, passes), *DP]
+    with pytest.raises(
+        ConfigError, match=rf"strategy={name} can have dp=none; got classifier, of whose passes"
+    ) as refused:
+        planned(compose(overrides))
+    assert "\n" not in str(refused.value)
+    with pytest.raises(AssertionError, match="must be in its dp_passes; classifier is not"):
+        check_strategy(name)
+    assert planned(compose([*overrides[:-1], "dp=none"])).job.settings.privacy is None
+
+
+def test_an_institution_refuses_it_too(install, tmp_path):
+    write_shards(tmp_path, {"a": 40})
+    task = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "device=cpu", "dp=classifier"]
+    server = HostileServer(tmp_path, install("mute"), *task)
+    reply = server.send(Train(arrays=server.weights, run="undeclared", lr=0.1))
+    assert refusal(reply) == "ConfigError; the institution's own log says more"
+    assert not weights(reply)
+    assert not server.charges("undeclared")
+
+
+def test_options_that_declare_nothing_are_refused_in_one_line(install):
+    with pytest.raises(ConfigError, match=r"let StrangeConfig of .*strange\.py extend .*StrategyConfig") as refused:
+        compose([install("strange", base="")])
+    assert "\n" not in str(refused.value)
