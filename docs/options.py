@@ -32,15 +32,17 @@ from `conf/` and the dataclasses that check the values; a test compares the two.
 Further on: data sets in [data.md](data.md), replay in [replay.md](replay.md), ProxyFL and FML in
 [proxyfl.md](proxyfl.md), differential privacy in [privacy.md](privacy.md).
 
-**Commands.** `flwr-replay run` takes besides: `--engine inline|ray`, `--runs-dir DIR`, `--resume DIR`, `--dry-run`,
-`--json`. `flwr-replay compare` takes `seeds=` besides, and exits with 1 if some of its runs failed.
+**Commands.** `flwr-replay run` takes besides: `--engine inline|ray`, `--runs-dir DIR`, `--resume DIR`,
+`--dry-run`, `--json`. `flwr-replay compare` takes `seeds=` besides, and exits with 1 if some of its runs
+failed.
 
-**What a run leaves** is a directory under `runs/`: `config.yaml`, `metrics.jsonl`, `ledger.jsonl`, checkpoints, `models/`,
-`result.json`. A run that was started with `flwr run` has it under `~/.flwr-replay/runs`. What simulated institutions keep
-between rounds lies under `~/.flwr-replay/state`. `$FLWR_REPLAY_HOME` is another place for both.
+**What a run leaves** is a directory under `runs/`: `config.yaml`, `metrics.jsonl`, `ledger.jsonl`, checkpoints,
+`models/`, `result.json`. A run that was started with `flwr run` has it under `~/.flwr-replay/runs`. What
+simulated institutions keep between rounds lies under `~/.flwr-replay/state`. `$FLWR_REPLAY_HOME` is another
+place for both.
 
-**Resuming.** `flwr-replay run --resume DIR` goes on where the run stopped and ends with the same bits. Under `dp=` the bits
-differ, since the noise is secret. `rounds=` with it makes the run longer.
+**Resuming.** `flwr-replay run --resume DIR` goes on where the run stopped and ends with the same bits. Under
+`dp=` the bits differ, since the noise is secret. `rounds=` with it makes the run longer.
 """
 TITLES = {
     "task": "Data set and task",
