@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")] + sorted(ROOT.glob("docs/*.md"))
 TOPS = ("flwr_replay", "strategies", "clients", "simulations", "conf", "tests", "benchmarks", "docs")
 PLACE = re.compile(rf"(?<![\w/.$-])(?:{'|'.join(TOPS)})/[\w./-]*")  # a path from the root of the repository
-SOURCE = re.compile(r"(?<![\w/.<>*-])(?:[\w-]+/)*\w+\.(?:py|toml)\b")  # by the last parts of its path, such as guard.py
+SOURCE = re.compile(r"(?<![\w/.$-])(?:[\w-]+/)*\w+\.(?:py|toml)\b")  # by the last parts of its path, such as guard.py
 MODULE = re.compile(r"(?<![\w/.-])flwr_replay(?:\.\w+)+")
 EXAMPLE = "mine"  # the files that a reader of CONTRIBUTING makes
 
@@ -21,9 +20,9 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-def tracked():
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+def sources():
+    files = [file for top in TOPS for file in (ROOT / top).rglob("*")] + list(ROOT.glob("*"))
+    return [file.relative_to(ROOT).as_posix() for file in files]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -40,7 +39,7 @@ def test_paths_are_there(page):
     text = page.read_text(encoding="utf-8")
     for place in PLACE.findall(text):
         assert (ROOT / place.rstrip(".")).exists() or EXAMPLE in place, place
-    known = tracked()
+    known = sources()
     for source in SOURCE.findall(text):
         assert any(f"/{path}".endswith(f"/{source}") for path in known) or EXAMPLE in source, source
 
