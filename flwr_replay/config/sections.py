@@ -89,9 +89,9 @@ class TaskConfig:
     class_names: tuple[str, ...] = ()  # of a manifest, or class folders, in the order of the labels; empty: sorted
     class_groups: tuple[str, ...] = ()  # one for each class, where classes of a group are told apart; empty: not so
     site_column: str = "site"  # the manifest's column that names the institution
-    train_size: int = 0  # flwr_replay.data.clinical: subjects to train on; 0: all that are left
-    val_size: int = 0  # flwr_replay.data.clinical: subjects to validate on
-    test_size: int = 0  # flwr_replay.data.clinical: subjects to test on; 0: the set's own test part, else one in five
+    train_size: int = 0  # clinical sets: subjects to train on; 0: all that are left
+    val_size: int = 0  # clinical sets: subjects to validate on
+    test_size: int = 0  # clinical sets: subjects to test on; 0: the set's own test part, else one in five
     balanced: bool = False  # retina: equally many of every class in every split
 
     def __post_init__(self) -> None:

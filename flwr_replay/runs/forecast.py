@@ -145,4 +145,4 @@ def _idea(name: str) -> tuple[str, str]:
 def _paragraph(document: str, label: str) -> str:
     start = document.index(label) + len(label)
     ends = [at for at in (document.find(f"\n{word}", start) for word in ("Travels:", "\n", "Deviations")) if at > 0]
-    return " ".join(document[start : min(ends)].split())
+    return " ".join(document[start : min(ends, default=len(document))].split())

@@ -1,0 +1,57 @@
+"""CONTRIBUTING's example, installed in a copy of the checkout, keeps the contract that every strategy keeps."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCKS = dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S))
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("flwr_replay", "strategies", "clients", "simulations", "conf"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in BLOCKS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def python(checkout, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "FLWR_REPLAY_HOME": str(checkout / "home")}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_five_files_are_shown():
+    places = ("conf/strategy/{}.yaml", "strategies/{}.py", "clients/{}.py", "conf/run/{}.toml")
+    assert set(BLOCKS) == {place.format("mine") for place in (*places, "tests/strategies/test_{}.py")}
+
+
+def test_the_example_keeps_the_contract(checkout):
+    python(checkout, "-c", "from flwr_replay.check import check_strategy; check_strategy('mine')")
+
+
+def test_the_example_is_listed(checkout):
+    listed = python(checkout, "-c", "from flwr_replay.cli.main import strategies; strategies()")
+    assert "mine\n  all institutions train the same model at once; the server takes the median" in listed
+
+
+def test_its_own_test_passes(checkout):
+    python(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/strategies/test_mine.py")
+
+
+def test_its_halves_are_well_formed(checkout):
+    halves = [str(checkout / name) for name in BLOCKS if name.endswith(".py")]
+    config = ["--config", str(ROOT / "pyproject.toml"), "--ignore", "D100,D103,INP"]
+    python(checkout, "-m", "ruff", "check", *config, *halves)
+    python(checkout, "-m", "ruff", "format", "--check", "--config", str(ROOT / "pyproject.toml"), *halves)

@@ -1,0 +1,52 @@
+"""The pages name files, modules and headings that are there."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")] + sorted(ROOT.glob("docs/*.md"))
+TOPS = ("flwr_replay", "strategies", "clients", "simulations", "conf", "tests", "benchmarks", "docs")
+PLACE = re.compile(rf"(?<![\w/.$-])(?:{'|'.join(TOPS)})/[\w./-]*")  # a path from the root of the repository
+SOURCE = re.compile(r"(?<![\w/.$-])(?:[\w-]+/)*\w+\.(?:py|toml)\b")  # by the last parts of its path, such as guard.py
+MODULE = re.compile(r"(?<![\w/.-])flwr_replay(?:\.\w+)+")
+EXAMPLE = "mine"  # the files that a reader of CONTRIBUTING makes
+
+
+def anchors(page):
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def sources():
+    files = [file for top in TOPS for file in (ROOT / top).rglob("*")] + list(ROOT.glob("*"))
+    return [file.relative_to(ROOT).as_posix() for file in files]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place).resolve() if place else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    for place in PLACE.findall(text):
+        assert (ROOT / place.rstrip(".")).exists() or EXAMPLE in place, place
+    known = sources()
+    for source in SOURCE.findall(text):
+        assert any(f"/{path}".endswith(f"/{source}") for path in known) or EXAMPLE in source, source
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_are_there(page):
+    for name in MODULE.findall(page.read_text(encoding="utf-8")):
+        module, _, attribute = name.rpartition(".")
+        if EXAMPLE not in name and not hasattr(importlib.import_module(module), attribute):
+            importlib.import_module(name)

@@ -1,0 +1,41 @@
+"""docs/options.md is what docs/options.py writes today, and says something of every option."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from flwr_replay.config.compose import choices, compose, to_yaml
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = (DOCS / "options.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| `([a-z.-]+)` \| .*? \| .*? \| (.*) \|$", PAGE, re.M)
+
+
+def test_the_page_is_what_conf_says():
+    written = subprocess.run([sys.executable, DOCS / "options.py"], capture_output=True, text=True, check=True).stdout
+    assert written == PAGE, "run: python docs/options.py > docs/options.md"
+
+
+def test_every_option_has_a_text():
+    assert ROWS
+    assert not [name for name, text in ROWS if not text.strip()]
+
+
+def test_every_option_of_a_run_is_there():
+    told = {name for name, _ in ROWS}
+    for strategy in choices("strategy"):
+        resolved = yaml.safe_load(to_yaml(compose([f"strategy={strategy}"])))
+        for section, value in resolved.items():
+            if not isinstance(value, dict):
+                assert section.replace("_", "-") in told
+            elif section in ("training", "privacy", "strategy", "replay", "generator", "prior"):
+                names = {f"{section}.{option}".replace("_", "-") for option in value if option != "name"}
+                assert names <= told, strategy
+
+
+def test_every_choice_is_there():
+    for group in ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset"):
+        assert {f"`{group}={choice}`" for choice in choices(group)} <= set(re.findall(r"`\w+=\w+`", PAGE))
