@@ -7,7 +7,7 @@ stand in the methods' own files (`clients/cwt.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.pictures import SHOWN, draw_grid
 from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.training import batches, mean_loss, step, torch_rng
+from flwr_replay.memory import remembered
 from flwr_replay.payloads.replay import (
     Codes,
     EncodeImages,
@@ -285,7 +286,7 @@ class Drawing:
     prior: StateDict = field(compare=False)
 
 
-@lru_cache(maxsize=64)  # institutions that share a process draw once
+@remembered(maxsize=64)  # institutions that share a process draw once
 def drawn(drawing: Drawing, replay_plan: ReplayPlan, device: torch.device) -> NDArray[np.uint8]:
     """Draw codes; packed, (n, bytes)."""
     model = replay_plan.fresh_generator()
