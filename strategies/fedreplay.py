@@ -36,6 +36,7 @@ from safetensors.numpy import load_file
 
 from flwr_replay.config.sections import PASSES, VIEWS, one_of, require, within
 from flwr_replay.errors import ConfigError, RunError, WireError
+from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.learning.latents import LatentStore, rows_per_chunk
 from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
 from flwr_replay.models import placed, split
@@ -319,15 +320,12 @@ class FedReplay(OneShot):
         """Keep the encoder, the primary and its optimizer; the latents are on the disk already."""
         parts = {"encoder": self.encoder or {}, "primary": to_arrays(self.primary)}
         parts["optimizer"] = optimizer_arrays(self.optimizer)
-        return {f"{part}/{name}": array for part, arrays in parts.items() for name, array in arrays.items()}, {}
+        return nested(parts, mark="/"), {}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Go on with the encoder, the primary, its optimizer and the latents on the disk."""
         self.build_primary()
-        parts: dict[str, StateDict] = {"encoder": {}, "primary": {}, "optimizer": {}}
-        for name, array in arrays.items():
-            part, key = name.split("/", 1)
-            parts[part][key] = array
+        parts = unnested(arrays, mark="/")
         self.encoder = {name: parts["encoder"][name] for name in self.encoder_shapes}  # the model's order
         load_arrays(self.primary, parts["primary"])
         load_optimizer_arrays(self.optimizer, parts["optimizer"])

@@ -11,7 +11,7 @@ from hospitals import node_configs, write_shards
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
-from flwr_replay.files.tensors import under
+from flwr_replay.files.tensors import unnested
 from flwr_replay.institution.peer import unpack_state
 from flwr_replay.institution.state import StateStore
 from flwr_replay.memory import forget
@@ -76,7 +76,7 @@ class Ran:
 
     def private(self, name, exchange):
         """Return φ."""
-        return under("model.", self.kept("pair", name, exchange))
+        return unnested(self.kept("pair", name, exchange))["model"]
 
     def model(self, name, exchange, key="mixed"):
         """Return θ and w."""
