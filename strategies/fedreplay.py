@@ -34,7 +34,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 from safetensors.numpy import load_file
 
-from flwr_replay.config.sections import PASSES, VIEWS, one_of, require, within
+from flwr_replay.config.sections import PASSES, VIEWS, Range, one_of, require, within
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.learning.latents import LatentStore, rows_per_chunk
@@ -73,7 +73,7 @@ class FedReplayConfig:
     def __post_init__(self) -> None:
         one_of("strategy.encoder", self.encoder, ("institution", "random", "file"))
         one_of("strategy.latent-dtype", self.latent_dtype, ("float32", "float16", "int8"))
-        require(0 < self.chunk_mb <= 1000, f"strategy.chunk-mb lies in (0, 1000]; got {self.chunk_mb}")
+        within("strategy.", self, chunk_mb=Range(0, 1000, "lies in (0, 1000]", "(]"))
         require(
             (self.encoder == "file") == bool(self.encoder_file),
             "strategy.encoder=file and strategy.encoder-file=PATH go together; "
