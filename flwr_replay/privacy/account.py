@@ -72,10 +72,6 @@ class Account:
                 )
             book.add(mechanism, cost, noise)
 
-    def affordable(self, cost: SampledGaussian) -> int:
-        """Return how many of these steps the budget still allows."""
-        return self._affordable(self.spent, cost)
-
     def _affordable(self, spent: list[SampledGaussian], cost: SampledGaussian) -> int:
         low, high = 0, cost.steps + 1  # low steps are allowed, high are too many
         while high - low > 1:
