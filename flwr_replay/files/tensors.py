@@ -163,7 +163,7 @@ def _digits(checksum: int) -> bytes:
 
 
 @lru_cache(maxsize=256)  # the same models are written again and again
-def _entries(form: tuple[tuple[str, Any, tuple[int, ...]], ...]) -> list[str]:
+def _entries(form: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> list[str]:
     """Return the header's entry of each array, by name, dtype and shape."""
     entries, end = [], 0
     for name, dtype, shape in form:
