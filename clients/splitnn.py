@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flwr_replay.errors import DivergedError, TrainingError
+from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.training import batches, late_steps, make_optimizer, mean_loss, refuse_single_batches, step
 from flwr_replay.models import StagedModel, split, split_before_head
@@ -34,7 +35,6 @@ from flwr_replay.payloads.splitnn import (
     NextBatch,
     NextBatchUnlabelled,
 )
-from flwr_replay.wire.records import StateDict
 from flwr_replay.wire.weights import encoded, load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
 __all__ = ["SplitNNClient"]
@@ -142,8 +142,7 @@ class SplitNNClient(InstitutionClient):
 
     def save_part(self, request: Asked, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
         """Keep the part and its optimizer for the next message of this visit, whichever process receives it."""
-        named = {"weights": to_arrays(part), "optimizer": optimizer_arrays(optimizer)}
-        kept = {f"{what}/{name}": array for what, arrays in named.items() for name, array in arrays.items()}
+        kept = nested({"weights": to_arrays(part), "optimizer": optimizer_arrays(optimizer)}, mark="/")
         key = f"part-{request.server_round:06d}"
         # Not flushed to the disk: without power the visit is over anyway.
         self.state.save(key, request.run, request.message, kept, to_disk=False)
@@ -163,10 +162,7 @@ class SplitNNClient(InstitutionClient):
                 f"{request.run!r} is gone: leave the state directory alone while a run is on"
             )
         part = self.part(request)
-        arrays: dict[str, StateDict] = {what: {} for what in ("weights", "optimizer")}
-        for name, array in kept.items():
-            what, key = name.split("/", 1)
-            arrays[what][key] = array
+        arrays = unnested(kept, mark="/")
         load_arrays(part, arrays["weights"])
         optimizer = make_optimizer(part, self.training, request.lr)
         load_optimizer_arrays(optimizer, arrays["optimizer"])

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flwr_replay.config.sections import require
+from flwr_replay.config.sections import FRACTION, within
 from flwr_replay.payloads.common import Trained
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
 from flwr_replay.wire.records import StateDict
@@ -42,7 +42,7 @@ class FedAvgMConfig(FedAvgConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 <= self.server_momentum < 1, f"strategy.server-momentum lies in [0, 1); got {self.server_momentum}")
+        within("strategy.", self, server_momentum=FRACTION)
 
 
 class FedAvgM(FedAvg):

@@ -28,7 +28,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from flwr_replay.config.sections import require
+from flwr_replay.config.sections import SHARE, within
 from flwr_replay.errors import WireError
 from flwr_replay.files.tensors import read_tensors, write_tensors
 from flwr_replay.movements.base import Exchange
@@ -50,7 +50,7 @@ class FedAvgShareConfig(FedAvgConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 < self.share <= 1, f"strategy.share is a share in (0, 1]; got {self.share}")
+        within("strategy.", self, share=SHARE)
 
 
 class FedAvgShare(FedAvg):

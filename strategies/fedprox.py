@@ -15,10 +15,9 @@ record, where Flower's FedProx puts it too.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
 from typing import ClassVar
 
-from flwr_replay.config.sections import require
+from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, within
 from flwr_replay.payloads.common import Train
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
 from flwr_replay.wire.records import Weights
@@ -35,7 +34,7 @@ class FedProxConfig(FedAvgConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 <= self.mu < inf, f"strategy.mu must be finite and not negative; got {self.mu}")
+        within("strategy.", self, mu=NOT_NEGATIVE_FINITE)
 
 
 class FedProx(FedAvg):

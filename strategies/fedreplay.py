@@ -34,9 +34,10 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 from safetensors.numpy import load_file
 
-from flwr_replay.config.sections import PASSES, VIEWS, one_of, require, within
+from flwr_replay.config.sections import PASSES, VIEWS, Range, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RunError, WireError
+from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.learning.latents import LatentStore, rows_per_chunk
 from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
 from flwr_replay.models import placed, split
@@ -73,7 +74,7 @@ class FedReplayConfig(StrategyConfig):
     def __post_init__(self) -> None:
         one_of("strategy.encoder", self.encoder, ("institution", "random", "file"))
         one_of("strategy.latent-dtype", self.latent_dtype, ("float32", "float16", "int8"))
-        require(0 < self.chunk_mb <= 1000, f"strategy.chunk-mb lies in (0, 1000]; got {self.chunk_mb}")
+        within("strategy.", self, chunk_mb=Range(0, 1000, "lies in (0, 1000]", "(]"))
         require(
             (self.encoder == "file") == bool(self.encoder_file),
             "strategy.encoder=file and strategy.encoder-file=PATH go together; "
@@ -324,15 +325,12 @@ class FedReplay(OneShot):
         """Keep the encoder, the primary and its optimizer; the latents are on the disk already."""
         parts = {"encoder": self.encoder or {}, "primary": to_arrays(self.primary)}
         parts["optimizer"] = optimizer_arrays(self.optimizer)
-        return {f"{part}/{name}": array for part, arrays in parts.items() for name, array in arrays.items()}, {}
+        return nested(parts, mark="/"), {}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Go on with the encoder, the primary, its optimizer and the latents on the disk."""
         self.build_primary()
-        parts: dict[str, StateDict] = {"encoder": {}, "primary": {}, "optimizer": {}}
-        for name, array in arrays.items():
-            part, key = name.split("/", 1)
-            parts[part][key] = array
+        parts = unnested(arrays, mark="/")
         self.encoder = {name: parts["encoder"][name] for name in self.encoder_shapes}  # the model's order
         load_arrays(self.primary, parts["primary"])
         load_optimizer_arrays(self.optimizer, parts["optimizer"])

@@ -11,12 +11,10 @@ from hospitals import node_configs, write_shards
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
-from flwr_replay.files.tensors import under
-from flwr_replay.institution import node as institution
-from flwr_replay.institution import state
+from flwr_replay.files.tensors import unnested
 from flwr_replay.institution.peer import unpack_state
 from flwr_replay.institution.state import StateStore
-from flwr_replay.privacy import account
+from flwr_replay.memory import forget
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
@@ -78,7 +76,7 @@ class Ran:
 
     def private(self, name, exchange):
         """Return φ."""
-        return under("model.", self.kept("pair", name, exchange))
+        return unnested(self.kept("pair", name, exchange))["model"]
 
     def model(self, name, exchange, key="mixed"):
         """Return θ and w."""
@@ -107,10 +105,7 @@ def broken(folder, *options, **watched):
     with suppress(KeyboardInterrupt):
         run(folder, *options, name=name, **watched)
         raise AssertionError("the run must break off")
-    state._recent.held.clear()
-    state._recent.bytes = 0
-    for cached in (state._bind, account._book, institution._institution):
-        cached.cache_clear()
+    forget()
     return run(folder, *options, resume=str(folder / "runs" / name))
 
 

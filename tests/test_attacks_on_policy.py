@@ -14,6 +14,7 @@ from flwr_replay.files.tensors import digest, write_tensors
 from flwr_replay.institution.node import _deployed
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.institution.state import StateStore
+from flwr_replay.memory import forget
 from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedavgshare import Give
 from flwr_replay.payloads.fedreplay import Encode, Extract
@@ -202,9 +203,7 @@ def test_of_two_first_messages_one_binds_the_run(tmp_path):
         assert sorted(one == "refused" for one in told) == [False] + [True] * 7
         assert (tmp_path / "runs" / "r" / "options.json").read_text() in told
         (tmp_path / "runs" / "r" / "options.json").unlink()
-        from flwr_replay.institution.state import _bind
-
-        _bind.cache_clear()
+        forget()
 
 
 # --- what a check reads, and what is obeyed ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from flwr_replay.cli.main import main
 from flwr_replay.config.compose import choices
 from flwr_replay.files.atomic import alone, read_json
-from flwr_replay.institution import node as institution
+from flwr_replay.memory import forget
 
 SMALL = ["model.width=4", "rounds=1", "encoder-epochs=1"]
 
@@ -198,8 +198,7 @@ def test_a_run_is_resumed_from_anywhere_and_after_its_data_moved(flwr_replay, tm
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert flwr_replay("run", "--resume", "../runs/first", "rounds=2")[0] == 0
     (tmp_path / "d.npz").rename(tmp_path / "elsewhere" / "d.npz")
-    for kept in (institution.loaded, institution.dealt, institution._institution):  # as in a process of its own
-        kept.cache_clear()
+    forget()
     assert flwr_replay("run", "--resume", "../runs/first", "rounds=3")[0] == 2
     assert flwr_replay("run", "--resume", "../runs/first", "rounds=3", "task.data-dir=d.npz")[0] == 0
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
-from flwr_replay.config.sections import one_of, require
+from flwr_replay.config.sections import FRACTION, NOT_NEGATIVE_FINITE, Range, one_of, require, within
 
 __all__ = ["MECHANISMS", "PrivacyConfig"]
 
 MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy")
+NOISE = Range(0.01, 1e6, "lies in [0.01, 1e6]")  # multipliers
+CLIP = Range(1e-9, 1e9, "lies in [1e-9, 1e9]")
 LEAST = 1e-3  # of an epsilon
 END_TO_END = ("generator", "prior", "classifier")
 
@@ -39,22 +41,15 @@ class PrivacyConfig:
                 f"privacy.dp is none, end-to-end, or names {', '.join(MECHANISMS)} once each, joined by +; got "
                 f"{self.dp!r}",
             )
-        for name in ("sigma", "count_sigma"):
-            option = f"privacy.{name.replace('_', '-')}"
-            require(0.01 <= getattr(self, name) <= 1e6, f"{option} lies in [0.01, 1e6]; got {getattr(self, name)}")
-        for name in ("clip", "generator_clip", "prior_clip"):
-            option = f"privacy.{name.replace('_', '-')}"
-            require(1e-9 <= getattr(self, name) <= 1e9, f"{option} lies in [1e-9, 1e9]; got {getattr(self, name)}")
-        for name in ("epsilon", "target_epsilon"):
-            option = f"privacy.{name.replace('_', '-')}"
-            value = getattr(self, name)
-            require(0 <= value < inf, f"{option} must be finite, not negative; got {value}")
+        within("privacy.", self, sigma=NOISE, count_sigma=NOISE, clip=CLIP, generator_clip=CLIP, prior_clip=CLIP)
+        within("privacy.", self, epsilon=NOT_NEGATIVE_FINITE, target_epsilon=NOT_NEGATIVE_FINITE)
+        within("privacy.", self, delta=replace(FRACTION, rule="is a probability in [0, 1)"))
+        for option, value in (("epsilon", self.epsilon), ("target-epsilon", self.target_epsilon)):
             require(
                 not 0 < value < LEAST,
-                f"{option} must be 0, for none, or at least {LEAST}: below it no noise makes a difference and delta "
-                f"alone says what leaks; got {value}",
+                f"privacy.{option} must be 0, for none, or at least {LEAST}: below it no noise makes a difference and "
+                f"delta alone says what leaks; got {value}",
             )
-        require(0 <= self.delta < 1, f"privacy.delta is a probability in [0, 1); got {self.delta}")
         require(
             not (self.epsilon and self.target_epsilon),
             f"privacy.target-epsilon is the budget too; got {self.target_epsilon:g} and privacy.epsilon="

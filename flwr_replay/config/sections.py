@@ -15,12 +15,18 @@ from flwr_replay.errors import ConfigError, near_matches
 
 __all__ = [
     "BATCH",
+    "FRACTION",
+    "NOT_NEGATIVE",
+    "NOT_NEGATIVE_FINITE",
     "PASSES",
+    "POSITIVE",
+    "SHARE",
     "VIEWS",
     "GeneratorConfig",
     "ModelConfig",
     "PartitionConfig",
     "PriorConfig",
+    "Range",
     "ReplayConfig",
     "RunConfig",
     "TaskConfig",
@@ -59,11 +65,37 @@ def one_of(option: str, value: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{option} must be one of {shown}; got {value!r}: {hint}")
 
 
-def within(prefix: str, config: object, **limits: tuple[float, float]) -> None:
-    """Raise `ConfigError` unless each of these numbers of a configuration lies within its limits."""
-    for name, (low, high) in limits.items():
+@dataclass(frozen=True)
+class Range:
+    """Numbers between two ends, and what an error says of them; NaN is not among them."""
+
+    low: float
+    high: float
+    rule: str
+    ends: str = "[]"  # ( instead of [: without low; ) instead of ]: without high
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.ends[0] == "(" else value >= self.low
+        below = value < self.high if self.ends[1] == ")" else value <= self.high
+        return above and below
+
+
+POSITIVE = Range(0, inf, "must be positive and finite", "()")
+NOT_NEGATIVE = Range(0, inf, "must not be negative")
+NOT_NEGATIVE_FINITE = Range(0, inf, "must be finite and not negative", "[)")
+FRACTION = Range(0, 1, "lies in [0, 1)", "[)")
+SHARE = Range(0, 1, "is a share in (0, 1]", "(]")
+
+
+def within(prefix: str, config: object, **ranges: Range | tuple[float, float]) -> None:
+    """Raise `ConfigError` unless each of these numbers of a configuration lies in its range, or between two numbers."""
+    for name, known in ranges.items():
         value = getattr(config, name)
         option = f"{prefix}{name}".replace("_", "-")
+        if isinstance(known, Range):
+            require(value in known, f"{option} {known.rule}; got {value}")
+            continue
+        low, high = known
         require(value >= low, f"{option} must be at least {low}; got {value}")
         require(value <= high, f"{option} must be at most {high}; got {value}")
 
@@ -102,9 +134,7 @@ class TaskConfig:
             f"task.channels x task.size x task.size is at most {EXAMPLE:,} numbers; got {self.channels} x {self.size} "
             f"x {self.size}",
         )
-        for name in ("train_size", "val_size", "test_size"):
-            option = f"task.{name.replace('_', '-')}"
-            require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
+        within("task.", self, train_size=NOT_NEGATIVE, val_size=NOT_NEGATIVE, test_size=NOT_NEGATIVE)
         require(
             all(map(isfinite, (*self.mean, *self.std))),
             f"task.mean and task.std must be finite numbers; got {list(self.mean)} and {list(self.std)}",
@@ -154,11 +184,8 @@ class PartitionConfig:
         one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet"))
         one_of("partition.majors", self.majors, ("distinct", "random"))
         one_of("partition.test", self.test, ("iid", "mirror"))
-        require(0 < self.p <= 1, f"partition.p is a share in (0, 1]; got {self.p}")
-        require(0 <= self.ks <= 1, f"partition.ks is a statistic in [0, 1]; got {self.ks}")
-        require(0 < self.alpha < inf, f"partition.alpha must be positive and finite; got {self.alpha}")
-        require(self.size >= 0, f"partition.size must not be negative; got {self.size}")
-        require(0 <= self.contrast < 1, f"partition.contrast lies in [0, 1); got {self.contrast}")
+        within("partition.", self, p=SHARE, ks=Range(0, 1, "is a statistic in [0, 1]"), alpha=POSITIVE)
+        within("partition.", self, size=NOT_NEGATIVE, contrast=FRACTION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,14 +218,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         one_of("training.optimizer", self.optimizer, ("sgd", "adam"))
-        require(0 < self.lr < inf, f"training.lr must be positive and finite; got {self.lr}")
-        require(0 <= self.momentum < 1, f"training.momentum lies in [0, 1); got {self.momentum}")
-        require(
-            0 <= self.weight_decay < inf,
-            f"training.weight-decay must be finite and not negative; got {self.weight_decay}",
-        )
-        within("training.", self, batch_size=(1, BATCH))
-        require(self.lr_step >= 0, f"training.lr-step must not be negative; got {self.lr_step}")
+        within("training.", self, lr=POSITIVE, momentum=FRACTION, weight_decay=NOT_NEGATIVE_FINITE)
+        within("training.", self, batch_size=(1, BATCH), lr_step=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,8 +236,7 @@ class ReplayConfig:
         one_of("replay.name", self.name, ("none", "vqvae2", "pixelcnn"))
         one_of("replay.codes", self.codes, ("paper", "last-pass", "stale"))
         one_of("replay.missing", self.missing, ("stop", "say"))
-        require(0 < self.ratio <= 100, f"replay.ratio lies in (0, 100]; got {self.ratio}")
-        require(0 <= self.cache_mb < inf, f"replay.cache-mb must be finite and not negative; got {self.cache_mb}")
+        within("replay.", self, ratio=Range(0, 100, "lies in (0, 100]", "(]"), cache_mb=NOT_NEGATIVE_FINITE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,11 +260,8 @@ class GeneratorConfig:
         one_of("generator.name", self.name, ("vqvae2",))
         one_of("generator.codebook", self.codebook, ("ema", "gradient"))
         within("generator.", self, codes=(2, 2**16), width=(2, WIDTH), dim=(1, WIDTH), blocks=(0, 100))
-        within("generator.", self, batch_size=(1, BATCH), epochs=(1, PASSES))
-        require(self.lr_halving >= 0, f"generator.lr-halving must not be negative; got {self.lr_halving}")
-        require(0 <= self.beta < inf, f"generator.beta must be finite and not negative; got {self.beta}")
-        require(0 <= self.decay < 1, f"generator.decay lies in [0, 1); got {self.decay}")
-        require(0 < self.lr < inf, f"generator.lr must be positive and finite; got {self.lr}")
+        within("generator.", self, batch_size=(1, BATCH), epochs=(1, PASSES), lr_halving=NOT_NEGATIVE)
+        within("generator.", self, beta=NOT_NEGATIVE_FINITE, decay=FRACTION, lr=POSITIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,8 +279,7 @@ class PriorConfig:
     def __post_init__(self) -> None:
         one_of("prior.name", self.name, ("pixelcnn",))
         within("prior.", self, width=(1, WIDTH), layers=(1, 100), bins=(1, CLASSES))
-        within("prior.", self, batch_size=(1, BATCH), epochs=(1, PASSES))
-        require(0 < self.lr < inf, f"prior.lr must be positive and finite; got {self.lr}")
+        within("prior.", self, batch_size=(1, BATCH), epochs=(1, PASSES), lr=POSITIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,13 +310,8 @@ class RunConfig:
     wait: float  # seconds to wait for `nodes` institutions to join
 
     def __post_init__(self) -> None:
-        within("", self, rounds=(1, ROUNDS), threads=(1, THREADS), nodes=(0, NODES))
-        require(self.evaluate_every >= 1, f"evaluate-every must be at least 1; got {self.evaluate_every}")
-        require(self.seed >= 0, f"seed must not be negative; got {self.seed}")
-        require(
-            0 < self.timeout <= SECONDS, f"timeout must be positive, in seconds, and at most a year; got {self.timeout}"
-        )
+        within("", self, rounds=(1, ROUNDS), threads=(1, THREADS), nodes=(0, NODES), evaluate_every=(1, inf))
+        within("", self, seed=NOT_NEGATIVE)
+        within("", self, timeout=Range(0, SECONDS, "must be positive, in seconds, and at most a year", "(]"))
+        within("", self, wait=Range(0, SECONDS, "must not be negative, in seconds, and at most a year"))
         self.strategy.check_options(self)
-        require(
-            0 <= self.wait <= SECONDS, f"wait must not be negative, in seconds, and at most a year; got {self.wait}"
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flwr_replay.data.datasets import Dataset, Examples, load
 from flwr_replay.data.partitions import Partition, institution_name, partition, site_names
 from flwr_replay.data.show import show
-from flwr_replay.data.skew import ks_matrix, label_histogram, mean_pairwise_ks, tv_matrix
+from flwr_replay.data.skew import ks_matrix, label_histogram, tv_matrix
 
 __all__ = [
     "Dataset",
@@ -15,7 +15,6 @@ __all__ = [
     "ks_matrix",
     "label_histogram",
     "load",
-    "mean_pairwise_ks",
     "partition",
     "show",
     "site_names",

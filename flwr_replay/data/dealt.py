@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 
 from flwr_replay.config.sections import PartitionConfig, TaskConfig
 from flwr_replay.data import Dataset, Examples, Partition, load, partition
+from flwr_replay.memory import remembered
 
 __all__ = ["dealt", "loaded", "pooled"]
 
 
-@lru_cache(maxsize=2)
+@remembered(maxsize=2)
 def loaded(task: TaskConfig) -> Dataset:
     """Read a data set, once per process."""
     return load(task)
 
 
-@lru_cache(maxsize=2)
+@remembered(maxsize=2)
 def dealt(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int) -> Partition:
     """Deal a data set to simulated institutions, once per process."""
     return partition(loaded(task), how, nodes, seed)
 
 
-@lru_cache(maxsize=1)  # one copy, however many institutions ask how many examples there are
+@remembered(maxsize=1)  # one copy, however many institutions ask how many examples there are
 def pooled(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int) -> Dataset:
     """Return the union of all institutions' training examples, as strategy=central owns it."""
     part, dataset = dealt(task, how, nodes, seed), loaded(task)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from flwr_replay.data.skew import is_continuous, ks_matrix, label_histogram, tv_
 from flwr_replay.files.atomic import make_folder, write_atomic
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.table import Table
 
 __all__ = ["show"]
@@ -153,7 +154,7 @@ def _picture(
     return picture.getvalue()
 
 
-def _name_axis(axes: Any, part: Partition, which: str) -> None:
+def _name_axis(axes: Axes, part: Partition, which: str) -> None:
     """Label an axis with the institutions; of very many only every n-th, as matplotlib chooses."""
     if len(part.names) > WIDEST:
         return

@@ -23,7 +23,6 @@ __all__ = [
     "label_groups",
     "label_histogram",
     "mean_pairwise",
-    "mean_pairwise_ks",
     "tv_matrix",
 ]
 
@@ -143,18 +142,9 @@ def tv_matrix(labels: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
 
 
 def mean_pairwise(matrix_KK: NDArray[np.float64]) -> float:
-    """Average a symmetric matrix over the K(K-1)/2 pairs; 0 for one institution, which has no pair."""
+    """Average a symmetric matrix, such as KS (Qu et al. 2022, section 4.1), over the K(K-1)/2 pairs; 0 without any."""
     pairs = np.triu_indices(len(matrix_KK), k=1)
     return float(matrix_KK[pairs].mean()) if len(pairs[0]) else 0.0
-
-
-def mean_pairwise_ks(labels: Sequence[NDArray[Any]]) -> float:
-    """Average the two-sample KS statistic over all pairs of institutions (Qu et al. 2022, section 4.1).
-
-    >>> mean_pairwise_ks([np.array([0, 0]), np.array([1, 1]), np.array([1, 1])])
-    0.6666666666666666
-    """
-    return mean_pairwise(ks_matrix(labels))
 
 
 def _union(labels: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -253,7 +253,7 @@ def read_text(path: Path) -> str:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def fits(values: Any, form: Form) -> bool:
+def fits(values: object, form: Form) -> bool:
     """Say whether a value is a JSON object with these keys, and values of these types.
 
     >>> fits({"round": 1, "direction": "up"}, {"round": int, "direction": ("up", "down")})

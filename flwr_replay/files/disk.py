@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -66,7 +66,7 @@ def shut(path: Path) -> None:
             path.chmod(stat.S_IMODE(mode) & 0o700)
 
 
-def opener(mode: int = 0o600) -> Any:
+def opener(mode: int = 0o600) -> Callable[[str, int], int]:
     """Return how `open` makes a file of these permissions at most; one that exists is not emptied."""
     return lambda name, flags: os.open(name, flags & ~os.O_TRUNC, mode)
 

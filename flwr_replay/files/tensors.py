@@ -7,12 +7,13 @@ laid out here, and the library reads them. The header begins with a checksum of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -20,10 +21,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from flwr_replay.errors import RunError
+from flwr_replay.errors import RunError, WireError
 from flwr_replay.files.atomic import read_bytes, write_atomic
 
-__all__ = ["StateDict", "digest", "read_tensors", "read_with_texts", "under", "write_tensors"]
+__all__ = ["StateDict", "digest", "nested", "read_tensors", "read_with_texts", "unnested", "write_tensors"]
+
+T = TypeVar("T")
 
 StateDict = dict[str, NDArray[Any]]  # a model's weights and buffers, or other named arrays
 
@@ -108,9 +111,42 @@ def read_with_texts(path: Path) -> tuple[StateDict, dict[str, str]]:
     return arrays, texts
 
 
-def under(prefix: str, arrays: StateDict) -> StateDict:
-    """Return the arrays whose names begin so, by the rest of their names."""
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+def nested(parts: Mapping[str, Mapping[str, T]], *, mark: str = ".") -> dict[str, T]:
+    """Lay named arrays of several parts together, in the order of the parts.
+
+    Examples
+    --------
+    >>> nested({"model": {"head.bias": 1}, "optimizer": {"0.step": 2}})
+    {'model.head.bias': 1, 'optimizer.0.step': 2}
+    """
+    return {f"{part}{mark}{name}": array for part, arrays in parts.items() for name, array in arrays.items()}
+
+
+def unnested(arrays: Mapping[str, T], *, mark: str = ".", only: Sequence[str] = ()) -> dict[str, dict[str, T]]:
+    """Take apart what `nested` has laid together; a part that is not there is empty.
+
+    Names without the mark belong to no part. Parts in `only` are all that there may be: whoever sends arrays must not
+    slip in others.
+
+    Raises
+    ------
+    WireError
+        If a name lies outside of these parts.
+
+    Examples
+    --------
+    >>> parts = unnested({"model.head.bias": 1, "optimizer.0.step": 2, "w": 3})
+    >>> parts["model"], parts["optimizer"], parts["proxy"]
+    ({'head.bias': 1}, {'0.step': 2}, {})
+    """
+    parts: dict[str, dict[str, T]] = defaultdict(dict)
+    for name, array in arrays.items():
+        part, found, rest = name.partition(mark)
+        if only and not (found and part in only):
+            raise WireError(f"arrays must be those of {' and '.join(only)}, each under its name; got {name!r}")
+        if found:
+            parts[part][rest] = array
+    return parts
 
 
 def digest(arrays: Mapping[str, NDArray[Any]]) -> str:
@@ -127,7 +163,7 @@ def _digits(checksum: int) -> bytes:
 
 
 @lru_cache(maxsize=256)  # the same models are written again and again
-def _entries(form: tuple[tuple[str, Any, tuple[int, ...]], ...]) -> list[str]:
+def _entries(form: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> list[str]:
     """Return the header's entry of each array, by name, dtype and shape."""
     entries, end = [], 0
     for name, dtype, shape in form:

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.memory import remembered
 from flwr_replay.models.layers import as_input
 from flwr_replay.wire.records import StateDict
 
@@ -111,7 +111,7 @@ class ReplaySampler:
             yield torch.cat([x_R, x_B]), torch.cat([y_R.to(y_B.dtype), y_B])
 
 
-@lru_cache(maxsize=1)  # institutions that share a process share what they all received
+@remembered(maxsize=1)  # institutions that share a process share what they all received
 def sampler_of(sources: tuple[Source, ...], replay_plan: ReplayPlan, device: torch.device) -> ReplaySampler:
     """Return a sampler of these sources, made once in a process."""
     parts = []

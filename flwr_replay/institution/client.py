@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +27,7 @@ from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.replay import GenerativeStages
 from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches, torch_rng
+from flwr_replay.memory import remembered
 from flwr_replay.models import placed
 from flwr_replay.payloads.common import Evaluate, Evaluation, LabelScale, Present, RollCall, Train, Trained
 from flwr_replay.privacy.plan import PrivacyPlan
@@ -327,6 +327,6 @@ class InstitutionClient(NumPyClient):
         self.state.save(key, visit.run, visit.server_round, arrays, self.institution.durable, give)
 
 
-@lru_cache(maxsize=8)
+@remembered(maxsize=8)
 def _scratch(fresh: Callable[[int], nn.Module], device: torch.device, role: str) -> nn.Module:
     return placed(fresh(0), device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from flwr_replay.files.atomic import home
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.learning.training import select_device
+from flwr_replay.memory import remembered
 
 __all__ = ["institution_of"]
 
@@ -32,7 +32,7 @@ def institution_of(context: Context) -> tuple[Institution, RunConfig]:
     return _institution(tuple(sorted(context.run_config.items())), node)
 
 
-@lru_cache(maxsize=64)
+@remembered(maxsize=64)
 def _institution(
     run_config: tuple[tuple[str, Any], ...], node: tuple[tuple[str, str], ...]
 ) -> tuple[Institution, RunConfig]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flwr_replay.errors import BudgetError, PrivacyError
-from flwr_replay.files.tensors import under
+from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.mutual import Learning, MutualLearner
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches
@@ -34,8 +34,8 @@ class PairClient(InstitutionClient):
 
     def pair(self, visit: Any, theta: Weights) -> MutualLearner:
         """Return what steps on both are, paid for; φ is the institution's own, θ as it came."""
-        proxy, kept = self.scratch_model(theta), self.kept("pair", visit, take=True) or {}
-        own = under("model.", kept) or to_arrays(self.fresh_private(visit.private_seed))
+        proxy, kept = self.scratch_model(theta), unnested(self.kept("pair", visit, take=True) or {})
+        own = kept["model"] or to_arrays(self.fresh_private(visit.private_seed))
         phi = self.scratch_model(own, "private")
         refuse_single_batches(proxy, len(self.institution.train), self.batch_size)
         if visit.private_epochs:
@@ -43,8 +43,8 @@ class PairClient(InstitutionClient):
         training = replace(self.training, optimizer=visit.private_optimizer)
         private = Learning(phi, make_optimizer(phi, training, visit.private_lr))
         common = Learning(proxy, make_optimizer(proxy, self.training, visit.lr))
-        for half, prefix in ((private, "optimizer."), (common, "proxy-optimizer.")):
-            if visit.optimizer_state == "keep" and (slots := under(prefix, kept)):
+        for half, part in ((private, "optimizer"), (common, "proxy-optimizer")):
+            if visit.optimizer_state == "keep" and (slots := kept[part]):
                 load_optimizer_arrays(half.optimizer, slots)
         covered = self.budget is not None and self.budget.plan.covers("proxy")
         if self.budget and covered and visit.beta != 0 and not self.budget.plan.unproven:
@@ -68,22 +68,21 @@ class PairClient(InstitutionClient):
         told: φ begins anew from where it was before this visit, its optimizer afresh.
         """
         loss = learner.loss()
-        kept = {f"model.{name}": array for name, array in to_arrays(learner.private.model).items()}
-        diverged = not all(np.isfinite(array).all() for array in kept.values())
+        kept = {"model": to_arrays(learner.private.model)}
+        diverged = not all(np.isfinite(array).all() for array in kept["model"].values())
         if diverged:
             logging.getLogger("flwr").warning("the private model diverged in exchange %s", visit.server_round)
             before = self.state.load("pair", visit.run, visit.server_round) or {}
-            own = under("model.", before) or to_arrays(self.fresh_private(visit.private_seed))
-            kept = {f"model.{name}": array for name, array in own.items()}
+            kept["model"] = unnested(before)["model"] or to_arrays(self.fresh_private(visit.private_seed))
         if visit.optimizer_state == "keep":
-            for half, prefix in ((learner.private, "optimizer."), (learner.proxy, "proxy-optimizer.")):
-                if half is learner.proxy or not diverged:
-                    kept |= {f"{prefix}{slot}": array for slot, array in optimizer_arrays(half.optimizer).items()}
-        self.save("pair", visit, kept, give=True)
+            if not diverged:
+                kept["optimizer"] = optimizer_arrays(learner.private.optimizer)
+            kept["proxy-optimizer"] = optimizer_arrays(learner.proxy.optimizer)
+        self.save("pair", visit, nested(kept), give=True)
         told = {"num_examples": len(self.institution.train), "examples_seen": learner.seen, "train_loss": loss}
         return {**told, "proxy_steps": learner.proxy_steps}
 
     def tested(self, request: Any, theta: Weights) -> PairEvaluation:
         """Test φ as it stands after this round, and a proxy."""
-        private = self.evaluated(under("model.", self.latest("pair", request)), request.split, "private")
+        private = self.evaluated(unnested(self.latest("pair", request))["model"], request.split, "private")
         return PairEvaluation.of_pair(private, self.evaluated(theta, request.split))

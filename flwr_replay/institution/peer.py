@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flwr_replay.errors import TrainingError
-from flwr_replay.files.tensors import under
+from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.pushsum import mixed, parcel
 from flwr_replay.payloads.relay import Committed, Deliver, TrainPeer
@@ -67,10 +67,7 @@ class PeerClient(InstitutionClient):
                     f"that of run {request.run!r} is gone: restore the state directory, or begin a new run"
                 )
             theta, w, _ = unpack_state(released)
-            models: dict[str, StateDict] = {}
-            for name, array in opened(request.arrays).items():
-                number, _, rest = name.partition(".")
-                models.setdefault(number, {})[rest] = array
+            models = unnested(opened(request.arrays))
             dealt = zip(sorted(models), request.weights, request.shares, strict=True)
             arrived = [parcel(models[number], w_k, share) for number, w_k, share in dealt]
             done = pack_state(*mixed(theta, w, request.kept, arrived), request.parcels)
@@ -85,9 +82,9 @@ class PeerClient(InstitutionClient):
 def pack_state(theta: StateDict, w: float, parcels: Sequence[int] = ()) -> StateDict:
     """Return one state dict of θ, w and the parcels' numbers, so that they are written in one step."""
     scalars = {"w": np.array([w]), "parcels": np.array(parcels, np.int64)}
-    return {**{f"theta.{name}": array for name, array in theta.items()}, **scalars}
+    return {**nested({"theta": theta}), **scalars}
 
 
 def unpack_state(kept: StateDict) -> tuple[StateDict, float, list[int]]:
     """Take apart what `pack_state` has put together."""
-    return under("theta.", kept), float(kept["w"][0]), [int(number) for number in kept["parcels"]]
+    return unnested(kept)["theta"], float(kept["w"][0]), [int(number) for number in kept["parcels"]]

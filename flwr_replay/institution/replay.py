@@ -7,7 +7,7 @@ stand in the methods' own files (`clients/cwt.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.errors import DataError, TrainingError, WireError
-from flwr_replay.files.tensors import digest
+from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import pack_codes, unpack_codes
 from flwr_replay.generators.pixelcnn import CodePrior
@@ -27,6 +27,7 @@ from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.pictures import SHOWN, draw_grid
 from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.training import batches, mean_loss, step, torch_rng
+from flwr_replay.memory import remembered
 from flwr_replay.payloads.replay import (
     Codes,
     EncodeImages,
@@ -116,10 +117,10 @@ class GenerativeStages:
     def train_prior(self, request: TrainPrior) -> TrainedPrior:
         """Train a prior on the codes of x_k; these do not leave."""  # footnote 1
         config, data = self.replay_plan.prior, self.checked_images("prior")
-        own, given = by_prefix(opened(request.arrays))
-        model = self.generator(own).eval()
+        parts = unnested(opened(request.arrays), only=("generator", "prior"))
+        model = self.generator(parts["generator"]).eval()
         prior = self.replay_plan.fresh_prior(model).to(self.institution.device)
-        load_arrays(prior, given)
+        load_arrays(prior, parts["prior"])
         codes, classes = self.codes_of(model), self.classes(data.y.cpu(), request)
         counts = torch.bincount(classes, minlength=prior.classes)
         optimizer = torch.optim.Adam(prior.parameters(), lr=config.lr)
@@ -138,7 +139,7 @@ class GenerativeStages:
                 seen += config.batch_size if private else len(rows)
             losses += [] if private else [mean_loss(of_epoch)]
         return TrainedPrior(
-            arrays={f"prior.{name}": array for name, array in to_arrays(prior).items()},
+            arrays=nested({"prior": to_arrays(prior)}),
             num_examples=len(data),
             examples_seen=seen,
             losses=losses,
@@ -159,7 +160,8 @@ class GenerativeStages:
 
     def keep_prior(self, request: KeepPrior) -> Kept:
         """Draw e from a prior and keep it with D."""
-        decoder, given = by_prefix(opened(request.arrays))
+        parts = unnested(opened(request.arrays), only=("decoder", "prior"))
+        decoder, given = parts["decoder"], parts["prior"]
         counts = tuple(request.label_counts)
         packed = drawn(Drawing(digest(given), counts, request.source, given), self.replay_plan, self.institution.device)
         classes = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -285,7 +287,7 @@ class Drawing:
     prior: StateDict = field(compare=False)
 
 
-@lru_cache(maxsize=64)  # institutions that share a process draw once
+@remembered(maxsize=64)  # institutions that share a process draw once
 def drawn(drawing: Drawing, replay_plan: ReplayPlan, device: torch.device) -> NDArray[np.uint8]:
     """Draw codes; packed, (n, bytes)."""
     model = replay_plan.fresh_generator()
@@ -312,12 +314,3 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float, epoch: int, halving: i
     """Set the learning rate of an epoch: halved every `halving` epochs."""
     for group in optimizer.param_groups:
         group["lr"] = lr * 0.5 ** (epoch // halving if halving else 0)
-
-
-def by_prefix(arrays: StateDict) -> tuple[StateDict, StateDict]:
-    """Cut a state dict into what lies under `prior.` (the second) and what lies under another name."""
-    cut: dict[bool, StateDict] = {True: {}, False: {}}
-    for name, array in arrays.items():
-        first, _, rest = name.partition(".")
-        cut[first == "prior"][rest] = array
-    return cut[False], cut[True]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from flwr_replay.files.atomic import NAME, private_folder, stamp, write_once
 from flwr_replay.files.disk import opener
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.institution.owner import Institution
+from flwr_replay.memory import on_forget, remembered
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["StateStore"]
@@ -169,6 +169,11 @@ class RecentArrays:
         if held := self.held.pop(_slot(file), None):
             self.bytes -= held.size
 
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.held.clear()
+        self.bytes = 0
+
     def read(self, file: Path, origin: str) -> StateDict:
         """Return what a file holds.
 
@@ -203,9 +208,10 @@ def _slot(file: Path) -> str:
 
 
 _recent = RecentArrays()
+on_forget(_recent.clear)
 
 
-@lru_cache(maxsize=1024)  # a process looks once
+@remembered(maxsize=1024)  # a process looks once
 def _bind(folder: Path, bound: str) -> None:
     path = folder / "options.json"
     if not path.exists():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flwr_replay.errors import ConfigError
+from flwr_replay.memory import remembered
 
 __all__ = ["load_pretrained"]
 
@@ -64,7 +64,7 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
     return model
 
 
-@lru_cache(maxsize=1)
+@remembered(maxsize=1)
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)

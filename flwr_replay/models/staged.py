@@ -1,4 +1,4 @@
-"""A model as an ordered list of named stages, what it means to cut it at one of them, and to freeze a part.
+"""A model as an ordered list of named stages, and what it means to cut it at one of them.
 
 `B` batch, `C` channels, `H` height, `W` width.
 """
@@ -6,21 +6,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_replay.config.sections import one_of, require
 
-__all__ = ["StagedModel", "freeze", "has_batch_norm", "placed", "split", "split_before_head"]
+__all__ = ["StagedModel", "has_batch_norm", "placed", "split", "split_before_head"]
 
 Module = TypeVar("Module", bound=nn.Module)
-
-# _NormBase: batch and instance norm of any dimension, the layers that keep running statistics.
-_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 class StagedModel(nn.Sequential):
@@ -101,39 +97,6 @@ def split_before_head(model: nn.Module, cut: str) -> tuple[StagedModel, StagedMo
     )
     middle, head = split(rest, rest.stages[-2])
     return encoder, middle, head
-
-
-def freeze(module: Module) -> Module:
-    """Freeze parameters and norm statistics, for good and in place.
-
-    Parameters require no gradient any more. Norm layers go into evaluation mode and stay there when
-    ``train()`` is called on them, on `module` or on a model that contains it; so the output for one example no
-    longer depends on the batch it comes in, and the running statistics stay bit for bit as they are. Copies and
-    pickles of the module are frozen too.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        What to freeze. A part made by `split` shares its stages with the model, where they are frozen too.
-
-    Returns
-    -------
-    torch.nn.Module
-        The same module.
-    """
-    module.requires_grad_(False)
-    for layer in module.modules():
-        if isinstance(layer, _NORMS):
-            layer.eval()
-            # On the layer itself, since train() of a model around it reaches every layer. A partial, unlike a
-            # closure or a bound method, survives both pickle and deepcopy with the copy as its argument.
-            layer.__dict__["train"] = partial(_stay_in_eval, layer)
-    return module
-
-
-def _stay_in_eval(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Stand in for ``layer.train(mode)``."""
-    return layer
 
 
 def has_batch_norm(module: nn.Module) -> bool:

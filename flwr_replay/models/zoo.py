@@ -28,12 +28,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import nn
 
 from flwr_replay.config.sections import ModelConfig, TaskConfig, require
+from flwr_replay.memory import remembered
 from flwr_replay.models.deepset import deepset
 from flwr_replay.models.layers import Standardize, norm_layer, stage
 from flwr_replay.models.seeding import seeded
@@ -199,7 +200,7 @@ def _cnn(model: ModelConfig, task: TaskConfig) -> StagedModel:
     )
 
 
-@lru_cache(maxsize=4)
+@remembered(maxsize=4)
 def backbone(model: ModelConfig, task: TaskConfig) -> Callable[[int], nn.Module]:
     """Return the one builder of a configuration's backbone: seed to fresh weights."""
     return partial(build, model, task)

@@ -32,6 +32,7 @@ from flwr.serverapp import Grid
 from flwr_replay.config.sections import one_of, require
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, WireError
+from flwr_replay.files.tensors import nested
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.topology import TOPOLOGIES, Matrix, checked, mixing_matrix, read_matrices, receivers
@@ -226,9 +227,7 @@ class Gossip(Relay):
         """Return what brings an institution its parcels."""
         parcels = waiting.parcels
         models = ArrayRecord()
-        for i, parcel in enumerate(parcels):
-            for name, array in self.mailbox.models[parcel.number].items():
-                models[f"{i:05d}.{name}"] = array
+        models.update(nested({f"{i:05d}": self.mailbox.models[parcel.number] for i, parcel in enumerate(parcels)}))
         return Deliver(
             server_round=server_round,
             arrays=models,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flwr_replay.config.sections import BATCH, PASSES, RunConfig, one_of, require, within
+from flwr_replay.config.sections import BATCH, NOT_NEGATIVE, PASSES, Range, RunConfig, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.server.settings import Settings
@@ -37,12 +37,10 @@ class MutualConfig(StrategyConfig):
     private_shift: int = 0  # pixels by which a batch of these passes is shifted at most, to learn from more answers
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "beta"):
-            require(0 <= getattr(self, name) <= 1, f"strategy.{name} lies in [0, 1]; got {getattr(self, name)}")
+        weight = Range(0, 1, "lies in [0, 1]")
+        within("strategy.", self, alpha=weight, beta=weight)
         one_of("strategy.private-optimizer", self.private_optimizer, ("", "sgd", "adam"))
-        for name in ("private_lr", "private_epochs", "private_batch_size", "private_shift"):
-            option = f"strategy.{name.replace('_', '-')}"
-            require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
+        within("strategy.", self, private_lr=NOT_NEGATIVE, private_shift=NOT_NEGATIVE)
         within("strategy.", self, private_epochs=(0, PASSES), private_batch_size=(0, BATCH))
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:

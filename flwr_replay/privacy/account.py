@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from math import inf, isfinite
 from pathlib import Path
 
 from flwr_replay.errors import BudgetError
 from flwr_replay.files.atomic import Lines, alone, private_folder, read_lines, stamp, sync
+from flwr_replay.memory import remembered
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 
 __all__ = ["Account"]
@@ -71,10 +71,6 @@ class Account:
                     "training here, or begin a run with more noise or a larger privacy.epsilon"
                 )
             book.add(mechanism, cost, noise)
-
-    def affordable(self, cost: SampledGaussian) -> int:
-        """Return how many of these steps the budget still allows."""
-        return self._affordable(self.spent, cost)
 
     def _affordable(self, spent: list[SampledGaussian], cost: SampledGaussian) -> int:
         low, high = 0, cost.steps + 1  # low steps are allowed, high are too many
@@ -162,12 +158,12 @@ class _Book:
         _sync(self.path.parent, self.written[0])
 
 
-@lru_cache(maxsize=1024)
+@remembered(maxsize=1024)
 def _book(folder: Path) -> _Book:
     return _Book(folder)
 
 
-@lru_cache(maxsize=1024)  # entries that are on the disk stay there; a file that was mended is another one
+@remembered(maxsize=1024)  # entries that are on the disk stay there; a file that was mended is another one
 def _sync(folder: Path, inode: int) -> None:
     """Put the entries of a folder, and its own, on the disk: a new file's own flush does not."""
     for holder in (folder, folder.parent):

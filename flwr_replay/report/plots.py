@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flwr_replay.report.epsilon import shown_epsilon
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["curves", "epsilons", "heat_map", "lines", "losses", "points"]
 
@@ -245,7 +249,7 @@ def _look(place: int) -> tuple[str, str]:
     return COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
 
 
-def _scale(axes: Any, shown: Sequence[float]) -> None:
+def _scale(axes: Axes, shown: Sequence[float]) -> None:
     """Fit the y axis to the points, and a share to [0, 1]: an interval may reach beyond what can be."""
     if not shown:
         return
@@ -259,7 +263,7 @@ def _scale(axes: Any, shown: Sequence[float]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _png(figure: Any) -> bytes:
+def _png(figure: Figure) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=150)
     return picture.getvalue()

@@ -43,7 +43,7 @@ from typing import Any
 from flwr_replay.config.sections import RunConfig
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import Form, Lines, private_folder, read_lines, sweep, tighten, write_atomic, write_json
-from flwr_replay.files.tensors import under, write_tensors
+from flwr_replay.files.tensors import nested, unnested, write_tensors
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.report.epsilon import largest
 from flwr_replay.report.forgetting import Forgetting
@@ -207,8 +207,8 @@ class RunDirectory(Recorder):
         self._timings.append([{"round": snapshot.server_round, "seconds": seconds}])
         for lines in (self._ledger, self._metrics, self._timings):  # a resumed run finds them with the checkpoint
             lines.flush()
-        named = {f"arrays/{name}": array for name, array in snapshot.arrays.items()}
-        named |= {f"state/{name}": array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
+        state = {name: array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
+        named = nested({"arrays": snapshot.arrays, "state": state}, mark="/")
         self._checkpoints.write(snapshot.server_round, named, values)
         metrics = self.history[-1][1] if self.history else {}
         self.display.exchange(snapshot.server_round, metrics | self.spent_then, sum(self.bytes.values()), seconds)
@@ -232,11 +232,12 @@ class RunDirectory(Recorder):
         arrays, values = found
         self.counters = Counters(values["examples-seen"], values["seconds"])
         self._rewind(values["server-round"])
-        parts = under("arrays/", arrays), under("state/", arrays)
+        parts = unnested(arrays, mark="/")
         scale = tuple(values["label-scale"]) if values["label-scale"] else None
         return Snapshot(
             values["server-round"],
-            *parts,
+            parts["arrays"],
+            parts["state"],
             values["state"],
             values["trained"],
             values["examples"],

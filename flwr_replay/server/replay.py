@@ -35,7 +35,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flwr_replay.errors import RunError, WireError
-from flwr_replay.files.tensors import read_tensors, write_tensors
+from flwr_replay.files.tensors import nested, read_tensors, unnested, write_tensors
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.payloads.replay import (
@@ -266,7 +266,7 @@ class GenerativeReplay:
         self.movement.recorder.saw(answer.examples_seen)
         self.movement.recorder.generated(f"{member.name}, prior", list(answer.losses))
         self.keep("generator", self.visits, weights)
-        self.keep("source", self.visits, {**prefixed("decoder", self.decoder(weights)), **opened(answer.arrays)})
+        self.keep("source", self.visits, nested({"decoder": self.decoder(weights)}) | opened(answer.arrays))
         self.counts.append(list(answer.label_counts))
         return True
 
@@ -290,7 +290,7 @@ class GenerativeReplay:
         if len(counts) != prior.classes or not sum(counts) > 0 or abs(sum(counts) - n) > slack:
             return f"must count its {n} examples of {prior.classes} kinds of label; it told {sum(counts)}"
         try:
-            load_arrays(prior, {name.removeprefix("prior."): array for name, array in opened(answer.arrays).items()})
+            load_arrays(prior, unnested(opened(answer.arrays), only=("prior",))["prior"])
             prior.sample(torch.arange(prior.classes), torch.Generator().manual_seed(0))
         except (WireError, RuntimeError, IndexError) as error:
             return f"sent a prior that draws no codes: {' '.join(str(error).split())[:200]}"
@@ -356,9 +356,8 @@ class GenerativeReplay:
 
     def prior_request(self, weights: StateDict) -> TrainPrior:
         """Ask for a prior."""
-        fresh = prefixed("prior", to_arrays(self.replay_plan.fresh_prior(self.model)))
-        arrays = {**prefixed("generator", weights), **fresh}
-        return TrainPrior(**self.head, arrays=arrays)
+        fresh = to_arrays(self.replay_plan.fresh_prior(self.model))
+        return TrainPrior(**self.head, arrays=nested({"generator": weights, "prior": fresh}))
 
     def asked(self, member: Member, request: Request) -> Message | None:
         """Send one request; None if no answer came that can be used."""
@@ -398,8 +397,3 @@ class GenerativeReplay:
         union = {key: np.concatenate([part[key] for part in parts]) for key in ("codes", "labels")}
         self.codes_at, self.rows = max(self.visits, self.codes_at + 1), len(union["labels"])
         self.keep("codes", self.codes_at, union)
-
-
-def prefixed(prefix: str, arrays: StateDict) -> StateDict:
-    """Put names under a prefix."""
-    return {f"{prefix}.{name}": array for name, array in arrays.items()}

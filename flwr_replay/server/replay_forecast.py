@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from flwr_replay.files.tensors import nested
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.payloads.replay import Codes, Generated, KeepCodes, KeepDecoder, KeepPrior, Kept, TrainedPrior
 from flwr_replay.server.members import Member
-from flwr_replay.server.replay import GenerativeReplay, prefixed
+from flwr_replay.server.replay import GenerativeReplay
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.weights import to_arrays
 
@@ -25,9 +26,11 @@ def exchanges_of(replay: GenerativeReplay, members: Sequence[Member]) -> list[tu
     losses, kept, total = [0.0] * plan.generator.epochs, Kept(num_examples=0), sum(m.num_examples for m in members)
     told: dict[str, Any] = {"num_examples": 0, "examples_seen": 0}
     generated = Generated(arrays=weights, losses=losses, perplexity=[0.0, 0.0], **told)
-    given = prefixed("prior", to_arrays(prior))
-    own = TrainedPrior(arrays=given, losses=[0.0] * plan.prior.epochs, label_counts=[0] * prior.classes, **told)
-    both = {**prefixed("decoder", replay.decoder(weights)), **given}
+    given = to_arrays(prior)
+    own = TrainedPrior(
+        arrays=nested({"prior": given}), losses=[0.0] * plan.prior.epochs, label_counts=[0] * prior.classes, **told
+    )
+    both = nested({"decoder": replay.decoder(weights), "prior": given})
     keep_prior = KeepPrior(run=replay.run, arrays=both, source=0, label_counts=[0] * prior.classes)
     decoder = KeepDecoder(run=replay.run, arrays=replay.decoder(weights))
     for member in members:

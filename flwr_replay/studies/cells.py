@@ -187,7 +187,7 @@ def _remove_unborn(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def short_hash(value: Any) -> str:
+def short_hash(value: object) -> str:
     """Return eight hexadecimal digits that stand for plain values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 

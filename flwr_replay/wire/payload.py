@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 
 import numpy as np
 from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from flwr_replay.errors import WireError
 from flwr_replay.wire.fields import RECORD_OF, Field, Kind, instruction
@@ -28,6 +28,7 @@ from flwr_replay.wire.records import (
     arrays_in,
     config_in,
     metrics_in,
+    opened,
 )
 from flwr_replay.wire.scalars import ScalarType
 
@@ -81,7 +82,7 @@ class Payload:
 
     def parts(self) -> tuple[Weights | None, dict[str, Any], dict[str, Any]]:
         """Split into named arrays (None if the payload declares none), metrics and config, keys hyphenated."""
-        arrays: Any = None
+        arrays: Weights | None = None
         metrics: dict[str, Any] = {}
         config: dict[str, Any] = {}
         for name, field in self.declared().items():
@@ -91,7 +92,7 @@ class Payload:
                 if field.shape == "state dict":
                     arrays = value
                 elif value is not None:
-                    arrays = {**(arrays or {}), _key(name): _checked(type(self).__name__, name, field, value)}
+                    arrays = {**opened(arrays or {}), _key(name): _checked(type(self).__name__, name, field, value)}
             elif value not in (None, "", [], ()):  # Flower cannot count the bytes of nothing
                 target = metrics if record == "metrics" else config
                 target[_key(name)] = list(value) if isinstance(value, (list, tuple)) else value
@@ -239,7 +240,7 @@ def _key(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _bytes(value: Any) -> int:
+def _bytes(value: object) -> int:
     """Count as Flower does: a bool 1, a number 8, a text or array its length, a list the sum."""
     if isinstance(value, Array):
         return len(value.data)
@@ -251,7 +252,7 @@ def _bytes(value: Any) -> int:
     return 1 if isinstance(value, bool) else 8
 
 
-def _checked(payload: str, name: str, field: Field, value: Any) -> NDArray[Any]:
+def _checked(payload: str, name: str, field: Field, value: ArrayLike) -> NDArray[Any]:
     array = np.asarray(value)
     if field.dtypes and array.dtype.name not in field.dtypes:
         raise WireError(f"{payload}.{name} is declared {' or '.join(field.dtypes)}; got {array.dtype.name}")

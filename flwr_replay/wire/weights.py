@@ -12,6 +12,7 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flwr_replay.errors import DivergedError, WireError
+from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
 __all__ = [
@@ -32,12 +33,15 @@ LARGEST_STATISTIC = 1e12  # of a norm layer's running mean or variance, which ha
 def optimizer_arrays(optimizer: torch.optim.Optimizer) -> StateDict:
     """Flatten an optimizer's tensors into named arrays: `<parameter index>.<name>`."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {
-        f"{index}.{name}": value.detach().cpu().numpy()
+    slots = {
+        str(index): {
+            name: value.detach().cpu().numpy()
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
         for index, parameter in enumerate(parameters)
-        for name, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, torch.Tensor)
     }
+    return nested(slots)
 
 
 def load_optimizer_arrays(optimizer: torch.optim.Optimizer, arrays: StateDict) -> None:
@@ -48,12 +52,13 @@ def load_optimizer_arrays(optimizer: torch.optim.Optimizer, arrays: StateDict) -
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     slots: dict[int, dict[str, torch.Tensor]] = {}
-    for name, array in arrays.items():
-        index, slot = name.split(".", 1)
-        value, parameter = torch.from_numpy(array), parameters[int(index)]
-        if value.shape == parameter.shape and not parameter.is_contiguous():
-            value = torch.empty_like(parameter, dtype=value.dtype, device="cpu").copy_(value)
-        slots.setdefault(int(index), {})[slot] = value
+    for index, named in unnested(arrays).items():
+        parameter, slots[int(index)] = parameters[int(index)], {}
+        for slot, array in named.items():
+            value = torch.from_numpy(array)
+            if value.shape == parameter.shape and not parameter.is_contiguous():
+                value = torch.empty_like(parameter, dtype=value.dtype, device="cpu").copy_(value)
+            slots[int(index)][slot] = value
     optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
 
 

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flwr_replay.config.sections import PartitionConfig, TaskConfig
-from flwr_replay.data import Dataset, Examples, Partition, institution_name, load, mean_pairwise_ks, partition
+from flwr_replay.data import Dataset, Examples, Partition, institution_name, ks_matrix, load, partition
+from flwr_replay.data.skew import mean_pairwise
 from flwr_replay.errors import ConfigError, DataError
 
 Make = Callable[..., Any]
@@ -50,7 +51,7 @@ def check_owners(dataset: Dataset, part: Partition) -> None:
     for shards in (part.train, part.test, part.val):
         assert all(len(shard) and shard.dtype == np.int64 and (np.diff(shard) > 0).all() for shard in shards)
     assert list(part.names) == sorted(part.names)
-    assert part.ks == pytest.approx(mean_pairwise_ks([dataset.train.y[shard] for shard in part.train]))
+    assert part.ks == pytest.approx(mean_pairwise(ks_matrix([dataset.train.y[shard] for shard in part.train])))
 
 
 def same(a: Partition, b: Partition) -> bool:

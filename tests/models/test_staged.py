@@ -1,9 +1,7 @@
-"""Cutting a model at a stage, and freezing a part of it."""
+"""Cutting a model at a stage."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections import OrderedDict
 
 import pytest
@@ -12,7 +10,7 @@ from torch import nn
 
 from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.errors import ConfigError
-from flwr_replay.models import StagedModel, build, freeze, has_batch_norm, split
+from flwr_replay.models import StagedModel, build, has_batch_norm, split
 
 TASK = TaskConfig(name="toy", format="digits", channels=3, size=12, classes=4)
 MODELS = {
@@ -102,57 +100,6 @@ def test_codes_may_be_kept(name: str) -> None:
         y = part(x)
         assert torch.equal(x, before)
         x = y.detach()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_frozen_encoder_stays_as_it_is(name: str) -> None:
-    model = build(MODELS[name], TASK, 0)
-    encoder, primary = split(model, model.stages[1])
-    assert freeze(encoder) is encoder
-    before, codes = state(encoder), encoder(images())
-    primary_before = state(primary)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    for step in range(2):
-        encoder.train()
-        model.train()
-        optimizer.zero_grad()
-        model(images(seed=step)).square().sum().backward()
-        optimizer.step()
-    assert same(state(encoder), before)
-    assert not same(state(primary), primary_before)
-    assert all(part.training for part in primary.modules())
-    assert not any(parameter.requires_grad for parameter in encoder.parameters())
-    assert all(parameter.requires_grad for parameter in primary.parameters())
-    assert torch.equal(encoder(images()), codes)
-    # The code of one example does not depend on its batch.
-    torch.testing.assert_close(encoder(images()[:1]), codes[:1])
-
-
-def test_norm_layers_change_without_freeze() -> None:
-    """The test above can fail: the same steps move the statistics of an encoder that is not frozen."""
-    encoder, _ = split(build(MODELS["resnet18"], TASK, 0), "conv1")
-    before = state(encoder)
-    encoder.requires_grad_(False).eval()
-    encoder.train()
-    encoder(images())
-    assert not same(state(encoder), before)
-
-
-def test_freezing_survives_copy_and_pickle() -> None:
-    frozen = freeze(build(MODELS["resnet18"], TASK, 0))
-    for twin in (copy.deepcopy(frozen), pickle.loads(pickle.dumps(frozen))):
-        assert twin.train() is twin
-        norms = [layer for layer in twin.modules() if isinstance(layer, nn.BatchNorm2d)]
-        assert norms
-        assert not any(norm.training for norm in norms)
-        assert all(norm.train() is norm and norm.eval() is norm for norm in norms)
-        assert torch.equal(twin(images()), frozen(images()))
-
-
-def test_freeze_takes_any_module() -> None:
-    layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Dropout())
-    freeze(layers).train()
-    assert [layer.training for layer in layers] == [True, False, False, True]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,7 +14,7 @@ from flwr_replay.config.sections import ModelConfig, TaskConfig, TrainingConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.learning.tasks import Classification, Regression, Segmentation, make_task
 from flwr_replay.learning.training import make_optimizer
-from flwr_replay.models import StagedModel, build, freeze, placed
+from flwr_replay.models import StagedModel, build, placed
 from flwr_replay.privacy import dpsgd
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.dpsgd import clipped_sums, noisy_step, poisson_batches, refuse_mixing
@@ -352,8 +352,8 @@ def test_parts_of_examples_are_not_clipped_one_by_one():
 def test_frozen_batch_norm_mixes_nothing():
     """A private head on a frozen encoder."""
     model = build(ModelConfig(name="cnn", width=4), IMAGES, seed=0)
-    freeze(model.conv1)
-    freeze(model.conv2)
+    for stage in (model.conv1, model.conv2):
+        stage.requires_grad_(False).eval()
     batch = examples(IMAGES, 4)
     sums, _ = clipped_sums(model, of_model(model, IMAGES), batch, 0.1)
     head = list(model.head.parameters())

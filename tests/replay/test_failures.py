@@ -216,10 +216,11 @@ def test_a_decoder_that_is_lost_is_missed(tmp_path):
         (lambda arrays, counts: None, ""),
         (lambda arrays, counts: arrays.popitem(), "draws no codes"),
         (lambda arrays, counts: [array.fill(3e38) for array in arrays.values()], "draws no codes"),
+        (lambda arrays, counts: arrays.update({"decoder.out.weight": np.zeros(1, np.float32)}), "draws no codes"),
         (lambda arrays, counts: counts.append(1), "kinds of label"),
         (lambda arrays, counts: counts.__setitem__(0, 9), "must count its 12 examples"),
     ],
-    ids=["whole", "lacking", "huge", "another kind", "too many"],
+    ids=["whole", "lacking", "huge", "with others", "another kind", "too many"],
 )
 def test_a_prior_is_tried_before_anybody_is_given_it(change, says):
     config = compose([*JOB, *CWT, "replay=pixelcnn"])

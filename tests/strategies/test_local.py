@@ -10,12 +10,10 @@ from hospitals import Seen, node_configs, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
-from flwr_replay import client_app
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, overrides_of
-from flwr_replay.institution import client
-from flwr_replay.institution import node as institution
 from flwr_replay.learning.tasks import make_task
+from flwr_replay.memory import forget
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
 from flwr_replay.report.progress import Display
@@ -46,8 +44,7 @@ class Grid(InlineGrid):
         if (name, stage, server_round) in self.failing:
             return Message(Error(2, "made to fail"), reply_to=message)
         if self.forgetful:
-            for cache in (client._scratch, client_app.backbone, institution._institution):
-                cache.cache_clear()
+            forget()
         reply = super()._answer(message)
         assert "arrays" not in message.content
         assert "arrays" not in reply.content

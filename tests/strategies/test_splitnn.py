@@ -14,8 +14,7 @@ from torch.nn.functional import cross_entropy
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_strategy, overrides_of
 from flwr_replay.errors import DivergedError, FlwrReplayError, RunError
-from flwr_replay.institution import client
-from flwr_replay.institution import node as institution
+from flwr_replay.memory import forget
 from flwr_replay.models import placed
 from flwr_replay.models.zoo import backbone
 from flwr_replay.report.progress import Display
@@ -51,8 +50,7 @@ class Grid(InlineGrid):
         if at in self.breaking:
             raise KeyboardInterrupt
         if self.new_process:  # nothing but the disk is left from the message before
-            client._scratch.cache_clear()
-            institution._institution.cache_clear()
+            forget()
         if self.twice:
             super()._answer(message)
         reply = Message(Error(2, "made to fail"), reply_to=message) if at in self.failing else super()._answer(message)

@@ -24,6 +24,7 @@ import re
 import zlib
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ def _sites(subjects: list[str], root: Path) -> list[str]:
     return sites
 
 
-def _examples(folder: Path, size: int, nibabel: Any) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def _examples(folder: Path, size: int, nibabel: ModuleType) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Read a subject: x (n, 3, size, size), y (n, size, size)."""
     paths = [folder / f"{folder.name}_{kind}.nii.gz" for kind in ("flair", "seg")]
     flair, labels = (_volume(path, nibabel) for path in paths)
@@ -119,7 +120,7 @@ def _examples(folder: Path, size: int, nibabel: Any) -> tuple[NDArray[np.uint8],
     return np.asarray(x, np.uint8).reshape(-1, SLICES, size, size), np.asarray(y, np.uint8).reshape(-1, size, size)
 
 
-def _volume(path: Path, nibabel: Any) -> NDArray[Any]:
+def _volume(path: Path, nibabel: ModuleType) -> NDArray[Any]:
     """Read a volume, shape (left-right, front-back, axial)."""
     broken = (nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError)
     try:
