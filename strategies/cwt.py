@@ -57,7 +57,7 @@ class CWT(Serial):
         shuffle = derived_rng(self.settings.seed, "order", cycle)
         return [names[i] for i in shuffle.permutation(len(names))]
 
-    def visit(self, server_round: int, arrays: Weights) -> Train:
+    def train_request(self, server_round: int, arrays: Weights) -> Train:
         """Hand the model on as it is."""
         return Train(
             server_round=server_round,

@@ -92,10 +92,10 @@ class FedAvgShare(FedAvg):
         self.exchange(grid, server_round, receives(), needed=False, take=take, at_once=1)
         return super().exchange_round(grid, server_round, arrays, config)
 
-    def task_for_all(self, server_round: int, arrays: Weights) -> TrainEnlarged:
+    def train_request(self, server_round: int, arrays: Weights) -> TrainEnlarged:
         """Send θ to every institution."""
-        visit = super().task_for_all(server_round, arrays)
-        return TrainEnlarged(**{field.name: getattr(visit, field.name) for field in fields(visit)})
+        request = super().train_request(server_round, arrays)
+        return TrainEnlarged(**{field.name: getattr(request, field.name) for field in fields(request)})
 
     def addressed(self, member: Member, request: Request) -> Request:
         """Tell an institution how many examples of others it holds, so that none is lost unnoticed."""
@@ -108,11 +108,11 @@ class FedAvgShare(FedAvg):
         """Ask for a share of the examples."""
         return Give(server_round=server_round, run=self.settings.run, share=self.config.share)
 
-    def examples_of(self, member: Member, request: type[Request], told: dict[str, Any]) -> range:
+    def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
         """Beside an institution's own examples, those of others that it holds, or is given."""
         if issubclass(request, Receive):
             return range(self.sent_to[member.name], self.sent_to[member.name] + 1)
-        own = super().examples_of(member, request, told)
+        own = super().examples_of(member, request, instructions)
         more = self.held.get(member.name, 0) if issubclass(request, TrainEnlarged) and member.ours else 0
         return range(own.start + more, own.stop + more)
 
@@ -136,19 +136,19 @@ class FedAvgShare(FedAvg):
         write_tensors(self.recorder.folder("shared") / f"{member.name}.safetensors", arrays)
 
     def image_form(self, images: NDArray[Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return shape and dtype that every image must have: the task's, and that which most institutions told.
+        """Return shape and dtype that every image must have: the task's, and what most institutions have.
 
         Where the shape is not known here, the first institution's images decide.
         """
         if shape := self.settings.input_shape:
-            told = Counter(str(self.image_dtype(member)) for member in self.members if member.num_examples)
-            return shape, np.dtype(max(sorted(told), key=lambda name: told[name]))
+            dtypes = Counter(str(self.image_dtype(member)) for member in self.members if member.num_examples)
+            return shape, np.dtype(max(sorted(dtypes), key=lambda name: dtypes[name]))
         if before := self.givers():
             images = read_tensors(self.recorder.folder("shared") / f"{before[0]}.safetensors")["images"]
         return images.shape[1:], images.dtype
 
     def image_dtype(self, member: Member) -> np.dtype[Any]:
-        """Return an institution's images' dtype, from how many bytes it told."""
+        """Return an institution's images' dtype, from the size of its data by the roll call."""
         shape = self.settings.input_shape or ()
         label = self.settings.task.blank_labels(1, shape)
         value_bytes = (member.raw_bytes // member.num_examples - label.nbytes) // int(np.prod(shape))

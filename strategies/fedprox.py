@@ -45,6 +45,6 @@ class FedProx(FedAvg):
     config_type = FedProxConfig
     dp_mechanisms = ("generator", "prior")  # the proximal term would have to be added after the noise
 
-    def task_for_all(self, server_round: int, arrays: Weights) -> Train:
+    def train_request(self, server_round: int, arrays: Weights) -> Train:
         """Send θ and μ to every institution."""
-        return replace(super().task_for_all(server_round, arrays), proximal_mu=self.config.mu)
+        return replace(super().train_request(server_round, arrays), proximal_mu=self.config.mu)

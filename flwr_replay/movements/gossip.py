@@ -19,7 +19,6 @@ somebody joins or leaves; a receiver that has mixed but could not say so for so 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,17 +85,13 @@ class Gossip(Relay):
         matrices = read_matrices(Path(config.topology_file), institutions) if config.topology_file else None
         mixing_matrix(config.topology, max(1, institutions), 0, matrices=matrices)
 
-    @abstractmethod
-    def visit(self, server_round: int, member: Member) -> Any:
-        """Return what asks an institution to train and release."""
-
     @property
     def init_seed(self) -> int:
         """The seed of the weights that all begin with."""
         return derived_seed(self.settings.seed, self.seed_of)
 
-    def told(self, server_round: int, member: Member) -> dict[str, Any]:
-        """Return what every such request says: where the model stands, and what it must look like."""
+    def instructions(self, server_round: int, member: Member) -> dict[str, Any]:
+        """Return what every request to train says: where the institution's model stands, and how to go on."""
         return {
             "server_round": server_round,
             "run": self.settings.run,
@@ -253,7 +248,7 @@ class Gossip(Relay):
         for server_round in range(1, num_rounds + 1):
             self.mailbox, self.exchanged = Mailbox(), self.has_edges(server_round, len(members))
             answer = self.answer.empty(arrays if self.exchanged else {})
-            found += [(member, self.visit(server_round, member), answer, 1) for member in members]
+            found += [(member, self.train_request(server_round, member), answer, 1) for member in members]
             self.deal(server_round, {member.name: answer for member in members})
             for member in members:
                 request = self.delivery(server_round, self.mailbox.waiting[member.name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flwr_replay.config.sections import BATCH, PASSES, one_of, require, within
+from flwr_replay.config.sections import BATCH, PASSES, TrainingConfig, one_of, require, within
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.server.settings import Settings
 
@@ -36,8 +36,8 @@ class MutualConfig:
             require(getattr(self, name) >= 0, f"{option} must not be negative; got {getattr(self, name)}")
         within("strategy.", self, private_epochs=(0, PASSES), private_batch_size=(0, BATCH))
 
-    def told(self, training: Any, lr: float) -> dict[str, Any]:
-        """Return what a request says of it; a learning rate falls as training.lr does."""
+    def instructions(self, training: TrainingConfig, lr: float) -> dict[str, Any]:
+        """Return what a request to train says of these options; a learning rate falls as training.lr does."""
         return {
             "alpha": self.alpha,
             "beta": self.beta,

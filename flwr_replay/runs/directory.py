@@ -161,10 +161,10 @@ class RunDirectory(Recorder):
             for metric, value in metrics.items()
         )
 
-    def looked_back(self, server_round: int, taught: list[str], own: dict[str, dict[str, float]]) -> None:
+    def forgetting_row(self, server_round: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
         """Write a row of the forgetting matrix."""
         leading = {name: metrics[self.leading] for name, metrics in own.items() if self.leading in metrics}
-        self.forgetting.add(server_round, taught, leading)  # a ClientApp of somebody's own may lack it
+        self.forgetting.add(server_round, data_of, leading)  # a ClientApp of somebody's own may lack it
 
     def spent(self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str) -> None:
         """Remember what an institution has released; the ledger has it message by message."""

@@ -54,6 +54,7 @@ def forecast(config: RunConfig) -> list[Line]:
         strategy.members.add(Member(name, k, len(own), own.nbytes, **told))
         present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, proof="0" * 64, **told)
     strategy.scale_labels(strategy.members.label_scale())
+    strategy.begin_run(config.rounds)
     lines: dict[tuple[str, str, str, str, str, str], tuple[int, int]] = {}
     arrays = to_arrays(backbone(config.model, config.task)(0))
     exchanges: list[Exchange] = [(m, strategy.roll_call(), present[m.name], 1) for m in strategy.members]

@@ -279,7 +279,7 @@ class Exchanging(Strategy):
             return error
         return None
 
-    def examples_of(self, member: Member, request: type[Request], told: dict[str, Any]) -> range:
+    def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
         """Return how many examples an answer may say that it is about.
 
         Parameters
@@ -288,8 +288,8 @@ class Exchanging(Strategy):
             Whose answer it is.
         request : type[Request]
             What it answers.
-        told : dict[str, Any]
-            The request's instructions.
+        instructions : dict[str, Any]
+            The request's.
 
         Returns
         -------
@@ -297,7 +297,7 @@ class Exchanging(Strategy):
             In the base what the institution told at the roll call; any number where it told none, of test examples,
             and where it acknowledges others' only.
         """
-        tested = request.message_type == "evaluate" and told.get("split") != "train"
+        tested = request.message_type == "evaluate" and instructions.get("split") != "train"
         if tested or not member.ours or request.answer is Kept:
             return range(0 if request.answer is Kept else 1, MOST + 1)
         return range(member.num_examples, member.num_examples + 1)
