@@ -39,6 +39,7 @@ class AvgPush(Gossip):
 
     name = "avgpush"
     config_type = AvgPushConfig
+    config: AvgPushConfig
     stages = ("push", "deliver", "evaluate-own")
     dp_mechanisms = ("classifier",)
     answer = Released

@@ -41,6 +41,7 @@ class Central(Serial):
 
     name = "central"
     config_type = CentralConfig
+    config: CentralConfig
     dp_mechanisms = ("classifier",)
 
     def begin_run(self, num_rounds: int) -> None:

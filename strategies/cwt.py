@@ -47,6 +47,7 @@ class CWT(Serial):
 
     name = "cwt"
     config_type = CWTConfig
+    config: CWTConfig
     supports_replay = True
     dp_mechanisms = ("generator", "prior", "classifier")
 

@@ -48,6 +48,7 @@ class FedAvg(Parallel):
 
     name = "fedavg"
     config_type = FedAvgConfig
+    config: FedAvgConfig
     supports_replay = True
     dp_mechanisms = ("generator", "prior", "classifier")
 

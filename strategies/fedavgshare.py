@@ -58,6 +58,7 @@ class FedAvgShare(FedAvg):
 
     name = "fedavgshare"
     config_type = FedAvgShareConfig
+    config: FedAvgShareConfig
     dp_mechanisms = ()  # raw examples leave
     stages = ("give", "receive", "train-enlarged", "evaluate")
 
@@ -124,7 +125,7 @@ class FedAvgShare(FedAvg):
         WireError
             If it is not a share of examples of this task.
         """
-        given, task = Given.decode(reply.content), self.settings.task
+        given, task = Given.decode(reply.content), self.task
         n, (shape, dtype) = number_shared(member.num_examples, self.config.share), self.image_form(given.images)
         if not task.accepts(given.labels) or given.labels.shape != task.blank_labels(n, shape).shape:
             raise WireError(f"a share must have {n} labels of {task}; {member.name} sent others")
@@ -149,8 +150,7 @@ class FedAvgShare(FedAvg):
 
     def image_dtype(self, member: Member) -> np.dtype[Any]:
         """Return an institution's images' dtype, from the size of its data by the roll call."""
-        shape = self.settings.input_shape or ()
-        label = self.settings.task.blank_labels(1, shape)
+        label, shape = self.blank_labels(1), self.settings.input_shape or ()
         value_bytes = (member.raw_bytes // member.num_examples - label.nbytes) // int(np.prod(shape))
         return np.dtype(np.uint8 if value_bytes == 1 else np.float32)
 
@@ -174,7 +174,7 @@ class FedAvgShare(FedAvg):
 
             def blank(n: int, dtype: Any = own) -> dict[str, Any]:
                 images = np.broadcast_to(np.zeros((), dtype), (n, *shape))
-                return {"images": images, "labels": self.settings.task.blank_labels(n, shape)}
+                return {"images": images, "labels": self.blank_labels(n)}
 
             given = Given(**blank(sizes[member.name]), num_examples=0, raw_bytes=0)
             exchanges.append((member, self.give(0), given, 1))

@@ -43,6 +43,7 @@ class FedProx(FedAvg):
 
     name = "fedprox"
     config_type = FedProxConfig
+    config: FedProxConfig
     dp_mechanisms = ("generator", "prior")  # the proximal term would have to be added after the noise
 
     def train_request(self, server_round: int, arrays: Weights) -> Train:

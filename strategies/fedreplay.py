@@ -92,6 +92,7 @@ class FedReplay(OneShot):
 
     name = "fedreplay"
     config_type = FedReplayConfig
+    config: FedReplayConfig
     dp_mechanisms = ("encoder",)
     stages = ("extract", "evaluate")
 
@@ -104,7 +105,7 @@ class FedReplay(OneShot):
         strategy = cls(config, settings)
         _ = strategy.parts
         strategy.fitting_rows()
-        if config.upload_views > 1 and settings.task.blank_labels(1, strategy.settings.input_shape).ndim > 1:
+        if config.upload_views > 1 and strategy.blank_labels(1).ndim > 1:
             raise ConfigError(
                 f"strategy.upload-views shifts images, not masks: leave it at 1 here; got {config.upload_views}"
             )
@@ -206,8 +207,8 @@ class FedReplay(OneShot):
             raise WireError(f"an upload has examples times views rows; {member.name} announces {chunk.total}")
         if chunk.latents.dtype != asked or (chunk.scales is not None) != (asked == "int8"):
             raise WireError(f"{member.name}'s latents must be {asked}, as asked for; got {chunk.latents.dtype}")
-        if not self.settings.task.accepts(chunk.labels):
-            raise WireError(f"{member.name}'s labels must be the task's, {self.settings.task}: check its data")
+        if not self.task.accepts(chunk.labels):
+            raise WireError(f"{member.name}'s labels must be the task's, {self.task}: check its data")
         came, expected = (chunk.latents.shape[1:], chunk.labels.shape[1:]), self.row_shapes(chunk)
         if came != expected:
             raise WireError(f"{member.name}'s latents and labels must have shapes {expected}; got {came}")
@@ -225,8 +226,8 @@ class FedReplay(OneShot):
         WireError
             If it cannot.
         """
-        if shape := self.settings.input_shape:
-            return self.latent_shape, self.settings.task.blank_labels(1, shape).shape[1:]
+        if self.settings.input_shape:
+            return self.latent_shape, self.blank_labels(1).shape[1:]
         if before := self.store.row_shapes:
             return before
         try:
@@ -256,7 +257,7 @@ class FedReplay(OneShot):
                 n = min(fit, total - first)
                 chunk = Latents(
                     latents=np.broadcast_to(np.zeros((), config.latent_dtype), (n, *shape)),
-                    labels=self.settings.task.blank_labels(n, self.settings.input_shape),
+                    labels=self.blank_labels(n),
                     scales=np.zeros(n, np.float32) if config.latent_dtype == "int8" else None,
                     num_examples=0,
                     first=0,
@@ -276,7 +277,7 @@ class FedReplay(OneShot):
 
     def fitting_rows(self) -> int:
         """Return how many examples' latents and labels fit one message."""
-        label = self.settings.task.blank_labels(1, self.settings.input_shape)
+        label = self.blank_labels(1)
         chunk_bytes = int(self.config.chunk_mb * 1e6)
         return rows_per_chunk(math.prod(self.latent_shape), label.nbytes, self.config.latent_dtype, chunk_bytes)
 
@@ -324,7 +325,7 @@ class FedReplay(OneShot):
         shuffle = torch_rng(self.settings.seed, "primary", server_round)
         for e_B, y_B in self.store.batches(training.batch_size, shuffle):  # Alg. 2, line 9
             logits_BC = self.primary(e_B.to(self.settings.device))
-            loss = self.settings.task.loss(logits_BC, y_B.to(self.settings.device))
+            loss = self.task.loss(logits_BC, y_B.to(self.settings.device))
             losses.append(step(self.primary, self.optimizer, loss))  # line 10: θ_C ← θ_C − η ∇L(θ_C; e)
             self.recorder.saw(len(y_B))
         assert self.encoder is not None

@@ -46,6 +46,7 @@ class FedSGD(Parallel):
 
     name = "fedsgd"
     config_type = FedSGDConfig
+    config: FedSGDConfig
     stages = ("differentiate", "evaluate")
     answer = Gradient
     supports_replay = True

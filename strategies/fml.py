@@ -51,6 +51,7 @@ class FML(Parallel):
 
     name = "fml"
     config_type = FMLConfig
+    config: FMLConfig
     stages = ("train-mutually", "evaluate-with-proxy")
     dp_mechanisms = ("proxy",)
     evaluated = PairEvaluation

@@ -43,6 +43,7 @@ class Local(Relay):
 
     name = "local"
     config_type = LocalConfig
+    config: LocalConfig
     stages = ("train-own", "evaluate-own")
     dp_mechanisms = ("classifier",)
     answer = Trained

@@ -58,6 +58,7 @@ class ProxyFL(Gossip):
 
     name = "proxyfl"
     config_type = ProxyFLConfig
+    config: ProxyFLConfig
     stages = ("train-proxy", "deliver", "evaluate-pair")
     dp_mechanisms = ("proxy",)
     evaluated = PairEvaluation

@@ -101,6 +101,7 @@ class SplitNN(Serial):
 
     name = "splitnn"
     config_type = SplitNNConfig
+    config: SplitNNConfig
     supports_replay = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -162,7 +163,7 @@ class SplitNN(Serial):
             if self.config.share_labels:
                 for a_B, y_B in zip(a, self.labels(answer, n, b), strict=True):
                     # θ_S ← θ_S − η ∇L(S(a), y)
-                    losses.append(step(server, optimizer, self.settings.task.loss(server(a_B), y_B)))
+                    losses.append(step(server, optimizer, self.task.loss(server(a_B), y_B)))
             else:
                 s = [server(a_B) for a_B in a]
                 answer = yield self.head_loss(server_round, group, _joined(s))
@@ -267,7 +268,7 @@ class SplitNN(Serial):
         activations = np.zeros((n, *self.shapes[0]), np.float32)
         if not self.config.share_labels:
             return Activations(activations=activations, num_examples=0)
-        labels = self.settings.task.blank_labels(n, self.settings.input_shape)
+        labels = self.blank_labels(n)
         return LabelledActivations(activations=activations, labels=labels, num_examples=0)
 
     # --- answers ------------------------------------------------------------------------------------------------------
@@ -295,10 +296,8 @@ class SplitNN(Serial):
         WireError
             If they are not n labels of the task.
         """
-        task = self.settings.task
-        blank = task.blank_labels(n, self.settings.input_shape)
-        if upload.labels.shape != blank.shape or not task.accepts(upload.labels):
-            raise WireError(f"{n} activations must come with as many labels of {task}; got others")
+        if upload.labels.shape != self.blank_labels(n).shape or not self.task.accepts(upload.labels):
+            raise WireError(f"{n} activations must come with as many labels of {self.task}; got others")
         return self.batches(upload.labels, b)
 
     def batches(self, array: NDArray[Any], b: int) -> tuple[Tensor, ...]:

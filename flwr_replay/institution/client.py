@@ -189,7 +189,7 @@ class InstitutionClient(NumPyClient):
         if self.budget:
             self.budget.plan.check_first_passes(self.budget.examples)
         if self.institution.tested_elsewhere:
-            _ = self.institution.external  # missing ones are told before anybody trains
+            _ = self.institution.external  # missing ones are refused before anybody trains
         label_sums = self.task.label_sums(train.y)
         proof = proof_of(self.institution.state, request.run)
         return Present(
@@ -229,7 +229,7 @@ class InstitutionClient(NumPyClient):
         that needs two at a time names the other's role: private.
         """
         model = self._loaded(arrays, role).train()
-        model.zero_grad()  # a visit that broke off may have left gradients
+        model.zero_grad()  # a training that broke off may have left gradients
         return model
 
     def _loaded(self, arrays: Weights | None, role: str = "") -> nn.Module:
@@ -245,11 +245,10 @@ class InstitutionClient(NumPyClient):
         return self.task.evaluate(self._loaded(arrays, role), shard.x, shard.y)
 
     def resume(self, request: Train) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the visiting model, ready to train, and its optimizer.
+        """Return the model with the weights that came, ready to train, and its optimizer.
 
-        The one rule for the optimizer's state between visits: `reset` begins every visit with a fresh optimizer;
-        `keep` goes on with the state that this institution saved at the end of its previous request. The state never
-        travels.
+        The one rule for the optimizer's state between trainings: `reset` begins each with a fresh optimizer; `keep`
+        goes on with the state that this institution saved at the end of its previous one. The state never travels.
         """
         model = self.scratch_model(request.arrays)
         refuse_single_batches(model, len(self.training_data(request.pooled)), self.batch_size)
@@ -297,7 +296,7 @@ class InstitutionClient(NumPyClient):
         return optimizer
 
     def kept(self, key: str, request: ResumeRequest, take: bool = False) -> StateDict | None:
-        """Return what this institution saved at the end of its previous visit; None at the first.
+        """Return what this institution saved at the end of its previous training; None at the first.
 
         Only what is taken may be written to.
 
@@ -310,7 +309,7 @@ class InstitutionClient(NumPyClient):
         kept = read(key, request.run, request.server_round)
         if kept is None and request.continues:
             raise TrainingError(
-                f"an institution goes on with the state that it saved in its previous visit; the {key} of run "
+                f"an institution goes on with the state that it saved when it trained last; the {key} of run "
                 f"{request.run!r} is gone: restore the state directory, or begin a new run"
             )
         return kept
@@ -336,10 +335,10 @@ class InstitutionClient(NumPyClient):
             self.save("optimizer", request, optimizer_arrays(optimizer), give=True)
 
     def save(self, key: str, request: RunRequest, arrays: StateDict, give: bool = False) -> None:
-        """Keep arrays as they stand after a visit; in a simulation not beyond a power failure.
+        """Keep arrays as they stand after a training; in a simulation not beyond a power failure.
 
-        With `give` nobody may write to them any more: give copies of a `scratch_model`'s weights, which the next visit
-        changes.
+        With `give` nobody may write to them any more: give copies of a `scratch_model`'s weights, which the next
+        training changes.
         """
         self.state.save(key, request.run, request.server_round, arrays, self.institution.durable, give)
 

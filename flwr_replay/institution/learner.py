@@ -20,12 +20,12 @@ __all__ = ["Learner"]
 
 
 class Learner:
-    """Batches of real examples, with replayed ones beside them if there are any, and steps, private if they are to be.
+    """Batches of real examples and, if there are any, replayed ones; steps, by DP-SGD where that is charged for.
 
     Parameters
     ----------
     model, optimizer : nn.Module, torch.optim.Optimizer
-        As they begin this visit.
+        As this training begins with them.
     task : Task
         Whose loss is minimised.
     batch_size : int
@@ -33,7 +33,7 @@ class Learner:
     sampler : ReplaySampler | None
         What is replayed.
     draws : torch.Generator
-        Of what is replayed when.
+        Decide what is replayed in which batch.
     dp : DPTraining | None
         Steps of DP-SGD that have been paid for; None: plain steps on shuffled batches.
     """
@@ -60,7 +60,7 @@ class Learner:
         return self.sampler.mixed_batches(real, self.batch_size, self.draws) if self.sampler else real
 
     def step(self, x_B: Tensor, y_B: Tensor, penalty: Tensor | None = None) -> None:
-        """Take a step on a batch: θ ← θ − η ∇L(θ; x_U); a penalty adds to what is minimised, not to the loss told."""
+        """Take a step on a batch: θ ← θ − η ∇L(θ; x_U); a penalty is minimised too, and not counted in the loss."""
         num_replayed = self.sampler.replay_plan.replay_batch_size(self.batch_size) if self.sampler else 0
         if self.dp:
             self.dp.step(self.model, self.optimizer, self._losses, (x_B, y_B), self.batch_size, num_replayed)

@@ -36,7 +36,7 @@ class PairClient(InstitutionClient):
     """Base of the clients that train a private model φ and a proxy θ."""
 
     def roll_call(self, request: RollCall) -> Present:
-        """Say who is here, once the private model could be built: one that cannot be is told before anybody trains."""
+        """Say who is here, once the private model could be built: one that cannot be ends it before anybody trains."""
         refuse_single_batches(self.fresh_private(0), len(self.institution.train), self.batch_size)
         return super().roll_call(request)
 
@@ -73,7 +73,7 @@ class PairClient(InstitutionClient):
         """Keep what never leaves; return what an answer says of the training.
 
         Whether φ has diverged depends on the examples, and no noise covers it. So where the proxy is private nobody is
-        told: φ begins anew from where it was before this visit, its optimizer afresh.
+        told: φ begins anew from where it was before this training, its optimizer afresh.
         """
         loss = learner.loss()
         kept = {f"model.{name}": array for name, array in to_arrays(learner.private.model).items()}

@@ -39,7 +39,7 @@ from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
 from flwr_replay.server.replay import GenerativeReplay
 from flwr_replay.server.replay_forecast import exchanges_of
-from flwr_replay.server.settings import Settings
+from flwr_replay.server.settings import Settings, StrategyConfig
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
@@ -69,7 +69,12 @@ class Movement(Exchanging):
     evaluated: ClassVar[type[Evaluation]] = Evaluation  # what answers an evaluation
     begins_at_server: ClassVar[bool] = True  # whether the server has the fresh weights
 
-    def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        config: StrategyConfig | None = None,
+        settings: Settings | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         super().__init__(config, settings, recorder)
         plan = self.settings.replay_plan
         self.replay = GenerativeReplay(self, plan, self.checkpoint) if plan else None
@@ -159,7 +164,7 @@ class Movement(Exchanging):
         for observer in self.observers:
             times = observer.forecast(exchanges, evaluations)
             requests.append((self.evaluation_on(observer.split, 0, arrays), times))
-        answer = self.evaluated.empty(self.settings.task)
+        answer = self.evaluated.empty(self.task)
         return [(member, request, answer, times) for request, times in requests for member in self.members]
 
     def all_stages(self) -> list[str]:
@@ -174,7 +179,7 @@ class Movement(Exchanging):
         return exchanges_of(self.replay, list(self.members))
 
     def addressed(self, member: Member, request: Request) -> Request:
-        """Tell a visited institution, besides, how many examples it holds for replay: none is lost unnoticed."""
+        """Say in a request to train how many examples the institution keeps for replay: none is lost unnoticed."""
         request = super().addressed(member, request)
         if self.replay and isinstance(request, ExpectsReplay):
             request = replace(request, replayed=self.replay.holding(member.name))  # type: ignore[call-arg]
@@ -257,7 +262,7 @@ class Movement(Exchanging):
         if snapshot:
             arrays, done = self.resumed(snapshot, initial_arrays), snapshot.server_round
         self.begin_run(run.num_rounds)
-        self.recorder.begin(self, run.num_rounds, self.exchanges_per_round(), done)
+        self.recorder.begin(self.name, run.num_rounds, self.exchanges_per_round(), done)
         return arrays, done
 
     def resumed(self, snapshot: Snapshot, initial_arrays: ArrayRecord) -> ArrayRecord:

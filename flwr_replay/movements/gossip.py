@@ -62,6 +62,7 @@ class GossipConfig:
 class Gossip(Relay):
     """Base of the methods in which institutions exchange models over a graph."""
 
+    config: GossipConfig
     answer: ClassVar[type[Released]]
     one_form = True
     seed_of: ClassVar[str] = "model"  # what the fresh weights' seed derives from
@@ -143,7 +144,7 @@ class Gossip(Relay):
         Raises
         ------
         WireError
-            If the model is of another form, or its weight another: it is nobody's to have.
+            If the model is of another form, or its weight another; nobody receives it then.
         """
         answer = self.answer.decode(reply.content)
         arrays, w = opened(answer.arrays), self.mailbox.weights.get(member.name, 1.0)
@@ -166,7 +167,7 @@ class Gossip(Relay):
                 self.mailbox.waiting[names[to]].parcels.append(Parcel(number, name, share, w))
 
     def agreed(self, server_round: int, institutions: int) -> Matrix:
-        """Return P(t); where a user's own cannot be for so many, all keep what they have, and none of it is lost."""
+        """Return P(t); where a user's own matrix has another size, all keep what they have, and none of it is lost."""
         try:
             return self.shares(server_round, institutions)
         except ConfigError as error:

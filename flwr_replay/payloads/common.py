@@ -1,4 +1,4 @@
-"""The payloads that every method shares: roll call, a training visit, an evaluation, a refusal."""
+"""The payloads that every method shares: roll call, training, evaluation, a refusal."""
 
 from __future__ import annotations
 
@@ -168,16 +168,16 @@ class Spent(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(Spent):
-    """What comes back from a visit: the weights, and how the training went."""
+    """What comes back from a training: the weights, and how it went."""
 
     arrays: Weights = model(dp="classifier")
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples; with repetition", public=True)
-    train_loss: float | None = statistic("as the task has it, mean over the visit", default=None, withheld=True)
+    train_loss: float | None = statistic("as the task has it, mean over the training", default=None, withheld=True)
 
     @classmethod
     def empty(cls, arrays: Weights) -> Trained:
-        """Return the answer of a visit that trained nothing."""
+        """Return the answer of a training without any example."""
         return cls(arrays=arrays, num_examples=0, examples_seen=0, train_loss=0.0)
 
     @classmethod

@@ -33,7 +33,7 @@ class Mutual(LabelScale):
 
     alpha: float = instruction("weight of the proxy's answers in the private model's loss")
     beta: float = instruction("weight of the private model's answers in the proxy's loss")
-    private_seed: int = instruction("of the private model's fresh weights, used at the first visit")
+    private_seed: int = instruction("of the private model's fresh weights, used at the first training")
     private_optimizer: str = instruction("sgd or adam")
     private_lr: float = instruction("per step")
     private_epochs: int = instruction("passes of the private model alone, before both learn")
@@ -75,7 +75,7 @@ class TrainMutually(Spending, Mutual, Request, stage="train-mutually", answer=Tr
 
 @dataclass(frozen=True, kw_only=True)
 class PairEvaluation(Evaluation):
-    """Sums over the test shard of the private model, and beside them of the proxy."""
+    """Sums over the test shard of the private model and of the proxy."""
 
     proxy_loss: float | None = statistic("as the task has it, mean over the shard; none: as above", default=None)
     proxy_confusion: Sequence[int] = statistic("examples; C x C, as above", default=(), counted=True)

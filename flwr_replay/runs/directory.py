@@ -121,10 +121,10 @@ class RunDirectory(Recorder):
 
     # --- Recorder -----------------------------------------------------------------------------------------------------
 
-    def begin(self, strategy: Any, num_rounds: int, per_round: int, done: int) -> None:
+    def begin(self, strategy: str, num_rounds: int, per_round: int, done: int) -> None:
         """Show the progress from here on."""
         self.per_round = per_round
-        self.display.begin(Progress(strategy.name, num_rounds, per_round, done))
+        self.display.begin(Progress(strategy, num_rounds, per_round, done))
 
     def travelled(
         self,

@@ -102,9 +102,9 @@ def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, 
         strategy = strategy_type(config.strategy, replace(settings, run=run_id), recorder)
         try:
             final = opened(strategy.start(grid, first, config.rounds).arrays)
-            metric = settings.task.metric
+            metric = strategy.task.metric
             missing = strategy.replay.missing if strategy.replay else {}
-            result = recorder.finish(final, metric, settings.task.higher_is_better, claim(strategy), missing)
+            result = recorder.finish(final, metric, strategy.task.higher_is_better, claim(strategy), missing)
             return result, recorder.path
         finally:
             recorder.close()

@@ -46,12 +46,12 @@ def forecast(config: RunConfig) -> list[Line]:
     run's own ledger will show.
     """
     part, strategy = check_run(config), _strategy(config)
-    settings, plan = strategy.settings, strategy.settings.privacy
+    plan = strategy.settings.privacy
     present: dict[str, Present] = {}
     for k, name in enumerate(part.names):
         own = part.examples(loaded(config.task), k).train
-        told = settings.task.label_sums(torch.from_numpy(own.y))
-        strategy.members.add(Member(name, k, len(own), own.nbytes, **told))
+        told = strategy.task.label_sums(torch.from_numpy(own.y))
+        strategy.members.add(Member(name, k, len(own), own.nbytes, told.get("label_sum"), told.get("label_squares")))
         present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, proof="0" * 64, **told)
     strategy.scale_labels(strategy.members.label_scale())
     strategy.begin_run(config.rounds)

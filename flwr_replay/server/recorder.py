@@ -44,7 +44,7 @@ class Recorder:
         """Write a line to Flower's log."""
         logging.getLogger("flwr").info(text)
 
-    def begin(self, strategy: Any, num_rounds: int, per_round: int, done: int) -> None:
+    def begin(self, strategy: str, num_rounds: int, per_round: int, done: int) -> None:
         """Note that a run begins, or goes on after `done` exchanges."""
 
     def travelled(
