@@ -20,17 +20,17 @@ class AvgPushClient(PeerClient):
 
     dp_mechanisms = ("classifier",)
 
-    def push(self, visit: Push) -> Released:
+    def push(self, request: Push) -> Released:
         """Train for one pass and release θ."""
-        data, (theta, w) = self.training_data(), self.begin(visit)
+        data, (theta, w) = self.training_data(), self.begin(request)
         model = self.scratch_model(theta)
         refuse_single_batches(model, len(data), self.batch_size)
-        learner = self.learner_of(model, self.resume_optimizer(model, visit), visit)
-        for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):
+        learner = self.learner_of(model, self.resume_optimizer(model, request), request)
+        for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):
             learner.step(x_B, y_B)
         loss = learner.train_loss()
-        self.suspend(visit, learner.optimizer)
-        released = self.release(visit, model, w)
+        self.suspend(request, learner.optimizer)
+        released = self.release(request, model, w)
         return Released(num_examples=len(data), examples_seen=learner.seen, train_loss=loss, **released)
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:

@@ -17,9 +17,9 @@ class CWTClient(InstitutionClient):
 
     dp_mechanisms = ("generator", "prior", "classifier")
 
-    def train(self, visit: Train) -> Trained:
+    def train(self, request: Train) -> Trained:
         """Train for one visit and hand the model back."""
-        data, learner = self.training_data(visit.pooled), self.learner(visit)
-        for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):  # Alg. 1, lines 2-4
+        data, learner = self.training_data(request.pooled), self.learner(request)
+        for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):  # Alg. 1, lines 2-4
             learner.step(x_B, y_B)  # line 5: θ ← θ − η ∇L(θ; x_B)
-        return self.visited(visit, learner, len(data))
+        return self.trained(request, learner, len(data))

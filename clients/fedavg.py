@@ -16,11 +16,11 @@ class FedAvgClient(InstitutionClient):
 
     dp_mechanisms = ("generator", "prior", "classifier")
 
-    def train(self, visit: Train) -> Trained:
+    def train(self, request: Train) -> Trained:
         """Train for E passes and return the weights."""
-        data, learner = self.training_data(), self.learner(visit)
-        shuffle = self.shuffle(visit.server_round)  # every pass draws an order of its own from it
-        for _ in range(visit.local_epochs):
+        data, learner = self.training_data(), self.learner(request)
+        shuffle = self.shuffle(request.server_round)  # every pass draws an order of its own from it
+        for _ in range(request.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
                 learner.step(x_B, y_B)
-        return self.visited(visit, learner, len(data))
+        return self.trained(request, learner, len(data))

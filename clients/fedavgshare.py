@@ -38,19 +38,19 @@ class FedAvgShareClient(FedAvgClient):
         self.state.save("shared", request.run, request.server_round, arrays)
         return Received(num_examples=len(request.labels))
 
-    def train_enlarged(self, visit: TrainEnlarged) -> Trained:
+    def train_enlarged(self, request: TrainEnlarged) -> Trained:
         """Train as in FedAvg, on D_k and all S_j that have arrived."""
-        kept = self.state.load("shared", visit.run, visit.server_round + 1)  # it may have arrived in this exchange
-        if visit.held != (0 if kept is None else len(kept["labels"])):
+        kept = self.state.load("shared", request.run, request.server_round + 1)  # it may have arrived in this exchange
+        if request.held != (0 if kept is None else len(kept["labels"])):
             raise TrainingError(
-                f"an institution trains on the {visit.held} examples of others that it has received; they are gone: "
+                f"an institution trains on the {request.held} examples of others that it has received; they are gone: "
                 "restore the state directory, or begin a new run"
             )
         if kept is not None:
             device = self.institution.device
             x, y = (torch.from_numpy(kept[key]).to(device) for key in ("images", "labels"))
             self.given_by_others = Shard(x, y, 0)
-        return self.train(visit)
+        return self.train(request)
 
     def training_data(self, pooled: bool = False) -> Shard:
         """Return the institution's own examples and those that others gave."""

@@ -18,16 +18,16 @@ class FedProxClient(InstitutionClient):
 
     dp_mechanisms = ("generator", "prior")
 
-    def train(self, visit: Train) -> Trained:
+    def train(self, request: Train) -> Trained:
         """Train for E passes and return the weights; the loss reported is L, without the proximal term."""
-        data, learner = self.training_data(), self.learner(visit)
-        model, mu = learner.model, visit.proximal_mu or 0.0
+        data, learner = self.training_data(), self.learner(request)
+        model, mu = learner.model, request.proximal_mu or 0.0
         anchor = [parameter.detach().clone() for parameter in model.parameters()]  # θ
-        shuffle = self.shuffle(visit.server_round)
-        for _ in range(visit.local_epochs):
+        shuffle = self.shuffle(request.server_round)
+        for _ in range(request.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
                 learner.step(x_B, y_B, penalty=mu / 2 * distance(model, anchor))
-        return self.visited(visit, learner, len(data))
+        return self.trained(request, learner, len(data))
 
 
 def distance(model: nn.Module, anchor: list[Tensor]) -> Tensor:

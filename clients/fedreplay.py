@@ -37,8 +37,8 @@ class FedReplayClient(InstitutionClient):
         model = self.scratch_model(request.arrays)
         encoder, _ = split(model, request.cut)
         self.institution.policy.check_upload(encoded(encoder).count_bytes(), "the encoder")
-        if private := self.budget.begin("encoder", request.max_epochs, request) if self.budget else None:
-            return self.encode_privately(request, private, model, encoder)
+        if dp := self.budget.begin("encoder", request.max_epochs, request) if self.budget else None:
+            return self.encode_by_dpsgd(request, dp, model, encoder)
         train, held_out = self.validation_split()
         refuse_single_batches(model, len(train), self.batch_size)
         optimizer = make_optimizer(model, self.training, request.lr)
@@ -69,18 +69,22 @@ class FedReplayClient(InstitutionClient):
             epochs=epoch,
         )
 
-    def encode_privately(self, request: Encode, private: DPTraining, model: nn.Module, encoder: nn.Module) -> Encoder:
+    def encode_by_dpsgd(self, request: Encode, dp: DPTraining, model: nn.Module, encoder: nn.Module) -> Encoder:
         """Stage 1 by DP-SGD, for as many epochs as were asked for: stopping early would tell of the examples."""
         train, optimizer = self.institution.train, make_optimizer(model, self.training, request.lr)
         for epoch in range(request.max_epochs):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(replace(self.training, lr=request.lr), epoch)
-            for batch in private.batches(train):
-                private.step(model, optimizer, lambda x, y: self.task.losses(model(x), y), batch, self.batch_size)
+            for batch in dp.batches(train):
+                dp.step(model, optimizer, lambda x, y: self.task.losses(model(x), y), batch, self.batch_size)
         seen = request.max_epochs * (len(train) // self.batch_size) * self.batch_size
-        told = self.budget.spent(request.run) if self.budget else {}
-        arrays, n = encoded(encoder), len(train)
-        return Encoder(arrays=arrays, num_examples=n, examples_seen=seen, epochs=request.max_epochs, **told)
+        return Encoder(
+            arrays=encoded(encoder),
+            num_examples=len(train),
+            examples_seen=seen,
+            epochs=request.max_epochs,
+            **self.spent(request.run),
+        )
 
     def validation_split(self) -> tuple[Shard, Shard]:
         """Return what the encoder trains on and what judges it; the data set's own split where there is one."""

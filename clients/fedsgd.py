@@ -30,14 +30,12 @@ class FedSGDClient(InstitutionClient):
         refuse_single_batches(model, len(data), BLOCK)
         blocks = math.ceil(len(data) / at_once(data.x, BLOCK))
         parts = list(zip(torch.chunk(data.x, blocks), torch.chunk(data.y, blocks), strict=True))
-        real, total = ((as_input(x_B), y_B) for x_B, y_B in parts), len(data)
-        if sampler := self.replay_sampler(request):  # as many replayed examples beside every block
+        pass_over, total = ((as_input(x_B), y_B) for x_B, y_B in parts), len(data)
+        if sampler := self.replay_sampler(request):  # replayed examples to every block, in their share of it
             size, draws = math.ceil(len(data) / blocks), self.shuffle(request.server_round, "replay")
-            real, total = (
-                sampler.mixed_batches(real, size, draws),
-                total + len(parts) * sampler.replay_plan.replay_batch_size(size),
-            )
-        for x_B, y_B in real:
+            pass_over = sampler.mixed_batches(pass_over, size, draws)
+            total += len(parts) * sampler.replay_plan.replay_batch_size(size)
+        for x_B, y_B in pass_over:
             loss = self.task.loss(model(x_B), y_B) * (len(y_B) / total)
             loss.backward()
             losses.append(loss.detach() * len(parts))  # so that their mean is the loss over all examples

@@ -18,14 +18,14 @@ class FMLClient(PairClient):
 
     dp_mechanisms = ("proxy",)
 
-    def train_mutually(self, visit: TrainMutually) -> TrainedMutually:
+    def train_mutually(self, request: TrainMutually) -> TrainedMutually:
         """Train both for one pass and return the proxy."""
-        data, learner = self.training_data(), self.pair(visit, visit.arrays)
-        learner.alone(data, self.shuffle(visit.server_round, "private"))
-        for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):
+        data, learner = self.training_data(), self.pair(request, request.arrays)
+        learner.alone(data, self.shuffle(request.server_round, "private"))
+        for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):
             learner.step(x_B, y_B)
-        told = self.keep_pair(visit, learner)
-        return TrainedMutually(arrays=encoded(learner.proxy.model), **told, **self.spent(visit.run))
+        statistics = self.keep_pair(request, learner)
+        return TrainedMutually(arrays=encoded(learner.proxy.model), **statistics, **self.spent(request.run))
 
     def evaluate_with_proxy(self, request: EvaluateWithProxy) -> PairEvaluation:
         """Test the private model and the averaged proxy."""

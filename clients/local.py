@@ -19,19 +19,19 @@ class LocalClient(InstitutionClient):
 
     dp_mechanisms = ("classifier",)
 
-    def train_own(self, visit: TrainOwn) -> Trained:
+    def train_own(self, request: TrainOwn) -> Trained:
         """Train the institution's own model for one pass."""
-        data, kept = self.training_data(), self.kept("model", visit)
-        model = self.scratch_model(kept or to_arrays(self.fresh(visit.init_seed)))
+        data, kept = self.training_data(), self.kept("model", request)
+        model = self.scratch_model(kept or to_arrays(self.fresh(request.init_seed)))
         refuse_single_batches(model, len(data), self.batch_size)
-        learner = self.learner_of(model, self.resume_optimizer(model, visit), visit)
-        for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):
+        learner = self.learner_of(model, self.resume_optimizer(model, request), request)
+        for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):
             learner.step(x_B, y_B)
         loss = learner.train_loss()
-        self.suspend(visit, learner.optimizer)
-        self.save("model", visit, to_arrays(model), give=True)
-        told = {"num_examples": len(data), "examples_seen": learner.seen, "train_loss": loss}
-        return Trained(**told, **self.spent(visit.run))
+        self.suspend(request, learner.optimizer)
+        self.save("model", request, to_arrays(model), give=True)
+        spent = self.spent(request.run)
+        return Trained(num_examples=len(data), examples_seen=learner.seen, train_loss=loss, **spent)
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
         """Test the institution's own model, as it stands after this round."""

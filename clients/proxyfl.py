@@ -18,15 +18,15 @@ class ProxyFLClient(PairClient, PeerClient):
 
     dp_mechanisms = ("proxy",)
 
-    def train_proxy(self, visit: TrainProxy) -> ReleasedProxy:
+    def train_proxy(self, request: TrainProxy) -> ReleasedProxy:
         """Train both for one pass and release the proxy."""
-        data, (theta, w) = self.training_data(), self.begin(visit)
-        learner = self.pair(visit, theta)
-        learner.alone(data, self.shuffle(visit.server_round, "private"))
-        for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):  # lines 2-3
+        data, (theta, w) = self.training_data(), self.begin(request)
+        learner = self.pair(request, theta)
+        learner.alone(data, self.shuffle(request.server_round, "private"))
+        for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):  # lines 2-3
             learner.step(x_B, y_B)  # line 4
-        told = self.keep_pair(visit, learner)  # line 6
-        return ReleasedProxy(**told, **self.release(visit, learner.proxy.model, w))
+        statistics = self.keep_pair(request, learner)  # line 6
+        return ReleasedProxy(**statistics, **self.release(request, learner.proxy.model, w))  # line 7
 
     def evaluate_pair(self, request: EvaluatePair) -> PairEvaluation:
         """Test the private model, and the proxy after this round's mixing."""

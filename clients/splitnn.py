@@ -39,7 +39,7 @@ from flwr_replay.wire.weights import encoded, load_arrays, load_optimizer_arrays
 
 __all__ = ["SplitNNClient"]
 
-Asked = Enter | NextBatch | HeadLoss | Leave
+AnyRequest = Enter | NextBatch | HeadLoss | Leave
 
 
 class SplitNNClient(InstitutionClient):
@@ -47,13 +47,13 @@ class SplitNNClient(InstitutionClient):
 
     # --- stages -------------------------------------------------------------------------------------------------------
 
-    def enter(self, visit: Enter) -> LabelledActivations:
+    def enter(self, request: Enter) -> LabelledActivations:
         """θ_E ← the server's; a ← E(x) of the first group."""
-        part = self.part(visit)
-        load_arrays(part, visit.arrays)
-        self.state.forget("part", visit.run)  # other visits' parts, and what a visit that broke off has left
-        self.save_part(visit, part, self.resume_optimizer(part, visit))
-        return self.upload(visit, part)
+        part = self.part(request)
+        load_arrays(part, request.arrays)
+        self.state.forget("part", request.run)  # other visits' parts, and what a visit that broke off has left
+        self.save_part(request, part, self.resume_optimizer(part, request))
+        return self.upload(request, part)
 
     def next_batch(self, request: NextBatch) -> LabelledActivations:
         """θ_E ← θ_E − η g · ∂E(x)/∂θ_E; a ← E(x) of the next group."""
@@ -69,9 +69,9 @@ class SplitNNClient(InstitutionClient):
         self.suspend(request, optimizer)
         return Half(arrays=encoded(part), num_examples=len(self.training_data()))
 
-    def enter_unlabelled(self, visit: EnterUnlabelled) -> Activations:
+    def enter_unlabelled(self, request: EnterUnlabelled) -> Activations:
         """As `enter`; the labels stay."""
-        return _unlabelled(self.enter(visit))
+        return _unlabelled(self.enter(request))
 
     def next_batch_unlabelled(self, request: NextBatchUnlabelled) -> Activations:
         """As `next_batch`; the labels stay."""
@@ -99,7 +99,7 @@ class SplitNNClient(InstitutionClient):
         activations = [encoder(x_B) for x_B, _ in self.group(request, request.group - 1)]
         late_steps(encoder, optimizer, activations, self.arrived(request.gradients, request))
 
-    def upload(self, request: Asked, part: StagedModel) -> LabelledActivations:
+    def upload(self, request: AnyRequest, part: StagedModel) -> LabelledActivations:
         """Compute the activations of a group; the norm statistics that this moves on are thrown away."""
         encoder, group = self.encoder(request, part), self.group(request, request.group)
         with torch.no_grad():
@@ -112,7 +112,7 @@ class SplitNNClient(InstitutionClient):
             num_examples=len(self.training_data()),
         )
 
-    def group(self, request: Asked, group: int) -> list[tuple[Tensor, Tensor]]:
+    def group(self, request: AnyRequest, group: int) -> list[tuple[Tensor, Tensor]]:
         """Return a group of the visit's batches, which the seed and the round decide."""
         data, m = self.training_data(), request.micro_batches
         shuffle = self.shuffle(request.server_round)
@@ -122,32 +122,33 @@ class SplitNNClient(InstitutionClient):
             real = sampler.mixed_batches(real, self.batch_size, draws, first=group * m)
         return list(real)
 
-    def arrived(self, array: NDArray[Any], request: Asked) -> tuple[Tensor, ...]:
+    def arrived(self, array: NDArray[Any], request: AnyRequest) -> tuple[Tensor, ...]:
         """Return what the server sent for a group, batch by batch."""
-        beside = self.replay.replay_plan.replay_batch_size(self.batch_size) if self.replay and request.replayed else 0
-        return torch.split(torch.tensor(array, device=self.institution.device), self.batch_size + beside)
+        plan = self.replay.replay_plan if self.replay and request.replayed else None
+        num_replayed = plan.replay_batch_size(self.batch_size) if plan else 0
+        return torch.split(torch.tensor(array, device=self.institution.device), self.batch_size + num_replayed)
 
     # --- the institution's part ---------------------------------------------------------------------------------------
 
-    def part(self, request: Asked) -> StagedModel:
+    def part(self, request: AnyRequest) -> StagedModel:
         """Return the stages that train here; they share this process's one backbone."""
         model = self.scratch_model()
         refuse_single_batches(model, len(self.training_data()), self.batch_size)
         parts = (split_before_head if request.with_head else split)(model, request.cut)
         return StagedModel(OrderedDict(chain.from_iterable(part.named_children() for part in parts[::2])))
 
-    def encoder(self, request: Asked, part: StagedModel) -> nn.Sequential:
+    def encoder(self, request: AnyRequest, part: StagedModel) -> nn.Sequential:
         """Return the stages before the cut."""
         return part[: part.stages.index(request.cut) + 1]
 
-    def save_part(self, request: Asked, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
+    def save_part(self, request: AnyRequest, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
         """Keep the part and its optimizer for the next message of this visit, whichever process receives it."""
         kept = nested({"weights": to_arrays(part), "optimizer": optimizer_arrays(optimizer)}, mark="/")
         key = f"part-{request.server_round:06d}"
         # Not flushed to the disk: without power the visit is over anyway.
         self.state.save(key, request.run, request.message, kept, to_disk=False)
 
-    def load_part(self, request: Asked) -> tuple[StagedModel, torch.optim.Optimizer]:
+    def load_part(self, request: AnyRequest) -> tuple[StagedModel, torch.optim.Optimizer]:
         """Return the part and its optimizer as the message before has left them.
 
         Raises

@@ -44,13 +44,14 @@ class AvgPush(Gossip):
 
     name = "avgpush"
     config_type = AvgPushConfig
+    config: AvgPushConfig
     stages = ("push", "deliver", "evaluate-own")
     dp_mechanisms = ("classifier",)
     answer = Released
 
-    def visit(self, server_round: int, member: Member) -> Push:
+    def train_request(self, server_round: int, member: Member) -> Push:
         """Ask for one pass."""
-        return Push(**self.told(server_round, member), optimizer_state=self.config.optimizer_state)
+        return Push(**self.instructions(server_round, member), optimizer_state=self.config.optimizer_state)
 
     def evaluation(self, server_round: int, arrays: Weights) -> EvaluateOwn:
         """Each institution tests its own model, after mixing."""

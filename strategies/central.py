@@ -47,25 +47,25 @@ class Central(Serial):
 
     name = "central"
     config_type = CentralConfig
+    config: CentralConfig
     dp_mechanisms = ("classifier",)
 
-    def exchanges_per_round(self) -> int:
-        """One visit: the cycle has a single institution, the first by name when the run begins."""
-        if not hasattr(self, "itinerary"):
-            self.itinerary = self.members.names[:1]
-        return 1
+    def begin_run(self, num_rounds: int) -> None:
+        """Fix a cycle of one visit, to the first institution by name when the run begins."""
+        self.itinerary = self.itinerary or self.members.names[:1]
+        super().begin_run(num_rounds)
 
-    def trained_on(self, answered: list[str]) -> list[str]:
+    def data_of(self, answered: list[str]) -> list[str]:
         """All: the one that trains holds everybody's data."""
         return self.members.names
 
-    def examples_of(self, member: Member, request: type[Request], told: dict[str, Any]) -> range:
-        """Where it trains on the union: at least all that were told; who takes no part has examples there, too."""
-        if told.get("pooled") and request.message_type == "train":
+    def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
+        """On the union at least all that the roll call counted; who takes no part has examples there, too."""
+        if instructions.get("pooled") and request.message_type == "train":
             return range(sum(one.num_examples for one in self.members.known), MOST + 1)
-        return super().examples_of(member, request, told)
+        return super().examples_of(member, request, instructions)
 
-    def visit(self, server_round: int, arrays: Weights) -> Train:
+    def train_request(self, server_round: int, arrays: Weights) -> Train:
         """Ask for one epoch on the union; with one institution its own data are the union."""
         return Train(
             server_round=server_round,

@@ -53,6 +53,7 @@ class CWT(Serial):
 
     name = "cwt"
     config_type = CWTConfig
+    config: CWTConfig
     supports_replay = True
     dp_mechanisms = ("generator", "prior", "classifier")
 
@@ -63,7 +64,7 @@ class CWT(Serial):
         shuffle = derived_rng(self.settings.seed, "order", cycle)
         return [names[i] for i in shuffle.permutation(len(names))]
 
-    def visit(self, server_round: int, arrays: Weights) -> Train:
+    def train_request(self, server_round: int, arrays: Weights) -> Train:
         """Hand the model on as it is."""
         return Train(
             server_round=server_round,

@@ -53,10 +53,11 @@ class FedAvg(Parallel):
 
     name = "fedavg"
     config_type = FedAvgConfig
+    config: FedAvgConfig
     supports_replay = True
     dp_mechanisms = ("generator", "prior", "classifier")
 
-    def task_for_all(self, server_round: int, arrays: Weights) -> Train:
+    def train_request(self, server_round: int, arrays: Weights) -> Train:
         """Send θ to every institution."""
         return Train(
             server_round=server_round,

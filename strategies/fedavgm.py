@@ -51,6 +51,7 @@ class FedAvgM(FedAvg):
     name = "fedavgm"
     dp_mechanisms = ("generator", "prior", "classifier")
     config_type = FedAvgMConfig
+    config: FedAvgMConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

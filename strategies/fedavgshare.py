@@ -58,6 +58,7 @@ class FedAvgShare(FedAvg):
 
     name = "fedavgshare"
     config_type = FedAvgShareConfig
+    config: FedAvgShareConfig
     dp_mechanisms = ()  # raw examples leave
     stages = ("give", "receive", "train-enlarged", "evaluate")
 
@@ -92,10 +93,10 @@ class FedAvgShare(FedAvg):
         self.exchange(grid, server_round, receives(), needed=False, take=take, at_once=1)
         return super().exchange_round(grid, server_round, arrays, config)
 
-    def task_for_all(self, server_round: int, arrays: Weights) -> TrainEnlarged:
+    def train_request(self, server_round: int, arrays: Weights) -> TrainEnlarged:
         """Send θ to every institution."""
-        visit = super().task_for_all(server_round, arrays)
-        return TrainEnlarged(**{field.name: getattr(visit, field.name) for field in fields(visit)})
+        request = super().train_request(server_round, arrays)
+        return TrainEnlarged(**{field.name: getattr(request, field.name) for field in fields(request)})
 
     def addressed(self, member: Member, request: Request) -> Request:
         """Tell an institution how many examples of others it holds, so that none is lost unnoticed."""
@@ -108,11 +109,11 @@ class FedAvgShare(FedAvg):
         """Ask for a share of the examples."""
         return Give(server_round=server_round, run=self.settings.run, share=self.config.share)
 
-    def examples_of(self, member: Member, request: type[Request], told: dict[str, Any]) -> range:
+    def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
         """Beside an institution's own examples, those of others that it holds, or is given."""
         if issubclass(request, Receive):
             return range(self.sent_to[member.name], self.sent_to[member.name] + 1)
-        own = super().examples_of(member, request, told)
+        own = super().examples_of(member, request, instructions)
         more = self.held.get(member.name, 0) if issubclass(request, TrainEnlarged) and member.ours else 0
         return range(own.start + more, own.stop + more)
 
@@ -124,7 +125,7 @@ class FedAvgShare(FedAvg):
         WireError
             If it is not a share of examples of this task.
         """
-        given, task = Given.decode(reply.content), self.settings.task
+        given, task = Given.decode(reply.content), self.task
         n, (shape, dtype) = number_shared(member.num_examples, self.config.share), self.image_form(given.images)
         if not task.accepts(given.labels) or given.labels.shape != task.blank_labels(n, shape).shape:
             raise WireError(f"a share must have {n} labels of {task}; {member.name} sent others")
@@ -136,21 +137,20 @@ class FedAvgShare(FedAvg):
         write_tensors(self.recorder.folder("shared") / f"{member.name}.safetensors", arrays)
 
     def image_form(self, images: NDArray[Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return shape and dtype that every image must have: the task's, and that which most institutions told.
+        """Return shape and dtype that every image must have: the task's, and what most institutions have.
 
         Where the shape is not known here, the first institution's images decide.
         """
         if shape := self.settings.input_shape:
-            told = Counter(str(self.image_dtype(member)) for member in self.members if member.num_examples)
-            return shape, np.dtype(max(sorted(told), key=lambda name: told[name]))
+            dtypes = Counter(str(self.image_dtype(member)) for member in self.members if member.num_examples)
+            return shape, np.dtype(max(sorted(dtypes), key=lambda name: dtypes[name]))
         if before := self.givers():
             images = read_tensors(self.recorder.folder("shared") / f"{before[0]}.safetensors")["images"]
         return images.shape[1:], images.dtype
 
     def image_dtype(self, member: Member) -> np.dtype[Any]:
-        """Return an institution's images' dtype, from how many bytes it told."""
-        shape = self.settings.input_shape or ()
-        label = self.settings.task.blank_labels(1, shape)
+        """Return an institution's images' dtype, from the size of its data by the roll call."""
+        label, shape = self.blank_labels(1), self.settings.input_shape or ()
         value_bytes = (member.raw_bytes // member.num_examples - label.nbytes) // int(np.prod(shape))
         return np.dtype(np.uint8 if value_bytes == 1 else np.float32)
 
@@ -174,7 +174,7 @@ class FedAvgShare(FedAvg):
 
             def blank(n: int, dtype: Any = own) -> dict[str, Any]:
                 images = np.broadcast_to(np.zeros((), dtype), (n, *shape))
-                return {"images": images, "labels": self.settings.task.blank_labels(n, shape)}
+                return {"images": images, "labels": self.blank_labels(n)}
 
             given = Given(**blank(sizes[member.name]), num_examples=0, raw_bytes=0)
             exchanges.append((member, self.give(0), given, 1))

@@ -42,8 +42,9 @@ class FedProx(FedAvg):
 
     name = "fedprox"
     config_type = FedProxConfig
+    config: FedProxConfig
     dp_mechanisms = ("generator", "prior")  # the proximal term would have to be added after the noise
 
-    def task_for_all(self, server_round: int, arrays: Weights) -> Train:
+    def train_request(self, server_round: int, arrays: Weights) -> Train:
         """Send θ and μ to every institution."""
-        return replace(super().task_for_all(server_round, arrays), proximal_mu=self.config.mu)
+        return replace(super().train_request(server_round, arrays), proximal_mu=self.config.mu)

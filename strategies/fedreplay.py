@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,7 +41,7 @@ from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.learning.latents import LatentStore, rows_per_chunk
 from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
-from flwr_replay.models import placed, split
+from flwr_replay.models import StagedModel, placed, split
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
@@ -97,6 +98,7 @@ class FedReplay(OneShot):
 
     name = "fedreplay"
     config_type = FedReplayConfig
+    config: FedReplayConfig
     dp_mechanisms = ("encoder",)
     stages = ("extract", "evaluate")
 
@@ -107,9 +109,9 @@ class FedReplay(OneShot):
         """Refuse a cut that the model lacks, chunks too small, an encoder that does not fit, an unknown institution."""
         super().check(config, settings, names)
         strategy = cls(config, settings)
-        strategy.build_primary()
+        _ = strategy.parts
         strategy.fitting_rows()
-        if config.upload_views > 1 and settings.task.blank_labels(1, strategy.settings.input_shape).ndim > 1:
+        if config.upload_views > 1 and strategy.blank_labels(1).ndim > 1:
             raise ConfigError(
                 f"strategy.upload-views shifts images, not masks: leave it at 1 here; got {config.upload_views}"
             )
@@ -125,7 +127,6 @@ class FedReplay(OneShot):
         self.at_once = max(1, int(UNDER_WAY_MB / self.config.chunk_mb))
         if self.encoder is not None:
             return
-        self.build_primary()
         if self.config.encoder == "institution":
             self.encoder = self.train_encoder(grid, server_round, arrays, config)
         else:
@@ -177,11 +178,11 @@ class FedReplay(OneShot):
             patience=self.config.patience,
         )
 
-    def examples_of(self, member: Member, request: type[Request], told: dict[str, Any]) -> range:
+    def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
         """Of the encoder's training at most all: some may judge it."""
         if member.ours and request is Encode:
             return range(1, member.num_examples + 1)
-        return super().examples_of(member, request, told)
+        return super().examples_of(member, request, instructions)
 
     # --- stage 2 ------------------------------------------------------------------------------------------------------
 
@@ -212,8 +213,8 @@ class FedReplay(OneShot):
             raise WireError(f"an upload has examples times views rows; {member.name} announces {chunk.total}")
         if chunk.latents.dtype != asked or (chunk.scales is not None) != (asked == "int8"):
             raise WireError(f"{member.name}'s latents must be {asked}, as asked for; got {chunk.latents.dtype}")
-        if not self.settings.task.accepts(chunk.labels):
-            raise WireError(f"{member.name}'s labels must be the task's, {self.settings.task}: check its data")
+        if not self.task.accepts(chunk.labels):
+            raise WireError(f"{member.name}'s labels must be the task's, {self.task}: check its data")
         came, expected = (chunk.latents.shape[1:], chunk.labels.shape[1:]), self.row_shapes(chunk)
         if came != expected:
             raise WireError(f"{member.name}'s latents and labels must have shapes {expected}; got {came}")
@@ -231,8 +232,8 @@ class FedReplay(OneShot):
         WireError
             If it cannot.
         """
-        if shape := self.settings.input_shape:
-            return self.latent_shape(), self.settings.task.blank_labels(1, shape).shape[1:]
+        if self.settings.input_shape:
+            return self.latent_shape, self.blank_labels(1).shape[1:]
         if before := self.store.row_shapes:
             return before
         try:
@@ -247,7 +248,6 @@ class FedReplay(OneShot):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One encoder, if an institution trains it, and every institution's latents, chunk by chunk, once."""
-        self.build_primary()
         encoder = {name: arrays[name] for name in self.encoder_shapes}
         exchanges: list[Exchange] = []
         if self.config.encoder == "institution":
@@ -255,7 +255,7 @@ class FedReplay(OneShot):
                 arrays=encoder, num_examples=0, examples_seen=0, train_loss=0.0, validation_loss=0.0, epochs=0
             )
             exchanges.append((self.encoder_candidates()[0], self.encode_request(0, arrays), zeros, 1))
-        config, shape = self.config, self.latent_shape()
+        config, shape = self.config, self.latent_shape
         fit = self.fitting_rows()
         for member in self.members:
             total = member.num_examples * config.upload_views
@@ -263,7 +263,7 @@ class FedReplay(OneShot):
                 n = min(fit, total - first)
                 chunk = Latents(
                     latents=np.broadcast_to(np.zeros((), config.latent_dtype), (n, *shape)),
-                    labels=self.settings.task.blank_labels(n, self.settings.input_shape),
+                    labels=self.blank_labels(n),
                     scales=np.zeros(n, np.float32) if config.latent_dtype == "int8" else None,
                     num_examples=0,
                     first=0,
@@ -273,34 +273,52 @@ class FedReplay(OneShot):
                 exchanges.append((member, self.extract_request(encoder, first, 0), chunk, 1))
         return exchanges
 
+    @cached_property
     def latent_shape(self) -> tuple[int, ...]:
-        """Return the shape of one example's latents."""
-        assert self.settings.model is not None
+        """The shape of one example's latents."""
         assert self.settings.input_shape is not None
-        encoder, _ = split(self.settings.model(0), self.config.cut)
+        encoder = self.parts[0].eval()
         with torch.inference_mode():
-            return tuple(encoder.eval()(torch.zeros(1, *self.settings.input_shape)).shape[1:])
+            return tuple(encoder(torch.zeros(1, *self.settings.input_shape, device=self.settings.device)).shape[1:])
 
     def fitting_rows(self) -> int:
         """Return how many examples' latents and labels fit one message."""
-        label = self.settings.task.blank_labels(1, self.settings.input_shape)
+        label = self.blank_labels(1)
         chunk_bytes = int(self.config.chunk_mb * 1e6)
-        return rows_per_chunk(math.prod(self.latent_shape()), label.nbytes, self.config.latent_dtype, chunk_bytes)
+        return rows_per_chunk(math.prod(self.latent_shape), label.nbytes, self.config.latent_dtype, chunk_bytes)
 
     # --- stage 3 ------------------------------------------------------------------------------------------------------
 
-    def build_primary(self) -> None:
-        """Build θ_C with fresh weights and its optimizer."""  # Alg. 2, line 8
+    @cached_property
+    def parts(self) -> tuple[StagedModel, StagedModel]:
+        """The backbone before and after the cut; θ_C, the part after it, has fresh weights."""  # Alg. 2, line 8
         if self.settings.model is None:
             raise ConfigError(
                 "FedReplay trains at the server and needs the backbone: give Settings(model=..., task=...)"
             )
         backbone = placed(self.settings.model(derived_seed(self.settings.seed, "primary")), self.settings.device)
-        encoder, self.primary = split(backbone, self.config.cut)
-        self.cut = encoder.stages[-1]
-        self.encoder_shapes = {name: tuple(tensor.shape) for name, tensor in encoder.state_dict().items()}
-        self.primary.train()
-        self.optimizer = make_optimizer(self.primary, self.settings.training, self.settings.training.lr)
+        encoder, primary = split(backbone, self.config.cut)
+        return encoder, primary.train()
+
+    @property
+    def primary(self) -> StagedModel:
+        """θ_C, which the server trains."""
+        return self.parts[1]
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The primary's."""
+        return make_optimizer(self.primary, self.settings.training, self.settings.training.lr)
+
+    @property
+    def cut(self) -> str:
+        """The last stage of the encoder."""
+        return self.parts[0].stages[-1]
+
+    @property
+    def encoder_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the encoder's weights, in the model's order."""
+        return {name: tuple(tensor.shape) for name, tensor in self.parts[0].state_dict().items()}
 
     def learn(self, server_round: int, arrays: StateDict) -> tuple[StateDict, float]:
         """Train the primary for one epoch on the union of the latents."""
@@ -313,7 +331,7 @@ class FedReplay(OneShot):
         shuffle = torch_rng(self.settings.seed, "primary", server_round)
         for e_B, y_B in self.store.batches(training.batch_size, shuffle):  # Alg. 2, line 9
             logits_BC = self.primary(e_B.to(self.settings.device))
-            loss = self.settings.task.loss(logits_BC, y_B.to(self.settings.device))
+            loss = self.task.loss(logits_BC, y_B.to(self.settings.device))
             losses.append(step(self.primary, self.optimizer, loss))  # line 10: θ_C ← θ_C − η ∇L(θ_C; e)
             self.recorder.saw(len(y_B))
         assert self.encoder is not None
@@ -329,7 +347,6 @@ class FedReplay(OneShot):
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Go on with the encoder, the primary, its optimizer and the latents on the disk."""
-        self.build_primary()
         parts = unnested(arrays, mark="/")
         self.encoder = {name: parts["encoder"][name] for name in self.encoder_shapes}  # the model's order
         load_arrays(self.primary, parts["primary"])

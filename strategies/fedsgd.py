@@ -47,13 +47,14 @@ class FedSGD(Parallel):
 
     name = "fedsgd"
     config_type = FedSGDConfig
+    config: FedSGDConfig
     stages = ("differentiate", "evaluate")
     answer = Gradient
     supports_replay = True
 
     kept: StateDict | None = None  # the optimizer's state in the checkpoint that the run goes on from
 
-    def task_for_all(self, server_round: int, arrays: Weights) -> Differentiate:
+    def train_request(self, server_round: int, arrays: Weights) -> Differentiate:
         """Send θ to every institution."""
         return Differentiate(server_round=server_round, arrays=arrays, run=self.settings.run)
 

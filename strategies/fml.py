@@ -51,6 +51,7 @@ class FML(Parallel):
 
     name = "fml"
     config_type = FMLConfig
+    config: FMLConfig
     stages = ("train-mutually", "evaluate-with-proxy")
     dp_mechanisms = ("proxy",)
     evaluated = PairEvaluation
@@ -63,7 +64,7 @@ class FML(Parallel):
         super().check(config, settings, names)
         check_pair(cls.name, settings)
 
-    def task_for_all(self, server_round: int, arrays: Weights) -> TrainMutually:
+    def train_request(self, server_round: int, arrays: Weights) -> TrainMutually:
         """Ask for one pass of both models."""
         lr = self.lr(max(1, server_round))
         return TrainMutually(
@@ -71,7 +72,7 @@ class FML(Parallel):
             arrays=arrays,
             run=self.settings.run,
             lr=lr,
-            **self.config.told(self.settings.training, lr),
+            **self.config.instructions(self.settings.training, lr),
             private_seed=derived_seed(self.settings.seed, "private"),
             optimizer_state=self.config.optimizer_state,
         )

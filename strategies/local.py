@@ -49,11 +49,12 @@ class Local(Relay):
 
     name = "local"
     config_type = LocalConfig
+    config: LocalConfig
     stages = ("train-own", "evaluate-own")
     dp_mechanisms = ("classifier",)
     answer = Trained
 
-    def visit(self, server_round: int, member: Member) -> TrainOwn:
+    def train_request(self, server_round: int, member: Member) -> TrainOwn:
         """Ask for one pass."""
         return TrainOwn(
             server_round=server_round,
@@ -66,7 +67,7 @@ class Local(Relay):
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Everyone in every round; no weights."""
         answer = Trained(num_examples=0, examples_seen=0, train_loss=0.0)
-        return [(member, self.visit(0, member), answer, num_rounds) for member in self.members]
+        return [(member, self.train_request(0, member), answer, num_rounds) for member in self.members]
 
     def evaluation(self, server_round: int, arrays: Weights) -> EvaluateOwn:
         """Each institution tests its own model."""

@@ -58,6 +58,7 @@ class ProxyFL(Gossip):
 
     name = "proxyfl"
     config_type = ProxyFLConfig
+    config: ProxyFLConfig
     stages = ("train-proxy", "deliver", "evaluate-pair")
     dp_mechanisms = ("proxy",)
     evaluated = PairEvaluation
@@ -70,11 +71,11 @@ class ProxyFL(Gossip):
         super().check(config, settings, names)
         check_pair(cls.name, settings)
 
-    def visit(self, server_round: int, member: Member) -> TrainProxy:
+    def train_request(self, server_round: int, member: Member) -> TrainProxy:
         """Ask for one pass of both models."""
         return TrainProxy(
-            **self.told(server_round, member),
-            **self.config.told(self.settings.training, self.lr(server_round)),
+            **self.instructions(server_round, member),
+            **self.config.instructions(self.settings.training, self.lr(server_round)),
             private_seed=derived_seed(self.settings.seed, "model"),
             optimizer_state=self.config.optimizer_state,
         )

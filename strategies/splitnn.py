@@ -102,6 +102,7 @@ class SplitNN(Serial):
 
     name = "splitnn"
     config_type = SplitNNConfig
+    config: SplitNNConfig
     supports_replay = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -140,7 +141,9 @@ class SplitNN(Serial):
 
     # --- one visit ----------------------------------------------------------------------------------------------------
 
-    def training(self, server_round: int, arrays: StateDict) -> Generator[Request, Any, tuple[StateDict, float]]:
+    def training(
+        self, member: Member, server_round: int, arrays: StateDict
+    ) -> Generator[Request, Any, tuple[StateDict, float]]:
         """Train both parts at one institution; every `yield` sends a request and takes its answer.
 
         Returns
@@ -154,24 +157,21 @@ class SplitNN(Serial):
         load_arrays(server, {name: arrays[name] for name in server.state_dict()})
         optimizer = make_optimizer(server, self.settings.training, self.lr(server_round))
         load_optimizer_arrays(optimizer, {name: array.copy() for name, array in self.kept.items()})  # for a visit anew
-        answer = yield self.visit(server_round, arrays)
-        member = self.visited(server_round)
-        if member is None:
-            raise WireError("an institution that is visited takes part; it does not")
-        sizes = self.group_sizes(member)
+        sizes, b = self.group_sizes(member), self.mixed_batch_size(member)
+        answer = yield self.train_request(server_round, arrays)
         for group, n in enumerate(sizes):
-            a = [a_B.requires_grad_() for a_B in self.received(answer.activations, n, self.shapes[0])]
+            a = [a_B.requires_grad_() for a_B in self.received(answer.activations, (n, *self.shapes[0]), b)]
             if self.config.share_labels:
-                for a_B, y_B in zip(a, self.labels(answer, n), strict=True):
+                for a_B, y_B in zip(a, self.labels(answer, n, b), strict=True):
                     # θ_S ← θ_S − η ∇L(S(a), y)
-                    losses.append(step(server, optimizer, self.settings.task.loss(server(a_B), y_B)))
+                    losses.append(step(server, optimizer, self.task.loss(server(a_B), y_B)))
             else:
                 s = [server(a_B) for a_B in a]
                 answer = yield self.head_loss(server_round, group, _joined(s))
                 if len(answer.losses) != len(a):
                     raise WireError(f"{len(a)} batches have as many losses; got {len(answer.losses)}")
                 losses += torch.tensor(list(map(float, answer.losses)))
-                late_steps(server, optimizer, s, self.received(answer.gradients, n, self.shapes[1]))
+                late_steps(server, optimizer, s, self.received(answer.gradients, (n, *self.shapes[1]), b))
             g = _joined([a_B.grad for a_B in a if a_B.grad is not None])  # ∂L/∂a
             answer = yield self.next_batch(server_round, group + 1, g, last=group + 1 == len(sizes))
         loss, whole = mean_loss(losses), self.whole(answer, server, arrays)
@@ -183,26 +183,28 @@ class SplitNN(Serial):
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Make one visit, message by message; one that breaks off goes to the next with the same weights."""
-        member, trained = self.visited(server_round), set(self.trained)
-        training = self.training(server_round, opened(arrays))
+        member, trained = self.whose_turn(server_round), set(self.trained)
+        if member is None:
+            self.exchange(grid, server_round, [])  # ends the run where a whole cycle is not there
+            return self.broken_off(trained)
+        training = self.training(member, server_round, opened(arrays))
         request = next(training)
         while True:
-            messages = [self.message(member, request, config)] if member else []
-            answers = list(self.answers(self.exchange(grid, server_round, messages)))
-            if not answers:
+            replies = self.exchange(grid, server_round, [self.message(member, request, config)])
+            if not replies:
                 return self.broken_off(trained)
             try:
-                request = training.send(request.answer.decode(answers[0][1].content))
+                request = training.send(request.answer.decode(replies[0].content))
             except StopIteration as ended:
                 self.missed = 0
                 whole, loss = ended.value
                 return array_record(whole), MetricRecord({"train-loss": loss})
             except (DivergedError, WireError) as error:  # what one has sent makes the server's part useless
-                name = answers[0][0].name
-                self.recorder.failed(server_round, name, str(error))
+                self.recorder.failed(server_round, member.name, str(error))
                 if self.stops_without_answers():
-                    diverged = [f"{name}: {error}"] if isinstance(error, DivergedError) else []
-                    raise stopped(f"no institution could be visited; {name}: {error}", 1, diverged) from None
+                    fault = f"{member.name}: {error}"
+                    diverged = [fault] if isinstance(error, DivergedError) else []
+                    raise stopped(f"no institution could be visited; {fault}", 1, diverged) from None
                 return self.broken_off(trained)
 
     def broken_off(self, trained: set[str]) -> tuple[None, None]:
@@ -213,7 +215,7 @@ class SplitNN(Serial):
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def visit(self, server_round: int, arrays: Weights) -> Enter:
+    def train_request(self, server_round: int, arrays: Weights) -> Enter:
         """Give the institution its part of the model; ask for the first activations."""
         request, servers = Enter if self.config.share_labels else EnterUnlabelled, self.parts[1].state_dict()
         part = {name: array for name, array in opened(arrays).items() if name not in servers}
@@ -245,23 +247,20 @@ class SplitNN(Serial):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One visit to each institution of the itinerary in every round, group by group."""
-        self.exchanges_per_round()
         exchanges = []
-        part = opened(self.visit(0, arrays).arrays)
-        for member in (member for member in self.members if member.name in self.itinerary):
-            sizes = self.group_sizes(member)
-            visit: list[tuple[Request, Payload, int]] = [(self.visit(0, arrays), self.empty(sizes[0]), 1)]
+        enter = self.train_request(0, arrays)
+        for member in self.cycle_members():
+            sizes, b = self.group_sizes(member), self.mixed_batch_size(member)
+            visit: list[tuple[Request, Payload, int]] = [(enter, self.empty(sizes[0]), 1)]
             for (n, following), times in Counter(zip(sizes, [*sizes[1:], 0], strict=True)).items():
                 gradients = [np.zeros((n, *shape), np.float32) for shape in self.shapes]
                 if not self.config.share_labels:
-                    answer = HeadGradients(
-                        gradients=gradients[1], losses=[0.0] * math.ceil(n / self.together), num_examples=0
-                    )
+                    losses = [0.0] * math.ceil(n / b)
+                    answer = HeadGradients(gradients=gradients[1], losses=losses, num_examples=0)
                     visit.append((self.head_loss(0, 0, gradients[1]), answer, times))
                 request = self.next_batch(0, 0, gradients[0], last=not following)
-                visit.append(
-                    (request, self.empty(following) if following else Half(arrays=part, num_examples=0), times)
-                )
+                half = Half(arrays=enter.arrays, num_examples=0)
+                visit.append((request, self.empty(following) if following else half, times))
             exchanges += [(member, request, answer, times * num_rounds) for request, answer, times in visit]
         return exchanges
 
@@ -270,50 +269,56 @@ class SplitNN(Serial):
         activations = np.zeros((n, *self.shapes[0]), np.float32)
         if not self.config.share_labels:
             return Activations(activations=activations, num_examples=0)
-        labels = self.settings.task.blank_labels(n, self.settings.input_shape)
+        labels = self.blank_labels(n)
         return LabelledActivations(activations=activations, labels=labels, num_examples=0)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    def received(self, array: NDArray[Any], n: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Return an array that an institution sent, batch by batch, on the server's device.
+    def received(self, array: NDArray[Any], shape: tuple[int, ...], b: int) -> tuple[Tensor, ...]:
+        """Return an array that an institution sent, in batches of b, on the server's device.
 
         Raises
         ------
         WireError
-            If it is not what n examples of this shape have.
+            If it has another shape, whose first number counts the examples, or is not finite.
         """
-        if array.shape != (n, *shape) or not np.isfinite(array).all():
+        if array.shape != shape or not np.isfinite(array).all():
             raise WireError(
-                f"activations and gradients of {n} examples must be finite and have shape {(n, *shape)}; got "
+                f"activations and gradients of {shape[0]} examples must be finite and have shape {shape}; got "
                 f"{array.shape}{'' if np.isfinite(array).all() else ', not finite'}"
             )
-        return self.batches(array)
+        return self.batches(array, b)
 
-    def labels(self, upload: LabelledActivations, n: int) -> tuple[Tensor, ...]:
-        """Return the labels of an upload, batch by batch.
+    def labels(self, upload: LabelledActivations, n: int, b: int) -> tuple[Tensor, ...]:
+        """Return the labels of an upload, in batches of b.
 
         Raises
         ------
         WireError
             If they are not n labels of the task.
         """
-        task = self.settings.task
-        blank = task.blank_labels(n, self.settings.input_shape)
-        if upload.labels.shape != blank.shape or not task.accepts(upload.labels):
-            raise WireError(f"{n} activations must come with as many labels of {task}; got others")
-        return self.batches(upload.labels)
+        if upload.labels.shape != self.blank_labels(n).shape or not self.task.accepts(upload.labels):
+            raise WireError(f"{n} activations must come with as many labels of {self.task}; got others")
+        return self.batches(upload.labels, b)
 
-    def batches(self, array: NDArray[Any]) -> tuple[Tensor, ...]:
+    def batches(self, array: NDArray[Any], b: int) -> tuple[Tensor, ...]:
         """Take an array apart, onto the server's device."""
-        return torch.split(torch.tensor(array, device=self.settings.device), self.together)
+        return torch.split(torch.tensor(array, device=self.settings.device), b)
+
+    def num_replayed(self, member: Member) -> int:
+        """Return how many replayed examples each of an institution's batches has."""
+        if self.replay is None or not self.replay.holding(member.name):
+            return 0
+        return self.replay.replay_plan.replay_batch_size(self.settings.training.batch_size)
+
+    def mixed_batch_size(self, member: Member) -> int:
+        """Return how many examples each of an institution's batches has, replayed ones included."""
+        return self.settings.training.batch_size + self.num_replayed(member)
 
     def group_sizes(self, member: Member) -> list[int]:
-        """Return how many examples each group of a visit has, and keep how many a batch has, replayed ones included."""
-        b, plan = self.settings.training.batch_size, self.settings.replay_plan
-        beside = plan.replay_batch_size(b) if plan and self.replay and self.replay.holding(member.name) else 0
-        self.together = b + beside
-        return group_sizes(member.num_examples, b, self.config.micro_batches, beside)
+        """Return how many examples each group of a visit has."""
+        b, m = self.settings.training.batch_size, self.config.micro_batches
+        return group_sizes(member.num_examples, b, m, self.num_replayed(member))
 
     def whole(self, answer: Half, server: StagedModel, before: StateDict) -> StateDict:
         """Put the institution's part and the server's together.
@@ -341,13 +346,13 @@ class SplitNN(Serial):
         self.kept = arrays
 
 
-def group_sizes(examples: int, batch_size: int, micro_batches: int, beside: int = 0) -> list[int]:
-    """Return how many examples each group of a visit has, with so many replayed ones beside every batch.
+def group_sizes(examples: int, batch_size: int, micro_batches: int, num_replayed: int = 0) -> list[int]:
+    """Return how many examples each group of a visit has, where every batch has so many replayed ones besides.
 
     >>> group_sizes(70, 16, 1), group_sizes(70, 16, 3), group_sizes(5, 16, 3)
     ([16, 16, 16, 16], [48, 16], [5])
     """
-    batches, size = iterations(examples, batch_size), min(batch_size, examples) + beside
+    batches, size = iterations(examples, batch_size), min(batch_size, examples) + num_replayed
     return [min(micro_batches, batches - first) * size for first in range(0, batches, micro_batches)]
 
 

@@ -26,10 +26,24 @@ from flwr_replay.institution.learner import Learner
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.replay import GenerativeStages
 from flwr_replay.institution.state import StateStore
+from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches, torch_rng
 from flwr_replay.memory import remembered
 from flwr_replay.models import placed
-from flwr_replay.payloads.common import Evaluate, Evaluation, LabelScale, Present, RollCall, Train, Trained
+from flwr_replay.payloads.common import (
+    DPRequest,
+    Evaluate,
+    Evaluation,
+    ExpectsReplay,
+    LabelScale,
+    Present,
+    ResumeRequest,
+    RollCall,
+    RunRequest,
+    SuspendRequest,
+    Train,
+    Trained,
+)
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.payload import REQUESTS, Payload
@@ -56,7 +70,7 @@ class InstitutionClient(NumPyClient):
         Whose data, device and state directory these are.
     model : Callable[[int], nn.Module]
         Builds the backbone with fresh weights from a seed.
-    task : Any
+    task : Task
         Loss, evaluation and metrics, see `flwr_replay.learning.tasks`.
     training : TrainingConfig | None
         Optimizer and batch size; None means the defaults.
@@ -78,7 +92,7 @@ class InstitutionClient(NumPyClient):
         self,
         institution: Institution,
         model: Callable[[int], nn.Module],
-        task: Any,
+        task: Task,
         training: TrainingConfig | None = None,
         seed: int = 0,
         replay_plan: ReplayPlan | None = None,
@@ -175,11 +189,11 @@ class InstitutionClient(NumPyClient):
         if self.budget:
             self.budget.plan.check_first_passes(self.budget.examples)
         if self.institution.tests_external:
-            _ = self.institution.external  # missing ones are told before anybody trains
-        told = self.task.label_sums(train.y)
+            _ = self.institution.external  # missing ones are refused before anybody trains
+        label_sums = self.task.label_sums(train.y)
         proof = proof_of(self.institution.state, request.run)
         return Present(
-            name=self.institution.name, num_examples=len(train), raw_bytes=train.raw_bytes, proof=proof, **told
+            name=self.institution.name, num_examples=len(train), raw_bytes=train.raw_bytes, proof=proof, **label_sums
         )
 
     def evaluate_model(self, request: Evaluate) -> Evaluation:
@@ -215,7 +229,7 @@ class InstitutionClient(NumPyClient):
         that needs two at a time names the other's role: private.
         """
         model = self._loaded(arrays, role).train()
-        model.zero_grad()  # a visit that broke off may have left gradients
+        model.zero_grad()  # a training that broke off may have left gradients
         return model
 
     def _loaded(self, arrays: Weights | None, role: str = "") -> nn.Module:
@@ -228,59 +242,61 @@ class InstitutionClient(NumPyClient):
     def evaluated(self, arrays: Weights, split: str, role: str = "") -> Evaluation:
         """Test weights on one of the institution's shards; `role` as for `scratch_model`."""
         shard = self.institution.shard(split)
-        evaluation: Evaluation = self.task.evaluate(self._loaded(arrays, role), shard.x, shard.y)
-        return evaluation
+        return self.task.evaluate(self._loaded(arrays, role), shard.x, shard.y)
 
-    def resume(self, visit: Train) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the visiting model, ready to train, and its optimizer.
+    def resume(self, request: Train) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return the model with the weights that came, ready to train, and its optimizer.
 
-        The one rule for the optimizer's state between visits: `reset` begins every visit with a fresh optimizer;
-        `keep` goes on with the state that this institution saved at the end of its previous visit. The state never
-        travels.
+        The one rule for the optimizer's state between trainings: `reset` begins each with a fresh optimizer; `keep`
+        goes on with the state that this institution saved at the end of its previous one. The state never travels.
         """
-        model = self.scratch_model(visit.arrays)
-        refuse_single_batches(model, len(self.training_data(visit.pooled)), self.batch_size)
-        return model, self.resume_optimizer(model, visit)
+        model = self.scratch_model(request.arrays)
+        refuse_single_batches(model, len(self.training_data(request.pooled)), self.batch_size)
+        return model, self.resume_optimizer(model, request)
 
-    def learner(self, visit: Train) -> Learner:
-        """Return what steps on the visiting model are."""
-        return self.learner_of(*self.resume(visit), visit, visit.local_epochs)
+    def learner(self, request: Train) -> Learner:
+        """Return a learner of the weights that came."""
+        return self.learner_of(*self.resume(request), request, request.local_epochs)
 
-    def learner_of(self, model: nn.Module, optimizer: torch.optim.Optimizer, visit: Any, epochs: int = 1) -> Learner:
-        """Return what steps on a model are, paid for where they are private."""
-        draws = self.shuffle(visit.server_round, "replay")
-        private = self.budget.begin("classifier", epochs, visit) if self.budget else None
-        return Learner(model, optimizer, self.task, self.batch_size, self.replay_sampler(visit), draws, private)
+    def learner_of(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, request: DPRequest, epochs: int = 1
+    ) -> Learner:
+        """Return a learner of a model; its steps are charged first where they are by DP-SGD."""
+        dp = self.budget.begin("classifier", epochs, request) if self.budget else None
+        sampler, draws = self.replay_sampler(request), self.shuffle(request.server_round, "replay")
+        return Learner(model, optimizer, self.task, self.batch_size, sampler, draws, dp)
 
-    def replay_sampler(self, visit: Any) -> ReplaySampler | None:
-        """Return what stands beside the real examples of every batch; None without replay."""
-        return self.replay.sampler(visit.run, visit.server_round, visit.replayed or 0) if self.replay else None
+    def replay_sampler(self, request: RunRequest) -> ReplaySampler | None:
+        """Return a sampler of the replayed examples that every batch holds besides; None without replay."""
+        if self.replay is None or not isinstance(request, ExpectsReplay):
+            return None
+        return self.replay.sampler(request.run, request.server_round, request.replayed or 0)
 
     def spent(self, run: str) -> dict[str, Any]:
         """Return what an answer states of privacy."""
         return self.budget.spent(run) if self.budget else {}
 
-    def visited(self, visit: Train, learner: Learner, num_examples: int) -> Trained:
-        """End a visit: keep what is kept, return what it answers; one that diverged keeps nothing."""
+    def trained(self, request: Train, learner: Learner, num_examples: int) -> Trained:
+        """Keep the optimizer's state, return the weights and how the training went; one that diverged keeps nothing."""
         loss = learner.train_loss()
-        self.suspend(visit, learner.optimizer)
+        self.suspend(request, learner.optimizer)
         return Trained(
             arrays=encoded(learner.model),
             num_examples=num_examples,
             examples_seen=learner.seen,
             train_loss=loss,
-            **self.spent(visit.run),
+            **self.spent(request.run),
         )
 
-    def resume_optimizer(self, model: nn.Module, visit: Any) -> torch.optim.Optimizer:
+    def resume_optimizer(self, model: nn.Module, request: ResumeRequest) -> torch.optim.Optimizer:
         """Build the optimizer and, under `keep`, give it its saved state."""
-        optimizer = make_optimizer(model, self.training, visit.lr)
-        if visit.optimizer_state == "keep" and (kept := self.kept("optimizer", visit, take=True)):
+        optimizer = make_optimizer(model, self.training, request.lr)
+        if request.optimizer_state == "keep" and (kept := self.kept("optimizer", request, take=True)):
             load_optimizer_arrays(optimizer, kept)
         return optimizer
 
-    def kept(self, key: str, visit: Any, take: bool = False) -> StateDict | None:
-        """Return what this institution saved at the end of its previous visit; None at the first.
+    def kept(self, key: str, request: ResumeRequest, take: bool = False) -> StateDict | None:
+        """Return what this institution saved at the end of its previous training; None at the first.
 
         Only what is taken may be written to.
 
@@ -290,15 +306,15 @@ class InstitutionClient(NumPyClient):
             If it is gone: going on from nothing would give other results, and nobody would notice.
         """
         read = self.state.take if take else self.state.load
-        kept = read(key, visit.run, visit.server_round)
-        if kept is None and visit.continues:
+        kept = read(key, request.run, request.server_round)
+        if kept is None and request.continues:
             raise TrainingError(
-                f"an institution goes on with the state that it saved in its previous visit; the {key} of run "
-                f"{visit.run!r} is gone: restore the state directory, or begin a new run"
+                f"an institution goes on with the state that it saved when it trained last; the {key} of run "
+                f"{request.run!r} is gone: restore the state directory, or begin a new run"
             )
         return kept
 
-    def latest(self, key: str, request: Any) -> StateDict:
+    def latest(self, key: str, request: RunRequest) -> StateDict:
         """Return a model of the institution's own as it stands after this exchange, perhaps from an earlier one.
 
         Raises
@@ -313,18 +329,18 @@ class InstitutionClient(NumPyClient):
             )
         return kept
 
-    def suspend(self, visit: Any, optimizer: torch.optim.Optimizer) -> None:
+    def suspend(self, request: SuspendRequest, optimizer: torch.optim.Optimizer) -> None:
         """Save the optimizer's state under `keep`."""
-        if visit.optimizer_state == "keep":
-            self.save("optimizer", visit, optimizer_arrays(optimizer), give=True)
+        if request.optimizer_state == "keep":
+            self.save("optimizer", request, optimizer_arrays(optimizer), give=True)
 
-    def save(self, key: str, visit: Any, arrays: StateDict, give: bool = False) -> None:
-        """Keep arrays as they stand after a visit; in a simulation not beyond a power failure.
+    def save(self, key: str, request: RunRequest, arrays: StateDict, give: bool = False) -> None:
+        """Keep arrays as they stand after a training; in a simulation not beyond a power failure.
 
-        With `give` nobody may write to them any more: give copies of a `scratch_model`'s weights, which the next visit
-        changes.
+        With `give` nobody may write to them any more: give copies of a `scratch_model`'s weights, which the next
+        training changes.
         """
-        self.state.save(key, visit.run, visit.server_round, arrays, self.institution.durable, give)
+        self.state.save(key, request.run, request.server_round, arrays, self.institution.durable, give)
 
 
 @remembered(maxsize=8)

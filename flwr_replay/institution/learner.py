@@ -6,7 +6,6 @@ The loop over the batches stands in each method's file; what is chosen by option
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,57 +13,58 @@ from torch import Tensor, nn
 from flwr_replay.generators.sampler import ReplaySampler
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.owner import Shard
+from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import batches, mean_loss, step
 
 __all__ = ["Learner"]
 
 
 class Learner:
-    """Batches of real examples, with replayed ones beside them if there are any, and steps, private if they are to be.
+    """Batches of real examples and, if there are any, replayed ones; steps, by DP-SGD where that is charged for.
 
     Parameters
     ----------
     model, optimizer : nn.Module, torch.optim.Optimizer
-        As they begin this visit.
-    task : Any
+        As this training begins with them.
+    task : Task
         Whose loss is minimised.
     batch_size : int
         b, real examples in a batch.
     sampler : ReplaySampler | None
         What is replayed.
     draws : torch.Generator
-        Of what is replayed when.
-    private : DPTraining | None
-        What has been paid for; None: plain steps on shuffled batches.
+        Decide what is replayed in which batch.
+    dp : DPTraining | None
+        Steps of DP-SGD that have been paid for; None: plain steps on shuffled batches.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        task: Any,
+        task: Task,
         batch_size: int,
         sampler: ReplaySampler | None,
         draws: torch.Generator,
-        private: DPTraining | None = None,
+        dp: DPTraining | None = None,
     ) -> None:
         self.model, self.optimizer, self.task, self.batch_size = model, optimizer, task, batch_size
-        self.sampler, self.draws, self.private = sampler, draws, private
+        self.sampler, self.draws, self.dp = sampler, draws, dp
         self.losses: list[Tensor] = []
         self.seen = 0  # examples, with repetition; under differential privacy the expected number
 
     def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield x_U and its labels, one pass over the real examples."""  # Qu et al. 2022, Alg. 1, lines 2-4
         plain = batches(data.x, data.y, self.batch_size, shuffle)
-        real = self.private.batches(data) if self.private else plain
+        real = self.dp.batches(data) if self.dp else plain
         return self.sampler.mixed_batches(real, self.batch_size, self.draws) if self.sampler else real
 
     def step(self, x_B: Tensor, y_B: Tensor, penalty: Tensor | None = None) -> None:
-        """Take a step on a batch: θ ← θ − η ∇L(θ; x_U); a penalty adds to what is minimised, not to the loss told."""
-        beside = self.sampler.replay_plan.replay_batch_size(self.batch_size) if self.sampler else 0
-        if self.private:
-            self.private.step(self.model, self.optimizer, self._losses, (x_B, y_B), self.batch_size, beside)
-            self.seen += self.batch_size + beside
+        """Take a step on a batch: θ ← θ − η ∇L(θ; x_U); a penalty is minimised too, and not counted in the loss."""
+        num_replayed = self.sampler.replay_plan.replay_batch_size(self.batch_size) if self.sampler else 0
+        if self.dp:
+            self.dp.step(self.model, self.optimizer, self._losses, (x_B, y_B), self.batch_size, num_replayed)
+            self.seen += self.batch_size + num_replayed
             return
         loss = self.task.loss(self.model(x_B), y_B)
         self.losses.append(loss.detach())
@@ -73,8 +73,7 @@ class Learner:
 
     def train_loss(self) -> float | None:
         """Return the mean loss of the steps; None where it would not be private."""
-        return None if self.private else mean_loss(self.losses)
+        return None if self.dp else mean_loss(self.losses)
 
     def _losses(self, x_B: Tensor, y_B: Tensor) -> Tensor:
-        losses_B: Tensor = self.task.losses(self.model(x_B), y_B)
-        return losses_B
+        return self.task.losses(self.model(x_B), y_B)

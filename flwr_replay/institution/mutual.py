@@ -17,9 +17,8 @@ without noise: clipping does not bound what one example changes, and the account
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import batches, mean_loss, step
 from flwr_replay.models import has_batch_norm
+from flwr_replay.payloads.mutual import Mutual
 
 __all__ = ["Learning", "MutualLearner"]
 
@@ -49,9 +49,9 @@ class MutualLearner:
     ----------
     private, proxy : Learning
         φ and θ.
-    task : Any
+    task : Task
         A classification; its loss is CE.
-    request : Any
+    request : Mutual
         Says α, β and how the private model trains alone.
     batch_size : int
         b.
@@ -65,8 +65,8 @@ class MutualLearner:
         self,
         private: Learning,
         proxy: Learning,
-        task: Any,
-        request: Any,
+        task: Task,
+        request: Mutual,
         batch_size: int,
         dp: DPTraining | None,
         rests: bool = False,
@@ -84,44 +84,42 @@ class MutualLearner:
 
     def alone(self, data: Shard, shuffle: torch.Generator) -> None:
         """Let φ learn from the proxy as it arrived, pass after pass; θ stays as it is."""
+        phi, theta = self.private, self.proxy
         for _ in range(self.request.private_epochs):
             for plain_B, y_B in batches(data.x, data.y, self.request.private_batch_size, shuffle):
                 x_B = shift_batch(plain_B, self.request.private_shift, shuffle)
-                self.private_step(self.private.model(x_B), answers(self.proxy.model, x_B), y_B)
+                f_B, h_B = phi.model(x_B), answers(theta.model, x_B)
+                loss_phi = mutual_loss(self.task, self.alpha, f_B, h_B, y_B)  # eq. 4
+                self.losses.append(step(phi.model, phi.optimizer, loss_phi))  # eq. 6
                 self.seen += len(y_B)
 
     def step(self, x_B: Tensor, y_B: Tensor) -> None:
-        """Let both models step, each with the other's answers from before."""
-        f_B = self.private.model(x_B) if len(y_B) >= self.fewest else None
-        h_B = answers(self.proxy.model, x_B) if self.rests else self.proxy_step(x_B, y_B, f_B)
-        if f_B is not None:
-            self.private_step(f_B, h_B, y_B)
+        """Let both models step on a batch, each with the other's answers from before either has stepped."""
+        phi, theta, learns = self.private, self.proxy, len(y_B) >= self.fewest
+        f_B = phi.model(x_B) if learns else answers(phi.model, x_B)
+        h_parts: list[Tensor] = []  # h_θ(x) from before θ's step; DP-SGD may take a batch in parts
+        mutual = mutual_losses if self.dp else mutual_loss  # DP-SGD needs every example's own
+
+        def loss_theta(x: Tensor, y: Tensor, f: Tensor) -> Tensor:
+            h_parts.append(theta.model(x))
+            return mutual(self.task, self.beta, h_parts[-1], f, y)  # eq. 5: (1 - β) CE(h, y) + β KL(f ‖ h)
+
+        self.proxy_step(loss_theta, (x_B, y_B, f_B.detach()))  # eq. 7: θ ← θ - η (Σ clipped g_θ + noise) / b
+        if learns:
+            h_B = answers(theta.model, x_B) if self.rests else torch.cat(h_parts).detach()
+            loss_phi = mutual_loss(self.task, self.alpha, f_B, h_B, y_B)  # eq. 4: (1 - α) CE(f, y) + α KL(h ‖ f)
+            self.losses.append(step(phi.model, phi.optimizer, loss_phi))  # eq. 6: φ ← φ - η ∇L_φ
         self.seen += self.batch_size if self.dp else len(y_B)  # the size of a Poisson batch is as secret as its mask
 
-    def private_step(self, f_B: Tensor, h_B: Tensor, y_B: Tensor) -> None:
-        """φ ← φ - η ∇L_φ."""  # eq. 4, 6
-        loss = mutual_loss(self.task, self.alpha, f_B, h_B, y_B)
-        self.losses.append(step(self.private.model, self.private.optimizer, loss))
-
-    def proxy_step(self, x_B: Tensor, y_B: Tensor, f_B: Tensor | None) -> Tensor:
-        """θ ← θ - η ∇L_θ; return h_θ(x) from before."""  # eq. 5, 7
-        self.proxy_steps += 1
-        told: list[Tensor] = []
-
-        def losses(x: Tensor, y: Tensor, f: Tensor) -> Tensor:
-            told.append(self.proxy.model(x))
-            return mutual_losses(self.task, self.beta, told[-1], f, y)
-
-        if f_B is None:
-            f_B = answers(self.private.model, x_B)
+    def proxy_step(self, loss: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> None:
+        """Let θ step on a batch, by DP-SGD where that is paid for; none where it rests."""
+        if self.rests:
+            return
         if self.dp:
-            batch = (x_B, y_B, f_B.detach())
-            self.dp.step(self.proxy.model, self.proxy.optimizer, losses, batch, self.batch_size)
-            before_B: Tensor = torch.cat([h.detach() for h in told]) if told else f_B.detach()
-            return before_B
-        h_B: Tensor = self.proxy.model(x_B)
-        step(self.proxy.model, self.proxy.optimizer, mutual_loss(self.task, self.beta, h_B, f_B.detach(), y_B))
-        return h_B.detach()
+            self.dp.step(self.proxy.model, self.proxy.optimizer, loss, batch, self.batch_size)
+        else:
+            step(self.proxy.model, self.proxy.optimizer, loss(*batch))
+        self.proxy_steps += 1
 
     def loss(self) -> float | None:
         """Return φ's mean loss; None where a message would tell it beside a private proxy.

@@ -17,72 +17,84 @@ from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.mutual import Learning, MutualLearner
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches
 from flwr_replay.payloads.common import Present, RollCall
-from flwr_replay.payloads.mutual import PairEvaluation
+from flwr_replay.payloads.mutual import (
+    EvaluatePair,
+    EvaluateWithProxy,
+    PairEvaluation,
+    TrainMutually,
+    TrainProxy,
+)
 from flwr_replay.wire.records import Weights
 from flwr_replay.wire.weights import load_optimizer_arrays, optimizer_arrays, to_arrays
 
 __all__ = ["PairClient"]
+
+TrainPair = TrainProxy | TrainMutually
 
 
 class PairClient(InstitutionClient):
     """Base of the clients that train a private model φ and a proxy θ."""
 
     def roll_call(self, request: RollCall) -> Present:
-        """Say who is here, once the private model could be built: one that cannot be is told before anybody trains."""
+        """Say who is here, once the private model could be built: one that cannot be ends it before anybody trains."""
         refuse_single_batches(self.fresh_private(0), len(self.institution.train), self.batch_size)
         return super().roll_call(request)
 
-    def pair(self, visit: Any, theta: Weights) -> MutualLearner:
-        """Return what steps on both are, paid for; φ is the institution's own, θ as it came."""
-        proxy, kept = self.scratch_model(theta), unnested(self.kept("pair", visit, take=True) or {})
-        own = kept["model"] or to_arrays(self.fresh_private(visit.private_seed))
+    def pair(self, request: TrainPair, theta: Weights) -> MutualLearner:
+        """Return a learner of both; φ is the institution's own, θ as it came; DP-SGD on θ is charged first."""
+        proxy, kept = self.scratch_model(theta), unnested(self.kept("pair", request, take=True) or {})
+        own = kept["model"] or to_arrays(self.fresh_private(request.private_seed))
         phi = self.scratch_model(own, "private")
         refuse_single_batches(proxy, len(self.institution.train), self.batch_size)
-        if visit.private_epochs:
-            refuse_single_batches(phi, len(self.institution.train), visit.private_batch_size)
-        training = replace(self.training, optimizer=visit.private_optimizer)
-        private = Learning(phi, make_optimizer(phi, training, visit.private_lr))
-        common = Learning(proxy, make_optimizer(proxy, self.training, visit.lr))
+        if request.private_epochs:
+            refuse_single_batches(phi, len(self.institution.train), request.private_batch_size)
+        training = replace(self.training, optimizer=request.private_optimizer)
+        private = Learning(phi, make_optimizer(phi, training, request.private_lr))
+        common = Learning(proxy, make_optimizer(proxy, self.training, request.lr))
         for half, part in ((private, "optimizer"), (common, "proxy-optimizer")):
-            if visit.optimizer_state == "keep" and (slots := kept[part]):
+            if request.optimizer_state == "keep" and (slots := kept[part]):
                 load_optimizer_arrays(half.optimizer, slots)
         covered = self.budget is not None and self.budget.plan.covers("proxy")
-        if self.budget and covered and visit.beta != 0 and not self.budget.plan.unproven:
+        if self.budget and covered and request.beta != 0 and not self.budget.plan.unproven:
             raise PrivacyError(
                 "the run's configuration has strategy.beta=0, for which its epsilon is proven; the server asks for "
-                f"beta={visit.beta:g}: refused"
+                f"beta={request.beta:g}: refused"
             )
         dp, rests = None, False
         if self.budget and covered:
             try:
-                dp = self.budget.begin("proxy", 1, visit)
+                dp = self.budget.begin("proxy", 1, request)
             except BudgetError:  # it is used up, so θ stays as it is, and φ goes on
-                self.budget.rest("proxy", visit)
+                self.budget.rest("proxy", request)
                 rests = True
-        return MutualLearner(private, common, self.task, visit, self.batch_size, dp, rests)
+        return MutualLearner(private, common, self.task, request, self.batch_size, dp, rests)
 
-    def keep_pair(self, visit: Any, learner: MutualLearner) -> dict[str, Any]:
+    def keep_pair(self, request: TrainPair, learner: MutualLearner) -> dict[str, Any]:
         """Keep what never leaves; return what an answer says of the training.
 
         Whether φ has diverged depends on the examples, and no noise covers it. So where the proxy is private nobody is
-        told: φ begins anew from where it was before this visit, its optimizer afresh.
+        told: φ begins anew from where it was before this training, its optimizer afresh.
         """
         loss = learner.loss()
         kept = {"model": to_arrays(learner.private.model)}
         diverged = not all(np.isfinite(array).all() for array in kept["model"].values())
         if diverged:
-            logging.getLogger("flwr").warning("the private model diverged in exchange %s", visit.server_round)
-            before = self.state.load("pair", visit.run, visit.server_round) or {}
-            kept["model"] = unnested(before)["model"] or to_arrays(self.fresh_private(visit.private_seed))
-        if visit.optimizer_state == "keep":
+            logging.getLogger("flwr").warning("the private model diverged in exchange %s", request.server_round)
+            before = self.state.load("pair", request.run, request.server_round) or {}
+            kept["model"] = unnested(before)["model"] or to_arrays(self.fresh_private(request.private_seed))
+        if request.optimizer_state == "keep":
             if not diverged:
                 kept["optimizer"] = optimizer_arrays(learner.private.optimizer)
             kept["proxy-optimizer"] = optimizer_arrays(learner.proxy.optimizer)
-        self.save("pair", visit, nested(kept), give=True)
-        told = {"num_examples": len(self.institution.train), "examples_seen": learner.seen, "train_loss": loss}
-        return {**told, "proxy_steps": learner.proxy_steps}
+        self.save("pair", request, nested(kept), give=True)
+        return {
+            "num_examples": len(self.institution.train),
+            "examples_seen": learner.seen,
+            "train_loss": loss,
+            "proxy_steps": learner.proxy_steps,
+        }
 
-    def tested(self, request: Any, theta: Weights) -> PairEvaluation:
+    def tested(self, request: EvaluatePair | EvaluateWithProxy, theta: Weights) -> PairEvaluation:
         """Test φ as it stands after this round, and a proxy."""
         private = self.evaluated(unnested(self.latest("pair", request))["model"], request.split, "private")
         return PairEvaluation.of_pair(private, self.evaluated(theta, request.split))

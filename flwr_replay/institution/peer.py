@@ -19,6 +19,7 @@ from flwr_replay.errors import TrainingError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.pushsum import mixed, parcel
+from flwr_replay.payloads.common import ReleaseRequest, RunRequest
 from flwr_replay.payloads.relay import Committed, Deliver, TrainPeer
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import check_weights, encoded, to_arrays
@@ -29,7 +30,7 @@ __all__ = ["PeerClient"]
 class PeerClient(InstitutionClient):
     """Base of the clients that exchange models over a graph."""
 
-    def begin(self, visit: TrainPeer) -> tuple[StateDict, float]:
+    def begin(self, request: TrainPeer) -> tuple[StateDict, float]:
         """Return θ and w as they stood after the last mixing that the server knows of; fresh ones at first.
 
         Raises
@@ -37,24 +38,24 @@ class PeerClient(InstitutionClient):
         TrainingError
             If θ is gone: going on from fresh weights would give other results, and nobody would notice.
         """
-        if not visit.committed:
-            theta, w = to_arrays(self.fresh(visit.init_seed)), 1.0
-        elif (kept := self.state.at("mixed", visit.run, visit.committed)) is not None:
+        if not request.committed:
+            theta, w = to_arrays(self.fresh(request.init_seed)), 1.0
+        elif (kept := self.state.at("mixed", request.run, request.committed)) is not None:
             theta, w, _ = unpack_state(kept)
         else:
             raise TrainingError(
-                f"an institution goes on with the model that it mixed in exchange {visit.committed}; that of run "
-                f"{visit.run!r} is gone: restore the state directory, or begin a new run"
+                f"an institution goes on with the model that it mixed in exchange {request.committed}; that of run "
+                f"{request.run!r} is gone: restore the state directory, or begin a new run"
             )
-        self.state.forget_after("mixed", visit.run, visit.committed)
+        self.state.forget_after("mixed", request.run, request.committed)
         check_weights(theta)  # the server has chosen the shares
         return theta, w
 
-    def release(self, visit: Any, model: nn.Module, w: float) -> dict[str, Any]:
+    def release(self, request: ReleaseRequest, model: nn.Module, w: float) -> dict[str, Any]:
         """Keep what is given away, if anybody can receive it; return what an answer says of it."""
         theta = encoded(model)
-        self.save("released", visit, pack_state(opened(theta), w), give=True)
-        return {"arrays": theta if visit.exchanged else ArrayRecord(), "weight": w, **self.spent(visit.run)}
+        self.save("released", request, pack_state(opened(theta), w), give=True)
+        return {"arrays": theta if request.exchanged else ArrayRecord(), "weight": w, **self.spent(request.run)}
 
     def deliver(self, request: Deliver) -> Committed:
         """Mix what was kept with what arrived, and keep it."""  # lines 8-10
@@ -74,7 +75,7 @@ class PeerClient(InstitutionClient):
             self.state.save("mixed", request.run, request.exchange, done, self.institution.durable, give=True)
         return Committed(num_examples=len(self.institution.train), parcels=unpack_state(done)[2])
 
-    def own_theta(self, request: Any) -> StateDict:
+    def own_theta(self, request: RunRequest) -> StateDict:
         """Return θ as it stands after this exchange's mixing."""
         return unpack_state(self.latest("mixed", request))[0]
 

@@ -28,6 +28,7 @@ from flwr_replay.institution.pictures import SHOWN, draw_grid
 from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.training import batches, mean_loss, step, torch_rng
 from flwr_replay.memory import remembered
+from flwr_replay.payloads.common import RunRequest
 from flwr_replay.payloads.replay import (
     Codes,
     EncodeImages,
@@ -65,35 +66,34 @@ class GenerativeStages:
             self.state.save("decoder-00", request.run, request.server_round, decoder)
         old = self.sampler(request.run, request.server_round, request.replayed)
         optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
-        private = self.private("generator", config.epochs, request)
-        beside = self.replay_plan.replay_batch_size(config.batch_size) if old else 0
+        dp = self.dp_training("generator", config.epochs, request)
+        num_replayed = self.replay_plan.replay_batch_size(config.batch_size) if old else 0
         losses, seen = [], 0
         for epoch in range(config.epochs):  # line 9
             set_rate(optimizer, config.lr, epoch, config.lr_halving)
             draws, of_epoch = self.draws("generator", epoch), []
-            apart = (
-                self.draws("generator", epoch, "private") if private else draws
-            )  # drawn from as often as batches ask
-            again = old.batches(beside, draws) if old else None
-            real = private.batches(data) if private else batches(data.x, data.y, config.batch_size, draws)
+            replayed = old.batches(num_replayed, draws) if old else None
+            real = dp.batches(data) if dp else batches(data.x, data.y, config.batch_size, draws)
+            # by DP-SGD the model draws as often as the secret batches ask: not from what the replayed ones come from
+            model_draws = self.draws("generator", epoch, "private") if dp else draws
             for x_B, y_B in real:  # line 10
                 x_k = self.replay_plan.generator_input(x_B, y_B)
-                x_U = torch.cat([next(again)[0], x_k]) if again else x_k  # lines 11-12
-                if private:  # Algorithm 3, noise once on the sum
-                    example_losses = partial(summed_loss, model, apart)
-                    private.step(model, optimizer, example_losses, (x_U,), config.batch_size, beside)
+                x_U = torch.cat([next(replayed)[0], x_k]) if replayed else x_k  # lines 11-12
+                if dp:  # Algorithm 3, noise once on the sum
+                    example_losses = partial(summed_loss, model, model_draws)
+                    dp.step(model, optimizer, example_losses, (x_U,), config.batch_size, num_replayed)
                 else:
-                    loss, parts = model.loss(x_U, draws)  # lines 13-17
+                    loss, parts = model.loss(x_U, model_draws)  # lines 13-17
                     of_epoch.append(step(model, optimizer, loss))  # line 18
-                seen += config.batch_size + beside if private else len(x_U)
-            losses += [] if private else [mean_loss(of_epoch)]
+                seen += config.batch_size + num_replayed if dp else len(x_U)
+            losses += [] if dp else [mean_loss(of_epoch)]
         self.draw("generator", request, model.eval(), old)
         return Generated(
             arrays=encoded(model),
             num_examples=len(data),
             examples_seen=seen,
             losses=losses,
-            perplexity=[] if private else [float(parts[f"perplexity-{level}"]) for level in ("top", "bottom")],
+            perplexity=[] if dp else [float(parts[f"perplexity-{level}"]) for level in ("top", "bottom")],
             **self.spent(request.run),
         )
 
@@ -105,8 +105,8 @@ class GenerativeStages:
         self.draw("codes", request, model, old)
         if old:
             blocks = torch.split(torch.arange(len(old)), self.replay_plan.at_once)
-            replays = [model.encode(old.take(rows)[0]) for rows in blocks]
-            codes, labels = [torch.cat(replays).cpu(), *codes], [old.labels.numpy(), *labels]
+            of_replayed = [model.encode(old.take(rows)[0]) for rows in blocks]
+            codes, labels = [torch.cat(of_replayed).cpu(), *codes], [old.labels.numpy(), *labels]
         return Codes(
             codes=pack_codes(torch.cat(codes).numpy(), model.codebook_size),
             labels=np.concatenate(labels),
@@ -124,20 +124,20 @@ class GenerativeStages:
         codes, classes = self.codes_of(model), self.classes(data.y.cpu(), request)
         counts = torch.bincount(classes, minlength=prior.classes)
         optimizer = torch.optim.Adam(prior.parameters(), lr=config.lr)
-        private = self.private("prior", config.epochs, request)
+        dp = self.dp_training("prior", config.epochs, request)
         losses, seen = [], 0
         for epoch in range(config.epochs):
             of_epoch = []
             shuffled = torch.split(torch.randperm(len(data), generator=self.draws("prior", epoch)), config.batch_size)
-            for rows in private.rows(len(data)) if private else shuffled:
+            for rows in dp.rows(len(data)) if dp else shuffled:
                 e_B, y_B = codes[rows].to(self.institution.device), classes[rows].to(self.institution.device)
-                if private:
+                if dp:
                     example_losses = partial(summed_nats, prior)
-                    private.step(prior, optimizer, example_losses, (e_B, y_B), config.batch_size)
+                    dp.step(prior, optimizer, example_losses, (e_B, y_B), config.batch_size)
                 else:
                     of_epoch.append(step(prior, optimizer, prior.loss(e_B, y_B)))
-                seen += config.batch_size if private else len(rows)
-            losses += [] if private else [mean_loss(of_epoch)]
+                seen += config.batch_size if dp else len(rows)
+            losses += [] if dp else [mean_loss(of_epoch)]
         return TrainedPrior(
             arrays=nested({"prior": to_arrays(prior)}),
             num_examples=len(data),
@@ -231,15 +231,15 @@ class GenerativeStages:
             raise DataError("replay needs images of bytes, or of numbers in [0, 1]; got others: choose replay=none")
         return data
 
-    def private(self, mechanism: str, epochs: int, request: TrainGenerator | TrainPrior) -> DPTraining | None:
-        """Pay for steps of DP-SGD; None where they are to be plain."""
+    def dp_training(self, mechanism: str, epochs: int, request: TrainGenerator | TrainPrior) -> DPTraining | None:
+        """Charge for steps of DP-SGD; None where they are to be plain."""
         return self.budget.begin(mechanism, epochs, request) if self.budget else None
 
     def spent(self, run: str) -> dict[str, Any]:
         """Return what an answer states of privacy."""
         return self.budget.spent(run) if self.budget else {}
 
-    def draw(self, stage: str, request: Any, model: ReplayGenerator, old: ReplaySampler | None) -> None:
+    def draw(self, stage: str, request: RunRequest, model: ReplayGenerator, old: ReplaySampler | None) -> None:
         """Draw real images, their reconstructions and replays, for the institution's own eyes."""
         data = self.institution.train
         real = self.replay_plan.generator_input(data.x[:SHOWN], data.y[:SHOWN])

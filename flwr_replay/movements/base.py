@@ -1,16 +1,24 @@
 """What all movements share: Flower's rounds with roll call, ledger, failures, evaluation, checkpoints, resumption.
 
-A movement is a Flower `Strategy`. Its `start` is the loop that you see; `configure_train` and `aggregate_train` say
-what one exchange is. `num_rounds` counts passes over the institutions' data, in every method; Flower's
-`server_round` counts exchanges, of which one pass may take several.
+A movement is a Flower `Strategy`. Its `start` is the loop that you see:
+
+    open: wait for the institutions, call the roll, go on from a checkpoint
+    for each exchange:
+        train: the movement's exchange gives new weights        `configure_train`, `aggregate_train`
+        evaluate, if that is due
+        checkpoint
+
+`num_rounds` counts passes over the institutions' data, in every method; Flower's `server_round` counts exchanges, of
+which one pass may take several. What watches the loop stands in `observers.py`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import ceil
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -20,23 +28,37 @@ from flwr.serverapp.strategy import Result
 from flwr_replay.config.sections import require
 from flwr_replay.errors import RefusedError, RunError
 from flwr_replay.learning.training import learning_rate, refuse_single_batches
+from flwr_replay.movements.observers import ExternalTests, Forgetting, Observer, TestOn
 from flwr_replay.payloads.common import Evaluate, Evaluation, ExpectsReplay
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.server.asking import wait_for_nodes
-from flwr_replay.server.evaluation import Pooled, pool_answers, with_external
+from flwr_replay.server.evaluation import Pooled, pool_answers
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
 from flwr_replay.server.replay import GenerativeReplay
 from flwr_replay.server.replay_forecast import exchanges_of
-from flwr_replay.server.settings import Settings
+from flwr_replay.server.settings import Settings, StrategyConfig
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
 __all__ = ["Exchange", "Movement", "Settings"]
 
 Exchange = tuple[Member, Request, Payload, int]
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What `start` was given, and what it will return."""
+
+    grid: Grid
+    num_rounds: int
+    train_config: ConfigRecord
+    evaluate_config: ConfigRecord
+    evaluate_fn: EvaluateFn | None
+    result: Result = field(default_factory=Result)
 
 
 class Movement(Exchanging):
@@ -47,11 +69,20 @@ class Movement(Exchanging):
     evaluated: ClassVar[type[Evaluation]] = Evaluation  # what answers an evaluation
     begins_at_server: ClassVar[bool] = True  # whether the server has the fresh weights
 
-    def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        config: StrategyConfig | None = None,
+        settings: Settings | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         super().__init__(config, settings, recorder)
         plan = self.settings.replay_plan
         self.replay = GenerativeReplay(self, plan, self.checkpoint) if plan else None
-        self.elsewhere: Pooled | None = None  # the last metrics on other institutions' examples
+        self.observers: list[Observer] = []
+        if self.settings.forgetting:
+            self.observers.append(Forgetting(self.recorder))
+        if self.settings.external:
+            self.observers.append(ExternalTests())
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -90,6 +121,9 @@ class Movement(Exchanging):
     def exchanges_per_round(self) -> int:
         """Return how many exchanges make one pass over the institutions' data."""
 
+    def begin_run(self, num_rounds: int) -> None:
+        """Fix what holds for the whole run: its institutions are known, and what `restore` takes back is there."""
+
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return what a checkpoint must hold beside the global weights: arrays, and plain values."""
         return {}, {}
@@ -97,8 +131,8 @@ class Movement(Exchanging):
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Take back what `state` gave."""
 
-    def trained_on(self, answered: list[str]) -> list[str]:
-        """Return whose data an exchange has trained on, from the names of those who answered: in the base, these."""
+    def data_of(self, answered: list[str]) -> list[str]:
+        """Return whose data an exchange has trained on, given who answered: in the base, theirs."""
         return answered
 
     def evaluation(self, server_round: int, arrays: Weights) -> Request:
@@ -121,14 +155,17 @@ class Movement(Exchanging):
         return self.aggregate_train(server_round, replies)
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """Return what evaluation will send."""
-        every, answer = self.settings.evaluate_every, self.evaluated.empty(self.settings.task)
-        kinds = [(self.evaluation(0, arrays), num_rounds // every + (1 if num_rounds % every else 0))]
-        if self.settings.external:
-            kinds.append((self.evaluation_on("external", 0, arrays), kinds[0][1]))
-        if self.settings.forgetting:
-            kinds.append((self.evaluation_on("train", 0, arrays), num_rounds * self.exchanges_per_round()))
-        return [(member, request, answer, times) for request, times in kinds for member in self.members]
+        """Return what evaluation will send, that of the observers included."""
+        exchanges, evaluations = (
+            num_rounds * self.exchanges_per_round(),
+            ceil(num_rounds / self.settings.evaluate_every),
+        )
+        requests = [(self.evaluation(0, arrays), evaluations)]
+        for observer in self.observers:
+            times = observer.forecast(exchanges, evaluations)
+            requests.append((self.evaluation_on(observer.split, 0, arrays), times))
+        answer = self.evaluated.empty(self.task)
+        return [(member, request, answer, times) for request, times in requests for member in self.members]
 
     def all_stages(self) -> list[str]:
         """Put the stages of replay before the method's own."""
@@ -142,7 +179,7 @@ class Movement(Exchanging):
         return exchanges_of(self.replay, list(self.members))
 
     def addressed(self, member: Member, request: Request) -> Request:
-        """Tell a visited institution, besides, how many examples it holds for replay: none is lost unnoticed."""
+        """Say in a request to train how many examples the institution keeps for replay: none is lost unnoticed."""
         request = super().addressed(member, request)
         if self.replay and isinstance(request, ExpectsReplay):
             request = replace(request, replayed=self.replay.holding(member.name))  # type: ignore[call-arg]
@@ -158,7 +195,7 @@ class Movement(Exchanging):
         timeout: float | None = None,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         """Run the strategy; the signature is Flower's.
 
@@ -187,59 +224,90 @@ class Movement(Exchanging):
             If weights or losses are finite at no institution, or not at the server.
         """
         self.timeout = self.settings.timeout if timeout is None else timeout
-        train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        self.extra = frozenset([*train_config, *evaluate_config])
-        result, arrays = Result(), initial_arrays
-        done, snapshot = 0, self.recorder.restore()
+        run = Run(
+            grid=grid,
+            num_rounds=num_rounds,
+            train_config=train_config or ConfigRecord(),
+            evaluate_config=evaluate_config or ConfigRecord(),
+            evaluate_fn=evaluate_fn,
+        )
+        self.extra = frozenset([*run.train_config, *run.evaluate_config])
+        arrays, done = self.open(run, initial_arrays)
+        for server_round in range(done + 1, num_rounds * self.exchanges_per_round() + 1):
+            arrays = self.train(run, server_round, arrays)
+            self.evaluate_if_due(run, server_round, arrays)
+            self.checkpoint(server_round, opened(arrays))
+        run.result.arrays = arrays
+        return run.result
+
+    def open(self, run: Run, initial_arrays: ArrayRecord) -> tuple[ArrayRecord, int]:
+        """Wait for the institutions and call the roll; begin anew, or go on from the last checkpoint.
+
+        Returns
+        -------
+        arrays : ArrayRecord
+            The weights to begin with.
+        done : int
+            How many exchanges are over.
+        """
+        arrays, done, snapshot = initial_arrays, 0, self.recorder.restore()
         if snapshot:
             self.members.remember(snapshot.examples, snapshot.bindings)
-        wait_for_nodes(grid, max(self.min_nodes, self.settings.nodes), self.settings.wait)
-        self.call_roll(grid, 0)
+        wait_for_nodes(run.grid, max(self.min_nodes, self.settings.nodes), self.settings.wait)
+        self.call_roll(run.grid, 0)
         if not len(self.members):
             kind = RunError if self.unfit else RefusedError
             raise kind(f"no institution takes part; {self.recorder.failures_line()}")
         self.scale_labels(snapshot.label_scale if snapshot else self.members.label_scale())
         if snapshot:
-            saved = snapshot.arrays  # files of weights have the same bytes if these are in the same order
-            order = dict.fromkeys([*(name for name in initial_arrays if name in saved), *saved])
-            done, arrays = snapshot.server_round, array_record({name: saved[name] for name in order})
-            self.trained = set(snapshot.trained)
-            self.restore(snapshot.state_arrays, snapshot.state_values)
-            if self.replay:
-                self.replay.restore(snapshot.state_values["replay"])
-        per_round = self.exchanges_per_round()
-        self.recorder.begin(self, num_rounds, per_round, done)
-        for server_round in range(done + 1, num_rounds * per_round + 1):
-            self.call_roll(grid, server_round)
-            if self.replay:
-                last = server_round > (num_rounds - 1) * per_round
-                self.replay.prepare(grid, server_round, opened(arrays), train_config, last)
-            trained, metrics = self.exchange_round(grid, server_round, arrays, train_config)
-            if trained is not None:
-                arrays = self.finite(trained)
-            if self.settings.forgetting and trained is not None:  # a visit that came to nothing changes nothing
-                self.look_back(grid, server_round, arrays, evaluate_config)
-            if metrics is not None:
-                result.train_metrics_clientapp[server_round] = metrics
-            completed, rest = divmod(server_round, per_round)
-            due = rest == 0 and (completed % self.settings.evaluate_every == 0 or completed == num_rounds)
-            if due:
-                if self.settings.external:
-                    self.elsewhere = self.tested_on("external", grid, server_round, arrays, evaluate_config)
-                asked = self.configure_evaluate(server_round, arrays, evaluate_config, grid)
-                answers = self.exchange(grid, server_round, asked, needed=False)
-                pooled = self.aggregate_evaluate(server_round, answers)
-                if pooled is None and completed == num_rounds and self.members.ours:
-                    raise RunError(
-                        f"nobody could evaluate the last round; {self.recorder.failures_line()}: resume the run"
-                    )
-                if pooled is not None:
-                    result.evaluate_metrics_clientapp[server_round] = pooled
-                if evaluate_fn and (central := evaluate_fn(server_round, arrays)) is not None:
-                    result.evaluate_metrics_serverapp[server_round] = central
-            self.checkpoint(server_round, opened(arrays))
-        result.arrays = arrays
-        return result
+            arrays, done = self.resumed(snapshot, initial_arrays), snapshot.server_round
+        self.begin_run(run.num_rounds)
+        self.recorder.begin(self.name, run.num_rounds, self.exchanges_per_round(), done)
+        return arrays, done
+
+    def resumed(self, snapshot: Snapshot, initial_arrays: ArrayRecord) -> ArrayRecord:
+        """Take back what a checkpoint holds; return its weights."""
+        saved = snapshot.arrays  # files of weights have the same bytes if these are in the same order
+        order = dict.fromkeys([*(name for name in initial_arrays if name in saved), *saved])
+        self.trained = set(snapshot.trained)
+        self.restore(snapshot.state_arrays, snapshot.state_values)
+        if self.replay:
+            self.replay.restore(snapshot.state_values["replay"])
+        return array_record({name: saved[name] for name in order})
+
+    def train(self, run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+        """Make one exchange; return the weights after it, the same ones where it came to nothing."""
+        self.call_roll(run.grid, server_round)
+        if self.replay:
+            last = server_round > (run.num_rounds - 1) * self.exchanges_per_round()
+            self.replay.prepare(run.grid, server_round, opened(arrays), run.train_config, last)
+        trained, metrics = self.exchange_round(run.grid, server_round, arrays, run.train_config)
+        if metrics is not None:
+            run.result.train_metrics_clientapp[server_round] = metrics
+        if trained is None:
+            return arrays
+        arrays, data_of = self.finite(trained), self.data_of(self.answered)
+        for observer in self.observers:
+            observer.after_exchange(server_round, data_of, self.tester(run, server_round, arrays))
+        return arrays
+
+    def evaluate_if_due(self, run: Run, server_round: int, arrays: ArrayRecord) -> None:
+        """Have every institution test the weights, every `evaluate_every` rounds and after the last."""
+        completed, rest = divmod(server_round, self.exchanges_per_round())
+        last = completed == run.num_rounds
+        if rest or not (last or completed % self.settings.evaluate_every == 0):
+            return
+        for observer in self.observers:
+            observer.before_evaluation(self.tester(run, server_round, arrays))
+        messages = self.configure_evaluate(server_round, arrays, run.evaluate_config, run.grid)
+        replies = self.exchange(run.grid, server_round, messages, needed=False)
+        metrics = self.aggregate_evaluate(server_round, replies)
+        if metrics is not None:
+            run.result.evaluate_metrics_clientapp[server_round] = metrics
+        elif last and self.members.ours:
+            raise RunError(f"nobody could evaluate the last round; {self.recorder.failures_line()}: resume the run")
+        if run.evaluate_fn and (central := run.evaluate_fn(server_round, arrays)) is not None:
+            run.result.evaluate_metrics_serverapp[server_round] = central
 
     # --- Flower's hooks that all movements share ----------------------------------------------------------------------
 
@@ -250,19 +318,15 @@ class Movement(Exchanging):
         request = self.evaluation(server_round, arrays)
         return [self.message(member, request, config) for member in self.members]
 
-    def look_back(self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord) -> None:
-        """Have every institution test the model on its own training examples: a row of the forgetting matrix."""
-        taught = self.trained_on(self.answered)
-        if found := self.tested_on("train", grid, server_round, arrays, config):
-            self.recorder.looked_back(server_round, taught, found[1])
+    def tester(self, run: Run, server_round: int, arrays: ArrayRecord) -> TestOn:
+        """Return what has every institution test these weights on other examples than its test shard."""
 
-    def tested_on(
-        self, split: str, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
-    ) -> Pooled | None:
-        """Have every institution test the model on other examples than its test shard."""
-        request = self.evaluation_on(split, server_round, arrays)
-        asked = [self.message(member, request, config) for member in self.members if member.ours]
-        return self.pooled(server_round, self.exchange(grid, server_round, asked, needed=False))
+        def test_on(split: str) -> Pooled | None:
+            request = self.evaluation_on(split, server_round, arrays)
+            messages = [self.message(member, request, run.evaluate_config) for member in self.members if member.ours]
+            return self.pooled(server_round, self.exchange(run.grid, server_round, messages, needed=False))
+
+        return test_on
 
     def pooled(self, server_round: int, replies: Iterable[Message]) -> Pooled | None:
         """Pool what evaluations tell; one that cannot be is its sender's failure."""
@@ -274,9 +338,9 @@ class Movement(Exchanging):
         found = self.pooled(server_round, replies)
         if found is None:
             return None
+        for observer in self.observers:
+            found = observer.completed(found)
         pooled, own = found
-        if self.elsewhere:
-            pooled, own = with_external(found, self.elsewhere)
         self.recorder.evaluated(server_round, pooled, own)
         return MetricRecord(dict(pooled))
 

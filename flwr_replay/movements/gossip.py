@@ -19,7 +19,6 @@ somebody joins or leaves; a receiver that has mixed but could not say so for so 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +66,7 @@ class GossipConfig(StrategyConfig):
 class Gossip(Relay):
     """Base of the methods in which institutions exchange models over a graph."""
 
+    config: GossipConfig
     answer: ClassVar[type[Released]]
     one_form = True
     seed_of: ClassVar[str] = "model"  # what the fresh weights' seed derives from
@@ -90,17 +90,13 @@ class Gossip(Relay):
         matrices = read_matrices(Path(config.topology_file), institutions) if config.topology_file else None
         mixing_matrix(config.topology, max(1, institutions), 0, matrices=matrices)
 
-    @abstractmethod
-    def visit(self, server_round: int, member: Member) -> Any:
-        """Return what asks an institution to train and release."""
-
     @property
     def init_seed(self) -> int:
         """The seed of the weights that all begin with."""
         return derived_seed(self.settings.seed, self.seed_of)
 
-    def told(self, server_round: int, member: Member) -> dict[str, Any]:
-        """Return what every such request says: where the model stands, and what it must look like."""
+    def instructions(self, server_round: int, member: Member) -> dict[str, Any]:
+        """Return what every request to train says: where the institution's model stands, and how to go on."""
         return {
             "server_round": server_round,
             "run": self.settings.run,
@@ -152,7 +148,7 @@ class Gossip(Relay):
         Raises
         ------
         WireError
-            If the model is of another form, or its weight another: it is nobody's to have.
+            If the model is of another form, or its weight another; nobody receives it then.
         """
         answer = self.answer.decode(reply.content)
         arrays, w = opened(answer.arrays), self.mailbox.weights.get(member.name, 1.0)
@@ -175,7 +171,7 @@ class Gossip(Relay):
                 self.mailbox.waiting[names[to]].parcels.append(Parcel(number, name, share, w))
 
     def agreed(self, server_round: int, institutions: int) -> Matrix:
-        """Return P(t); where a user's own cannot be for so many, all keep what they have, and none of it is lost."""
+        """Return P(t); where a user's own matrix has another size, all keep what they have, and none of it is lost."""
         try:
             return self.shares(server_round, institutions)
         except ConfigError as error:
@@ -255,7 +251,7 @@ class Gossip(Relay):
         for server_round in range(1, num_rounds + 1):
             self.mailbox, self.exchanged = Mailbox(), self.has_edges(server_round, len(members))
             answer = self.answer.empty(arrays if self.exchanged else {})
-            found += [(member, self.visit(server_round, member), answer, 1) for member in members]
+            found += [(member, self.train_request(server_round, member), answer, 1) for member in members]
             self.deal(server_round, {member.name: answer for member in members})
             for member in members:
                 request = self.delivery(server_round, self.mailbox.waiting[member.name])

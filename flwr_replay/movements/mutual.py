@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flwr_replay.config.sections import BATCH, NOT_NEGATIVE, PASSES, Range, RunConfig, one_of, require, within
+from flwr_replay.config.sections import (
+    BATCH,
+    NOT_NEGATIVE,
+    PASSES,
+    Range,
+    RunConfig,
+    TrainingConfig,
+    one_of,
+    require,
+    within,
+)
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.server.settings import Settings
@@ -64,8 +74,8 @@ class MutualConfig(StrategyConfig):
             f"strategy.private-shift moves images by some of their {task.size} pixels; got {shift}: choose fewer",
         )
 
-    def told(self, training: Any, lr: float) -> dict[str, Any]:
-        """Return what a request says of it; a learning rate falls as training.lr does."""
+    def instructions(self, training: TrainingConfig, lr: float) -> dict[str, Any]:
+        """Return what a request to train says of these options; a learning rate falls as training.lr does."""
         return {
             "alpha": self.alpha,
             "beta": self.beta,

@@ -51,8 +51,8 @@ class OneShot(Movement):
         """One epoch at the server; uploads precede the first, or come with a late institution."""
         return 1
 
-    def trained_on(self, answered: list[str]) -> list[str]:
-        """Nobody is visited: the server trains on what all have uploaded."""
+    def data_of(self, answered: list[str]) -> list[str]:
+        """Nobody's: the server trains on what all have uploaded."""
         return []
 
     def stops_without_answers(self) -> bool:
@@ -82,8 +82,8 @@ class OneShot(Movement):
 
     def requests(self, server_round: int) -> list[tuple[Member, Request]]:
         """Return who is asked for what is missing; one that failed to send it is asked again next round."""
-        tired = {failure["institution"] for failure in self.recorder.failures[self.failed_before :]}
-        pairs = [(member, self.missing(member, server_round)) for member in self.members if member.name not in tired]
+        failed = {failure["institution"] for failure in self.recorder.failures[self.failed_before :]}
+        pairs = [(member, self.missing(member, server_round)) for member in self.members if member.name not in failed]
         return [(member, request) for member, request in pairs if request is not None]
 
     def aggregate_train(

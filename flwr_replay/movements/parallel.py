@@ -26,7 +26,7 @@ class Parallel(Movement):
     server_round: int
 
     @abstractmethod
-    def task_for_all(self, server_round: int, arrays: Weights) -> Request:
+    def train_request(self, server_round: int, arrays: Weights) -> Request:
         """Return what every institution receives."""
 
     @abstractmethod
@@ -39,7 +39,7 @@ class Parallel(Movement):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Everyone in every round."""
-        request, answer = self.task_for_all(0, arrays), self.answer.empty(arrays)
+        request, answer = self.train_request(0, arrays), self.answer.empty(arrays)
         return [(member, request, answer, num_rounds) for member in self.members]
 
     def configure_train(
@@ -47,7 +47,7 @@ class Parallel(Movement):
     ) -> Iterable[Message]:
         """Send the same to all."""
         self.sent, self.server_round = opened(arrays), server_round
-        request = self.task_for_all(server_round, arrays)
+        request = self.train_request(server_round, arrays)
         return [self.message(member, request, config) for member in self.members]
 
     def aggregate_train(
@@ -61,9 +61,9 @@ class Parallel(Movement):
         if not answers:
             return None, None
         self.recorder.saw(sum(answer.examples_seen for answer in answers))
-        told = [(answer.train_loss, answer.num_examples) for answer in answers if answer.train_loss is not None]
-        total = sum(n for _, n in told)
-        metrics: dict[str, Any] = {"train-loss": sum(loss * n for loss, n in told) / total} if told else {}
+        losses = [(answer.train_loss, answer.num_examples) for answer in answers if answer.train_loss is not None]
+        total = sum(n for _, n in losses)
+        metrics: dict[str, Any] = {"train-loss": sum(loss * n for loss, n in losses) / total} if losses else {}
         return array_record(self.combine(answers)), MetricRecord(metrics)
 
 

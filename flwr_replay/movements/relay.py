@@ -23,7 +23,7 @@ class Relay(Movement):
     answer: ClassVar[type[Payload]]
 
     @abstractmethod
-    def visit(self, server_round: int, member: Member) -> Request:
+    def train_request(self, server_round: int, member: Member) -> Request:
         """Return what asks an institution to train."""
 
     def exchanges_per_round(self) -> int:
@@ -34,7 +34,7 @@ class Relay(Movement):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask everyone."""
-        return [self.message(member, self.visit(server_round, member), config) for member in self.members]
+        return [self.message(member, self.train_request(server_round, member), config) for member in self.members]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

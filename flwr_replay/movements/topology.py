@@ -29,7 +29,6 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +36,6 @@ from numpy.typing import NDArray
 from flwr_replay.config.sections import one_of, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.rng import derived_rng
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["TOPOLOGIES", "Matrix", "checked", "mixing_matrix", "read_matrices", "receivers"]
 

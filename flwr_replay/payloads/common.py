@@ -1,11 +1,11 @@
-"""The payloads that every method shares: roll call, a training visit, an evaluation, a refusal."""
+"""The payloads that every method shares: roll call, training, evaluation, a refusal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from flwr.app import RecordDict
 
@@ -17,21 +17,89 @@ from flwr_replay.wire.records import Weights
 __all__ = [
     "MOST",
     "OPEN_STAGES",
+    "DPRequest",
     "Evaluate",
     "Evaluation",
     "ExpectsReplay",
     "Failure",
     "LabelScale",
+    "Pooling",
     "Present",
+    "ReleaseRequest",
+    "ResumeRequest",
     "RollCall",
+    "RunRequest",
     "Spending",
     "Spent",
+    "SuspendRequest",
     "Train",
     "Trained",
 ]
 
 MOST = 10**9  # examples that an institution may say it has
 OPEN_STAGES = ("roll-call", "train", "evaluate")  # what a ClientApp of anyone's may answer in its own words
+
+
+class RunRequest(Protocol):
+    """What every request says that an institution's state depends on."""
+
+    @property
+    def run(self) -> str:
+        """The run's id."""
+
+    @property
+    def server_round(self) -> int:
+        """The exchange."""
+
+
+class SuspendRequest(RunRequest, Protocol):
+    """A request at whose end an optimizer's state may be kept."""
+
+    @property
+    def optimizer_state(self) -> str:
+        """Either keep or reset."""
+
+
+class ResumeRequest(SuspendRequest, Protocol):
+    """A request to train on from what the institution has kept."""
+
+    @property
+    def lr(self) -> float:
+        """Per step."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether the institution has trained in this run before."""
+
+
+class DPRequest(ResumeRequest, Protocol):
+    """A request to train, whose answer may be differentially private."""
+
+    @property
+    def stated(self) -> float:
+        """Epsilon that the institution stated last in this run."""
+
+
+class ReleaseRequest(RunRequest, Protocol):
+    """A request to train and release a model."""
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether somebody may receive the model; else it stays."""
+
+
+class Pooling(Protocol):
+    """What a task does with evaluations: see `flwr_replay.learning.tasks.Task`."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """All that `pool` may return."""
+
+    def empty(self) -> Evaluation:
+        """Return the evaluation of nothing."""
+
+    def pool(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
+        """Compute each metric from the institutions' sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +168,16 @@ class Spent(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(Spent):
-    """What comes back from a visit: the weights, and how the training went."""
+    """What comes back from a training: the weights, and how it went."""
 
     arrays: Weights = model(dp="classifier")
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples; with repetition", public=True)
-    train_loss: float | None = statistic("as the task has it, mean over the visit", default=None, withheld=True)
+    train_loss: float | None = statistic("as the task has it, mean over the training", default=None, withheld=True)
 
     @classmethod
     def empty(cls, arrays: Weights) -> Trained:
-        """Return the answer of a visit that trained nothing."""
+        """Return the answer of a training without any example."""
         return cls(arrays=arrays, num_examples=0, examples_seen=0, train_loss=0.0)
 
     @classmethod
@@ -179,22 +247,19 @@ class Evaluation(Payload):
     squared_error: float | None = statistic("label's unit squared; regression only: sum", default=None)
 
     @classmethod
-    def empty(cls, task: Any) -> Evaluation:
+    def empty(cls, task: Pooling) -> Evaluation:
         """Return the evaluation of nothing."""
-        nothing: Evaluation = task.empty()
-        return nothing
+        return task.empty()
 
     @classmethod
-    def metrics(cls, task: Any) -> tuple[str, ...]:
+    def metrics(cls, task: Pooling) -> tuple[str, ...]:
         """Return the names of all that `pool` may return."""
-        names: tuple[str, ...] = task.metrics
-        return names
+        return task.metrics
 
     @classmethod
-    def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
+    def pool(cls, task: Pooling, evaluations: Sequence[Any]) -> dict[str, float]:
         """Compute a task's metrics from institutions' sums."""
-        metrics: dict[str, float] = task.pool(evaluations)
-        return metrics
+        return task.pool(evaluations)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ class Trained(Spent):
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples; with repetition", public=True)
     train_loss: float | None = statistic(
-        "as the task has it, mean over the visit", default=None, dp="classifier", withheld=True
+        "as the task has it, mean over the training", default=None, dp="classifier", withheld=True
     )
 
 
@@ -28,7 +28,7 @@ class TrainOwn(Spending, LabelScale, Request, stage="train-own", answer=Trained)
 
     run: str = instruction()
     lr: float = instruction("per step")
-    init_seed: int = instruction("of the fresh weights, used at the first visit")
+    init_seed: int = instruction("of the fresh weights, used at the first training")
     optimizer_state: str = instruction("keep or reset", default="keep")
     continues: bool = instruction("the institution has trained in this run before", default=False)
 

@@ -6,13 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flwr_replay.payloads.common import Evaluation, LabelScale, Spending, Trained
+from flwr_replay.payloads.common import Evaluation, LabelScale, Pooling, Spending, Trained
 from flwr_replay.payloads.relay import Released, TrainPeer
 from flwr_replay.wire.fields import instruction, model, statistic
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
 
-__all__ = ["EvaluatePair", "EvaluateWithProxy", "Mutual", "PairEvaluation", "ReleasedProxy", "TrainedMutually"]
+__all__ = [
+    "EvaluatePair",
+    "EvaluateWithProxy",
+    "Mutual",
+    "PairEvaluation",
+    "ReleasedProxy",
+    "TrainMutually",
+    "TrainProxy",
+    "TrainedMutually",
+]
 
 STEPS = "of DP-SGD that the proxy took, or plain ones; 0: the institution's budget is used up"
 HALVES = ("loss", "confusion", "hits_in_group", "scores")  # of an evaluation
@@ -24,7 +33,7 @@ class Mutual(LabelScale):
 
     alpha: float = instruction("weight of the proxy's answers in the private model's loss")
     beta: float = instruction("weight of the private model's answers in the proxy's loss")
-    private_seed: int = instruction("of the private model's fresh weights, used at the first visit")
+    private_seed: int = instruction("of the private model's fresh weights, used at the first training")
     private_optimizer: str = instruction("sgd or adam")
     private_lr: float = instruction("per step")
     private_epochs: int = instruction("passes of the private model alone, before both learn")
@@ -66,7 +75,7 @@ class TrainMutually(Spending, Mutual, Request, stage="train-mutually", answer=Tr
 
 @dataclass(frozen=True, kw_only=True)
 class PairEvaluation(Evaluation):
-    """Sums over the test shard of the private model, and beside them of the proxy."""
+    """Sums over the test shard of the private model and of the proxy."""
 
     proxy_loss: float | None = statistic("as the task has it, mean over the shard; none: as above", default=None)
     proxy_confusion: Sequence[int] = statistic("examples; C x C, as above", default=(), counted=True)
@@ -82,23 +91,23 @@ class PairEvaluation(Evaluation):
         return cls(**own, **{f"proxy_{name}": getattr(proxy, name) for name in HALVES})
 
     @classmethod
-    def empty(cls, task: Any) -> PairEvaluation:
+    def empty(cls, task: Pooling) -> PairEvaluation:
         """Return evaluations of nothing."""
         return cls.of_pair(task.empty(), task.empty())
 
     @classmethod
-    def metrics(cls, task: Any) -> tuple[str, ...]:
+    def metrics(cls, task: Pooling) -> tuple[str, ...]:
         """Return a task's metrics of both."""
         return (*task.metrics, *(f"proxy-{name}" for name in task.metrics))
 
     @classmethod
-    def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
+    def pool(cls, task: Pooling, evaluations: Sequence[Any]) -> dict[str, float]:
         """Pool the private models' metrics, and under names with proxy- the proxies'."""
-        told = [
+        proxies = [
             Evaluation(num_examples=one.num_examples, **{name: getattr(one, f"proxy_{name}") for name in HALVES})
             for one in evaluations
         ]
-        return {**task.pool(evaluations), **{f"proxy-{name}": value for name, value in task.pool(told).items()}}
+        return {**task.pool(evaluations), **{f"proxy-{name}": value for name, value in task.pool(proxies).items()}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,11 @@ class Released(Spent):
     weight: float = statistic("w of PushSum, 1 on average; it follows from the topology", public=True)
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples; with repetition", public=True)
-    train_loss: float | None = statistic("as the task has it, mean over the visit", default=None, withheld=True)
+    train_loss: float | None = statistic("as the task has it, mean over the training", default=None, withheld=True)
 
     @classmethod
     def empty(cls, arrays: Weights) -> Self:
-        """Return the answer of a visit that trained nothing."""
+        """Return the answer of a training without any example."""
         return cls(arrays=arrays, weight=1.0, num_examples=0, examples_seen=0, train_loss=0.0)
 
 
@@ -40,7 +40,7 @@ class TrainPeer(Spending, LabelScale):
 
     run: str = instruction()
     lr: float = instruction("per step")
-    init_seed: int = instruction("of the fresh weights, used at the first visit")
+    init_seed: int = instruction("of the fresh weights, used at the first training")
     committed: int = instruction("exchange of the last parcels that the institution has acknowledged; 0: none yet")
     exchanged: bool = instruction("somebody may receive the model; else it stays", default=True)
     optimizer_state: str = instruction("keep or reset", default="keep")

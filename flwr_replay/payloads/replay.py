@@ -119,5 +119,5 @@ class KeepPrior(LabelScale, Request, stage="keep-prior", answer=Kept):
 
     arrays: Weights = model()  # under decoder. and prior.
     run: str = instruction()
-    source: int = instruction("the how manieth")
+    source: int = instruction("number of the prior, from 0 in the order of training")
     label_counts: Sequence[int] = statistic("examples of each class, or bin of a number")

@@ -121,10 +121,10 @@ class RunDirectory(Recorder):
 
     # --- Recorder -----------------------------------------------------------------------------------------------------
 
-    def begin(self, strategy: Any, num_rounds: int, per_round: int, done: int) -> None:
+    def begin(self, strategy: str, num_rounds: int, per_round: int, done: int) -> None:
         """Show the progress from here on."""
         self.per_round = per_round
-        self.display.begin(Progress(strategy.name, num_rounds, per_round, done))
+        self.display.begin(Progress(strategy, num_rounds, per_round, done))
 
     def travelled(
         self,
@@ -161,10 +161,10 @@ class RunDirectory(Recorder):
             for metric, value in metrics.items()
         )
 
-    def looked_back(self, server_round: int, taught: list[str], own: dict[str, dict[str, float]]) -> None:
+    def forgetting_row(self, server_round: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
         """Write a row of the forgetting matrix."""
         leading = {name: metrics[self.leading] for name, metrics in own.items() if self.leading in metrics}
-        self.forgetting.add(server_round, taught, leading)  # a ClientApp of somebody's own may lack it
+        self.forgetting.add(server_round, data_of, leading)  # a ClientApp of somebody's own may lack it
 
     def spent(
         self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool

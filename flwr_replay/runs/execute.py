@@ -136,9 +136,9 @@ def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Pat
         strategy = job.strategy(run_id, recorder)
         try:
             final = opened(strategy.start(grid, first, config.rounds).arrays)
-            task = strategy.settings.task
+            metric = strategy.task.metric
             missing = strategy.replay.missing if strategy.replay else {}
-            result = recorder.finish(final, task.metric, task.higher_is_better, claim(strategy), missing)
+            result = recorder.finish(final, metric, strategy.task.higher_is_better, claim(strategy), missing)
             return result, recorder.path
         finally:
             recorder.close()

@@ -46,14 +46,15 @@ def forecast(simulation: Simulation) -> list[Line]:
     """
     job, part = simulation.job, simulation.part
     config, strategy = job.config, job.strategy(new_run_id(job.config))
-    settings, plan = strategy.settings, strategy.settings.privacy
+    plan = strategy.settings.privacy
     present: dict[str, Present] = {}
     for k, name in enumerate(part.names):
         own = part.examples(loaded(config.task), k).train
-        told = settings.task.label_sums(torch.from_numpy(own.y))
-        strategy.members.add(Member(name, k, len(own), own.nbytes, **told))
+        told = strategy.task.label_sums(torch.from_numpy(own.y))
+        strategy.members.add(Member(name, k, len(own), own.nbytes, told.get("label_sum"), told.get("label_squares")))
         present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, proof="0" * 64, **told)
     strategy.scale_labels(strategy.members.label_scale())
+    strategy.begin_run(config.rounds)
     lines: dict[tuple[str, str, str, str, str, str], tuple[int, int]] = {}
     arrays = to_arrays(backbone(config.model, config.task)(0))
     exchanges: list[Exchange] = [(m, strategy.roll_call(), present[m.name], 1) for m in strategy.members]

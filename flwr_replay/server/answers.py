@@ -20,9 +20,9 @@ from flwr_replay.wire.payload import Payload, Request, Row, rows
 from flwr_replay.wire.records import StateDict, arrays_in, metrics_in, opened
 from flwr_replay.wire.weights import check_weights, largest
 
-__all__ = ["check_answer", "check_foreign", "legible", "told_by"]
+__all__ = ["check_answer", "check_foreign", "legible", "read_answer"]
 
-PASSES = 1000  # over an institution's examples that one answer may tell of
+PASSES = 1000  # over an institution's examples that one answer may state
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def legible() -> Iterator[None]:
         raise WireError(f"an answer must be readable; this is not: {type(error).__name__} {line}") from None
 
 
-def told_by(answer: RecordDict, declared: type[Payload] | None) -> tuple[list[Row], dict[str, Any]]:
+def read_answer(answer: RecordDict, declared: type[Payload] | None) -> tuple[list[Row], dict[str, Any]]:
     """Return an answer's fields, as the ledger counts them, and its numbers.
 
     Parameters
@@ -56,11 +56,11 @@ def told_by(answer: RecordDict, declared: type[Payload] | None) -> tuple[list[Ro
     if declared is None:
         return found, {}
     declared.check_scalars(answer)
-    told = metrics_in(answer)
-    epsilon, delta = told.get("epsilon", 0.0), told.get("delta", 0.0)
+    metrics = metrics_in(answer)
+    epsilon, delta = metrics.get("epsilon", 0.0), metrics.get("delta", 0.0)
     if not (epsilon >= 0 and 0 <= delta <= 1):
         raise WireError(f"an epsilon is not below 0 and a delta lies in [0, 1]; got {epsilon} and {delta}")
-    return found, told
+    return found, metrics
 
 
 def check_answer(
@@ -127,11 +127,11 @@ def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
             _check_weights(_forms(sent), _forms(came), part=False)
         check_weights(opened(came))
         return
-    told = {name: value for record in answer.metric_records.values() for name, value in record.items()}
-    n = told.pop("num-examples", 1)
+    metrics = {name: value for record in answer.metric_records.values() for name, value in record.items()}
+    n = metrics.pop("num-examples", 1)
     if isinstance(n, list) or not 1 <= n <= MOST or n != int(n):
         raise WireError(f"num-examples must be a whole number from 1 to {MOST:,}; got {n}")
-    numbers = {name: value for name, value in told.items() if not isinstance(value, list)}
+    numbers = {name: value for name, value in metrics.items() if not isinstance(value, list)}
     if not numbers or not all(map(math.isfinite, numbers.values())):
         raise WireError(f"an evaluation must hold metrics, all finite; got {numbers or 'none'}")
 

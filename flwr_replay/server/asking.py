@@ -94,8 +94,8 @@ def failure_of(message: Message) -> Failure | None:
     """
     if message.has_error() or "failure" not in message.content.get("config", {}):
         return None
-    told = Failure.decode(message.content)
-    return replace(told, failure=_line(told.failure) or told.error)
+    failure = Failure.decode(message.content)
+    return replace(failure, failure=_line(failure.failure) or failure.error)
 
 
 def reason_of(message: Message, reply: Message | None) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any
 
 from flwr.app import Message
 
 from flwr_replay.errors import WireError
+from flwr_replay.learning.tasks import Task
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.server.members import Member
 
@@ -22,7 +22,7 @@ LARGEST = 1e100  # of a loss or a sum of errors, so that sums over institutions 
 
 def pool_answers(
     answers: Iterable[tuple[Member, Message]],
-    task: Any,
+    task: Task | None,
     refuse: Callable[[str, str], None],
     declared: type[Evaluation] = Evaluation,
     input_shape: tuple[int, ...] | None = None,
@@ -33,7 +33,7 @@ def pool_answers(
     ----------
     answers : iterable of pairs
         Institutions with their replies.
-    task : Any
+    task : Task | None
         See `flwr_replay.learning.tasks`; None takes the metrics as they come.
     refuse : Callable[[str, str], None]
         Told the name of an institution whose answer cannot be, and why.
@@ -63,18 +63,19 @@ def pool_answers(
             own[member.name] = _scalars(reply)
     if not own:
         return None
-    return (declared.pool(task, evaluations) if evaluations else _weighted_means(list(own.values()))), own
+    pooled = declared.pool(task, evaluations) if task and evaluations else _weighted_means(list(own.values()))
+    return pooled, own
 
 
-def check_evaluation(evaluation: Evaluation, task: Any, input_shape: tuple[int, ...] | None = None) -> None:
+def check_evaluation(evaluation: Evaluation, task: Task, input_shape: tuple[int, ...] | None = None) -> None:
     """Refuse sums over a test shard that no shard has.
 
     Parameters
     ----------
     evaluation : Evaluation
         Or one of a pair of models.
-    task : Any
-        See `flwr_replay.learning.tasks`; its own empty evaluation says which fields are told.
+    task : Task
+        See `flwr_replay.learning.tasks`; its own empty evaluation says which fields there are.
     input_shape : tuple of int | None
         Of one example; needed for masks, which count pixels.
 
@@ -87,22 +88,24 @@ def check_evaluation(evaluation: Evaluation, task: Any, input_shape: tuple[int, 
     counted = evaluation.num_examples * labels.size if input_shape or labels.ndim == 1 else None
     blank = type(evaluation).empty(task)
     for field in fields(blank):
-        wanted, told = getattr(blank, field.name), getattr(evaluation, field.name)
-        if isinstance(told, float) and abs(told) > LARGEST:
-            raise WireError(f"{field.name} must be at most {LARGEST:g}; got {told:g}")
-        if not isinstance(wanted, (list, tuple)) or not len(told):  # which of them must be there the task says
+        wanted, value = getattr(blank, field.name), getattr(evaluation, field.name)
+        if isinstance(value, float) and abs(value) > LARGEST:
+            raise WireError(f"{field.name} must be at most {LARGEST:g}; got {value:g}")
+        if not isinstance(wanted, (list, tuple)) or not len(value):  # which of them must be there the task says
             continue
-        if len(told) != len(wanted):
-            raise WireError(f"{field.name} must hold {len(wanted)} counts; got {len(told)}")
-        if counted is not None and sum(told) != counted:
-            raise WireError(f"{field.name} must count {counted} of {evaluation.num_examples} examples; got {sum(told)}")
-        if max(told) > MOST_COUNTED:
-            raise WireError(f"{field.name} must hold counts; got {max(told)}")
+        if len(value) != len(wanted):
+            raise WireError(f"{field.name} must hold {len(wanted)} counts; got {len(value)}")
+        if counted is not None and sum(value) != counted:
+            raise WireError(
+                f"{field.name} must count {counted} of {evaluation.num_examples} examples; got {sum(value)}"
+            )
+        if max(value) > MOST_COUNTED:
+            raise WireError(f"{field.name} must hold counts; got {max(value)}")
 
 
-def with_external(found: Pooled, elsewhere: Pooled) -> Pooled:
+def with_external(found: Pooled, external: Pooled) -> Pooled:
     """Put metrics on other institutions' examples beside those on the test shards, under names with external-."""
-    (pooled, own), (there, theirs) = found, elsewhere
+    (pooled, own), (there, theirs) = found, external
     put = {name: {**metrics, **_external(theirs.get(name, {}))} for name, metrics in own.items()}
     return {**pooled, **_external(there)}, put
 

@@ -11,17 +11,19 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
 
-from flwr_replay.errors import DivergedError, FlwrReplayError, RefusedError, RunError, WireError
+from flwr_replay.errors import ConfigError, DivergedError, FlwrReplayError, RefusedError, RunError, WireError
 from flwr_replay.files.atomic import NAME
+from flwr_replay.learning.tasks import Task
 from flwr_replay.payloads.common import MOST, OPEN_STAGES, Failure, LabelScale, Present, RollCall
 from flwr_replay.payloads.replay import Kept
-from flwr_replay.server.answers import check_answer, check_foreign, legible, told_by
+from flwr_replay.server.answers import check_answer, check_foreign, legible, read_answer
 from flwr_replay.server.asking import ask, failure_of, reason_of
 from flwr_replay.server.members import Member, Members, present
 from flwr_replay.server.recorder import Recorder
-from flwr_replay.server.settings import Settings
-from flwr_replay.wire.payload import CLIENT_APP_RAISED, Payload, Request, request_of, rows
+from flwr_replay.server.settings import Settings, StrategyConfig
+from flwr_replay.wire.payload import CLIENT_APP_RAISED, Payload, Request, Row, request_of, rows
 from flwr_replay.wire.records import config_in, opened
 from flwr_replay.wire.weights import form_of, to_arrays
 
@@ -38,7 +40,7 @@ class Exchanging(Strategy):
 
     Parameters
     ----------
-    config : Any
+    config : StrategyConfig | None
         The strategy's own options, its `<Name>Config`; None means the defaults.
     settings : Settings | None
         What every strategy needs; None means the defaults.
@@ -47,32 +49,55 @@ class Exchanging(Strategy):
     """
 
     name: ClassVar[str]
-    config_type: ClassVar[type[Any]]
+    config_type: ClassVar[type[StrategyConfig]]
+    config: StrategyConfig
     min_nodes: ClassVar[int] = 1
     stages: tuple[str, ...] = ("train", "evaluate")  # what every institution is asked for
     timeout: float  # seconds to wait for answers
     one_form: ClassVar[bool] = False  # no institution takes part whose model has other names or shapes
     extra: frozenset[str]  # keys that a user's own ServerApp adds to requests
 
-    def __init__(self, config: Any = None, settings: Settings | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        config: StrategyConfig | None = None,
+        settings: Settings | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.config = self.config_type() if config is None else config
         self.settings = settings or Settings()
         self.recorder = recorder or Recorder()
         known = self.one_form and self.settings.model is not None
         self.form = form_of(to_arrays(self.settings.model(0))) if known else ""  # type: ignore[misc]
         self.members = Members()
-        self.unfit = False  # whether anybody was turned away for what it told at the roll call
+        self.unfit = False  # whether anybody was turned away for its answer to the roll call
         self.trained: set[str] = set()  # who has answered a training request, and may have state to go on with
         self.answered: list[str] = []  # who gave a good answer in the last exchange, by name
         self.diverged: list[str] = []  # of whom, in the last exchange, weights or losses were not finite
         self.faults: Counter[str] = Counter()  # of the machine, by what Flower says of each
         self.label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of all labels
 
+    @property
+    def task(self) -> Task:
+        """What is learned.
+
+        Raises
+        ------
+        ConfigError
+            If the settings do not say it.
+        """
+        if self.settings.task is None:
+            raise ConfigError(f"{type(self).__name__} needs the task: give Settings(task=...)")
+        return self.settings.task
+
+    def blank_labels(self, n: int) -> NDArray[Any]:
+        """Return n labels of the task that say nothing, as large as real ones."""
+        return self.task.blank_labels(n, self.settings.input_shape or ())
+
     def scale_labels(self, scale: tuple[float, float] | None) -> None:
         """Have labels standardised by this mean and standard deviation from now on, here and at the institutions."""
         self.label_scale = scale
         if scale is not None:
-            self.settings = replace(self.settings, task=self.settings.task.scaled(*scale))
+            self.settings = replace(self.settings, task=self.task.scaled(*scale))
 
     def addressed(self, member: Member, request: Request) -> Request:
         """Add to a request what depends on the institution, or on all institutions' labels."""
@@ -135,8 +160,8 @@ class Exchanging(Strategy):
         taken = {member.name for member in self.members.known}
         for message in asked:
             node_id = message.metadata.dst_node_id
-            told = names.get(node_id, "")  # by one that refuses; it is no member, and nobody has proven the name
-            name = told if NAME.fullmatch(told) and told not in taken else str(node_id)
+            claimed = names.get(node_id, "")  # by one that refuses; it is no member, and nobody has proven the name
+            name = claimed if NAME.fullmatch(claimed) and claimed not in taken else str(node_id)
             member = self.members.by_node(node_id) or Member(name, node_id)
             self.recorder.travelled(server_round, member, "down", list(rows(message.content, RollCall)), "roll-call")
             self.recorder.travelled(server_round, member, "up", self.roll_answer(replies[node_id]), "roll-call")
@@ -144,7 +169,7 @@ class Exchanging(Strategy):
                 self.recorder.failed(server_round, member.name, faults[node_id])
         self.recorder.flush()
 
-    def roll_answer(self, reply: Message | None) -> list[Any]:
+    def roll_answer(self, reply: Message | None) -> list[Row]:
         """Return the fields of an answer to the roll call, whatever it is, as the ledger counts them."""
         for declared in (Failure, Present, None) if reply is not None and reply.has_content() else ():
             try:
@@ -254,15 +279,15 @@ class Exchanging(Strategy):
                 declared: type[Payload] | None = Failure if refusal else None
                 if request and not refusal and (member.ours or stage not in OPEN_STAGES):
                     declared = request.answer
-                found, told = told_by(reply.content, declared)
+                found, metrics = read_answer(reply.content, declared)
                 if self.settings.privacy:
-                    found = self.settings.privacy.protected(found, declared, told)
+                    found = self.settings.privacy.protected(found, declared, metrics)
         except FlwrReplayError as error:
             return WireError(f"sent what it may not: {error}")
-        if (plan := self.settings.privacy) and "delta" in told:
-            stated = told.get("epsilon"), told["delta"]
+        if (plan := self.settings.privacy) and "delta" in metrics:
+            stated = metrics.get("epsilon"), metrics["delta"]
             self.recorder.spent(server_round, member.name, *stated, plan.mechanism, proven=not plan.unproven)
-        self.recorder.travelled(server_round, member, "up", found, stage, told.get("raw-bytes"), split_of(message))
+        self.recorder.travelled(server_round, member, "up", found, stage, metrics.get("raw-bytes"), split_of(message))
         if refusal:
             diverged = refusal.error == DivergedError.__name__
             return (DivergedError if diverged else RefusedError)(refusal.failure)
@@ -279,7 +304,7 @@ class Exchanging(Strategy):
             return error
         return None
 
-    def examples_of(self, member: Member, request: type[Request], told: dict[str, Any]) -> range:
+    def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
         """Return how many examples an answer may say that it is about.
 
         Parameters
@@ -288,16 +313,16 @@ class Exchanging(Strategy):
             Whose answer it is.
         request : type[Request]
             What it answers.
-        told : dict[str, Any]
-            The request's instructions.
+        instructions : dict[str, Any]
+            The request's.
 
         Returns
         -------
         range
-            In the base what the institution told at the roll call; any number where it told none, of test examples,
+            In the base the number by the roll call; any number where that has none, of test examples,
             and where it acknowledges others' only.
         """
-        tested = request.message_type == "evaluate" and told.get("split") != "train"
+        tested = request.message_type == "evaluate" and instructions.get("split") != "train"
         if tested or not member.ours or request.answer is Kept:
             return range(0 if request.answer is Kept else 1, MOST + 1)
         return range(member.num_examples, member.num_examples + 1)

@@ -55,29 +55,29 @@ def present(node_id: int, reply: Message) -> Member:
         declared = False
     if not declared:
         return Member(str(node_id), node_id, ours=False)
-    told = Present.decode(reply.content)
-    n, total, squares = told.num_examples, told.label_sum, told.label_squares
-    if not NAME.fullmatch(told.name):
+    answer = Present.decode(reply.content)
+    n, total, squares = answer.num_examples, answer.label_sum, answer.label_squares
+    if not NAME.fullmatch(answer.name):
         raise WireError(
             "an institution's name has at most 160 letters, digits, spaces, dots, hyphens and underscores and "
-            f"begins with a letter or digit; got {told.name[:160]!r}: change it in its --node-config or site column"
+            f"begins with a letter or digit; got {answer.name[:160]!r}: change it in its --node-config or site column"
         )
-    if not 1 <= n <= MOST or told.raw_bytes > MOST_BYTES:
+    if not 1 <= n <= MOST or answer.raw_bytes > MOST_BYTES:
         raise WireError(
             f"an institution has from 1 to {MOST:,} training examples of at most {MOST_BYTES:,} bytes; "
-            f"{told.name} tells {n} of {told.raw_bytes} bytes"
+            f"{answer.name} tells {n} of {answer.raw_bytes} bytes"
         )
     if (total is None) != (squares is None):
-        raise WireError(f"sums of labels and of their squares go together; {told.name} tells one of them")
+        raise WireError(f"sums of labels and of their squares go together; {answer.name} tells one of them")
     if total is not None and squares is not None:
         possible = abs(total) <= n * LARGEST_LABEL and 0 <= squares <= n * LARGEST_LABEL**2
         if not possible or n * squares < total**2 * (1 - 1e-9):
             raise WireError(
-                f"{told.name} tells sums of {n} labels that no labels below {LARGEST_LABEL:g} have: {total:g}, "
+                f"{answer.name} tells sums of {n} labels that no labels below {LARGEST_LABEL:g} have: {total:g}, "
                 f"squares {squares:g}"
             )
-    digest = sha256(told.proof.encode()).hexdigest() if told.proof else ""
-    return Member(told.name, node_id, n, told.raw_bytes, total, squares, proof=digest)
+    digest = sha256(answer.proof.encode()).hexdigest() if answer.proof else ""
+    return Member(answer.name, node_id, n, answer.raw_bytes, total, squares, proof=digest)
 
 
 class Members:
@@ -215,13 +215,13 @@ class Members:
         return ""
 
     def label_scale(self) -> tuple[float, float] | None:
-        """Return mean and standard deviation of all labels, from the sums that institutions told; None without sums."""
-        told = [m for m in self if m.label_sum is not None and m.label_squares is not None and m.num_examples]
-        n = sum(member.num_examples for member in told)
+        """Return mean and standard deviation of all labels, from the institutions' sums; None without sums."""
+        summed = [m for m in self if m.label_sum is not None and m.label_squares is not None and m.num_examples]
+        n = sum(member.num_examples for member in summed)
         if not n:
             return None
-        mean = sum(member.label_sum or 0.0 for member in told) / n
-        variance = sum(member.label_squares or 0.0 for member in told) / n - mean**2
+        mean = sum(member.label_sum or 0.0 for member in summed) / n
+        variance = sum(member.label_squares or 0.0 for member in summed) / n - mean**2
         return mean, math.sqrt(variance) if variance > 0 else 1.0
 
 

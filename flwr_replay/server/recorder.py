@@ -44,7 +44,7 @@ class Recorder:
         """Write a line to Flower's log."""
         logging.getLogger("flwr").info(text)
 
-    def begin(self, strategy: Any, num_rounds: int, per_round: int, done: int) -> None:
+    def begin(self, strategy: str, num_rounds: int, per_round: int, done: int) -> None:
         """Note that a run begins, or goes on after `done` exchanges."""
 
     def travelled(
@@ -72,8 +72,8 @@ class Recorder:
         """Note the metrics of a round, pooled and of each institution."""
         self.log(f"round {server_round}: " + ", ".join(f"{name} {value:.4f}" for name, value in pooled.items()))
 
-    def looked_back(self, server_round: int, taught: list[str], own: dict[str, dict[str, float]]) -> None:
-        """Note the metrics on each institution's own training examples after an exchange that trained on some."""
+    def forgetting_row(self, server_round: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
+        """Note the metrics on each institution's own training examples, after an exchange that trained on some's."""
 
     def generated(self, name: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
         """Note how the training of a generator or prior went: the loss of every epoch, and how many codes are in use.

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Message
+from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.errors import RunError, WireError
@@ -57,7 +57,7 @@ from flwr_replay.wire.weights import load_arrays, to_arrays
 
 __all__ = ["GenerativeReplay"]
 
-Answer = TypeVar("Answer", Generated, TrainedPrior)
+Answer = TypeVar("Answer", Codes, Generated, TrainedPrior)
 KEPT = ("itinerary", "visits", "trained", "codes_at", "rows", "coded", "counts", "missing")
 
 
@@ -190,10 +190,9 @@ class GenerativeReplay:
         if not self.prepared(member):
             return False
         stale = self.replay_plan.replay.codes == "stale"
-        trained = self.asked(member, self.train_request(self.generator, self.num_replay_examples))
-        if trained is None:
-            return False
-        if (generated := self.decoded(member, Generated, trained)) is None:
+        request = self.train_request(self.generator, self.num_replay_examples)
+        generated = self.asked(member, request, Generated)
+        if generated is None:
             return False
         weights = opened(generated.arrays)
         if fault := self.fault_of(weights):
@@ -219,12 +218,11 @@ class GenerativeReplay:
 
     def encoded(self, member: Member, weights: StateDict, replayed: int) -> StateDict | None:
         """Have an institution encode its images, and with `replayed` what it keeps; None if it does not."""
-        reply = self.asked(member, self.encode_request(weights, replayed))
-        if reply is None:
+        answer = self.asked(member, self.encode_request(weights, replayed), Codes)
+        if answer is None:
             return None
         n = member.num_examples + replayed
         try:
-            answer = Codes.decode(reply.content)
             unpack_codes(answer.codes, self.model.codes_per_image, self.model.codebook_size)
             if not len(answer.codes) == len(answer.labels) == n or not self.accepts(answer):
                 raise WireError(f"codes and labels of {n} examples were asked for; got {len(answer.codes)}, or others")
@@ -236,7 +234,7 @@ class GenerativeReplay:
     def accepts(self, answer: Codes) -> bool:
         """Say whether labels can be the task's; those of masks are zeros."""
         masks = self.replay_plan.kind == "segmentation"
-        return not answer.labels.any() if masks else bool(self.movement.settings.task.accepts(answer.labels))
+        return not answer.labels.any() if masks else bool(self.movement.task.accepts(answer.labels))
 
     def encode_once_more(self) -> None:
         """Have every institution encode its real images with the generator as it is; e changes once all have."""
@@ -255,10 +253,8 @@ class GenerativeReplay:
 
     def take_prior(self, member: Member, weights: StateDict) -> bool:
         """Have an institution train a prior for the generator that it has just trained."""
-        reply = self.asked(member, self.prior_request(weights))
-        if reply is None:
-            return False
-        if (answer := self.decoded(member, TrainedPrior, reply)) is None:
+        answer = self.asked(member, self.prior_request(weights), TrainedPrior)
+        if answer is None:
             return False
         if fault := self.fault_of_prior(member, answer):
             self.movement.recorder.failed(self.server_round, member.name, fault)
@@ -295,14 +291,6 @@ class GenerativeReplay:
         except (WireError, RuntimeError, IndexError) as error:
             return f"sent a prior that draws no codes: {' '.join(str(error).split())[:200]}"
         return ""
-
-    def decoded(self, member: Member, declared: type[Answer], reply: Message) -> Answer | None:
-        """Read an answer; None, with its failure noted, if it is incomplete."""
-        try:
-            return declared.decode(reply.content)
-        except WireError as error:
-            self.movement.recorder.failed(self.server_round, member.name, str(error))
-            return None
 
     # --- what institutions keep ---------------------------------------------------------------------------------------
 
@@ -359,13 +347,14 @@ class GenerativeReplay:
         fresh = to_arrays(self.replay_plan.fresh_prior(self.model))
         return TrainPrior(**self.head, arrays=nested({"generator": weights, "prior": fresh}))
 
-    def asked(self, member: Member, request: Request) -> Message | None:
-        """Send one request; None if no answer came that can be used."""
+    def asked(self, member: Member, request: Request, declared: type[Answer]) -> Answer | None:
+        """Send one request; None, with the failure noted, if no answer came that can be used."""
         message = self.movement.message(member, request, self.extra)
-        for _, reply in self.movement.answers(
-            self.movement.exchange(self.grid, self.server_round, [message], needed=False)
-        ):
-            return reply
+        for reply in self.movement.exchange(self.grid, self.server_round, [message], needed=False):
+            try:
+                return declared.decode(reply.content)
+            except WireError as error:
+                self.movement.recorder.failed(self.server_round, member.name, str(error))
         return None
 
     # --- files --------------------------------------------------------------------------------------------------------

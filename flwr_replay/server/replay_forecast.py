@@ -24,11 +24,11 @@ def exchanges_of(replay: GenerativeReplay, members: Sequence[Member]) -> list[tu
     found: list[tuple[Member, Request, Payload, int]] = []
     weights, prior = to_arrays(replay.model), plan.fresh_prior(replay.model)
     losses, kept, total = [0.0] * plan.generator.epochs, Kept(num_examples=0), sum(m.num_examples for m in members)
-    told: dict[str, Any] = {"num_examples": 0, "examples_seen": 0}
-    generated = Generated(arrays=weights, losses=losses, perplexity=[0.0, 0.0], **told)
+    counts: dict[str, Any] = {"num_examples": 0, "examples_seen": 0}
+    generated = Generated(arrays=weights, losses=losses, perplexity=[0.0, 0.0], **counts)
     given = to_arrays(prior)
     own = TrainedPrior(
-        arrays=nested({"prior": given}), losses=[0.0] * plan.prior.epochs, label_counts=[0] * prior.classes, **told
+        arrays=nested({"prior": given}), losses=[0.0] * plan.prior.epochs, label_counts=[0] * prior.classes, **counts
     )
     both = nested({"decoder": replay.decoder(weights), "prior": given})
     keep_prior = KeepPrior(run=replay.run, arrays=both, source=0, label_counts=[0] * prior.classes)

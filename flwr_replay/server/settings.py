@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import Field, dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from flwr_replay.config.sections import TrainingConfig
 from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.learning.tasks import Task
 from flwr_replay.privacy.plan import PrivacyPlan
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "StrategyConfig"]
+
+
+class StrategyConfig(Protocol):
+    """A strategy's own options: any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 def new_id() -> str:
@@ -35,7 +42,7 @@ class Settings:
     timeout: float = 3600  # seconds to wait for an institution's answer
     wait: float = 120  # seconds to wait for `nodes` institutions
     run: str = field(default_factory=new_id)  # what institutions know the run by; their state is kept under it
-    task: Any = None  # loss and pooled metrics; None: means weighted by number of examples
+    task: Task | None = None  # loss and pooled metrics; None: means weighted by number of examples
     model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for strategies that train it
     private_models: tuple[Callable[[int], nn.Module], ...] = ()  # the same of those that never leave, where named
     input_shape: tuple[int, ...] | None = None  # of one example
