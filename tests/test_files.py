@@ -216,9 +216,9 @@ def test_leftovers_of_the_killed_are_removed_and_of_the_living_are_not(tmp_path)
     state.mkdir(parents=True)
     killed = writer(state / "private.safetensors", lambda: os.kill(os.getpid(), signal.SIGKILL))
     os.waitpid(killed, 0)
-    living = writer(state / "shared.safetensors", lambda: time.sleep(60))
+    living = writer(state / "shared.safetensors", lambda: ((tmp_path / "begun").touch(), time.sleep(60)))
     try:
-        while len(list(state.iterdir())) < 2:
+        while not (tmp_path / "begun").exists():  # it holds the lock of its file then
             time.sleep(0.01)
         (state.parent / f".write-{killed}").touch()  # of an older version
         institution = Institution("a", lambda: None, None, state_root=tmp_path / "state")
