@@ -45,7 +45,7 @@ from flwr_replay.payloads.common import Evaluation
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.engine import InlineGrid
-from flwr_replay.runs.simulate import planned, run_inline, run_ray
+from flwr_replay.runs.simulate import Simulation, run_inline, run_ray
 from flwr_replay.wire.records import StateDict
 from flwr_replay.wire.weights import load_arrays, to_arrays
 
@@ -220,7 +220,7 @@ def parallel(config: RunConfig, overrides: list[str], actors: int) -> list[float
 
 def ray(overrides: list[str]) -> list[float]:
     """Return seconds per round of a Ray simulation, as its run directory has them."""
-    _, folder = run_ray(planned(compose(overrides)), overrides)
+    _, folder = run_ray(Simulation.of(compose(overrides)), overrides)
     stamps = [json.loads(line)["seconds"] for line in (folder / "timings.jsonl").read_text().splitlines()]
     return [after - before for before, after in itertools.pairwise(stamps)]
 

@@ -38,7 +38,7 @@ from flwr_replay.movements.topology import mixing_matrix
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.simulate import planned, run_inline, run_ray
+from flwr_replay.runs.simulate import Simulation, run_inline, run_ray
 
 
 def plain(config: RunConfig) -> Iterator[None]:
@@ -98,7 +98,7 @@ def main() -> None:
             theirs, ours = pairing.theirs, pairing.ours
             ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
         else:
-            _, run = run_ray(planned(compose(overrides)), overrides)
+            _, run = run_ray(Simulation.of(compose(overrides)), overrides)
             stamps = [json.loads(line)["seconds"] for line in (run / "timings.jsonl").read_text().splitlines()]
             ours, loop, theirs = [b - a for a, b in itertools.pairwise(stamps)], plain(config), []
             for _ in range(asked.rounds):

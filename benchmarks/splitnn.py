@@ -35,7 +35,7 @@ from flwr_replay.models import split
 from flwr_replay.models.zoo import backbone
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.simulate import planned, run_inline, run_ray
+from flwr_replay.runs.simulate import Simulation, run_inline, run_ray
 
 NODES, EXAMPLES, BATCH = 4, 640, 32
 BATCHES = EXAMPLES // BATCH  # of a visit
@@ -113,7 +113,7 @@ def inline(config: RunConfig, overrides: list[str], profiled: bool) -> tuple[lis
 
 def ray(config: RunConfig, overrides: list[str]) -> tuple[list[float], list[float]]:
     """Return seconds per visit of the plain loop and of a Ray simulation, as its run directory has them."""
-    _, folder = run_ray(planned(compose(overrides)), overrides)
+    _, folder = run_ray(Simulation.of(compose(overrides)), overrides)
     stamps = [json.loads(line)["seconds"] for line in (folder / "timings.jsonl").read_text().splitlines()]
     plain, theirs = plain_visits(config), []
     for _ in range(config.rounds * config.nodes):

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from flwr_replay.config.compose import compose
 from flwr_replay.movements.topology import mixing_matrix, receivers
 from flwr_replay.runs.forecast import forecast
-from flwr_replay.runs.simulate import planned
+from flwr_replay.runs.simulate import Simulation
 
 INSTITUTIONS = (4, 8, 16, 32)
 METHODS = {  # options, and the graph over which models pass
@@ -38,7 +38,10 @@ def one_round(options: list[str], nodes: int, data: str) -> tuple[float, float]:
         shared = ["task=mnist", f"task.data-dir={data}", "preset=paper", "partition.size=50", "batch_size=25"]
         config = compose([*options, *shared, f"nodes={nodes}", f"rounds={rounds}", "evaluate_every=9"])
         sizes.append(
-            {(one.institution, one.direction, one.stage, one.field): one.bytes for one in forecast(planned(config))}
+            {
+                (one.institution, one.direction, one.stage, one.field): one.bytes
+                for one in forecast(Simulation.of(config))
+            }
         )
     first, both = sizes
     grown = {key: both[key] - first.get(key, 0) for key in both}

@@ -35,7 +35,7 @@ from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import Job, execute
 from flwr_replay.runs.forecast import forecast
 from flwr_replay.runs.opening import new_run_id, read_run_id
-from flwr_replay.runs.simulate import planned
+from flwr_replay.runs.simulate import Simulation
 from flwr_replay.wire.payload import CLIENT_APP_RAISED
 from flwr_replay.wire.records import StateDict, array_record, opened
 from flwr_replay.wire.weights import to_arrays
@@ -138,7 +138,7 @@ def _check_bytes(folder: Path, grid: WatchedGrid, result: dict[str, Any]) -> Non
 
 def _check_forecast(overrides: list[str], folder: Path) -> None:
     expected: Counter[tuple[str, ...]] = Counter()
-    for line in forecast(planned(compose(overrides))):
+    for line in forecast(Simulation.of(compose(overrides))):
         expected[line.institution, line.direction, line.stage, line.field, line.kind] += line.bytes
     found: Counter[tuple[str, ...]] = Counter()
     for text in (folder / "ledger.jsonl").read_text().splitlines():
@@ -157,7 +157,7 @@ def _check_declared(name: str) -> None:
 
 
 def _check_charges(job: list[str], folder: Path) -> None:
-    simulation = planned(compose(job))
+    simulation = Simulation.of(compose(job))
     plan, part = simulation.job.settings.privacy, simulation.part
     if plan is None or plan.config.epsilon:  # a budget may end before the run does
         return

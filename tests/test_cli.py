@@ -124,7 +124,7 @@ def test_a_memory_that_is_not_enough_is_told_in_one_line(flwr_replay, monkeypatc
     def huge(*given):
         return torch.empty(2**59)  # more than any machine has
 
-    monkeypatch.setattr("flwr_replay.runs.simulate.planned", huge)
+    monkeypatch.setattr("flwr_replay.runs.simulate.Simulation.of", huge)
     code, _, err = flwr_replay("run", *SMALL)
     assert code == 2
     assert err.splitlines()[-1].startswith("error: this machine's memory is not enough (")

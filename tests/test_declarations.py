@@ -18,7 +18,7 @@ from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.forecast import forecast
-from flwr_replay.runs.simulate import planned, simulate
+from flwr_replay.runs.simulate import Simulation, simulate
 
 STRATEGY = '''"""Idea: averages after some sweeps. Travels: weights."""
 
@@ -99,7 +99,7 @@ def install(tmp_path, monkeypatch):
 
 def test_passes_under_another_name_are_planned_charged_and_forecast(install, tmp_path):
     overrides = [install("sweeping", "rounds * self.sweeps"), *DP, "target-epsilon=2", f"runs_dir={tmp_path}/runs"]
-    run = planned(compose(overrides))
+    run = Simulation.of(compose(overrides))
     plan, examples = run.job.settings.privacy, len(run.part.train[0])
     twin, once = (PrivacyPlan.of(compose(["strategy=fedavg", *overrides[1:], f"local_epochs={e}"])) for e in (3, 1))
     assert plan.passes == twin.passes == (("classifier", 6, 32),)
@@ -136,11 +136,11 @@ def test_a_mechanism_without_passes_is_refused_in_one_line(install, tmp_path, na
     with pytest.raises(
         ConfigError, match=rf"strategy={name} can have dp=none; got classifier, of whose passes"
     ) as refused:
-        planned(compose(overrides))
+        Simulation.of(compose(overrides))
     assert "\n" not in str(refused.value)
     with pytest.raises(AssertionError, match="must be in its dp_passes; classifier is not"):
         check_strategy(name)
-    assert planned(compose([*overrides[:-1], "dp=none"])).job.settings.privacy is None
+    assert Simulation.of(compose([*overrides[:-1], "dp=none"])).job.settings.privacy is None
 
 
 def test_an_institution_refuses_it_too(install, tmp_path):

@@ -9,7 +9,7 @@ from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.forecast import forecast
-from flwr_replay.runs.simulate import planned, run_inline
+from flwr_replay.runs.simulate import Simulation, run_inline
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_all_methods_are_tested_at_home_and_elsewhere(job, method):
     known = result["final"]["global"]
     assert known["accuracy"] <= known["subtype-accuracy"] <= 1
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
-    told = sum(line.bytes for line in forecast(planned(compose(overrides))))
+    told = sum(line.bytes for line in forecast(Simulation.of(compose(overrides))))
     assert told == sum(line["bytes"] for line in lines)
 
 

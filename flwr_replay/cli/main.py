@@ -55,12 +55,13 @@ def run(
     _refuse_empty(runs_dir=runs_dir, resume=resume)
     _engine(engine)
     _say("loading …")
-    from flwr_replay.report.progress import TerminalDisplay
     from flwr_replay.runs.options import resolve
-    from flwr_replay.runs.simulate import planned, run_ray, simulate
 
-    overrides, config = resolve(options or [], runs_dir, resume or "")
-    run = planned(config)
+    overrides, config = resolve(options or [], runs_dir, resume or "")  # a wrong option is told before PyTorch loads
+    from flwr_replay.report.progress import TerminalDisplay
+    from flwr_replay.runs.simulate import Simulation, run_ray, simulate
+
+    run = Simulation.of(config)
     if dry_run:
         from flwr_replay.runs.forecast import forecast, forecast_page
 
@@ -148,10 +149,10 @@ def show(
     from flwr_replay.data.show import show as describe
     from flwr_replay.files.atomic import make_folder
     from flwr_replay.runs.options import resolve
-    from flwr_replay.runs.simulate import planned
+    from flwr_replay.runs.simulate import Simulation
 
     _, config = resolve(options or [], ".", "")
-    print(describe(loaded(config.task), planned(config).part, make_folder(Path(out).absolute(), "--out")))
+    print(describe(loaded(config.task), Simulation.of(config).part, make_folder(Path(out).absolute(), "--out")))
 
 
 @app.command()

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -31,7 +31,7 @@ from flwr_replay.runs.execute import Job, run_job
 from flwr_replay.runs.opening import default_name, read_result, read_run_id
 from flwr_replay.runs.superlink import flwr_run, superlink
 
-__all__ = ["Simulation", "planned", "run_inline", "run_ray", "simulate"]
+__all__ = ["Simulation", "run_inline", "run_ray", "simulate"]
 
 FAILED = re.compile(r"\W*(?:\[\d+m)?ERROR\W.*?: +error: (.*)")  # how Flower shows what the ServerApp logs in the end
 
@@ -43,21 +43,21 @@ class Simulation:
     job: Job
     part: Partition
 
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Deal a simulated run's data and plan it; refuse what data, model and institutions do not allow.
 
-def planned(config: RunConfig) -> Simulation:
-    """Deal a simulated run's data and plan it; refuse what data, model and institutions do not allow.
-
-    Raises
-    ------
-    FlwrReplayError
-        Before anything runs, and before anything is written.
-    """
-    part = dealt(config.task, config.partition, config.nodes, config.seed)
-    job = Job.of(config, part.names)
-    if plan := job.settings.privacy:
-        sizes = [len(own) for own in part.train]
-        _refuse_poor(plan, [sum(sizes)] if plan.pooled else sizes)
-    return Simulation(job, part)
+        Raises
+        ------
+        FlwrReplayError
+            Before anything runs, and before anything is written.
+        """
+        part = dealt(config.task, config.partition, config.nodes, config.seed)
+        job = Job.of(config, part.names)
+        if plan := job.settings.privacy:
+            sizes = [len(own) for own in part.train]
+            _refuse_poor(plan, [sum(sizes)] if plan.pooled else sizes)
+        return cls(job, part)
 
 
 def _refuse_poor(plan: PrivacyPlan, sizes: Sequence[int]) -> None:
@@ -75,7 +75,7 @@ def _refuse_poor(plan: PrivacyPlan, sizes: Sequence[int]) -> None:
 
 def run_inline(overrides: Sequence[str], display: Display) -> tuple[dict[str, Any], Path]:
     """Compose and plan a run, then run it in this process."""
-    return simulate(planned(compose(overrides)), overrides, display)
+    return simulate(Simulation.of(compose(overrides)), overrides, display)
 
 
 def simulate(simulation: Simulation, overrides: Sequence[str], display: Display) -> tuple[dict[str, Any], Path]:

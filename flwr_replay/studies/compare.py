@@ -34,7 +34,7 @@ from flwr_replay.files.atomic import alone, make_folder, read_lines, write_atomi
 from flwr_replay.learning.tasks import ERRORS, make_task
 from flwr_replay.runs.opening import check_unchanged, read_result
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import planned as planned_run
+from flwr_replay.runs.simulate import Simulation
 from flwr_replay.studies.cells import Cell, Method, run_all, short_hash
 from flwr_replay.studies.methods import (
     methods_of,
@@ -179,7 +179,7 @@ def _plan(
         for method, (overrides, config) in zip(methods, resolved, strict=True):
             place = folder / f"{method.slug}-seed{seed}"
             _refuse_other(place, replace(config, seed=seed))
-            planned_run(replace(config, seed=seed))
+            Simulation.of(replace(config, seed=seed))
             cells.append(Cell(method, seed, place, (*overrides, f"seed={seed}", f"run_name='{place.name}'")))
     return folder, common, cells
 

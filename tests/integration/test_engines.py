@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from flwr_replay.config.compose import overrides_of
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import planned, run_inline, run_ray, simulate
+from flwr_replay.runs.simulate import Simulation, run_inline, run_ray, simulate
 
 
 @pytest.mark.parametrize("job", ["strategy=fedreplay cut=conv1 rounds=2 encoder-epochs=2 model.width=8"])
@@ -21,7 +21,7 @@ def test_inline_and_ray_give_the_same_bits(job, tmp_path, monkeypatch):
     results, weights = [], []
     for engine in ("inline", "ray"):
         overrides, config = resolve(shlex.split(job), str(tmp_path / engine), "")
-        run = planned(config)
+        run = Simulation.of(config)
         result, folder = simulate(run, overrides, Display()) if engine == "inline" else run_ray(run, overrides)
         results.append(result)
         weights.append(load_file(folder / "models" / "global.safetensors"))

@@ -28,7 +28,7 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import settings_of
 from flwr_replay.runs.forecast import forecast
-from flwr_replay.runs.simulate import planned
+from flwr_replay.runs.simulate import Simulation
 from flwr_replay.wire.records import config_in
 from flwr_replay.wire.weights import to_arrays
 
@@ -204,7 +204,7 @@ def test_noise_from_the_seed_is_called_no_protection(once, options):
 def test_the_forecast_says_what_the_ledger_will_say(tmp_path, options):
     ran = simulated(tmp_path, *options, "task=digits", "partition=iid", "partition.size=40", "model.width=4")
     expected, found = Counter(), Counter()
-    for line in forecast(planned(compose(overrides_of(ran.folder / "config.yaml")))):
+    for line in forecast(Simulation.of(compose(overrides_of(ran.folder / "config.yaml")))):
         expected[key(vars(line))] += line.bytes
     for entry in ran.ledger:
         found[key(entry)] += entry["bytes"]

@@ -21,7 +21,7 @@ from flwr_replay.payloads.fedavgshare import Given
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.forecast import forecast_page
-from flwr_replay.runs.simulate import planned, run_inline
+from flwr_replay.runs.simulate import Simulation, run_inline
 
 
 @pytest.fixture
@@ -130,7 +130,9 @@ def test_a_policy_that_allows_latents_does_not_allow_raw_examples(tmp_path):
 
 def test_the_forecast_says_that_raw_examples_leave():
     page = {
-        name: forecast_page(planned(compose([f"strategy={name}", "task=digits", "model=cnn", "nodes=3", "rounds=1"])))
+        name: forecast_page(
+            Simulation.of(compose([f"strategy={name}", "task=digits", "model=cnn", "nodes=3", "rounds=1"]))
+        )
         for name in ("fedavg", "fedavgshare", "fedreplay")
     }
     assert "they never leave" in page["fedavg"]

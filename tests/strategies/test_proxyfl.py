@@ -20,7 +20,7 @@ from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.forecast import forecast_page
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import planned, run_inline
+from flwr_replay.runs.simulate import Simulation, run_inline
 
 PROXYFL = ["strategy=proxyfl", "rounds=2"]
 DP = ["dp=proxy", "sigma=2", "delta=0.01"]
@@ -142,7 +142,7 @@ def test_an_epsilon_says_whether_it_is_proven(folder, beta, proven):
     assert texts
     assert all(("not a proof" in text) != proven for text in texts)
     page = forecast_page(
-        planned(compose(["strategy=proxyfl", "task=digits", "model=mlp", "nodes=4", f"beta={beta}", *DP[:2]]))
+        Simulation.of(compose(["strategy=proxyfl", "task=digits", "model=mlp", "nodes=4", f"beta={beta}", *DP[:2]]))
     )
     assert (CLAIM in page) != proven
 
@@ -192,7 +192,7 @@ def test_a_budget_below_the_first_step_is_refused_before_any_training(folder):
 def test_a_simulation_that_no_institution_can_afford_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     overrides, config = resolve([*PROXYFL, "model=mlp", "epsilon=0.01"], str(tmp_path / "runs"), "")
-    for refused in (lambda: run_inline(overrides, Display()), lambda: planned(config)):
+    for refused in (lambda: run_inline(overrides, Display()), lambda: Simulation.of(config)):
         with pytest.raises(BudgetError, match=r"epsilon 0\.01 .*the first pass of proxy alone makes"):
             refused()
     assert not list(tmp_path.iterdir())
