@@ -28,16 +28,16 @@ class FedSGDClient(InstitutionClient):
         data, losses = self.training_data(), []
         model = self.scratch_model(request.arrays)
         refuse_single_batches(model, len(data), BLOCK)
-        blocks = math.ceil(len(data) / at_once(data.x, BLOCK))
-        parts = list(zip(torch.chunk(data.x, blocks), torch.chunk(data.y, blocks), strict=True))
-        pass_over, total = ((as_input(x_B), y_B) for x_B, y_B in parts), len(data)
+        number = math.ceil(len(data) / at_once(data.x, BLOCK))
+        parts = list(zip(torch.chunk(data.x, number), torch.chunk(data.y, number), strict=True))
+        blocks, total = ((as_input(x_B), y_B) for x_B, y_B in parts), len(data)
         if sampler := self.replay_sampler(request):  # replayed examples to every block, in their share of it
-            size, draws = math.ceil(len(data) / blocks), self.shuffle(request.server_round, "replay")
-            pass_over = sampler.mixed_batches(pass_over, size, draws)
+            size, draws = math.ceil(len(data) / number), self.shuffle(request.server_round, "replay")
+            blocks = sampler.mixed_batches(blocks, size, draws)
             total += len(parts) * sampler.replay_plan.replay_batch_size(size)
-        for x_B, y_B in pass_over:
+        for x_B, y_B in blocks:
             loss = self.task.loss(model(x_B), y_B) * (len(y_B) / total)
-            loss.backward()
+            loss.backward()  # g_k ← g_k + ∇L of this block, in its share
             losses.append(loss.detach() * len(parts))  # so that their mean is the loss over all examples
         tensors = {**model.state_dict(), **{name: p.grad for name, p in model.named_parameters()}}
         arrays = array_record({name: tensor.cpu().numpy() for name, tensor in tensors.items()})

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -61,7 +62,7 @@ class FedSGD(Parallel):
     def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Take one step: θ ← θ - η Σ_k (n_k / n) g_k; the optimizer adds momentum, if it is configured to."""
         mean = weighted_mean([opened(answer.arrays) for answer in answers], [answer.num_examples for answer in answers])
-        model, optimizer = self.stepper()
+        model, optimizer = self.stepper
         gradients = {name: mean[name] for name, _ in model.named_parameters()}
         load_arrays(model, {**self.sent, **{name: mean[name] for name in mean.keys() - gradients.keys()}})
         for name, parameter in model.named_parameters():
@@ -71,20 +72,20 @@ class FedSGD(Parallel):
         optimizer.step()
         return to_arrays(model)
 
+    @cached_property
     def stepper(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the backbone that holds the weights while the server's optimizer steps, made when it is first used."""
-        if not hasattr(self, "model"):
-            if self.settings.model is None:
-                raise ConfigError("FedSGD steps at the server and needs the backbone: give Settings(model=...)")
-            self.model = self.settings.model(0)
-            self.optimizer = make_optimizer(self.model, self.settings.training, self.settings.training.lr)
-            if self.kept:
-                load_optimizer_arrays(self.optimizer, self.kept)
-        return self.model, self.optimizer
+        """The backbone, which holds the weights while the server steps, and the server's optimizer."""
+        if self.settings.model is None:
+            raise ConfigError("FedSGD steps at the server and needs the backbone: give Settings(model=...)")
+        model = self.settings.model(0)
+        optimizer = make_optimizer(model, self.settings.training, self.settings.training.lr)
+        if self.kept:
+            load_optimizer_arrays(optimizer, self.kept)
+        return model, optimizer
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Keep the optimizer's state."""
-        return optimizer_arrays(self.stepper()[1]), {}
+        return optimizer_arrays(self.stepper[1]), {}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Take the optimizer's state back."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flwr_replay.config.sections import one_of
 from flwr_replay.movements.mutual import MutualConfig, check_pair
@@ -59,7 +59,7 @@ class FML(Parallel):
     one_form = True
 
     @classmethod
-    def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
+    def check(cls, config: FMLConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse private models that cannot be built."""
         super().check(config, settings, names)
         check_pair(cls.name, settings)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flwr_replay.movements.gossip import Gossip, GossipConfig
 from flwr_replay.movements.mutual import MutualConfig, check_pair
@@ -66,7 +66,7 @@ class ProxyFL(Gossip):
     seed_of = "proxy"  # the private models begin as every other method's, and two equal ones would teach nothing
 
     @classmethod
-    def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
+    def check(cls, config: GossipConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse private models that cannot be built."""
         super().check(config, settings, names)
         check_pair(cls.name, settings)

@@ -158,21 +158,22 @@ class SplitNN(Serial):
         optimizer = make_optimizer(server, self.settings.training, self.lr(server_round))
         load_optimizer_arrays(optimizer, {name: array.copy() for name, array in self.kept.items()})  # for a visit anew
         sizes, b = self.group_sizes(member), self.mixed_batch_size(member)
-        answer = yield self.train_request(server_round, arrays)
+        answer = yield self.train_request(server_round, arrays)  # θ_E → k; up: a, y of the first group
         for group, n in enumerate(sizes):
             a = [a_B.requires_grad_() for a_B in self.received(answer.activations, (n, *self.shapes[0]), b)]
             if self.config.share_labels:
                 for a_B, y_B in zip(a, self.labels(answer, n, b), strict=True):
-                    # θ_S ← θ_S − η ∇L(S(a), y)
-                    losses.append(step(server, optimizer, self.task.loss(server(a_B), y_B)))
+                    batch_loss = self.task.loss(server(a_B), y_B)
+                    losses.append(step(server, optimizer, batch_loss))  # θ_S ← θ_S − η ∇L(S(a), y)
             else:
                 s = [server(a_B) for a_B in a]
-                answer = yield self.head_loss(server_round, group, _joined(s))
+                answer = yield self.head_loss(server_round, group, _joined(s))  # down: S(a); up: ∂L/∂S(a)
                 if len(answer.losses) != len(a):
                     raise WireError(f"{len(a)} batches have as many losses; got {len(answer.losses)}")
                 losses += torch.tensor(list(map(float, answer.losses)))
                 late_steps(server, optimizer, s, self.received(answer.gradients, (n, *self.shapes[1]), b))
             g = _joined([a_B.grad for a_B in a if a_B.grad is not None])  # ∂L/∂a
+            # down: g; up: a, y of the next group, after the last one θ_E ← k
             answer = yield self.next_batch(server_round, group + 1, g, last=group + 1 == len(sizes))
         loss, whole = mean_loss(losses), self.whole(answer, server, arrays)
         self.recorder.saw(sum(sizes))

@@ -42,7 +42,7 @@ class {Name}(Parallel):
     config_type = {Name}Config
     dp_mechanisms = ("classifier",)
 
-    def task_for_all(self, server_round, arrays):
+    def train_request(self, server_round, arrays):
         run = self.settings.run
         return Train(server_round=server_round, arrays=arrays, run=run, lr=0.1, local_epochs=self.config.sweeps)
 
@@ -62,7 +62,7 @@ class {Name}Client(InstitutionClient):
         for _ in range(visit.local_epochs):
             for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):
                 learner.step(x_B, y_B)
-        return self.visited(visit, learner, len(data))
+        return self.trained(visit, learner, len(data))
 '''
 DECLARED = """
     def dp_passes(self, rounds):

@@ -79,7 +79,7 @@ class Gossip(Relay):
         self.matrices = read_matrices(Path(file)) if file else None
 
     @classmethod
-    def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
+    def check(cls, config: GossipConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse a topology that cannot be, before any training."""
         super().check(config, settings, names)
         institutions = len(names) or settings.nodes

@@ -65,7 +65,7 @@ class Mailbox:
         By number of a parcel.
     posted : int
         Models so far.
-    lately : list of set of int
+    recent : list of set of int
         The numbers of the models that waited when they were kept, of the last times.
     """
 
@@ -75,7 +75,7 @@ class Mailbox:
     weights: dict[str, float] = field(default_factory=dict)
     models: dict[int, ArrayRecord] = field(default_factory=dict)
     posted: int = 0
-    lately: list[set[int]] = field(default_factory=list)
+    recent: list[set[int]] = field(default_factory=list)
 
     def post(self, model: ArrayRecord) -> int:
         """Take a model in; return its number."""
@@ -124,9 +124,9 @@ class Mailbox:
         self.models = {number: self.models[number] for number in sorted(needed)}
         for number, arrays in self.models.items():
             write_tensors(folder / f"{number:06d}.safetensors", opened(arrays))
-        self.lately = [*self.lately[-2:], needed]
+        self.recent = [*self.recent[-2:], needed]
         for file in folder.glob("*.safetensors"):
-            if not any(int(file.stem) in numbers for numbers in self.lately):
+            if not any(int(file.stem) in numbers for numbers in self.recent):
                 file.unlink()
 
     def state(self) -> dict[str, Any]:

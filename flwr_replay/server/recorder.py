@@ -102,8 +102,8 @@ class Recorder:
     def failures_line(self) -> str:
         """Return the failures of the last exchange that had any as one line, each reason once."""
         by_reason: dict[str, list[str]] = {}
-        lately = self.failures[self.earlier :]
-        for failure in (one for one in lately if one["round"] == lately[-1]["round"]):
+        found = self.failures[self.earlier :]
+        for failure in (one for one in found if one["round"] == found[-1]["round"]):
             by_reason.setdefault(failure["reason"], []).append(failure["institution"])
         return (
             "; ".join(f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in by_reason.items())
