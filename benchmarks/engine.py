@@ -34,7 +34,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_replay.config.compose import compose
-from flwr_replay.config.sections import RunConfig
+from flwr_replay.config.run import RunConfig
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import make_task

@@ -28,7 +28,7 @@ import torch
 from engine import Pairing, shards
 
 from flwr_replay.config.compose import compose
-from flwr_replay.config.sections import RunConfig
+from flwr_replay.config.run import RunConfig
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.mutual import Learning, MutualLearner
 from flwr_replay.learning.tasks import make_task

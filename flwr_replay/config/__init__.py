@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flwr_replay.config.privacy import PrivacyConfig
+from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import (
     BATCH,
     PASSES,
@@ -12,7 +13,6 @@ from flwr_replay.config.sections import (
     PartitionConfig,
     PriorConfig,
     ReplayConfig,
-    RunConfig,
     TaskConfig,
     TrainingConfig,
     one_of,

@@ -15,7 +15,7 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
-from flwr_replay.config.sections import RunConfig
+from flwr_replay.config.run import RunConfig
 
 __all__ = ["FREE", "binding", "differing", "digest_of", "flat"]
 

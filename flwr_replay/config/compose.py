@@ -23,13 +23,13 @@ from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from flwr_replay.config.privacy import PrivacyConfig
+from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import (
     GeneratorConfig,
     ModelConfig,
     PartitionConfig,
     PriorConfig,
     ReplayConfig,
-    RunConfig,
     TaskConfig,
     TrainingConfig,
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from flwr_replay.config.sections import RunConfig
+    from flwr_replay.config.sections import TaskConfig
 
 __all__ = ["StrategyConfig"]
 
@@ -57,8 +57,8 @@ class StrategyConfig:
         """Models of conf/model that never leave, by turns over the institutions."""
         return ()
 
-    def check_options(self, run: RunConfig) -> None:
-        """Refuse options that do not fit the run's others.
+    def check_task(self, task: TaskConfig) -> None:
+        """Refuse options that do not fit the task.
 
         Raises
         ------

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flwr_replay.config.sections import GeneratorConfig, PriorConfig, ReplayConfig, RunConfig, require
+from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import GeneratorConfig, PriorConfig, ReplayConfig, require
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import bits_per_code
 from flwr_replay.generators.pixelcnn import CodePrior, LabelBins, build_prior

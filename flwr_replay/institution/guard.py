@@ -20,7 +20,7 @@ from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp.typing import ClientAppCallable
 
 from flwr_replay.config.compose import load_client
-from flwr_replay.config.sections import RunConfig
+from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import (
     ConfigError,
     DivergedError,

@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import Context
 
 from flwr_replay.config.compose import from_run_config
-from flwr_replay.config.sections import RunConfig
+from flwr_replay.config.run import RunConfig
 from flwr_replay.data import institution_name, load
 from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.errors import ConfigError, nearest

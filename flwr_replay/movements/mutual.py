@@ -11,7 +11,7 @@ from flwr_replay.config.sections import (
     NOT_NEGATIVE,
     PASSES,
     Range,
-    RunConfig,
+    TaskConfig,
     TrainingConfig,
     one_of,
     require,
@@ -62,9 +62,9 @@ class MutualConfig(StrategyConfig):
         """What the proxy learns from the private model has no noise."""
         return UNPROVEN if self.beta > 0 else ""
 
-    def check_options(self, run: RunConfig) -> None:
+    def check_task(self, task: TaskConfig) -> None:
         """Refuse to shift what is no image, or by more pixels than it has."""
-        shift, task = self.private_shift, run.task
+        shift = self.private_shift
         require(
             not shift or (task.size > 1 and task.format != "bags"),
             f"strategy.private-shift moves images; task={task.name} has none: set private-shift=0",

@@ -9,7 +9,8 @@ from math import inf, isfinite
 from typing import Any, Self
 
 from flwr_replay.config.privacy import PrivacyConfig
-from flwr_replay.config.sections import RunConfig, require
+from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import require
 from flwr_replay.errors import BudgetError, ConfigError, PrivacyError
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for, rounded_up

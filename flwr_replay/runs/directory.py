@@ -40,7 +40,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.config.sections import RunConfig
+from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import Form, Lines, private_folder, read_lines, sweep, tighten, write_atomic, write_json
 from flwr_replay.files.tensors import nested, unnested, write_tensors

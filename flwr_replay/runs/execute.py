@@ -12,7 +12,8 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from flwr_replay.config.compose import load_strategy, model_named
-from flwr_replay.config.sections import RunConfig, require
+from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import require
 from flwr_replay.files.atomic import alone
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.learning.tasks import make_task

@@ -17,7 +17,7 @@ from typing import Any
 
 from flwr_replay.config.binding import FREE, flat
 from flwr_replay.config.compose import to_yaml
-from flwr_replay.config.sections import RunConfig
+from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import (
     NAME,

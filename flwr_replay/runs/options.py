@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 
 from flwr_replay.config.compose import COMMAND_LINE, compose, overrides_of
-from flwr_replay.config.sections import RunConfig, TaskConfig
+from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.runs.opening import check_unchanged
 

@@ -16,7 +16,7 @@ import torch
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
-from flwr_replay.config.sections import RunConfig
+from flwr_replay.config.run import RunConfig
 from flwr_replay.data import Partition
 from flwr_replay.data.dealt import dealt
 from flwr_replay.errors import PrivacyError, RunError

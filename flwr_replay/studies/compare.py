@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from flwr_replay.config.compose import compose, load_strategy, to_yaml
-from flwr_replay.config.sections import RunConfig
+from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
 from flwr_replay.files.atomic import alone, make_folder, read_lines, write_atomic
 from flwr_replay.learning.tasks import ERRORS, make_task

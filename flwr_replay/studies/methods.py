@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from flwr_replay.config.compose import SECTIONS, choices, load_strategy
-from flwr_replay.config.sections import RunConfig
+from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.studies.cells import Method
 

@@ -1,0 +1,62 @@
+"""One run: its sections, its strategy's options, and what belongs to neither."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from flwr_replay.config.privacy import PrivacyConfig
+from flwr_replay.config.sections import (
+    NODES,
+    NOT_NEGATIVE,
+    ROUNDS,
+    SECONDS,
+    THREADS,
+    GeneratorConfig,
+    ModelConfig,
+    PartitionConfig,
+    PriorConfig,
+    Range,
+    ReplayConfig,
+    TaskConfig,
+    TrainingConfig,
+    within,
+)
+from flwr_replay.config.strategy import StrategyConfig
+
+__all__ = ["RunConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run, fully resolved; `config.yaml` of the run directory holds exactly this."""
+
+    strategy: StrategyConfig  # the <Name>Config of strategies/<name>.py
+    task: TaskConfig
+    partition: PartitionConfig
+    model: ModelConfig
+    training: TrainingConfig
+    replay: ReplayConfig
+    generator: GeneratorConfig
+    prior: PriorConfig
+    privacy: PrivacyConfig
+    nodes: int  # institutions to wait for; 0: as many as are there, four when simulated in process
+    rounds: int  # passes over the institutions' data
+    seed: int
+    evaluate_every: int  # rounds; the last round is always evaluated
+    external: bool  # whenever a model is tested, test it on other institutions' examples too
+    forgetting: bool  # after every exchange, test the model on each institution's own training examples too
+    threads: int  # torch threads of every process; equal numbers give equal bits
+    device: str  # auto | cpu | cuda | cuda:N
+    runs_dir: str  # empty: $FLWR_REPLAY_HOME/runs, else ~/.flwr-replay/runs
+    run_name: str  # empty: <date>-<strategy>-<task>-<seed>
+    resume: str  # a run directory to go on with
+    timeout: float  # seconds to wait for an institution's answer
+    wait: float  # seconds to wait for `nodes` institutions to join
+
+    def __post_init__(self) -> None:
+        within("", self, rounds=(1, ROUNDS), threads=(1, THREADS), nodes=(0, NODES), evaluate_every=(1, inf))
+        within("", self, seed=NOT_NEGATIVE)
+        within("", self, timeout=Range(0, SECONDS, "must be positive, in seconds, and at most a year", "(]"))
+        within("", self, wait=Range(0, SECONDS, "must not be negative, in seconds, and at most a year"))
+        self.strategy.check_task(self.task)
