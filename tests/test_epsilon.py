@@ -4,7 +4,7 @@ import pytest
 
 from flwr_replay.privacy.plan import NO_PROOF
 from flwr_replay.report.comparison import overview, summarise
-from flwr_replay.report.epsilon import Stated, beside, largest, shown_epsilon
+from flwr_replay.report.epsilon import Stated, epsilon_suffix, largest, shown_epsilon
 from flwr_replay.report.progress import shown_metrics
 
 
@@ -23,7 +23,7 @@ def told(epsilon, proven=True):
     ],
 )
 def test_the_largest_of_a_run_stands_behind_its_metric(stated, shown):
-    assert beside({"privacy": dict(enumerate(stated))}) == shown
+    assert epsilon_suffix({"privacy": dict(enumerate(stated))}) == shown
 
 
 def test_several_stand_in_order_unless_they_are_equal():
