@@ -4,7 +4,7 @@ import shlex
 
 import numpy as np
 import torch
-from hospitals import fresh, node_configs
+from harness import fresh, node_configs
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app

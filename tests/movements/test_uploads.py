@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from hospitals import node_configs, write_shards
+from harness import node_configs, write_shards
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose

@@ -5,7 +5,7 @@ import shlex
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
-from hospitals import fresh, node_configs, write_shards
+from harness import fresh, node_configs, write_shards
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_strategy

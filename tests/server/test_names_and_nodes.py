@@ -6,7 +6,7 @@ import stat
 
 import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
-from hospitals import node_configs, write_shards
+from harness import node_configs, write_shards
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose

@@ -6,7 +6,7 @@ import shlex
 import numpy as np
 import pytest
 import torch
-from hospitals import fresh
+from harness import fresh
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app

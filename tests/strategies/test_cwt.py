@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Error, Message
-from hospitals import Seen, fresh, node_configs, write_shards
+from harness import Seen, fresh, node_configs, write_shards
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app

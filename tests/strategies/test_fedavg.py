@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Error, Message
-from hospitals import fresh, node_configs, write_shards
+from harness import fresh, node_configs, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays

@@ -2,7 +2,7 @@
 
 import pytest
 from averaging import JOB, SIZES, agree, local_sgd, mean, run, same
-from hospitals import write_shards
+from harness import write_shards
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from algorithm_2 import JOB, B, cut_after, network, stage_1, stage_2, stage_3
 from flwr.app import Error, Message
-from hospitals import Seen, fresh, node_configs, write_shards
+from harness import Seen, fresh, node_configs, write_shards
 from safetensors.numpy import load_file, save_file
 from torch import nn
 

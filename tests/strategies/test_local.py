@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Error, Message
-from hospitals import Seen, node_configs, write_shards
+from harness import Seen, node_configs, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
