@@ -10,7 +10,9 @@ from flwr_replay.privacy import account
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.wire.records import config_in
 
-__all__ = ["Asked", "Grid", "first", "forget", "nth"]
+__all__ = ["NEVER", "Asked", "Grid", "first", "forget", "nth"]
+
+NEVER = 99  # the code of an answer that never comes
 
 
 class Asked(NamedTuple):
@@ -72,7 +74,11 @@ class Grid(InlineGrid):
         return super().get_node_ids() if found is None else found
 
     def pull_messages(self, message_ids):
-        replies = super().pull_messages(message_ids)
+        replies = [
+            reply
+            for reply in super().pull_messages(message_ids)
+            if not (reply.has_error() and reply.error.code == NEVER)
+        ]
         return replies[::-1] if self.backwards else replies
 
     def _means(self, where, at):
