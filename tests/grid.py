@@ -12,7 +12,7 @@ from flwr_replay.wire.records import config_in
 
 __all__ = ["NEVER", "Asked", "Grid", "first", "forget", "nth"]
 
-NEVER = 99  # the code of an answer that never comes
+NEVER = 9999  # the code of an answer that never comes; none of Flower's
 
 
 class Asked(NamedTuple):
