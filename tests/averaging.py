@@ -4,7 +4,7 @@ import shlex
 
 import numpy as np
 import torch
-from hospitals import fresh, node_configs
+from harness import fresh, node_configs
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app
@@ -66,7 +66,3 @@ def agree(one, other):
     assert one.keys() == other.keys()
     for name in one:
         np.testing.assert_allclose(one[name], np.asarray(other[name]), rtol=0, atol=2e-6, err_msg=name)
-
-
-def same(one, other):
-    return all(one[name].tobytes() == other[name].tobytes() for name in one | other)

@@ -4,7 +4,7 @@ import json
 import shlex
 
 from flwr.app import Message
-from hospitals import node_configs
+from harness import node_configs
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_client

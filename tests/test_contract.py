@@ -11,12 +11,13 @@ from flwr_replay.check import check_strategy
 from flwr_replay.config.compose import choices
 
 ROOT = Path(__file__).resolve().parents[1]
+SMALL = "partition.size=100"  # several batches of each institution
 
 
 @pytest.mark.parametrize("name", choices("strategy"))
 def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
-    check_strategy(name)
+    check_strategy(name, [SMALL])
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
         ("cwt", "forgetting=true"),
         ("fedreplay", "strategy.encoder=random"),
         ("fedreplay", "strategy.latent_dtype=int8"),
-        ("fedreplay", "strategy.chunk_mb=0.05"),
+        ("fedreplay", "strategy.chunk_mb=0.01"),
         ("fedreplay", "strategy.upload_views=3"),
         ("splitnn", "strategy.optimizer_state=keep"),
         ("splitnn", "strategy.share_labels=false"),
@@ -43,7 +44,7 @@ def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
 )
 def test_options_keep_the_contract(name, override, monkeypatch, tmp_path):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
-    check_strategy(name, [override])
+    check_strategy(name, [override, SMALL])
 
 
 @pytest.mark.parametrize(

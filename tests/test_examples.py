@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -92,7 +93,8 @@ def test_runs_on_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with example(name, monkeypatch, tmp_path) as app:
         (tmp_path / "link").mkdir()
         with superlink(tmp_path / "link") as link:
-            options = ["--federation-config", f"num-supernodes={NODES} client-resources-num-cpus=1"]
+            one_actor = f"client-resources-num-cpus={os.cpu_count()}"
+            options = ["--federation-config", f"num-supernodes={NODES} {one_actor}"]
             options += ["--run-config", "num-server-rounds=1"]
             said = "".join(streamed(link, EXAMPLES / name, *options))
         assert (tmp_path / "final_model.pt").exists(), said  # the server's working directory is the SuperLink's

@@ -18,8 +18,8 @@ import pytest
 from flwr_replay.runs.superlink import SuperLink, flower, flwr_run, free_port, superlink
 
 HOSPITALS = Path(__file__).parents[2] / "docs" / "examples" / "hospitals"
-CLINICS = ("clinic-a", "clinic-b", "clinic-c")
-REFUSES = "clinic-d"  # lets statistics leave, and nothing else
+CLINICS = ("clinic-a", "clinic-b")
+REFUSES = "clinic-c"  # lets statistics leave, and nothing else
 TASK = ("task=folder", "channels=1", "task.size=8", "classes=10", "model=cnn", "width=8", "device=cpu", "threads=1")
 
 
@@ -32,7 +32,7 @@ class Deployment:
     """What runs, and where its files lie."""
 
     link: SuperLink
-    data: Path  # data/<clinic>, and data/manifest.csv over all
+    data: Path  # data/<clinic>, and data/manifest.csv over those that take part
     state: Path  # state/<clinic>/ledger.jsonl, each clinic's own
     runs: Path  # the server's run directories
     task: tuple[str, ...] = TASK
@@ -64,9 +64,12 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Three clinics that take part, and a fourth whose policy forbids what both methods share."""
+    """Two clinics that take part, and a third whose policy forbids what all methods share."""
     root = tmp_path_factory.mktemp("deployment")
     runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](root / "data")
+    manifest = root / "data" / "manifest.csv"
+    rows = [row for row in manifest.read_text().splitlines() if not row.startswith(REFUSES)]
+    manifest.write_text("\n".join(rows))
     (root / "link").mkdir()
     open_policy, closed_policy = root / "policy.yaml", root / "closed.yaml"
     example = (HOSPITALS / "policy.yaml").read_text()
@@ -75,9 +78,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     with ExitStack() as stack:
         link = stack.enter_context(superlink(root / "link", simulation=False))
         for clinic in (*CLINICS, REFUSES):
-            data = root / "data" / (clinic if clinic != REFUSES else "clinic-a")
             policy = open_policy if clinic != REFUSES else closed_policy
-            stack.enter_context(supernode(link, clinic, data, root / "state", policy))
+            stack.enter_context(supernode(link, clinic, root / "data" / clinic, root / "state", policy))
         yield Deployment(link, root / "data", root / "state", root / "runs")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from integration.conftest import CLINICS, REFUSES
 from safetensors.numpy import load_file
 
 from flwr_replay.report.progress import LogDisplay
@@ -20,8 +21,6 @@ from flwr_replay.runs.simulate import run_inline
 
 pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("deployment")]
 
-CLINICS = ("clinic-a", "clinic-b", "clinic-c")
-REFUSES = "clinic-d"
 RUNS = {
     "fedreplay": ("rounds=8", "encoder_epochs=4"),  # rounds at the server cost no messages
     "proxyfl": ("rounds=1", "model=mlp", "private_models=[lenet5]", "noise=seeded", "epsilon=50"),

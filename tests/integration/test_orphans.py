@@ -1,8 +1,9 @@
-"""Who starts processes may be killed: they end with it, on Ray and of a comparison."""
+"""Who starts processes may be killed or interrupted: they end with it, on Ray and of a comparison."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,10 +14,14 @@ from typing import IO
 import psutil
 import pytest
 
+from flwr_replay.config.compose import overrides_of
+from flwr_replay.report.progress import Display
 from flwr_replay.runs.processes import GRACE, MARK, members
+from flwr_replay.runs.simulate import run_inline
 
 COMMAND = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()"]
 SMALL = ["model=mlp", "model.width=4", "nodes=2", "rounds=5000"]
+ON_RAY = ["run", "--engine", "ray", "strategy=cwt", *SMALL, "threads=2"]  # on two cores: one actor
 
 
 @pytest.fixture
@@ -63,13 +68,29 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_a_killed_simulation_leaves_no_process(started, tmp_path):
-    run = start(started, tmp_path, "run", "--engine", "ray", "strategy=cwt", *SMALL)
+    run = start(started, tmp_path, *ON_RAY)
     wait_for("round 1/5000", run.stderr)
     mark = mark_of(run)
     family = psutil.Process(run.pid).children(recursive=True)  # the watchdog is one of them
     run.kill()
     assert gone(family)
     assert not members(mark)
+
+
+def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(started, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))  # where the institutions' state lies, then too
+    run = start(started, tmp_path, *ON_RAY, "run-name=x")
+    wait_for("round 2/5000", run.stderr)
+    family = psutil.Process(run.pid).children(recursive=True)
+    assert any("raylet" in process.name() for process in family)
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=60)
+    assert f"interrupted; go on with: flwr-replay run --resume {tmp_path / 'x'}\n" in said
+    assert run.returncode == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    config = tmp_path / "x" / "config.yaml"
+    overrides = [*overrides_of(config), f"resume='{config.parent}'", "rounds=3"]
+    assert run_inline(overrides, Display())[0]["final"]
 
 
 def test_a_killed_comparison_leaves_no_worker(started, tmp_path):

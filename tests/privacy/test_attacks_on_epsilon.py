@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hospitals import write_shards
+from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 
 from flwr_replay.config.compose import choices, load_client, load_strategy

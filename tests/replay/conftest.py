@@ -1,7 +1,7 @@
 """What the tests of replay share."""
 
 import pytest
-from hospitals import write_shards
+from harness import write_shards
 from replay.runs import SIZES
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from averaging import mean
-from hospitals import write_shards
-from replay.runs import JOB, SIZES, B, run, same
+from harness import same, write_shards
+from replay.runs import JOB, SIZES, B, run
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.config.compose import compose

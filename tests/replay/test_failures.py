@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hospitals import node_configs, write_shards
-from replay.runs import FEW, JOB, SIZES, Watched, lines, run, same
+from grid import first, nth
+from harness import lines, node_configs, same, write_shards
+from replay.runs import FEW, JOB, SIZES, run
 from safetensors.numpy import load_file
 
 from flwr_replay.cli.main import _summary
@@ -17,7 +18,7 @@ from flwr_replay.payloads.replay import TrainedPrior
 from flwr_replay.runs.execute import settings_of
 from flwr_replay.server.members import Member
 from flwr_replay.strategies.cwt import CWT as CWTStrategy
-from flwr_replay.wire.records import config_in, opened
+from flwr_replay.wire.records import opened
 from flwr_replay.wire.weights import to_arrays
 
 CWT, FEDAVG = ["strategy=cwt", *FEW], ["strategy=fedavg", *FEW, "rounds=2"]
@@ -64,7 +65,7 @@ def test_who_fails_the_generators_visit_is_left_out_and_the_others_go_on(folder,
     skew = {"ks": 0.0, "tv": 0.0, "dropped": 0}
     first, *_ = _summary({**ran.result, "skew": skew}, ran.folder).splitlines()
     assert first.endswith(", replay is not whole: b is not replayed")
-    assert [name for at, name in ran.grid.asked if at == "train"] == ["a", "b", "c"]
+    assert ran.grid.who("train") == ["a", "b", "c"]
     if stage != "keep-codes":  # it replays what the others have
         what = "codes-00" if kind == "vqvae2" else "codes-01"
         assert same(kept(ran, "b", what), kept(ran, "c", what))
@@ -94,12 +95,12 @@ def test_a_generator_that_nobody_can_train_ends_the_run_until_somebody_can(folde
     ],
 )
 def test_what_fails_once_is_made_again_before_the_last_round(folder, kind, stage):
-    ran = run(folder, *FEDAVG, f"replay={kind}", failing_first=[(stage, "b")])
+    ran = run(folder, *FEDAVG, f"replay={kind}", failing=first((stage, "b")))
     assert [failure["round"] for failure in ran.result["failures"]] == [1]
     assert ran.result["replay-lacks"] == {}
     for name in SIZES:
         assert received(ran, name) == sum(SIZES.values())
-    visits = [name for asked, name in ran.grid.asked if asked == "train-generator"]
+    visits = ran.grid.who("train-generator")
     assert sorted(set(visits)) == list(SIZES)
     assert visits[-1] == "b" or stage.startswith("keep-")
 
@@ -107,8 +108,8 @@ def test_what_fails_once_is_made_again_before_the_last_round(folder, kind, stage
 @pytest.mark.parametrize("kind", ["vqvae2", "pixelcnn"])
 def test_visits_that_are_lost_in_the_only_round_are_made_again_at_once(folder, kind):
     lost = [("train-generator", "b"), ("train-generator", "c")]
-    ran = run(folder, *CWT, f"replay={kind}", failing_first=lost)
-    visits = [name for asked, name in ran.grid.asked if asked == "train-generator"]
+    ran = run(folder, *CWT, f"replay={kind}", failing=first(*lost))
+    visits = ran.grid.who("train-generator")
     assert visits == ["a", "b", "c", "b", "c"]
     assert [received(ran, name) for name in SIZES] == [sum(SIZES.values())] * 3
     assert ran.result["replay-lacks"] == {}
@@ -117,21 +118,11 @@ def test_visits_that_are_lost_in_the_only_round_are_made_again_at_once(folder, k
 def test_a_last_pass_that_one_misses_is_made_again(folder):
     options = [*FEDAVG, "replay=vqvae2", "replay.codes=last-pass"]
     whole = run(folder, *options)
-    ran = run(folder, *options, grid_type=MissingLastPass)
+    ran = run(folder, *options, failing=nth(("encode-images", "b", 2)))
     assert [failure["round"] for failure in ran.result["failures"]] == [1]
     assert len(ran.visit("codes", 2)["labels"]) == sum(SIZES.values())  # of the visits; replayed in the first round
     assert same(ran.visit("codes", 3), whole.visit("codes", 3))
     assert received(ran, "b") == sum(SIZES.values())
-
-
-class MissingLastPass(Watched):
-    """Institution b fails once when it is to encode once more."""
-
-    def _answer(self, message):
-        asked = [one for one in self.asked if one == ("encode-images", "b")]
-        if len(asked) == 1 and config_in(message.content)["stage"] == "encode-images":
-            self.failing_first = [("encode-images", "b")] * 2
-        return super()._answer(message)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +145,11 @@ def test_what_is_missing_for_the_last_round_stops_the_run_which_can_go_on(folder
     assert said.result["replay-lacks"] == {"b": lacks}
 
 
+def late(grid):
+    """Let c join after the first round's training."""
+    return None if grid.who("train") else [node for node in grid.contexts if grid.name_of(node) != "c"]
+
+
 @pytest.mark.parametrize(
     ("kind", "brought"),
     [
@@ -162,8 +158,8 @@ def test_what_is_missing_for_the_last_round_stops_the_run_which_can_go_on(folder
     ],
 )
 def test_who_comes_late_is_visited_and_receives_what_there_is_before_it_trains(folder, kind, brought):
-    ran = run(folder, *FEDAVG, f"replay={kind}", late="c")
-    assert [stage for stage, name in ran.grid.asked if name == "c"] == ["roll-call", *brought, "train", "evaluate"]
+    ran = run(folder, *FEDAVG, f"replay={kind}", there=late)
+    assert [at.stage for at in ran.grid.asked if at.name == "c"] == ["roll-call", *brought, "train", "evaluate"]
     found = {name: sorted(path.name[:8] for path in ran.state(name).glob("codes-*")) for name in "ac"}
     assert {*found["a"]} == {*found["c"]}
     for what in {*found["c"], "decoder-00"}:
@@ -173,24 +169,24 @@ def test_who_comes_late_is_visited_and_receives_what_there_is_before_it_trains(f
     assert ran.result["replay-lacks"] == {}
 
 
-class Losing(Watched):
-    """Before the second visit to an institution, files of its state directory vanish."""
+def loses(folder, lost):
+    """Let files of a's state directory vanish before it is visited for the second time."""
 
-    lost = ""
-
-    def before(self, stage, name):
-        if (stage, name) == ("train", "a") and self.asked.count((stage, name)) == 2:
-            gone = list(self.state.glob(f"a/runs/*/{self.lost}"))
+    def before(grid, message):
+        if grid.asked[-1][:2] == ("train", "a") and grid.times("train", "a") == 2:
+            gone = list(folder.glob(f"state/a/runs/*/{lost}"))
             assert gone
             for path in gone:
                 path.unlink()
+
+    return before
 
 
 @pytest.mark.parametrize(("kind", "lost", "have"), [("vqvae2", "codes-*", 0), ("pixelcnn", "codes-02*", 103)])
 def test_codes_that_are_lost_are_missed(tmp_path, kind, lost, have):
     write_shards(tmp_path, SIZES)
     options = [*CWT, "rounds=2", f"replay={kind}"]
-    ran = run(tmp_path, *options, grid_type=Losing, lost=lost, state=tmp_path / "state")
+    ran = run(tmp_path, *options, before=loses(tmp_path, lost))
     [failure] = ran.result["failures"]
     assert (failure["institution"], failure["round"]) == ("a", 4)
     assert failure["reason"] == (
@@ -203,7 +199,7 @@ def test_codes_that_are_lost_are_missed(tmp_path, kind, lost, have):
 def test_a_decoder_that_is_lost_is_missed(tmp_path):
     write_shards(tmp_path, SIZES)
     options = [*CWT, "rounds=2", "replay=vqvae2"]
-    ran = run(tmp_path, *options, grid_type=Losing, lost="decoder-*", state=tmp_path / "state")
+    ran = run(tmp_path, *options, before=loses(tmp_path, "decoder-*"))
     [failure] = ran.result["failures"]
     assert failure["institution"] == "a"
     assert "decoder" in failure["reason"]

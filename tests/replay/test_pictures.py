@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hospitals import write_shards
+from harness import write_shards
 from PIL import Image
 from replay.runs import FEW, GENERATOR, PRIOR, SIZES, run
 

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 from flwr.app import Message
-from hospitals import node_configs, write_shards
-from replay.runs import FEW, JOB, B, broken, run, same, simulated
+from harness import node_configs, same, write_shards
+from replay.runs import FEW, JOB, B, broken, run, simulated
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_strategy, overrides_of
@@ -60,7 +60,7 @@ def total(charges, n):
     ids=["generator", "prior", "classifier"],
 )
 def test_what_a_crash_has_repeated_is_charged_twice(folder, once, options, at, repeated):
-    whole, resumed = once(*options), broken(folder, *options, breaking=at)
+    whole, resumed = once(*options), broken(folder, *options, breaking=[at])
     for name, n in SIZES.items():
         usual, charged = ([charge["mechanism"] for charge in ran.charges(name)] for ran in (whole, resumed))
         assert sorted(charged) == sorted([*usual, *(repeated if name == "b" else [])])

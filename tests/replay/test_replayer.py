@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hospitals import write_shards
+from harness import write_shards
 from replay.runs import FEW, JOB, SIZES, B, K, N, run
 
 from flwr_replay.config.compose import compose

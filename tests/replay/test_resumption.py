@@ -1,7 +1,9 @@
 """A run that breaks off while its generator is trained ends with the bits of an uninterrupted one."""
 
 import pytest
-from replay.runs import FEW, TASK, broken, run, same
+from grid import first
+from harness import same
+from replay.runs import FEW, TASK, broken, run
 
 from flwr_replay.config.compose import compose
 from flwr_replay.runs.execute import settings_of
@@ -37,16 +39,16 @@ def check(whole, resumed):
 def test_after_some_of_the_generators_visits(folder, uninterrupted, kind, visits):
     resumed = broken(folder, *JOB, f"replay={kind}", stop_after=visits, typed=visits == 1)
     check(uninterrupted[kind], resumed)
-    assert [name for stage, name in resumed.grid.asked if stage == "train-generator"] == list("abc"[visits:])
+    assert resumed.grid.who("train-generator") == list("abc"[visits:])
 
 
 @pytest.mark.parametrize(("kind", "at"), [(kind, at) for kind, breaks in BREAKS.items() for at in breaks])
 def test_with_an_answer_on_its_way(folder, uninterrupted, kind, at):
-    check(uninterrupted[kind], broken(folder, *JOB, f"replay={kind}", breaking=at))
+    check(uninterrupted[kind], broken(folder, *JOB, f"replay={kind}", breaking=[at]))
 
 
 @pytest.mark.parametrize(
-    ("codes", "where"), [("stale", {"breaking": ("encode-images", "c")}), ("last-pass", {"stop_after": 3})]
+    ("codes", "where"), [("stale", {"breaking": [("encode-images", "c")]}), ("last-pass", {"stop_after": 3})]
 )
 def test_with_codes_encoded_otherwise(folder, codes, where):
     options = [*JOB, "replay=vqvae2", f"replay.codes={codes}"]
@@ -56,9 +58,9 @@ def test_with_codes_encoded_otherwise(folder, codes, where):
 @pytest.mark.parametrize("kind", BREAKS)
 def test_with_a_visit_that_is_made_again(folder, kind):
     options, lost = ["strategy=fedavg", *FEW, "rounds=2", f"replay={kind}"], [("train-generator", "b")]
-    whole = run(folder, *options, failing_first=lost)
+    whole = run(folder, *options, failing=first(*lost))
     for visits in (2, 4):  # b's first, b's second
-        resumed = broken(folder, *options, failing_first=lost, stop_after=visits + (visits > 3))
+        resumed = broken(folder, *options, failing=first(*lost), stop_after=visits + (visits > 3))
         assert same(whole.weights, resumed.weights)
         kept = [sorted(path.name for path in (ran.folder / "replay").iterdir()) for ran in (whole, resumed)]
         assert kept[0] == kept[1]

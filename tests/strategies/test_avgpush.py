@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from peers import NAMES, hospitals, run, same
+from harness import same
+from peers import NAMES, hospitals, run
 from safetensors.numpy import load_file
 
 

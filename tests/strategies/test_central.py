@@ -6,7 +6,8 @@ import shlex
 import numpy as np
 import pytest
 import torch
-from hospitals import fresh
+from grid import Grid
+from harness import fresh
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app
@@ -17,21 +18,10 @@ from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.strategies.central import Central
 from flwr_replay.wire.records import opened
 
 N, B = 90, 16
-
-
-class Grid(InlineGrid):
-    """Notes who receives which messages."""
-
-    asked = ()
-
-    def _answer(self, message):
-        self.asked += ((message.metadata.dst_node_id, message.metadata.message_type),)
-        return super()._answer(message)
 
 
 @pytest.fixture
@@ -60,8 +50,8 @@ def simulated(k):
 @pytest.mark.parametrize("rule", ["keep", "reset"])
 def test_one_institution_trains_on_the_union_and_all_evaluate(job, rule):
     weights, grid = run([*job, f"optimizer-state={rule}"], simulated(3))
-    assert [node for node, kind in grid.asked if kind == "train"] == [2, 2, 2]
-    assert [node for node, kind in grid.asked if kind == "evaluate"] == [2, 3, 4]
+    assert grid.who("train") == ["institution-1"] * 3
+    assert grid.who("evaluate") == ["institution-1", "institution-2", "institution-3"]
 
     config = compose(job)
     part = dealt(config.task, config.partition, 3, config.seed)

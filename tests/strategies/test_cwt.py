@@ -6,8 +6,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from flwr.app import Error, Message
-from hospitals import Seen, fresh, node_configs, write_shards
+from grid import Grid, nth
+from harness import Seen, fresh, node_configs, write_shards
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app
@@ -17,10 +17,9 @@ from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
 from flwr_replay.rng import derived_rng, derived_seed
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.strategies.cwt import CWT
-from flwr_replay.wire.records import config_in, metrics_in, opened
+from flwr_replay.wire.records import metrics_in, opened
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}  # 4, 2 and 1 iterations
@@ -28,25 +27,9 @@ TASK = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4
 JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=3"]
 
 
-class Grid(InlineGrid):
-    """Notes who trains when and on how many examples; some fail."""
-
-    failing = diverging = ()
-    visits = ()
-
-    def _answer(self, message):
-        name = self.contexts[message.metadata.dst_node_id].node_config["name"]
-        if message.metadata.message_type != "train":
-            return super()._answer(message)
-        self.visits += (name,)
-        if (name, self.visits.count(name)) in self.failing:
-            return Message(Error(2, "made to fail"), reply_to=message)
-        if (name, self.visits.count(name)) in self.diverging:
-            message.content["config"]["lr"] = 1e30
-        assert config_in(message.content)["server-round"] == len(self.visits)
-        reply = super()._answer(message)
-        self.seen = {**getattr(self, "seen", {}), name: metrics_in(reply.content).get("examples-seen")}
-        return reply
+def each_exchange_is_a_visit(grid, message, reply):
+    if grid.asked[-1].stage == "train":
+        assert grid.asked[-1].exchange == len(grid.who("train"))
 
 
 @pytest.fixture
@@ -56,11 +39,11 @@ def shards(tmp_path):
 
 @pytest.fixture
 def start(tmp_path, shards):
-    def start(*options, recorder=None, **watched):
+    def start(*options, recorder=None, **script):
         overrides = ["strategy=cwt", *JOB, *options]
         config = compose(overrides)
         grid = Grid(app, {"overrides": shlex.join(overrides)}, node_configs(tmp_path, tmp_path))
-        vars(grid).update(watched)
+        vars(grid).update({"after": each_exchange_is_a_visit, **script})
         options = {"evaluate_every": config.evaluate_every, "seed": config.seed, "task": make_task(config.task)}
         strategy = CWT(config.strategy, Settings(training=config.training, nodes=3, **options), recorder or Seen())
         return opened(strategy.start(grid, fresh(config), config.rounds).arrays), grid, strategy.recorder
@@ -99,35 +82,37 @@ def agree(one, other):
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_fixed_order_is_that_of_the_names(start, shards, keep):
     weights, grid, recorder = start(f"optimizer-state={'keep' if keep else 'reset'}")
-    assert grid.visits == tuple("abc" * 3)
-    agree(weights, twin(shards, grid.visits, keep=keep))
+    assert grid.who("train") == [*"abc" * 3]
+    agree(weights, twin(shards, grid.who("train"), keep=keep))
     assert recorder.examples == 3 * (4 * B + 2 * B + 5)
 
 
 def test_a_visit_is_max_1_floor_n_over_b_iterations(start):
     _, grid, _ = start()
-    assert grid.seen == {"a": 4 * B, "b": 2 * B, "c": 5}
+    seen = {name: {metrics_in(reply.content)["examples-seen"] for _, reply in grid.of("train", name)} for name in SIZES}
+    assert seen == {"a": {4 * B}, "b": {2 * B}, "c": {5}}
 
 
 def test_a_shuffled_order_is_a_new_permutation_in_every_cycle(start, shards):
     weights, grid, _ = start("order=shuffled", "rounds=6", "evaluate-every=6")
-    cycles = [grid.visits[i : i + 3] for i in range(0, 18, 3)]
+    visits = grid.who("train")
+    cycles = [tuple(visits[i : i + 3]) for i in range(0, 18, 3)]
     assert all(sorted(cycle) == ["a", "b", "c"] for cycle in cycles)
     assert len(set(cycles)) > 1
     assert cycles == [tuple("abc"[i] for i in derived_rng(0, "order", n).permutation(3)) for n in range(6)]
-    agree(weights, twin(shards, grid.visits))
+    agree(weights, twin(shards, grid.who("train")))
 
 
 def test_a_visit_that_fails_goes_to_the_next_with_the_same_weights(start, shards):
-    weights, grid, recorder = start(failing=[("b", 1)])
-    assert grid.visits == tuple("abcabcabc")
+    weights, grid, recorder = start(failing=nth(("train", "b", 1)))
+    assert grid.who("train") == [*"abcabcabc"]
     agree(weights, twin(shards, ["a", None, *"cabcabc"]))
     assert [(failure["institution"], failure["round"]) for failure in recorder.failures] == [("b", 2)]
 
 
 def test_a_cycle_of_failures_ends_the_run(start):
     with pytest.raises(RunError, match=r"no institution answered in exchange 4; .*made to fail"):
-        start(failing=[("b", 1), ("c", 1), ("a", 2)])
+        start(failing=nth(("train", "b", 1), ("train", "c", 1), ("train", "a", 2)))
 
 
 def test_a_cycle_of_losses_that_are_not_finite_stops_the_run_at_the_last_good_checkpoint(start, shards):
@@ -137,8 +122,14 @@ def test_a_cycle_of_losses_that_are_not_finite_stops_the_run_at_the_last_good_ch
         def end_exchange(self, snapshot):
             self.snapshots += (snapshot,)
 
+    diverging = nth(("train", "b", 1), ("train", "c", 1), ("train", "a", 2))
+
+    def steep(grid, message):
+        if diverging(grid, grid.asked[-1]):
+            message.content["config"]["lr"] = 1e30
+
     recorder = Kept()
     with pytest.raises(DivergedError, match=r"^a: the loss must stay finite"):
-        start(recorder=recorder, diverging=[("b", 1), ("c", 1), ("a", 2)])
+        start(recorder=recorder, before=steep)
     for kept in recorder.snapshots:
         agree(kept.arrays, twin(shards, ["a"]))

@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from flwr.app import Error, Message
-from hospitals import fresh, node_configs, write_shards
+from grid import Grid
+from harness import fresh, node_configs, same, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
@@ -20,33 +20,12 @@ from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import weighted_mean
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.engine import InlineGrid
-from flwr_replay.wire.records import config_in, opened
+from flwr_replay.wire.records import opened
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}
 TASK = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4"]
 JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=3"]
-
-
-class Grid(InlineGrid):
-    """One institution may fail its training in one round; replies may come in any order."""
-
-    failing = ()
-    backwards = False
-
-    def _answer(self, message):
-        name = self.contexts[message.metadata.dst_node_id].node_config["name"]
-        if (
-            message.metadata.message_type == "train"
-            and (name, config_in(message.content)["server-round"]) in self.failing
-        ):
-            return Message(Error(2, "made to fail"), reply_to=message)
-        return super()._answer(message)
-
-    def pull_messages(self, message_ids):
-        replies = super().pull_messages(message_ids)
-        return replies[::-1] if self.backwards else replies
 
 
 @pytest.fixture
@@ -56,11 +35,11 @@ def shards(tmp_path):
 
 @pytest.fixture
 def start(tmp_path, shards):
-    def start(*options, names="cab", strategy="fedavg", **watched):
+    def start(*options, names="cab", strategy="fedavg", **script):
         overrides = [f"strategy={strategy}", *JOB, *options]
         config, nodes = compose(overrides), node_configs(tmp_path, tmp_path / strategy, names)
         grid = Grid(app, {"overrides": shlex.join(overrides)}, nodes)
-        vars(grid).update(watched)
+        vars(grid).update(script)
         settings = Settings(training=config.training, nodes=len(names), evaluate_every=9, task=make_task(config.task))
         method = load_strategy(strategy)[0](config.strategy, settings)
         return opened(method.start(grid, fresh(config), config.rounds).arrays), method.recorder
@@ -109,10 +88,6 @@ def agree(one, other):
         np.testing.assert_allclose(one[name], other[name], rtol=0, atol=1e-6, err_msg=name)
 
 
-def same(one, other):
-    return all(one[name].tobytes() == other[name].tobytes() for name in one | other)
-
-
 def test_institutions_of_unequal_size_weigh_n_k_over_n(start, shards):
     agree(start()[0], twin(shards, momentum=0.9))
 
@@ -130,7 +105,7 @@ def test_each_institution_keeps_its_own_optimizer(start, shards, optimizer):
 
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_without_one_institution_the_others_weights_sum_to_one(start, shards, name):
-    weights, recorder = start(failing=[(name, 1)])
+    weights, recorder = start(failing=[("train", name, 1)])
     agree(weights, twin(shards, momentum=0.9, failing=[(name, 1)]))
     assert [(failure["institution"], failure["round"]) for failure in recorder.failures] == [(name, 1)]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from averaging import JOB, SIZES, TASK, agree, local_sgd, mean, run
-from hospitals import write_shards
+from harness import write_shards
 from safetensors.numpy import load_file
 
 from flwr_replay.check import check_strategy

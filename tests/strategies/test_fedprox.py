@@ -1,8 +1,8 @@
 """FedProx against a plain loop; without its term it is FedAvg."""
 
 import pytest
-from averaging import JOB, SIZES, agree, local_sgd, mean, run, same
-from hospitals import write_shards
+from averaging import JOB, SIZES, agree, local_sgd, mean, run
+from harness import same, write_shards
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError

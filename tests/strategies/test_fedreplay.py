@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from algorithm_2 import JOB, B, cut_after, network, stage_1, stage_2, stage_3
-from flwr.app import Error, Message
-from hospitals import Seen, fresh, node_configs, write_shards
+from grid import Grid, nth
+from harness import Seen, fresh, node_configs, same, write_shards
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
@@ -19,38 +19,13 @@ from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
 from flwr_replay.strategies.fedreplay import FedReplay
-from flwr_replay.wire.records import arrays_in, config_in, opened
+from flwr_replay.wire.records import arrays_in, opened
 from flwr_replay.wire.weights import to_arrays
 
 SIZES = {"a": 40, "b": 64, "c": 21}
 QUICK = ["encoder=random", "rounds=1"]
-
-
-class Grid(InlineGrid):
-    """Keeps what was asked and answered; fails or breaks off where told, by (name, stage, n-th time)."""
-
-    failing = breaking = ()
-
-    def _answer(self, message):
-        self.log = getattr(self, "log", [])
-        name = self.contexts[message.metadata.dst_node_id].node_config["name"]
-        stage = config_in(message.content)["stage"]
-        at = name, stage, len(self.of(stage, name)) + 1
-        if at in self.breaking:
-            raise KeyboardInterrupt
-        reply = Message(Error(2, "made to fail"), reply_to=message) if at in self.failing else super()._answer(message)
-        self.log.append((name, stage, message.content, reply))
-        return reply
-
-    def of(self, stage, name=""):
-        """Return requests and replies of one stage."""
-        return [(asked, reply) for who, what, asked, reply in self.log if what == stage and name in ("", who)]
-
-    def who(self, stage):
-        return [who for who, what, _, _ in self.log if what == stage]
 
 
 @pytest.fixture
@@ -69,11 +44,11 @@ def start(nodes):
     """Run; return the weights, the grid, the folder of latents and the recorder."""
     kept = []  # a recorder's folder goes with it
 
-    def start(*options, names="cab", wait_for=3, evaluate_fn=None, **watched):
+    def start(*options, names="cab", wait_for=3, evaluate_fn=None, **script):
         overrides = [*JOB, *options]
         config = compose(overrides)
         grid = Grid(app, {"overrides": shlex.join(overrides)}, [nodes[name] for name in names])
-        vars(grid).update(watched)
+        vars(grid).update(script)
         strategy = FedReplay(
             config.strategy,
             Settings(
@@ -96,12 +71,12 @@ def start(nodes):
 def run(tmp_path, nodes):
     """Run with a run directory; return the weights, the grid, the directory and the result."""
 
-    def start(name, *options, resume=False, breaking=()):
+    def start(name, *options, resume=False, stopping=()):
         overrides = [*JOB, *options, "nodes=3", f"runs_dir={tmp_path}", f"run_name={name}"]
         if resume:
             overrides = [*overrides_of(tmp_path / name / "config.yaml"), f"resume={tmp_path / name}"]
         grid = Grid(app, {"overrides": shlex.join(overrides)}, list(nodes.values()))
-        grid.breaking = breaking
+        grid.stopping = stopping
         result, folder = execute(grid, compose(overrides), Display())
         return load_file(folder / "models" / "global.safetensors"), grid, folder / "latents", result
 
@@ -116,10 +91,6 @@ def agree(weights, *modules):
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(weights[name], value.numpy(), rtol=0, atol=1e-6, err_msg=name)
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
 def stored(folder, name, what="latents"):
@@ -138,7 +109,7 @@ def test_the_run_is_algorithm_2(start, shards, lr_step, fall):
         np.testing.assert_allclose(stored(folder, name), e.numpy(), rtol=0, atol=1e-6)
         assert stored(folder, name, "labels").tolist() == y.tolist()
     agree(weights, encoder, stage_3([union, union], fall=fall))
-    stages = [stage for _, stage, _, _ in grid.log]
+    stages = [at.stage for at in grid.asked]
     assert stages == ["roll-call"] * 3 + ["encode"] + ["extract"] * 3 + ["evaluate"] * 3
     in_encoder = epochs * (58 // B) * B
     assert recorder.examples == in_encoder + 2 * (sum(SIZES.values()) // B) * B
@@ -147,7 +118,7 @@ def test_the_run_is_algorithm_2(start, shards, lr_step, fall):
 def test_the_primary_starts_from_fresh_weights_not_from_the_encoders_tail(start):
     weights, grid, _, _ = start("lr=1e-12", "momentum=0", "rounds=1")
     [(asked, _)] = grid.of("encode")
-    fresh, tail = to_arrays(network(purpose="primary")), arrays_in(asked).state_dict()
+    fresh, tail = to_arrays(network(purpose="primary")), arrays_in(asked.content).state_dict()
     for name in ("conv2.conv.weight", "head.fc.weight"):
         np.testing.assert_allclose(weights[name], fresh[name], rtol=0, atol=1e-6)
         assert not np.allclose(weights[name], tail[name], rtol=0, atol=1e-2)
@@ -160,7 +131,7 @@ def test_the_encoder_stays_as_it_came_norm_layers_included(start):
     assert {"conv1.conv.weight", "conv1.norm.running_mean", "conv1.norm.num_batches_tracked"} <= encoder.keys()
     assert not any(name.startswith(("conv2", "head")) for name in encoder)
     assert len(grid.of("extract")) > 3
-    assert all(same(arrays_in(asked).state_dict(), encoder) for asked, _ in grid.of("extract"))
+    assert all(same(arrays_in(asked.content).state_dict(), encoder) for asked, _ in grid.of("extract"))
     assert same({name: weights[name] for name in encoder}, encoder)
     assert any(encoder["conv1.norm.running_mean"] != 0)
 
@@ -170,7 +141,7 @@ def test_the_encoder_stays_as_it_came_norm_layers_included(start):
 
 def test_the_largest_trains_the_encoder_and_the_next_largest_stands_in(start, shards):
     assert start("rounds=1")[1].who("encode") == ["b"]
-    weights, grid, _, recorder = start(failing=[("b", "encode", 1)])
+    weights, grid, _, recorder = start(failing=nth(("encode", "b", 1)))
     assert grid.who("encode") == ["b", "a"]
     assert sorted(grid.who("extract")) == ["a", "b", "c"]  # it could not train, but it can encode
     encoder, _ = stage_1(*shards["a"], "a", "conv1")
@@ -182,7 +153,7 @@ def test_the_largest_trains_the_encoder_and_the_next_largest_stands_in(start, sh
 def test_a_named_institution_trains_the_encoder_or_nobody(start):
     assert start("rounds=1", "encoder-institution=c")[1].who("encode") == ["c"]
     with pytest.raises(RunError, match=r"no institution could train the encoder; c: .*made to fail"):
-        start("encoder-institution=c", failing=[("c", "encode", 1)])
+        start("encoder-institution=c", failing=nth(("encode", "c", 1)))
     with pytest.raises(ConfigError, match="must be one of largest, b, a, c; got 'd'"):
         start("encoder-institution=d")
 
@@ -307,7 +278,9 @@ def test_who_joins_late_uploads_then_and_counts_from_then_on(start, nodes, shard
 
 
 def test_who_fails_to_upload_is_asked_again_in_the_next_round(start, shards):
-    weights, grid, _, recorder = start("encoder=random", "rounds=3", "evaluate-every=3", failing=[("b", "extract", 1)])
+    weights, grid, _, recorder = start(
+        "encoder=random", "rounds=3", "evaluate-every=3", failing=nth(("extract", "b", 1))
+    )
     assert grid.who("extract").count("b") == 2
     encoder, _ = cut_after(network(), "conv1")
     union = stage_2(encoder, shards)
@@ -318,7 +291,7 @@ def test_who_fails_to_upload_is_asked_again_in_the_next_round(start, shards):
 
 def test_a_run_without_any_upload_ends(start):
     with pytest.raises(RunError, match=r"no institution has uploaded its latents; .*made to fail"):
-        start(*QUICK, failing=[(name, "extract", 1) for name in SIZES])
+        start(*QUICK, failing=nth(*(("extract", name, 1) for name in SIZES)))
 
 
 # --- resumption -------------------------------------------------------------------------------------------------------
@@ -329,13 +302,13 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(run):
     whole, _, folder, result = run("whole", *options)
     for k, (where, asked_again) in enumerate(
         [
-            (("a", "extract", 1), [6]),  # the encoder is there, no upload
-            (("b", "extract", 2), [3]),  # amid the uploads: the first chunk of each is there
-            (("c", "evaluate", 2), [0]),  # all is there
+            (("extract", "a", 1), [6]),  # the encoder is there, no upload
+            (("extract", "b", 2), [3]),  # amid the uploads: the first chunk of each is there
+            (("evaluate", "c", 2), [0]),  # all is there
         ]
     ):
         with pytest.raises(KeyboardInterrupt):
-            run(f"broken-{k}", *options, breaking=[where])
+            run(f"broken-{k}", *options, stopping=nth(where))
         weights, grid, resumed, other = run(f"broken-{k}", resume=True)
         assert same(weights, whole)
         assert result["final"] == other["final"]

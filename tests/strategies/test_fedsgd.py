@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from averaging import JOB, SIZES, run
-from hospitals import write_shards
+from harness import write_shards
 from torch import nn
 from torch.nn.functional import cross_entropy
 

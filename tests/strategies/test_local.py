@@ -5,20 +5,18 @@ import shlex
 import numpy as np
 import pytest
 import torch
-from flwr.app import Error, Message
-from hospitals import Seen, node_configs, write_shards
+from grid import Grid
+from harness import Seen, node_configs, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.learning.tasks import make_task
-from flwr_replay.memory import forget
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
 from flwr_replay.strategies.local import Local
 from flwr_replay.wire.records import array_record
@@ -29,26 +27,9 @@ JOB = ["strategy=local", "task=medmnist", "task.size=8", "classes=3", "model=cnn
 JOB += [f"batch_size={B}", "lr=0.05", "device=cpu"]
 
 
-class Grid(InlineGrid):
-    """Serves every message from memory as a new process has it; looks for weights; breaks off where told."""
-
-    forgetful = True
-    failing = breaking = ()
-
-    def _answer(self, message):
-        stage = message.content["config"].get("stage", "")
-        server_round = message.content["config"]["server-round"]
-        name = self.contexts[message.metadata.dst_node_id].node_config["name"]
-        if (name, stage, server_round) in self.breaking:
-            raise KeyboardInterrupt
-        if (name, stage, server_round) in self.failing:
-            return Message(Error(2, "made to fail"), reply_to=message)
-        if self.forgetful:
-            forget()
-        reply = super()._answer(message)
-        assert "arrays" not in message.content
-        assert "arrays" not in reply.content
-        return reply
+def no_weights(grid, message, reply):
+    assert "arrays" not in message.content
+    assert "arrays" not in reply.content
 
 
 @pytest.fixture
@@ -72,9 +53,9 @@ def nodes(tmp_path, shards):
 def start(tmp_path, nodes):
     """Run; return each institution's model, and the recorder."""
 
-    def start(*options, folder="state", **watched):
+    def start(*options, folder="state", **script):
         grid, config = Grid(app, {"overrides": shlex.join([*JOB, *options])}, nodes(folder)), compose([*JOB, *options])
-        vars(grid).update(watched)
+        vars(grid).update({"forgetful": True, "after": no_weights, **script})
         strategy = Local(
             config.strategy, Settings(training=config.training, nodes=3, run="run", task=make_task(config.task)), Seen()
         )
@@ -131,13 +112,13 @@ def test_a_process_that_remembers_gives_the_same_bits(start):
 
 
 def test_a_run_that_broke_off_goes_on_with_the_same_bits(tmp_path, start, nodes):
-    def run(name, overrides, breaking=()):
+    def run(name, overrides, stopping=()):
         grid = Grid(app, {"overrides": shlex.join(overrides)}, nodes(name))
-        grid.breaking, grid.forgetful = breaking, False
+        grid.stopping, grid.after = stopping, no_weights
         return execute(grid, compose(overrides), Display())[0]
 
     found, recorder = start()
-    for k, where in enumerate([("c", "train-own", 3), ("b", "evaluate-own", 3)]):
+    for k, where in enumerate([("train-own", "c", 3), ("evaluate-own", "b", 3)]):
         name = f"broken-{k}"
         with pytest.raises(KeyboardInterrupt):
             run(name, [*JOB, "rounds=3", "nodes=3", f"runs_dir={tmp_path}", f"run_name={name}"], [where])
@@ -148,7 +129,7 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(tmp_path, start, nodes)
 
 
 def test_who_has_not_trained_yet_has_nothing_to_evaluate(start):
-    failing = [("b", "train-own", server_round) for server_round in (1, 2)]
+    failing = [("train-own", "b", server_round) for server_round in (1, 2)]
     found, recorder = start(failing=failing, forgetful=False)
     reasons = [(failure["round"], failure["reason"]) for failure in recorder.failures]
     assert [server_round for server_round, _ in reasons] == [1, 1, 2, 2]

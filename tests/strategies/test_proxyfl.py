@@ -1,12 +1,12 @@
 """ProxyFL: what it becomes without exchange, what leaves, what may be claimed, and its budget."""
 
-import json
 from contextlib import suppress
 from math import inf
 
 import pytest
 import torch
-from peers import JOB, NAMES, Grid, N, broken, hospitals, run, same
+from harness import same
+from peers import JOB, NAMES, N, broken, hospitals, run
 from torch.nn import functional
 
 from flwr_replay.config.compose import compose
@@ -78,24 +78,13 @@ def test_a_run_is_algorithm_1(shards):
                 torch.testing.assert_close(torch.from_numpy(found[key]), value, rtol=0, atol=1e-5)
 
 
-class Own(Grid):
-    """One institution has another private model than the others."""
-
-    other = "lenet5"
-
-    def __init__(self, app, run_config, configs):
-        models = {"c": self.other}
-        super().__init__(app, run_config, [{**c, "private-model": models.get(c["name"], "mlp")} for c in configs])
-
-
-class Broken(Own):
-    """Its private model cannot be built for this task."""
-
-    other = "unet"
+def of_c(model):
+    """Return the institutions' own configurations where c has another private model than the others."""
+    return {name: {"private-model": model if name == "c" else "mlp"} for name in NAMES}
 
 
 def test_only_the_proxy_leaves(folder):
-    ran = run(folder, *PROXYFL, *DP, grid_type=Own)
+    ran = run(folder, *PROXYFL, *DP, own=of_c("lenet5"))
     up = {(entry["stage"], entry["field"]) for entry in ran.ledger if entry["direction"] == "up"}
     assert {field for stage, field in up if stage == "train-proxy"} == {
         "arrays", "weight", "num-examples", "examples-seen", "proxy-steps", "epsilon", "delta",
@@ -109,13 +98,13 @@ def test_only_the_proxy_leaves(folder):
 
 
 def test_an_institutions_own_configuration_names_its_private_model(folder):
-    ran = run(folder, *PROXYFL, "dp=none", grid_type=Own)
+    ran = run(folder, *PROXYFL, "dp=none", own=of_c("lenet5"))
     assert "conv1.conv.weight" in ran.private("c", 2)
     assert "conv1.conv.weight" not in ran.private("a", 2)
 
 
 def test_a_private_model_that_cannot_be_built_is_told_before_anybody_trains(folder):
-    ran = run(folder, *PROXYFL, "dp=none", grid_type=Broken)
+    ran = run(folder, *PROXYFL, "dp=none", own=of_c("unet"))
     [failure] = ran.result["failures"]
     assert (failure["round"], failure["institution"]) == (0, "c")
     assert {name for stage, name, _ in ran.grid.asked if stage == "train-proxy"} == {"a", "b", "d"}
@@ -135,10 +124,7 @@ def test_an_epsilon_says_whether_it_is_proven(folder, beta, proven):
     up = [text for text in released if text != "none"]
     assert len(up) == 2 * len(NAMES)
     assert all(("not a proof" in text) != proven for text in up)
-    own = [json.loads(line) for line in (ran.stores / "a" / "ledger.jsonl").read_text().splitlines()]
-    texts = [
-        e["protection"] for e in own if e["run"] == ran.run and e["field"] == "arrays" and e["protection"] != "none"
-    ]
+    texts = [e["protection"] for e in ran.own_ledger("a") if e["field"] == "arrays" and e["protection"] != "none"]
     assert texts
     assert all(("not a proof" in text) != proven for text in texts)
     page = forecast_page(
@@ -157,12 +143,7 @@ def test_a_policy_that_asks_for_an_epsilon_of_all_refuses(folder):
     rules = folder / "policy.yaml"
     rules.write_text("kinds: [model, statistic]\nmax-epsilon: 100\n")
 
-    class Ruled(Grid):
-        def __init__(self, app, run_config, configs):
-            own = [{**c, "policy": str(rules)} if c["name"] == "b" else c for c in configs]
-            super().__init__(app, run_config, own)
-
-    ran = run(folder, *PROXYFL, *DP, "epsilon=50", grid_type=Ruled)
+    ran = run(folder, *PROXYFL, *DP, "epsilon=50", own={"b": {"policy": str(rules)}})
     assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
     assert all("policy asks for epsilon <= 100" in failure["reason"] for failure in ran.result["failures"])
 
@@ -247,35 +228,32 @@ def test_bad_options_are_refused_before_any_training(folder, options, says):
 
 
 def test_a_server_that_asks_for_another_beta_than_was_configured_is_refused(folder):
-    class Lying(Grid):
-        def _answer(self, message):
-            if "beta" in message.content["config"]:
-                message.content["config"]["beta"] = 0.5
-            return super()._answer(message)
+    def lies(grid, message):
+        if "beta" in message.content["config"]:
+            message.content["config"]["beta"] = 0.5
 
     with pytest.raises(RunError, match=r"strategy\.beta is 0\.0, it asks for 0\.5"):
-        run(folder, *PROXYFL, *DP, "beta=0", grid_type=Lying)
+        run(folder, *PROXYFL, *DP, "beta=0", before=lies)
+
+
+def under(first):
+    """Send every message under the id of another run."""
+
+    def before(grid, message):
+        message.content["config"]["run"] = first.run
+
+    return before
 
 
 def test_a_private_training_does_not_go_on_from_one_without_noise(folder):
     first = run(folder, *PROXYFL, "dp=none", "rounds=1", name="first")
 
-    class Under(Grid):
-        def _answer(self, message):
-            message.content["config"]["run"] = first.run
-            return super()._answer(message)
-
     with pytest.raises(RefusedError, match=r"was begun with others .*: begin a new run"):
-        run(folder, *PROXYFL, *DP, grid_type=Under)
+        run(folder, *PROXYFL, *DP, before=under(first))
 
 
 def test_under_one_run_a_proxy_does_not_change_from_unproven_to_proven(folder):
     first = run(folder, *PROXYFL, *DP, "beta=0.5", "rounds=1", name="unproven")
 
-    class Under(Grid):
-        def _answer(self, message):
-            message.content["config"]["run"] = first.run
-            return super()._answer(message)
-
     with pytest.raises(RefusedError, match=r"was begun with others .*: begin a new run"):
-        run(folder, *PROXYFL, *DP, "beta=0", grid_type=Under)
+        run(folder, *PROXYFL, *DP, "beta=0", before=under(first))

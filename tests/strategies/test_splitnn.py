@@ -1,20 +1,18 @@
 """SplitNN through real messages: CWT's bits, the unsplit model's gradients, plain loops for what is its own."""
 
 import shlex
-from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Error, Message
-from hospitals import Seen, fresh, node_configs, write_shards
+from grid import Grid
+from harness import Seen, fresh, node_configs, same, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_strategy, overrides_of
 from flwr_replay.errors import DivergedError, FlwrReplayError, RunError
-from flwr_replay.memory import forget
 from flwr_replay.models import placed
 from flwr_replay.models.zoo import backbone
 from flwr_replay.report.progress import Display
@@ -23,7 +21,7 @@ from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute, settings_of
 from flwr_replay.strategies.splitnn import group_sizes
 from flwr_replay.wire.payload import REQUESTS
-from flwr_replay.wire.records import array_record, arrays_in, config_in, opened
+from flwr_replay.wire.records import array_record, arrays_in, opened
 from flwr_replay.wire.weights import to_arrays
 
 B, LR = 16, 0.05
@@ -32,41 +30,37 @@ TASK = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4
 JOB = [*TASK, f"batch_size={B}", f"lr={LR}", "device=cpu", "rounds=2", "evaluate-every=2"]
 UNLABELLED = "share-labels=false"
 VISIT = ["enter", "next-batch", "leave"]  # of b
+OUTSIDE = ("roll-call", "evaluate")  # of visits
 
 
-class Grid(InlineGrid):
-    """Notes every message; fails, breaks off or spoils where told, by (name, which of its messages); repeats all."""
+def stages(grid, name=""):
+    """Return what the institutions, or one of them, were asked for in their visits."""
+    return [at.stage for at in grid.asked if at.stage not in OUTSIDE and name in ("", at.name)]
 
-    failing = breaking = ()
-    twice = new_process = False
-    spoiled = MappingProxyType({})  # to what takes an answer's arrays and returns those that replace them
 
-    def _answer(self, message):
-        if message.metadata.message_type != "train":
-            return super()._answer(message)
-        self.log = getattr(self, "log", [])
-        name = self.contexts[message.metadata.dst_node_id].node_config["name"]
-        at = name, 1 + sum(name == who for who, _, _ in self.log)
-        if at in self.breaking:
-            raise KeyboardInterrupt
-        if self.new_process:  # nothing but the disk is left from the message before
-            forget()
-        if self.twice:
-            super()._answer(message)
-        reply = Message(Error(2, "made to fail"), reply_to=message) if at in self.failing else super()._answer(message)
-        if at in self.spoiled:
-            reply.content["arrays"].update(self.spoiled[at](arrays_in(reply.content).state_dict()))
-        self.log.append((name, message, reply))
-        return reply
+def nth_message(*calls):
+    """Mean messages by their number among all of an institution's visits: (name, n)."""
+    return lambda grid, at: (at.name, len(stages(grid, at.name))) in calls and at.stage not in OUTSIDE
 
-    def stages(self, name=""):
-        """Return what the institutions, or one of them, were asked for."""
-        return [config_in(message.content)["stage"] for who, message, _ in self.log if name in ("", who)]
 
-    def answered(self, name, stage):
-        """Return the arrays that an institution sent at a stage."""
-        found = [(message, reply) for who, message, reply in self.log if who == name]
-        return [arrays_in(r.content).state_dict() for m, r in found if config_in(m.content)["stage"] == stage]
+def answered(grid, stage, name):
+    """Return the arrays that an institution sent at a stage."""
+    return [arrays_in(reply.content).state_dict() for _, reply in grid.of(stage, name)]
+
+
+def spoils(call, spoil):
+    """Let arrays of an answer be replaced."""
+
+    def after(grid, asked, reply):
+        if nth_message(call)(grid, grid.asked[-1]):
+            reply.content["arrays"].update(spoil(arrays_in(reply.content).state_dict()))
+
+    return after
+
+
+def asked_twice(grid, asked):
+    if grid.asked[-1].stage not in OUTSIDE:
+        InlineGrid._answer(grid, asked)
 
 
 @pytest.fixture
@@ -79,19 +73,15 @@ def shards(tmp_path):
 def start(tmp_path, shards):
     """Run; return the weights, the grid and the recorder."""
 
-    def start(*options, strategy="splitnn", names="cab", **watched):
+    def start(*options, strategy="splitnn", names="cab", **script):
         overrides = [f"strategy={strategy}", *JOB, *options]
         config = compose(overrides)
         grid = Grid(app, {"overrides": shlex.join(overrides)}, node_configs(tmp_path, tmp_path, names))
-        vars(grid).update(watched)
+        vars(grid).update(script)
         run = load_strategy(strategy)[0](config.strategy, settings_of(config), Seen())
         return opened(run.start(grid, fresh(config), config.rounds).arrays), grid, run.recorder
 
     return start
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
 def agree(one, other):
@@ -137,10 +127,10 @@ def test_the_gradients_are_those_of_the_unsplit_model(start, shards, cut):
     cross_entropy(model[first:](a), y[order]).backward()
     torch.optim.SGD(model.parameters(), lr=LR).step()
 
-    [sent] = grid.answered("c", "enter")
+    [sent] = answered(grid, "enter", "c")
     assert np.array_equal(sent["activations"], a.detach().numpy())
     assert sent["labels"].tolist() == y[order].tolist()
-    [_, (_, leave, _)] = grid.log
+    [(leave, _)] = grid.of("leave")
     assert np.array_equal(arrays_in(leave.content).state_dict()["gradients"], a.grad.numpy())
     assert same(weights, to_arrays(model))
 
@@ -155,26 +145,26 @@ def test_a_batch_is_one_message_each_way(start):
         "b": VISIT,
         "c": ["enter", "leave"],
     }
-    assert grid.stages() == (visits["a"] + visits["b"] + visits["c"]) * 2
+    assert stages(grid) == (visits["a"] + visits["b"] + visits["c"]) * 2
     assert recorder.examples == 2 * (4 * B + 2 * B + 5)
     for name, rows in {"a": B, "b": B, "c": 5}.items():
-        assert {len(sent["activations"]) for sent in grid.answered(name, "enter")} == {rows}
+        assert {len(sent["activations"]) for sent in answered(grid, "enter", name)} == {rows}
 
 
 def test_without_labels_a_batch_is_two_messages_and_no_payload_has_a_field_for_labels(start):
     _, grid, _ = start(UNLABELLED)
-    assert grid.stages("b") == ["enter-unlabelled", "head-loss", "next-batch-unlabelled", "head-loss", "leave"] * 2
-    for stage in set(grid.stages()):
+    assert stages(grid, "b") == ["enter-unlabelled", "head-loss", "next-batch-unlabelled", "head-loss", "leave"] * 2
+    for stage in set(stages(grid)):
         assert not {"labels"} & (REQUESTS[stage].declared().keys() | REQUESTS[stage].answer.declared().keys())
-    assert not any("labels" in arrays_in(reply.content).names for _, _, reply in grid.log)
+    assert not any("labels" in arrays_in(reply.content).names for at, _, reply in grid.log if at.stage not in OUTSIDE)
 
 
 def test_only_the_institutions_part_visits(start):
     _, grid, _ = start(UNLABELLED, "cut=conv1")
-    [half, *_] = grid.answered("a", "leave")
+    [half, *_] = answered(grid, "leave", "a")
     assert {name.split(".")[0] for name in half} == {"conv1", "head"}
     _, grid, _ = start("cut=conv2")
-    [half, *_] = grid.answered("a", "leave")
+    [half, *_] = answered(grid, "leave", "a")
     assert {name.split(".")[0] for name in half} == {"conv1", "conv2"}
 
 
@@ -189,26 +179,26 @@ def test_group_sizes_add_up_to_the_visits_of_cwt():
 
 
 @pytest.mark.parametrize("labels", ["share-labels=true", UNLABELLED])
-@pytest.mark.parametrize("how", ["twice", "new_process"])
+@pytest.mark.parametrize("how", [{"before": asked_twice}, {"forgetful": True}], ids=["twice", "new process"])
 def test_a_message_repeated_or_in_a_new_process_gives_the_same_bits(start, labels, how):
     weights, _, _ = start(labels)
-    assert same(start(labels, **{how: True})[0], weights)
+    assert same(start(labels, **how)[0], weights)
 
 
 @pytest.mark.parametrize("options", [[], ["optimizer-state=keep"], [UNLABELLED, "optimizer-state=keep"]])
 def test_a_run_that_breaks_off_amid_a_visit_goes_on_with_the_same_bits(tmp_path, shards, options):
-    def run(name, *more, breaking=(), resume=False):
+    def run(name, *more, stopping=(), resume=False):
         overrides = ["strategy=splitnn", *JOB, *options, "nodes=3", f"runs_dir={tmp_path}", f"run_name={name}"]
         if resume:
             overrides = [*overrides_of(tmp_path / name / "config.yaml"), f"resume={tmp_path / name}"]
         grid = Grid(app, {"overrides": shlex.join(overrides)}, node_configs(tmp_path, tmp_path))
-        grid.breaking = breaking
+        grid.stopping = stopping
         result, folder = execute(grid, compose(overrides), Display())
         return load_file(folder / "models" / "global.safetensors"), result
 
     weights, result = run("whole")
     with pytest.raises(KeyboardInterrupt):
-        run("broken", breaking=[("a", 9 if options[:1] != [UNLABELLED] else 16)])  # in its second visit
+        run("broken", stopping=nth_message(("a", 9 if options[:1] != [UNLABELLED] else 16)))  # in its second visit
     resumed, ended = run("broken", resume=True)
     assert same(resumed, weights)
     assert ended["final"] == result["final"]
@@ -218,15 +208,15 @@ def test_a_run_that_breaks_off_amid_a_visit_goes_on_with_the_same_bits(tmp_path,
 @pytest.mark.parametrize("message", [1, 2, 3])
 @pytest.mark.parametrize("options", [[], ["optimizer-state=keep"]])
 def test_a_visit_that_breaks_off_leaves_both_parts_and_goes_to_the_next(start, shards, message, options):
-    weights, grid, recorder = start(*options, failing=[("b", message)])
+    weights, grid, recorder = start(*options, failing=nth_message(("b", message)))
     assert [failure["institution"] for failure in recorder.failures] == ["b"]
-    assert grid.stages("b") == [*VISIT[:message], *VISIT]
+    assert stages(grid, "b") == [*VISIT[:message], *VISIT]
     agree(weights, twin(shards, ["a", None, *"cabc"], keep=bool(options)))
 
 
 def test_a_cycle_of_failures_ends_the_run(start):
     with pytest.raises(RunError, match=r"no institution answered in exchange 4; .*made to fail"):
-        start(failing=[("b", 1), ("c", 2), ("a", 7)])
+        start(failing=nth_message(("b", 1), ("c", 2), ("a", 7)))
 
 
 def test_what_an_institution_must_go_on_with_may_not_vanish(start, tmp_path):
@@ -235,11 +225,11 @@ def test_what_an_institution_must_go_on_with_may_not_vanish(start, tmp_path):
             file.unlink()
         return {}
 
-    _, grid, recorder = start(spoiled={("b", 1): lose})
+    _, grid, recorder = start(after=spoils(("b", 1), lose))
     [failure] = recorder.failures
     assert failure["institution"] == "b"
     assert "the part of the model that it kept" in failure["reason"]
-    assert grid.stages("b")[2:] == VISIT
+    assert stages(grid, "b")[2:] == VISIT
 
 
 @pytest.mark.parametrize(
@@ -252,7 +242,7 @@ def test_what_an_institution_must_go_on_with_may_not_vanish(start, tmp_path):
     ],
 )
 def test_an_upload_that_does_not_fit_ends_the_visit_alone(start, shards, at, spoil, told):
-    weights, _, recorder = start(spoiled={("b", at): lambda sent: array_record(spoil(sent))})
+    weights, _, recorder = start(after=spoils(("b", at), lambda sent: array_record(spoil(sent))))
     [failure] = recorder.failures
     assert failure["institution"] == "b"
     assert told in failure["reason"]
@@ -325,8 +315,8 @@ def test_micro_batches_and_the_optimizers_kept(start, shards, with_head, m, keep
     options += [f"share-labels={'false' if with_head else 'true'}"]
     weights, grid, _ = start(*options)
     agree(weights, twin(shards, "abcabc", keep, m, with_head))
-    uploads = grid.stages("a").count("enter-unlabelled" if with_head else "enter")
-    uploads += grid.stages("a").count("next-batch-unlabelled" if with_head else "next-batch")
+    uploads = stages(grid, "a").count("enter-unlabelled" if with_head else "enter")
+    uploads += stages(grid, "a").count("next-batch-unlabelled" if with_head else "next-batch")
     assert uploads == 2 * -(-4 // m)
 
 
@@ -370,4 +360,4 @@ def test_a_policy_that_keeps_samples_at_home_refuses_at_the_roll_call(tmp_path, 
     [failure] = run.recorder.failures
     assert (failure["institution"], failure["round"]) == ("c", 0)
     assert "activations is per-sample" in failure["reason"]
-    assert not grid.stages("c")
+    assert not stages(grid, "c")

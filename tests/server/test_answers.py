@@ -5,7 +5,8 @@ import shlex
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
-from hospitals import fresh, node_configs, write_shards
+from grid import Grid
+from harness import fresh, node_configs, write_shards
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_strategy
@@ -13,7 +14,6 @@ from flwr_replay.errors import DivergedError
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.records import opened
 
@@ -22,23 +22,17 @@ SIZES = {"a": 40, "b": 33, "c": 20}
 FIRST = "conv1.conv.weight"
 
 
-class Lying(InlineGrid):
-    """Institution b's answers to one kind of message are changed."""
-
-    def _answer(self, message):
-        reply = super()._answer(message)
-        name = self.contexts[message.metadata.dst_node_id].node_config["name"]
-        if name in self.liars and message.metadata.message_type == self.lies_in:
-            self.lie(reply.content)
-        return reply
-
-
 def start(folder, strategy, lie, lies_in="train", sizes=SIZES, liars="b"):
     write_shards(folder, sizes)
     overrides = [f"strategy={strategy}", *JOB]
     config, recorder = compose(overrides), Recorder()
-    grid = Lying(app, {"overrides": shlex.join(overrides)}, node_configs(folder, folder / "state"))
-    grid.lie, grid.lies_in, grid.liars = lie, lies_in, liars
+    grid = Grid(app, {"overrides": shlex.join(overrides)}, node_configs(folder, folder / "state"))
+
+    def after(grid, message, reply):
+        if grid.asked[-1].name in liars and message.metadata.message_type == lies_in:
+            lie(reply.content)
+
+    grid.after = after
     settings = Settings(
         training=config.training,
         nodes=3,

@@ -22,7 +22,7 @@ from flwr_replay.report.plots import curves, points
 from flwr_replay.studies import cells as cells_module
 from flwr_replay.studies.compare import compare_strategies
 
-SMALL = ["model=mlp", "width=16", "rounds=2", "nodes=3", "partition.size=120", "ks=0.6", "device=cpu"]
+SMALL = ["model=mlp", "width=8", "rounds=2", "nodes=3", "partition.size=60", "ks=0.6", "device=cpu"]
 
 
 def compare(runs: Path, names: str, *options: str, **more: Any) -> tuple[str, dict[str, Any]]:

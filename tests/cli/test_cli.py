@@ -312,6 +312,6 @@ def test_help_imports_nothing_heavy():
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "print([name for name in ('torch', 'flwr', 'hydra', 'numpy', 'matplotlib') if name in sys.modules])"
     )
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=True)
     assert done.stdout.strip().endswith("[]")

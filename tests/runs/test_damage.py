@@ -8,7 +8,8 @@ import shutil
 from contextlib import suppress
 
 import pytest
-from replay.runs import GENERATOR, Stopping
+from harness import Stopping
+from replay.runs import GENERATOR
 from safetensors.numpy import load_file
 
 from flwr_replay.errors import FlwrReplayError

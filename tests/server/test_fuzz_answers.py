@@ -11,15 +11,14 @@ import shlex
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from grid import Grid
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import choices, compose
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.payloads.common import Failure
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
-from flwr_replay.wire.records import config_in
 
 MUTANTS = int(os.environ.get("FLWR_REPLAY_FUZZ", "2"))
 ROUNDS = min(MUTANTS, 25)
@@ -44,17 +43,18 @@ NUMBERS = [0, -1, 1, 3, 10**6, 10**12, 2**62, 0.5, -0.0, 1e18, 1e200, 1e308, flo
 TEXTS = ["", " ", "a\nb", "../../x", "institution-1", "\x1b[31m", "x" * 5000, "nan", "DivergedError"]
 
 
-class Fuzzing(InlineGrid):
+class Liar:
     """Changes one institution's answers of one stage; notes which stages there are."""
 
-    liar, stage, draw, mutants = 0, "", random.Random(0), 0
+    def __init__(self, node, stage, seed):
+        self.node, self.stage, self.draw, self.mutants = node, stage, random.Random(seed), 0
+        self.stages, self.others = {}, []
 
-    def _answer(self, message):
-        reply = super()._answer(message)
-        node, stage = message.metadata.dst_node_id, config_in(message.content)["stage"]
-        self.__dict__.setdefault("stages", {}).setdefault(stage, set()).add(node)
-        self.__dict__.setdefault("others", []).append(reply)
-        if (node, stage) != (self.liar, self.stage) or not reply.has_content():
+    def __call__(self, grid, message, reply):
+        node, stage = message.metadata.dst_node_id, grid.asked[-1].stage
+        self.stages.setdefault(stage, set()).add(node)
+        self.others.append(reply)
+        if (node, stage) != (self.node, self.stage) or not reply.has_content():
             return reply
         self.mutants += 1
         return mutated(reply, message, self.draw, self.others)
@@ -173,20 +173,20 @@ def spoiled(array, draw):
 
 
 def run(folder, job, seed, stage, liar, rounds=ROUNDS):
-    """Run once; return the grid, and whether the run ended with a result."""
+    """Run once; return the liar, and whether the run ended with a result."""
     overrides = [*JOB, *job, f"rounds={rounds}", "nodes=3", f"runs_dir={folder}/runs"]
-    grid = Fuzzing.simulated(app, {"overrides": shlex.join(overrides)}, 3, state=f"{folder}/state")
-    grid.liar, grid.stage, grid.draw = liar, stage, random.Random(seed)
+    grid = Grid.simulated(app, {"overrides": shlex.join(overrides)}, 3, state=f"{folder}/state")
+    grid.after = Liar(liar, stage, seed)
     try:
         result, _ = execute(grid, compose(overrides), Display())
     except FlwrReplayError as error:
         [_] = str(error).splitlines()
-        return grid, False
+        return grid.after, False
     final = result["final"]["institutions"]
     robbed = [int(one["institution"]) for one in result["failures"] if "two SuperNodes answer" in one["reason"]]
     assert {name for node, name in NAMES.items() if node not in (liar, *robbed)} <= final.keys()
     assert all(np.isfinite(value) for metrics in final.values() for value in metrics.values())
-    return grid, True
+    return grid.after, True
 
 
 METHODS = [(name, options) for name in choices("strategy") for options in OPTIONS.get(name, [[]])]
@@ -202,8 +202,8 @@ def test_whatever_one_answers_the_run_ends_with_the_others_result_or_one_line(tm
         liar, rounds = 3 if 3 in nodes else min(nodes), 1 if stage in ONCE else ROUNDS
         count, seed, ends = 0, 0, 0
         while count < MUTANTS:
-            grid, ended = run(tmp_path, job, f"{name} {stage} {seed}", stage, liar, rounds)
-            assert grid.mutants
+            lies, ended = run(tmp_path, job, f"{name} {stage} {seed}", stage, liar, rounds)
+            assert lies.mutants
             assert ended or name == "central"  # where nobody else trains
-            count, seed, ends = count + grid.mutants, seed + 1, ends + ended
+            count, seed, ends = count + lies.mutants, seed + 1, ends + ended
         print(f"{' '.join(job[:2])}, {stage}: {count} mutated answers in {seed} runs, {ends} with the others' result")

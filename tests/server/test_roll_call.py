@@ -6,6 +6,7 @@ import shlex
 import pytest
 from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from grid import NEVER, Grid, first
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, overrides_of
@@ -19,32 +20,27 @@ FEDREPLAY = ["strategy=fedreplay", "cut=hidden1", "encoder=random"]
 CRASHED, LOST = 8, None
 
 
-class Losing(InlineGrid):
-    """Loses the first answers of one node to the roll call."""
+def losing(code, times):
+    """Lose the first answers of node 3, the second institution, to the roll call; without a code none ever comes."""
+    lost = first(*[("roll-call", "institution-2")] * times)
 
-    node, code, times = 3, CRASHED, 1
+    def before(grid, message):
+        if lost(grid, grid.asked[-1]):
+            return Message(Error(NEVER if code is None else code, "the process died"), reply_to=message)
 
-    def pull_messages(self, message_ids):
-        replies = list(super().pull_messages(message_ids))
-        return [reply for reply in replies if not (reply.has_error() and reply.error.code == 99)]
-
-    def _answer(self, message):
-        if message.metadata.dst_node_id == self.node and message.metadata.message_type == "query" and self.times:
-            self.times -= 1
-            return Message(Error(self.code or 99, "the process died"), reply_to=message)
-        return super()._answer(message)
+    return before
 
 
-def run(tmp_path, *options, grid_type=InlineGrid, served=app, nodes=3, **told):
+def run(tmp_path, *options, served=app, nodes=3, **script):
     overrides = [*JOB, f"nodes={nodes}", *options, f"runs_dir={tmp_path}", "run_name=x"]
-    grid = grid_type.simulated(served, {"overrides": shlex.join(overrides)}, nodes, state=str(tmp_path / "state"))
-    vars(grid).update(told)
+    grid = Grid.simulated(served, {"overrides": shlex.join(overrides)}, nodes, state=str(tmp_path / "state"))
+    vars(grid).update(script)
     return execute(grid, compose(overrides), Display())
 
 
 @pytest.mark.parametrize("code", [CRASHED, LOST])
 def test_a_lost_answer_is_reported_and_the_node_asked_again(tmp_path, code):
-    result, folder = run(tmp_path, *FEDREPLAY, "timeout=4", grid_type=Losing, code=code)
+    result, folder = run(tmp_path, *FEDREPLAY, "timeout=4", before=losing(code, 1))
     [failure] = result["failures"]
     assert failure["institution"] == "3"
     assert "asked again" in failure["reason"]
@@ -57,7 +53,7 @@ def test_a_lost_answer_is_reported_and_the_node_asked_again(tmp_path, code):
 
 
 def test_a_node_that_never_answers_takes_no_part(tmp_path):
-    result, _ = run(tmp_path, *FEDREPLAY, grid_type=Losing, times=99)
+    result, _ = run(tmp_path, *FEDREPLAY, before=losing(CRASHED, 99))
     assert sorted(result["final"]["institutions"]) == ["institution-1", "institution-3"]  # node 3 is the second
     assert result["metric"] == "accuracy"
 

@@ -6,7 +6,8 @@ import stat
 
 import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
-from hospitals import node_configs, write_shards
+from grid import Grid
+from harness import node_configs, write_shards
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
@@ -14,48 +15,53 @@ from flwr_replay.errors import PrivacyError, RunError
 from flwr_replay.institution.identity import KEY, proof_of
 from flwr_replay.payloads.common import Failure
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
-from flwr_replay.wire.records import config_in
 
 JOB = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=4", "batch_size=16", "device=cpu"]
 DP = ["strategy=fedavg", "dp=classifier", "target_epsilon=8"]
 SIZES = {"a": 40, "b": 33, "c": 20}
 
 
-class Grid(InlineGrid):
+def leave(grid, *nodes):
+    return {node: grid.contexts.pop(node) for node in nodes}
+
+
+def join(grid, node, folder, name, state):
+    config = {"name": name, "data": str(folder / f"{name}.npz"), "state": str(folder / state)}
+    run_config = next(iter(grid.contexts.values())).run_config
+    grid.contexts[node] = Context(1, node, config, RecordDict(), run_config)
+
+
+def away(grid, node):
+    """Let a node leave; it comes back with `back`."""
+    grid.away = leave(grid, node)
+
+
+def back(grid):
+    grid.contexts.update(grid.away)
+
+
+def stages(grid, node):
+    """Return what a node was asked for."""
+    return [at.stage for at, message, _ in grid.log if message.metadata.dst_node_id == node]
+
+
+def turned(turns):
+    def there(grid):
+        if turn := turns.get(grid.looks):
+            turn(grid)
+
+    return there
+
+
+def run(folder, turns, *options, names="abc", resume="", rounds=3, after=None):
     """Nodes 2, 3, 4 are a, b, c; at the n-th look at who is there, `turns[n]` changes that."""
-
-    looks, turns = 0, {}
-
-    def get_node_ids(self):
-        self.looks += 1
-        self.turns.get(self.looks, lambda grid: None)(self)
-        return super().get_node_ids()
-
-    def leave(self, *nodes):
-        self.away = {node: self.contexts.pop(node) for node in nodes}
-
-    def join(self, node, folder, name, state, **more):
-        config = {"name": name, "data": str(folder / f"{name}.npz"), "state": str(folder / state), **more}
-        self.contexts[node] = Context(1, node, config, RecordDict(), self.run_config)
-
-    def _answer(self, message):
-        reply = super()._answer(message)
-        self.__dict__.setdefault("asked", []).append(
-            (message.metadata.dst_node_id, config_in(message.content)["stage"])
-        )
-        return reply
-
-
-def run(folder, turns, *options, names="abc", resume="", rounds=3, state="state"):
     if not (folder / "a.npz").exists():
         write_shards(folder, SIZES)
     overrides = [*JOB, f"nodes={len(names)}", *(options or ["strategy=fedavg"]), f"rounds={rounds}"]
     overrides += [f"resume={resume}"] if resume else [f"runs_dir={folder / 'runs'}", "run_name=x"]
-    run_config = {"overrides": shlex.join(overrides)}
-    grid = Grid(app, run_config, node_configs(folder, folder / state, names))
-    grid.turns, grid.run_config = turns, run_config
+    grid = Grid(app, {"overrides": shlex.join(overrides)}, node_configs(folder, folder / "state", names))
+    grid.there, grid.after = turned(turns), after
     result, path = execute(grid, compose(overrides), Display())
     return result, path, grid
 
@@ -73,13 +79,13 @@ FIRST = 2  # looks: one while the run waits for nodes, one at the roll call; the
 
 def test_who_answers_as_another_while_that_is_away_is_refused(tmp_path):
     def swap(grid):
-        grid.leave(3)
-        grid.join(9, tmp_path, "b", "other")
+        leave(grid, 3)
+        join(grid, 9, tmp_path, "b", "other")
 
     result, path, grid = run(tmp_path, {FIRST + 2: swap}, *DP)
     assert reasons(result).keys() == {"9"}
     assert "must prove to be the same institution" in reasons(result)["9"]
-    assert {stage for node, stage in grid.asked if node == 9} == {"roll-call"}
+    assert set(stages(grid, 9)) == {"roll-call"}
     stated = [line["round"] for line in lines(path, "privacy") if line["institution"] == "b"]
     assert stated == [1]
     assert all(line["round"] <= 1 for line in lines(path, "ledger") if line["institution"] == "b")
@@ -90,8 +96,8 @@ def test_who_answers_as_another_while_that_is_away_is_refused(tmp_path):
 
 def test_an_institution_that_returns_as_another_node_with_its_key_goes_on(tmp_path):
     def swap(grid):
-        grid.leave(3)
-        grid.join(9, tmp_path, "b", "state")
+        leave(grid, 3)
+        join(grid, 9, tmp_path, "b", "state")
 
     result, path, _ = run(tmp_path, {FIRST + 2: swap}, *DP)
     assert reasons(result) == {}
@@ -106,26 +112,26 @@ def test_an_institution_that_returns_as_another_node_with_its_key_goes_on(tmp_pa
     ],
 )
 def test_who_was_away_is_asked_again_and_must_be_the_same(tmp_path, change, told):
-    def back(grid):
-        config = {**grid.away[3].node_config, **change}
-        config["data"] = str(tmp_path / change.get("data", "b.npz"))
-        grid.contexts[3] = Context(1, 3, config, RecordDict(), grid.run_config)
+    def changed(grid):
+        back(grid)
+        config = {"data": "b.npz", **change}
+        grid.contexts[3].node_config |= {**config, "data": str(tmp_path / config["data"])}
 
-    turns = {FIRST + 2: lambda grid: grid.leave(3), FIRST + 3: back}
+    turns = {FIRST + 2: lambda grid: away(grid, 3), FIRST + 3: changed}
     result, _, grid = run(tmp_path, turns)
     assert told in reasons(result)["b"]
-    assert [stage for node, stage in grid.asked if node == 3] == ["roll-call", "train", "evaluate", "roll-call"]
+    assert stages(grid, 3) == ["roll-call", "train", "evaluate", "roll-call"]
 
 
 def test_who_was_away_and_is_the_same_goes_on(tmp_path):
-    turns = {FIRST + 2: lambda grid: grid.leave(3), FIRST + 3: lambda grid: grid.contexts.update(grid.away)}
+    turns = {FIRST + 2: lambda grid: away(grid, 3), FIRST + 3: back}
     result, _, grid = run(tmp_path, turns)
     assert reasons(result) == {}
-    assert [stage for node, stage in grid.asked if node == 3].count("train") == 2
+    assert stages(grid, 3).count("train") == 2
 
 
 def test_two_that_begin_under_one_name_are_both_refused_and_the_others_go_on(tmp_path):
-    result, _, _ = run(tmp_path, {1: lambda grid: grid.join(9, tmp_path, "b", "other")})
+    result, _, _ = run(tmp_path, {1: lambda grid: join(grid, 9, tmp_path, "b", "other")})
     assert reasons(result).keys() == {"3", "9"}
     assert all("two SuperNodes answer as 'b'" in reason for reason in reasons(result).values())
     assert sorted(result["final"]["institutions"]) == ["a", "c"]
@@ -138,35 +144,25 @@ def test_a_run_of_one_name_only_ends_with_the_reason(tmp_path):
 
 def test_a_name_in_use_is_free_once_its_owner_has_gone(tmp_path):
     turns = {
-        FIRST + 1: lambda grid: grid.join(9, tmp_path, "b", "state"),  # restarted before Flower has noticed
-        FIRST + 2: lambda grid: grid.leave(3),
+        FIRST + 1: lambda grid: join(grid, 9, tmp_path, "b", "state"),  # restarted before Flower has noticed
+        FIRST + 2: lambda grid: leave(grid, 3),
     }
     result, _, grid = run(tmp_path, turns)
     assert list(reasons(result)) == ["9"]
-    assert [stage for node, stage in grid.asked if node == 9].count("train") == 2
+    assert stages(grid, 9).count("train") == 2
 
 
 def test_a_resumed_run_knows_its_institutions(tmp_path):
     _, path, _ = run(tmp_path, {})
 
     def strangers(grid):
-        grid.leave(2, 3)
-        grid.join(8, tmp_path, "a", "state")
-        grid.join(9, tmp_path, "b", "other")
+        leave(grid, 2, 3)
+        join(grid, 8, tmp_path, "a", "state")
+        join(grid, 9, tmp_path, "b", "other")
 
     result, _, _ = run(tmp_path, {1: strangers}, resume=path, rounds=4)
     assert reasons(result).keys() == {"9"}
     assert sorted(result["final"]["institutions"]) == ["a", "c"]
-
-
-class Renaming(Grid):
-    """What node 4 answers to the roll call is another's notice, or tells what cannot be."""
-
-    def _answer(self, message):
-        reply = super()._answer(message)
-        if (message.metadata.dst_node_id, config_in(message.content)["stage"]) == (4, "roll-call"):
-            return Message(self.told, reply_to=message)
-        return reply
 
 
 @pytest.mark.parametrize(
@@ -184,14 +180,19 @@ class Renaming(Grid):
     ],
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_what_cannot_be_at_the_roll_call_is_one_institutions_failure(tmp_path, told, name, reason, late, monkeypatch):
+def test_what_cannot_be_at_the_roll_call_is_one_institutions_failure(tmp_path, told, name, reason, late):
     if isinstance(told, dict):
         numbers = {"num-examples": 20, "raw-bytes": 1, **told}
         told = RecordDict({"metrics": MetricRecord(numbers), "config": ConfigRecord({"name": "c"})})
-    monkeypatch.setattr(f"{__name__}.Grid", Renaming)
-    monkeypatch.setattr(Renaming, "told", told, raising=False)
-    turns = {1: lambda grid: grid.leave(4), FIRST + 2: lambda grid: grid.contexts.update(grid.away)} if late else {}
-    result, _, _ = run(tmp_path, turns, *(["strategy=fedavg", "nodes=2"] if late else []))
+
+    def tells(grid, message, reply):
+        """Answer node 4's roll call with another's notice, or with what cannot be."""
+        if (message.metadata.dst_node_id, grid.asked[-1].stage) == (4, "roll-call"):
+            return Message(told, reply_to=message)
+        return reply
+
+    turns = {1: lambda grid: away(grid, 4), FIRST + 2: back} if late else {}
+    result, _, _ = run(tmp_path, turns, *(["strategy=fedavg", "nodes=2"] if late else []), after=tells)
     assert reasons(result).keys() == {name}
     assert reason in reasons(result)[name]
     assert sorted(result["final"]["institutions"]) == ["a", "b"]

@@ -8,7 +8,7 @@ import pytest
 
 from flwr_replay.config.compose import choices, compose
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^flwr-replay run .*", PAGE, re.M)
 
 

@@ -4,7 +4,7 @@ import shlex
 
 import numpy as np
 import pytest
-from hospitals import fresh, node_configs
+from harness import fresh, node_configs
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import choices, compose, load_strategy

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from hospitals import node_configs, write_shards
+from grid import Grid
+from harness import node_configs, write_shards
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
@@ -18,41 +19,30 @@ from flwr_replay.report.progress import Display
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
 from flwr_replay.strategies import fedreplay
-from flwr_replay.wire.records import arrays_in, config_in
+from flwr_replay.wire.records import arrays_in
 
 JOB = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4", "batch_size=16", "device=cpu"]
 FEDREPLAY = [*JOB, "strategy=fedreplay", "encoder=random", "rounds=2"]
 
 
-class Lying(InlineGrid):
-    """The first institution by name changes its uploads; notes how many of them wait to be fetched."""
-
-    lie, most = staticmethod(lambda numbers, arrays: None), 0
-
-    def push_messages(self, messages):
-        asked = list(messages)
-        ids = list(super().push_messages(asked))
-        if config_in(asked[0].content)["stage"] == "extract":
-            self.most = max(self.most, len(self._replies))
-        return ids
-
-    def _answer(self, message):
-        reply = super()._answer(message)
-        name = self.contexts[message.metadata.dst_node_id].node_config["name"]
-        if name == "a" and config_in(message.content)["stage"] == "extract":
-            numbers, arrays = reply.content["metrics"], arrays_in(reply.content).state_dict()
-            self.lie(numbers, arrays)
-            reply.content["arrays"] = ArrayRecord({key: Array(np.asarray(array)) for key, array in arrays.items()})
-        return reply
-
-
 def run(folder, *options, lie=None, names="abc"):
+    """Return the result, its directory, and how many uploads waited to be fetched at once."""
     write_shards(folder, dict.fromkeys(names, 40))
     overrides = [*FEDREPLAY, f"nodes={len(names)}", f"runs_dir={folder / 'runs'}", *options]
-    grid = Lying(app, {"overrides": shlex.join(overrides)}, node_configs(folder, folder / "state", names))
-    grid.lie = lie or grid.lie
+    grid = Grid(app, {"overrides": shlex.join(overrides)}, node_configs(folder, folder / "state", names))
+    waiting = [0]
+
+    def uploaded(grid, message, reply):
+        if grid.asked[-1].stage == "extract":
+            waiting.append(len(grid._replies) + 1)
+        if lie and grid.asked[-1][:2] == ("extract", "a"):  # the first institution by name
+            numbers, arrays = reply.content["metrics"], arrays_in(reply.content).state_dict()
+            lie(numbers, arrays)
+            reply.content["arrays"] = ArrayRecord({key: Array(np.asarray(array)) for key, array in arrays.items()})
+
+    grid.after = uploaded
     result, path = execute(grid, compose(overrides), Display())
-    return result, path, grid
+    return result, path, max(waiting)
 
 
 def grown(rows):
@@ -101,8 +91,8 @@ def test_what_the_server_holds_does_not_grow_with_the_institutions(tmp_path, mon
     for at_once, megabytes in ((2, 128), (6, 10**6)):
         monkeypatch.setattr(fedreplay, "UNDER_WAY_MB", megabytes)
         (folder := tmp_path / str(at_once)).mkdir()
-        _, path, grid = run(folder, "chunk_mb=50", names="fedcba")
-        assert grid.most == at_once
+        _, path, most = run(folder, "chunk_mb=50", names="fedcba")
+        assert most == at_once
         final[at_once] = (path / "models" / "global.safetensors").read_bytes()
     assert final[2] == final[6]
 

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
-from hospitals import write_shards
+from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 
 from flwr_replay.config.compose import compose

@@ -10,6 +10,7 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from grid import Grid
 
 from flwr_replay.check import WatchedGrid
 from flwr_replay.client_app import app, make_client
@@ -153,25 +154,27 @@ def test_a_faulty_policy_file_allows_nothing(tmp_path, text, says):
     assert says in shown(next(iter(grid.send_and_receive([Message(VISIT.encode(), 2, "train")]))))
 
 
-class Watched(InlineGrid):
+class Watch:
     """Compares what an institution has written to its ledger with its reply, when the reply comes back."""
 
     watched = 0
 
-    def _answer(self, message):
-        node = self.contexts[message.metadata.dst_node_id].node_config
-        state, name = Path(node["state"]), f"institution-{node['partition-id'] + 1}"
-        before = len(ledger(state, name))
-        reply = super()._answer(message)
-        written = ledger(state, name)[before:]
+    def written(self, grid, message):
+        node = grid.contexts[message.metadata.dst_node_id].node_config
+        return ledger(Path(node["state"]), grid.asked[-1].name)
+
+    def before(self, grid, message):
+        self.earlier = len(self.written(grid, message))
+
+    def after(self, grid, message, reply):
+        written = self.written(grid, message)[self.earlier :]
         assert sum(entry["bytes"] for entry in written) == size(reply.content)
         left = {"arrays" if key in ARRAYS else key for record in reply.content.values() for key in record}
         assert {entry["field"] for entry in written} == left
         self.watched += 1
-        return reply
 
 
-def run(tmp_path, *options, served=app, grid_type=InlineGrid, policies=("", "", "")):
+def run(tmp_path, *options, served=app, grid_type=Grid, policies=("", "", ""), **script):
     overrides = [*JOB, f"nodes={len(policies)}", *options, f"runs_dir={tmp_path / 'runs'}"]
     nodes = []
     for k, policy in enumerate(policies):
@@ -179,6 +182,7 @@ def run(tmp_path, *options, served=app, grid_type=InlineGrid, policies=("", "", 
         node = {"partition-id": k, "num-partitions": len(policies), "policy": str(tmp_path / f"{k}.yaml")}
         nodes.append({**node, "state": str(tmp_path / "state")})
     grid = grid_type(served, {"overrides": shlex.join(overrides)}, nodes)
+    vars(grid).update(script)
     return execute(grid, compose(overrides), Display())[0], grid
 
 
@@ -187,8 +191,9 @@ def test_the_own_ledger_has_the_bytes_of_each_reply_before_it_returns(tmp_path, 
     options = (
         ["strategy=fedreplay", "cut=hidden1", "chunk_mb=0.005"] if strategy == "fedreplay" else [f"strategy={strategy}"]
     )
-    result, grid = run(tmp_path, *options, grid_type=Watched, policies=("", "kinds: [statistic]", ""))
-    assert grid.watched >= 9
+    watch, policies = Watch(), ("", "kinds: [statistic]", "")
+    result, _ = run(tmp_path, *options, before=watch.before, after=watch.after, policies=policies)
+    assert watch.watched >= 9
     assert bool(result["failures"]) == (strategy != "local")  # Local sends statistics only
 
 

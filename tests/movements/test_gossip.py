@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
-from hospitals import node_configs
+from grid import Grid
+from harness import node_configs, same
 from peers import JOB as SMALL
-from peers import NAMES, Grid, broken, hospitals, run, same, total
+from peers import NAMES, broken, hospitals, run, total
 from safetensors.numpy import load_file
 
 from flwr_replay.client_app import app
@@ -18,7 +19,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.runs.execute import settings_of
 from flwr_replay.server.mailbox import Delivery, Mailbox, Parcel
 from flwr_replay.strategies.avgpush import AvgPush
-from flwr_replay.wire.records import array_record, config_in, opened
+from flwr_replay.wire.records import array_record, opened
 
 JOB = ["strategy=avgpush", "topology=exponential-half", "rounds=3"]
 
@@ -143,18 +144,13 @@ def test_models_that_nobody_waits_for_do_not_fill_the_disk(tmp_path):
     assert sorted(file.stem for file in tmp_path.iterdir()) == ["000005", "000006", "000007"]
 
 
-class Losing(Grid):
-    """Somebody empties b's state directory before the second exchange."""
-
-    def _answer(self, message):
-        if self.asked and self.asked[-1] == ("push", "a", 2):
-            for file in self.root.rglob("state/b/runs/*/mixed-*"):
-                file.unlink()
-        return super()._answer(message)
-
-
 def test_a_lost_model_is_missed(folder):
-    ran = run(folder, *JOB, grid_type=Losing, root=folder)
+    def empties(grid, message):
+        if ("push", "a", 2) in grid.asked[-2:-1]:
+            for file in folder.rglob("state/b/runs/*/mixed-*"):
+                file.unlink()
+
+    ran = run(folder, *JOB, before=empties)
     assert any("is gone: restore the state directory" in failure["reason"] for failure in ran.result["failures"])
 
 
@@ -256,19 +252,13 @@ def test_a_matrix_that_fits_no_longer_when_somebody_fails_loses_nothing(folder):
     assert all(w == pytest.approx(1) for w in strategy.mailbox.weights.values())
 
 
-class Mixed(Grid):
-    """One institution was started with another model."""
-
-    def __init__(self, app, run_config, nodes):
-        super().__init__(app, run_config, nodes)
-        other = shlex.join([*SMALL, *JOB, "model.width=7"])
-        for context in self.contexts.values():
-            if context.node_config["name"] == "c":
-                context.run_config = {"overrides": other}
-
-
 def test_a_model_of_another_form_is_refused_before_any_training(folder):
-    ran = run(folder, *JOB, "rounds=1", grid_type=Mixed)
+    def other(grid, message):
+        node = message.metadata.dst_node_id
+        if grid.name_of(node) == "c":
+            grid.contexts[node].run_config = {"overrides": shlex.join([*SMALL, *JOB, "model.width=7"])}
+
+    ran = run(folder, *JOB, "rounds=1", before=other)
     [reason] = {one["reason"] for one in ran.result["failures"] if "form" in one["reason"]}
     assert {one["institution"] for one in ran.result["failures"]} == {"c"}
     assert "use the same model.*" in reason
@@ -279,19 +269,16 @@ def test_a_model_of_another_form_is_refused_before_any_training(folder):
     ("weight", "value"), [(1e39, None), (2.0, None), (None, 3e38), (None, float("nan")), (None, "surplus")]
 )
 def test_who_releases_what_cannot_be_is_left_out(folder, weight, value):
-    class Wild(Grid):
-        def _answer(self, message):
-            reply = super()._answer(message)
-            if self.name_of(message.metadata.dst_node_id) == "b" and config_in(message.content)["stage"] == "push":
-                metrics, arrays = reply.content["metrics"], reply.content["arrays"]
-                metrics["weight"] = weight or metrics["weight"]
-                for name in list(arrays) if value else ():
-                    own = arrays[name]
-                    surplus = Array(own.dtype, own.shape, own.stype, own.data + b"more")
-                    arrays[name] = surplus if value == "surplus" else Array(np.full_like(own.numpy(), value))
-            return reply
+    def wild(grid, message, reply):
+        if grid.asked[-1][:2] == ("push", "b"):
+            metrics, arrays = reply.content["metrics"], reply.content["arrays"]
+            metrics["weight"] = weight or metrics["weight"]
+            for name in list(arrays) if value else ():
+                own = arrays[name]
+                surplus = Array(own.dtype, own.shape, own.stype, own.data + b"more")
+                arrays[name] = surplus if value == "surplus" else Array(np.full_like(own.numpy(), value))
 
-    ran = run(folder, *JOB, "rounds=2", grid_type=Wild)
+    ran = run(folder, *JOB, "rounds=2", after=wild)
     assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
     assert any(re.search("released|nothing else|finite", failure["reason"]) for failure in ran.result["failures"])
     conserved(ran, 2, "acd")

@@ -7,12 +7,12 @@ import time
 
 import pytest
 from flwr.app import Error, Message
+from grid import Grid
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
 from flwr_replay.studies.compare import compare_strategies
 from flwr_replay.wire.records import config_in
@@ -21,60 +21,51 @@ JOB = ["strategy=fedavg", "model=mlp", "model.width=4", "nodes=3", "rounds=9", "
 GONE = "<class 'ray.exceptions.ActorDiedError'>:<'The actor died.\n\tactor_id: 1\nThe actor is dead because of that.'>"
 
 
-class Slow(InlineGrid):
-    """Node 3 takes its time over its first training."""
+def slow(times):
+    """Serve with an app whose second institution takes its time over its first training."""
 
-    def _answer(self, message):
-        if message.metadata.dst_node_id == 3 and config_in(message.content)["stage"] == "train":
-            inner, self.app = self.app, self.late
-            reply = super()._answer(message)
-            self.app = inner
-            return reply
-        return super()._answer(message)
-
-    def late(self, message, context):
-        if not hasattr(self, "slept"):
-            self.slept = time.sleep(4.1)
+    def served(message, context):
+        training = message.metadata.dst_node_id == 3 and config_in(message.content)["stage"] == "train"
+        if training and not times:
+            times.append(time.sleep(4.1))
         return app(message, context)
 
-
-class Dying(InlineGrid):
-    """From the second round on, every third message meets a worker that is gone."""
-
-    trained = lost = 0
-
-    def _answer(self, message):
-        self.trained += config_in(message.content)["stage"] == "train"
-        if self.trained > 3 and self.trained % 3 == 0 and config_in(message.content)["stage"] == "train":
-            self.lost += 1
-            return Message(Error(0, GONE), reply_to=message)
-        return super()._answer(message)
+    return served
 
 
-def ran(grid_type, tmp_path, *options):
+def gone(grid, message):
+    """Let every third message meet a worker that is gone, from the second round on."""
+    trained = len(grid.who("train"))
+    if grid.asked[-1].stage == "train" and trained > 3 and trained % 3 == 0:
+        return Message(Error(0, GONE), reply_to=message)
+    return None
+
+
+def ran(tmp_path, *options, served=app, before=None):
     overrides = [*JOB, *options]
-    grid = grid_type.simulated(app, {"overrides": shlex.join(overrides)}, 3, state=str(tmp_path / "state"))
-    return execute(grid, compose([*overrides, f"runs_dir='{tmp_path / 'runs'}'", "run_name=x"]), Display())[0], grid
+    grid = Grid.simulated(served, {"overrides": shlex.join(overrides)}, 3, state=str(tmp_path / "state"))
+    grid.before = before
+    return execute(grid, compose([*overrides, f"runs_dir='{tmp_path / 'runs'}'", "run_name=x"]), Display())[0]
 
 
 def test_an_answer_in_process_that_comes_after_the_timeout_is_not_used(tmp_path):
-    ran(InlineGrid, tmp_path / "first", "rounds=1")  # what is slow only once
-    result, _ = ran(Slow, tmp_path, "timeout=4", "rounds=2")
+    ran(tmp_path / "first", "rounds=1")  # what is slow only once
+    result = ran(tmp_path, "timeout=4", "rounds=2", served=slow([]))
     [failure] = result["failures"]
     assert failure == {"round": 1, "institution": "institution-2", "reason": "no answer within timeout=4 s"}
-    used = [ran(InlineGrid, tmp_path / str(rounds), f"rounds={rounds}")[0]["examples-seen"] for rounds in (1, 2)]
+    used = [ran(tmp_path / str(rounds), f"rounds={rounds}")["examples-seen"] for rounds in (1, 2)]
     assert used[0] < result["examples-seen"] < used[1]
 
 
 def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp_path):
     with pytest.raises(RunError) as raised:
-        ran(Dying, tmp_path)
+        ran(tmp_path, before=gone)
     said = str(raised.value)
     assert "3 messages to one have failed: institution-3: error 0: The actor is dead because of that" in said
     assert "resume the run" in said
     assert "\n" not in said
     assert len((tmp_path / "runs" / "x" / "failures.jsonl").read_text().splitlines()) == 3
-    again, _ = ran(InlineGrid, tmp_path, f"resume='{tmp_path / 'runs' / 'x'}'")
+    again = ran(tmp_path, f"resume='{tmp_path / 'runs' / 'x'}'")
     assert again["rounds"] == 9
 
 
@@ -83,7 +74,7 @@ def test_sigterm_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     try:
         monkeypatch.setattr(Display, "exchange", lambda *progress: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(SystemExit):
-            ran(InlineGrid, tmp_path)
+            ran(tmp_path)
         assert (
             f"interrupted; go on with: flwr-replay run --resume {tmp_path / 'runs' / 'x'}\n" in capsys.readouterr().err
         )

@@ -6,7 +6,7 @@ import shutil
 import sys
 
 import pytest
-from hospitals import write_shards
+from harness import write_shards
 from hostile_server import HostileServer, refusal, weights
 
 from flwr_replay.check import check_strategy

@@ -9,7 +9,7 @@ from pathlib import Path
 import peers
 import pytest
 from flwr.app import Message
-from peers import NAMES, Grid, hospitals, run
+from peers import NAMES, hospitals, run
 
 from flwr_replay.errors import ConfigError
 from flwr_replay.payloads.common import Failure
@@ -57,20 +57,15 @@ def test_a_process_killed_between_charge_and_release_has_paid(folder):
     assert all(resumed.result["privacy"][name]["epsilon"] == epsilon(resumed, name) for name in NAMES)
 
 
-class Forgetful(Grid):
-    """Somebody cuts b's accounts to their first lines before an exchange, or removes them."""
-
-    def _answer(self, message):
-        if self.asked and self.asked[-1] == ("train-proxy", "a", self.at):
-            for file in self.root.rglob("state/b/runs/*/privacy.jsonl"):
-                lines = file.read_text().splitlines(keepends=True)[: self.left]
-                file.write_text("".join(lines)) if lines else file.unlink()
-        return super()._answer(message)
-
-
 @pytest.mark.parametrize("left", [0, 2], ids=["gone", "one charge short"])
 def test_an_account_that_says_less_than_was_stated_trains_nothing(folder, left):
-    ran = run(folder, *JOB, "rounds=4", grid_type=Forgetful, root=folder, at=4, left=left)
+    def cuts(grid, message):
+        if ("train-proxy", "a", 4) in grid.asked[-2:-1]:
+            for file in folder.rglob("state/b/runs/*/privacy.jsonl"):
+                lines = file.read_text().splitlines(keepends=True)[:left]
+                file.write_text("".join(lines)) if lines else file.unlink()
+
+    ran = run(folder, *JOB, "rounds=4", before=cuts)
     [failure] = ran.result["failures"]
     assert failure["institution"] == "b"
     assert "so it is gone or an older copy and forgets what has left since" in failure["reason"]
@@ -87,18 +82,12 @@ def test_a_server_that_begins_again_knows_what_was_stated(folder):
     assert again.result["privacy"]["b"] == first.result["privacy"]["b"]
 
 
-class Diverging(Grid):
-    """The first institution's loss diverges in the second exchange."""
-
-    def _answer(self, message):
-        reply = super()._answer(message)
-        if self.asked[-1] != ("train-proxy", "a", 2):
-            return reply
-        return Message(Failure(failure="not finite", error="DivergedError", name="a").encode(), reply_to=message)
-
-
 def test_when_one_diverges_the_others_go_on_and_what_they_released_is_in_the_ledger(folder):
-    ran = run(folder, *JOB, "rounds=3", name="diverged", grid_type=Diverging)
+    def diverges(grid, message, reply):
+        if grid.asked[-1] == ("train-proxy", "a", 2):
+            return Message(Failure(failure="not finite", error="DivergedError", name="a").encode(), reply_to=message)
+
+    ran = run(folder, *JOB, "rounds=3", name="diverged", after=diverges)
     assert [(one["institution"], one["reason"]) for one in ran.result["failures"]] == [("a", "not finite")]
     for file, told in (("ledger", {"direction": "up", "field": "arrays"}), ("privacy", {})):
         rows = [json.loads(line) for line in (folder / "runs" / "diverged" / f"{file}.jsonl").read_text().splitlines()]
