@@ -73,7 +73,7 @@ def test_an_account_that_says_less_than_was_stated_trains_nothing(folder, left):
     ran = run(folder, *JOB, "rounds=4", grid_type=Forgetful, root=folder, at=4, left=left)
     [failure] = ran.result["failures"]
     assert failure["institution"] == "b"
-    assert "so it is gone or an older copy and forgets what has left since" in failure["reason"]
+    assert "so it is missing or an older copy and lacks later releases" in failure["reason"]
     three_rounds = ran.charges("a")[:3]
     stated = epsilon_of([SampledGaussian(c["rate"], c["sigma"], c["steps"]) for c in three_rounds], 0.01)
     assert ran.result["privacy"]["b"]["epsilon"] == stated < epsilon(ran, "a")

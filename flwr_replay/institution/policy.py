@@ -51,14 +51,8 @@ from flwr_replay.wire.payload import Payload
 
 __all__ = ["LIMITS", "RANDOM", "Policy", "read_policy"]
 
-PINNED = (
-    "extract",
-    "encode-images",
-    "train-generator",
-    "keep-decoder",
-    "train-prior",
-    "keep-prior",
-)  # weights of these
+# stages whose weights a policy may pin
+PINNED = ("extract", "encode-images", "train-generator", "keep-decoder", "train-prior", "keep-prior")
 DIGEST = re.compile("sha256:[0-9a-f]{64}")
 RANDOM = "random"  # of weights: those that the run's seed gives
 METRICS = ("none", "counted", "exact")
@@ -110,7 +104,7 @@ class Policy:
         Parameters
         ----------
         asked : Mapping[str, Any]
-            Options or instructions by name; of a list of numbers, the sum counts.
+            Options or instructions by name; for a list of numbers the sum counts.
         """
         limits = dict(self.limits)
         for name, value in asked.items():
@@ -179,9 +173,9 @@ class Policy:
         stage : str
             Of the request that brings the weights.
         digest : Callable[[], str]
-            Gives their digest, as `flwr_replay.files.tensors.digest` does.
+            Computes their digest, as `flwr_replay.files.tensors.digest` does.
         random : Callable[[], str]
-            Gives the digest of the weights that the run's seed gives.
+            Computes the digest of the weights that follow from the run's seed.
         """
         allowed = dict(self.weights).get(stage)
         if allowed is None or (came := digest()) in allowed or (RANDOM in allowed and came == random()):
