@@ -107,5 +107,5 @@ def test_when_one_diverges_the_others_go_on_and_what_they_released_is_in_the_led
 
 @pytest.mark.parametrize("options", [["dp=none", "target-epsilon=8"], ["dp=none", "epsilon=8"]])
 def test_a_budget_without_privacy_is_refused(folder, options):
-    with pytest.raises(ConfigError, match="a budget is for what is trained privately; got epsilon 8 and dp=none"):
+    with pytest.raises(ConfigError, match="a budget is for training under DP; got epsilon 8 and dp=none"):
         run(folder, "strategy=proxyfl", *options)
