@@ -89,7 +89,7 @@ class PrivacyBudget:
         account.charge(mechanism, cost, self.plan.config.noise)
 
     def noisy_counts(self, counts: Tensor, request: ChargedRequest) -> Tensor:
-        """Return noisy numbers of examples by label: whole, none negative, at least one in all."""
+        """Return noisy label counts: whole numbers, none negative, at least one of them positive."""
         if not self.plan.covers("prior"):
             return counts
         cost = self.plan.counts()

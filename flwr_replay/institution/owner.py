@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from flwr_replay.data import Dataset, Examples
@@ -65,7 +65,11 @@ class Institution:
 
     @classmethod
     def from_arrays(
-        cls, name: str, train: tuple[Any, Any], test: tuple[Any, Any] | None = None, device: str = "cpu"
+        cls,
+        name: str,
+        train: tuple[ArrayLike, ArrayLike],
+        test: tuple[ArrayLike, ArrayLike] | None = None,
+        device: str = "cpu",
     ) -> Institution:
         """Make an institution of examples that are in memory, as a user's own ClientApp has them.
 

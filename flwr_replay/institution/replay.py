@@ -174,7 +174,9 @@ class GenerativeStages:
     def keep(self, request: KeepCodes | KeepPrior, source: int, codes: NDArray[Any], labels: NDArray[Any]) -> Kept:
         """Keep a source's codes in the state directory; remove the next source's, left by an interrupted attempt."""
         if len(codes) != len(labels):  # an image without codes would be uninitialised memory
-            raise WireError(f"replayed examples have codes and a label each; got {len(codes)} and {len(labels)}")
+            raise WireError(
+                f"a replayed example has codes and a label; got {len(codes)} codes and {len(labels)} labels: refused"
+            )
         arrays = {"codes": codes, "labels": labels}
         self.state.save(f"codes-{source:02d}", request.run, request.server_round, arrays)
         self.state.forget(f"codes-{source + 1:02d}", request.run)

@@ -223,9 +223,7 @@ def noise_for(
     while costs(high) > target:
         high *= 2
         if high > LARGEST:
-            raise ConfigError(
-                f"epsilon {target} at delta {delta} needs more noise than {LARGEST:.0f}: raise epsilon"
-            )
+            raise ConfigError(f"epsilon {target} at delta {delta} needs more noise than {LARGEST:.0f}: raise epsilon")
     low = high / 2
     while costs(low) <= target and low > 1 / LARGEST:
         high, low = low, low / 2
