@@ -221,7 +221,7 @@ class PrivacyPlan:
         return "declared public" if field.public else "none"
 
     def promise(self, answer: type[Payload], field: Field) -> float:
-        """Return the largest epsilon that a field of an answer can have: the budget, 0, or infinity for no DP.
+        """Return the largest epsilon that a field of an answer can have: the budget, 0, or infinity for no promise.
 
         Under dp=end-to-end it is 0 for fields that are declared public, for metrics on test examples, and for fields
         that are withheld.
@@ -249,10 +249,8 @@ class PrivacyPlan:
     def protected(self, found: Iterable[Row], declared: type[Payload] | None, metrics: Mapping[str, Any]) -> list[Row]:
         """Return an answer's rows with their protection; `metrics` holds the epsilon that it states, if any."""
         known = declared.by_key() if declared else {}
-        stated = (
-            float(metrics.get("epsilon", inf)),
-            float(metrics.get("delta", 0.0)),
-        )  # no epsilon: the noise is not secret
+        # an answer states no epsilon where its noise is not secret
+        stated = float(metrics.get("epsilon", inf)), float(metrics.get("delta", 0.0))
         return [
             row._replace(protection=self.protection(known[row.field], *stated)) if row.field in known else row
             for row in found
