@@ -2,8 +2,8 @@
 
     app = serve(lambda context: MyNumPyClient())
 
-Any NumPyClient of a user's own runs under these strategies that way: `fit` answers train messages, `evaluate` answers
-evaluate messages; weights keep the names they arrived under.
+This is how a user's own NumPyClient runs under these strategies. `fit` answers train messages, `evaluate` answers
+evaluate messages. Weights keep the names under which they arrived.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def serve(make_client: Callable[[Context], NumPyClient | Client], mods: list[Mod
     Parameters
     ----------
     make_client : Callable[[Context], NumPyClient | Client]
-        Builds the client for one message, as Flower's `client_fn` does; `.to_client()` on it does no harm.
+        Builds the client for one message, as Flower's `client_fn` does, with or without `.to_client()`.
     mods : list[Mod] | None
         Flower mods around it.
     """
@@ -57,10 +57,10 @@ def serve(make_client: Callable[[Context], NumPyClient | Client], mods: list[Mod
 
 
 def serving(make_client: Callable[[Context], InstitutionClient]) -> Mod:
-    """Make a Flower mod that serves the stages a user's own ClientApp does not know.
+    """Make a Flower mod that serves the stages that a user's own ClientApp does not have.
 
-    Messages of a stage that the InstitutionClient adds (`encode`, `extract`) are answered by it; all others go to the
-    user's app: `ClientApp(mods=[serving(make_client)])`.
+    The InstitutionClient answers messages of the stages that it adds (`encode`, `extract`). All others go to the user's
+    app: `ClientApp(mods=[serving(make_client)])`.
     """
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:

@@ -1,1 +1,1 @@
-"""Generators: what replays images that stay where they are, as codes that travel or a prior that draws new ones."""
+"""Generators for replay: the VQ-VAE-2, its codes as bytes, a prior over codes, and the sampler of replayed batches."""

@@ -1,4 +1,4 @@
-"""What a generator must be able to do, so that its images can be replayed.
+"""The interface of a generator whose images can be replayed.
 
 `B` batch, `C` channels, `H` height, `W` width, `N` codes of an image.
 """
@@ -21,7 +21,7 @@ Grids = tuple[tuple[int, int], ...]
 
 
 def by_level(codes_BN: Tensor, grids: Grids) -> list[Tensor]:
-    """Cut images' codes into their levels' grids, (B, height, width) each."""
+    """Split codes (B, N) into the grids of their levels, (B, height, width) each."""
     flat = torch.split(codes_BN, [height * width for height, width in grids], dim=1)
     return [codes.reshape(-1, *grid) for codes, grid in zip(flat, grids, strict=True)]
 
@@ -29,8 +29,8 @@ def by_level(codes_BN: Tensor, grids: Grids) -> list[Tensor]:
 class ReplayGenerator(nn.Module, ABC):
     """A model that turns images into codes and codes into images.
 
-    Weights and running statistics travel as `state_dict`, while it is trained; `decoder_state_dict` is what a
-    receiver of codes needs.
+    While it is trained, weights and running statistics travel as `state_dict`. A receiver of codes needs
+    `decoder_state_dict` only.
 
     Attributes
     ----------
@@ -42,30 +42,30 @@ class ReplayGenerator(nn.Module, ABC):
 
     grids: Grids
     codebook_size: int
-    decodes: ClassVar[re.Pattern[str]]  # the decoder's weights, by the beginning of their names
+    decodes: ClassVar[re.Pattern[str]]  # matches the names of the decoder's weights
 
     @abstractmethod
-    def loss(self, x_BCHW: Tensor, draws: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, x_BCHW: Tensor, rng: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of a batch; in training mode, running statistics move too.
 
         Parameters
         ----------
         x_BCHW : Tensor
             Images in [0, 1], float32.
-        draws : torch.Generator
-            A CPU generator, of which all the step's randomness comes.
+        rng : torch.Generator
+            On the CPU; all randomness of the step comes from it.
 
         Returns
         -------
         loss : Tensor
             Mean over the examples, a scalar.
         parts : dict of str to Tensor
-            What the loss is made of and what describes the codes, detached scalars.
+            Terms of the loss and statistics of the codes, detached scalars.
         """
 
     @abstractmethod
     def encode(self, x_BCHW: Tensor) -> Tensor:
-        """Encode images in [0, 1]: codes (B, N) int64, level after level, row after row; nothing is learned."""
+        """Encode images in [0, 1]: codes (B, N) int64, level by level, row by row; nothing is learned."""
 
     @abstractmethod
     def decode(self, codes_BN: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class ReplayGenerator(nn.Module, ABC):
         return {name: value for name, value in self.state_dict().items() if self.decodes.match(name)}
 
     def load_decoder(self, state: Mapping[str, Tensor]) -> None:
-        """Copy in what another one's `decoder_state_dict` gave.
+        """Copy weights from another generator's `decoder_state_dict`.
 
         Raises
         ------

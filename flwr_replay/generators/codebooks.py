@@ -1,9 +1,9 @@
 """Codebooks: the vectors that an encoder's output is rounded to (van den Oord et al. 2017, arXiv 1711.00937).
 
-Both kinds map features to vectors and codes, straight through: where the codes stay as they are, the loss's gradient
-at the features is its gradient at the vectors.
+Both kinds map features to vectors and codes, with a straight-through gradient: the loss's gradient at the vectors is
+taken as its gradient at the features.
 
-`B` batch, `D` numbers of a vector, `H` height, `W` width of a grid of codes, `K` codes of the book.
+`B` batch, `D` length of a vector, `H` height, `W` width of a grid of codes, `K` codes of the book.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 __all__ = ["EMACodebook", "GradientCodebook", "perplexity"]
 
-DEAD = 0.1  # of an even share of the vectors: a code that is used less is revived
+DEAD = 0.1  # of an even share of the vectors: a code that is used less is replaced
 FRESH = 0.1  # standard deviation of a gradient codebook's fresh numbers: about that of a fresh encoder's features
 
 
 def perplexity(codes: Tensor, codebook_size: int) -> Tensor:
-    """Return exp(entropy) of how often each code is used: 1 where one code is, `codebook_size` where all are alike.
+    """Return exp(entropy) of how often each code is used: 1 for a single code, `codebook_size` for an even use.
 
     >>> perplexity(torch.tensor([0, 1, 2, 2, 1, 0]), 128).round()
     tensor(3.)
@@ -32,9 +32,9 @@ def perplexity(codes: Tensor, codebook_size: int) -> Tensor:
 class EMACodebook(nn.Module):
     """Vectors that are running means of the features rounded to them, by vector-quantize-pytorch.
 
-    They mix the examples of a batch, so per-example gradients, and with them DP-SGD, say nothing about them. A code
-    whose running count falls below a tenth of an even share becomes a feature drawn from the batch, and begins with
-    an even share. These draws come from PyTorch's global generator: call in training within `seeded`.
+    They mix the examples of a batch and have no gradients of single examples, so DP-SGD does not cover them. A code
+    whose running count falls below a tenth of an even share is replaced by a feature drawn from the batch, and begins
+    with an even share. These draws come from PyTorch's global rng: in training, call within `seeded`.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class EMACodebook(nn.Module):
     dim : int
         D.
     decay : float
-        What a step leaves of the running sums and counts.
+        The share of the running sums and counts that a step keeps.
     even_share : float
         Vectors of a batch divided by K.
     """
@@ -61,7 +61,7 @@ class EMACodebook(nn.Module):
             commitment_weight=0.0,  # flwr_replay.generators.vqvae2 adds that loss for both kinds of codebook
             rotation_trick=False,  # the library's default, in place of the straight-through gradient
         )
-        # The library revives with the threshold itself, so that a code used rarely would die anew at every step.
+        # The library would begin with the threshold itself, so a rare code would be replaced at every step.
         self.quantiser._codebook.reset_cluster_size = even_share
         self.quantiser._codebook.cluster_size.zero_()  # fresh vectors are dead: the first batch replaces them
 
@@ -73,7 +73,7 @@ class EMACodebook(nn.Module):
         h_BDHW : Tensor
             Features.
         learn : bool
-            In training mode, move the vectors towards these features too.
+            In training mode, also move the vectors towards these features.
 
         Returns
         -------
@@ -82,7 +82,7 @@ class EMACodebook(nn.Module):
         codes : Tensor
             (B, H, W), int64.
         loss : Tensor
-            The codebook's own: nothing here.
+            The codebook's own: 0 here.
         """
         vectors, codes, _ = self.quantiser(h_BDHW, freeze_codebook=not learn)
         return vectors, codes, h_BDHW.new_zeros(())
@@ -94,10 +94,10 @@ class EMACodebook(nn.Module):
 
 
 class GradientCodebook(nn.Module):
-    """Vectors that the loss ‖sg[features] − vectors‖² moves: no statistics of a batch, no buffers.
+    """Vectors learned by the loss ‖sg[features] − vectors‖², without statistics of a batch and without buffers.
 
-    An `torch.nn.Embedding`, for which Opacus has per-example gradients; it has none for vector-quantize-pytorch's
-    learnable codebook, whose codes and gradients these are.
+    They are a `torch.nn.Embedding`, for which Opacus has per-example gradients. It has none for the learnable codebook
+    of vector-quantize-pytorch, which gives the same codes and gradients.
 
     Parameters
     ----------
@@ -110,10 +110,12 @@ class GradientCodebook(nn.Module):
     def __init__(self, size: int, dim: int) -> None:
         super().__init__()
         self.vectors = nn.Embedding(size, dim)
-        nn.init.normal_(self.vectors.weight, std=FRESH)  # among wider ones, all features round to the shortest few
+        nn.init.normal_(
+            self.vectors.weight, std=FRESH
+        )  # with a larger one, all features round to the few shortest vectors
 
     def forward(self, h_BDHW: Tensor, learn: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Round features; arguments and results as of `EMACodebook.forward`, where only the loss teaches."""
+        """Round features, as `EMACodebook.forward` does; here only the loss moves the vectors."""
         codes = torch.cdist(h_BDHW.detach().movedim(1, -1).flatten(1, 2), self.vectors.weight.detach()).argmin(-1)
         codes = codes.reshape(-1, *h_BDHW.shape[2:])
         vectors = self.lookup(codes)

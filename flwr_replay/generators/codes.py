@@ -1,4 +1,4 @@
-"""Codes as bytes: each takes ⌈log2 K⌉ bits, K being the codebook's size, and an image's codes whole bytes."""
+"""Codes as bytes: each code takes ⌈log2 K⌉ bits, for K codes in the book; each image's codes fill whole bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bits_per_code(codebook_size: int) -> int:
 
 
 def pack_codes(codes: NDArray[Any], codebook_size: int) -> NDArray[np.uint8]:
-    """Pack codes, the first bit of a byte being the highest.
+    """Pack codes; the first bit of a byte is the highest.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def pack_codes(codes: NDArray[Any], codebook_size: int) -> NDArray[np.uint8]:
     Returns
     -------
     NDArray of uint8
-        Shape (n, ⌈N · ⌈log2 K⌉ / 8⌉); what is left of a row's last byte is zero.
+        Shape (n, ⌈N · ⌈log2 K⌉ / 8⌉); unused bits of a row's last byte are zero.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def pack_codes(codes: NDArray[Any], codebook_size: int) -> NDArray[np.uint8]:
 
 
 def unpack_codes(packed: NDArray[np.uint8], codes_per_image: int, codebook_size: int) -> NDArray[np.int64]:
-    """Unpack what `pack_codes` packed.
+    """Undo `pack_codes`.
 
     Parameters
     ----------

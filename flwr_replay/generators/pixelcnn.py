@@ -1,11 +1,11 @@
-"""A prior that draws codes, in place of codes of real images (Qu et al. 2022, footnote 1).
+"""A prior from which codes are sampled, in place of codes of real images (Qu et al. 2022, footnote 1).
 
-Idea: a gated PixelCNN (van den Oord et al. 2016, arXiv 1606.05328) says how likely each top code is, given the label
-and the codes above it and to its left; another says so for the bottom codes, given the top too (Razavi et al. 2019,
-section 3.2). Codes are drawn one by one, and the generator's decoder makes images of them.
+Idea: a gated PixelCNN (van den Oord et al. 2016, arXiv 1606.05328) gives the probability of each top code, given the
+label and the codes above and left of it. A second one does so for the bottom codes, given the top codes too (Razavi et
+al. 2019, section 3.2). Codes are sampled one by one, and the generator's decoder makes images of them.
 
-Causality needs no masks: a convolution sees what its input is padded and cropped to. All layers treat every example by
-itself, and Opacus knows them, so DP-SGD applies.
+Causality needs no masks: padding and cropping decide what a convolution sees. No layer mixes examples, and Opacus
+supports all of them, so DP-SGD applies.
 
 `B` batch, `W` width of a grid, `N` codes of an image, `F` features, `K` codes of the book.
 """
@@ -33,11 +33,11 @@ def build_prior(config: PriorConfig, generator: ReplayGenerator, classes: int, s
     config : PriorConfig
         The networks' options.
     generator : ReplayGenerator
-        Of two levels, of which the lower has twice the upper's height and width.
+        One with two levels; the bottom grid has twice the top's height and width.
     classes : int
-        Labels lie in [0, classes); of a regression these are `LabelBins`.
+        Labels lie in [0, classes); those of a regression are put into `LabelBins`.
     seed : int
-        The weights depend on it alone; PyTorch's global generator is left as it was.
+        The weights depend on it alone; PyTorch's global rng is left as it was.
 
     Returns
     -------
@@ -50,16 +50,16 @@ def build_prior(config: PriorConfig, generator: ReplayGenerator, classes: int, s
 
 @dataclass(frozen=True)
 class LabelBins:
-    """Equal intervals of a continuous label, which stand for it as classes do.
+    """Equal intervals of a continuous label, used as its classes.
 
-    The interval is declared, not taken from the labels: where these are private, so would their range be.
+    The interval is given, not computed from the labels: their range would reveal something of them.
 
     Attributes
     ----------
     low, high : float
         The interval; labels outside belong to the outermost bins.
     bins : int
-        Into how many parts it is cut.
+        The number of equal parts.
 
     Examples
     --------
@@ -80,7 +80,7 @@ class LabelBins:
         return place.floor().long().clamp(0, self.bins - 1)
 
     def centres(self, classes_B: Tensor) -> Tensor:
-        """Return the middle of each bin, float32: the label of what is drawn for it."""
+        """Return the middle of each bin, float32: the label of codes sampled for it."""
         return self.low + (classes_B.float() + 0.5) * ((self.high - self.low) / self.bins)
 
 
@@ -104,10 +104,10 @@ class CodePrior(nn.Module):
         return torch.cat([level.flatten(1) for level in nats], dim=1).mean()
 
     @torch.no_grad()
-    def sample(self, labels_B: Tensor, draws: torch.Generator) -> Tensor:
-        """Draw codes (B, N) int64 for labels (B,), from a CPU generator."""
-        top = self.top.sample(self.grids[0], labels_B, draws)
-        bottom = self.bottom.sample(self.grids[1], labels_B, draws, top)
+    def sample(self, labels_B: Tensor, rng: torch.Generator) -> Tensor:
+        """Sample codes (B, N) int64 for labels (B,), with a CPU rng."""
+        top = self.top.sample(self.grids[0], labels_B, rng)
+        bottom = self.bottom.sample(self.grids[1], labels_B, rng, top)
         return torch.cat([top.flatten(1), bottom.flatten(1)], dim=1)
 
 
@@ -141,19 +141,19 @@ class PixelCNN(nn.Module):
         return self._logits(codes_BHW, rows, labels_B, self._above(above_Bhw))
 
     def sample(
-        self, grid: tuple[int, int], labels_B: Tensor, draws: torch.Generator, above_Bhw: Tensor | None = None
+        self, grid: tuple[int, int], labels_B: Tensor, rng: torch.Generator, above_Bhw: Tensor | None = None
     ) -> Tensor:
-        """Draw the codes (B, H, W) of a grid; rows above are looked at once for each row, not for each code."""
+        """Sample the codes (B, H, W) of a grid; features of the rows above are computed once for each row."""
         height, width = grid
         codes = labels_B.new_zeros((len(labels_B), height, width))
         above = self._above(above_Bhw)
         for i in range(height):
             rows = [features[:, :, -1:] for features in self._rows_before(codes[:, : i + 1])]
-            beside = None if above is None else above[:, :, i : i + 1]
+            above_row = None if above is None else above[:, :, i : i + 1]
             for j in range(width):
-                logits = self._logits(codes[:, i : i + 1], rows, labels_B, beside)[:, :, 0, j]
-                drawn = torch.multinomial(logits.softmax(1).cpu(), 1, generator=draws)
-                codes[:, i, j] = drawn[:, 0].to(codes.device)
+                logits = self._logits(codes[:, i : i + 1], rows, labels_B, above_row)[:, :, 0, j]
+                sampled = torch.multinomial(logits.softmax(1).cpu(), 1, generator=rng)
+                codes[:, i, j] = sampled[:, 0].to(codes.device)
         return codes
 
     def _above(self, above_Bhw: Tensor | None) -> Tensor | None:
@@ -163,7 +163,7 @@ class PixelCNN(nn.Module):
         return _features(self.embed_above, above_Bhw.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2))
 
     def _rows_before(self, codes_BHW: Tensor) -> list[Tensor]:
-        """Return each layer's vertical features (B, 2F, H, W): what a row knows of the rows before it."""
+        """Return each layer's vertical features (B, 2F, H, W), which depend only on the rows before."""
         found, v = [], _features(self.embed, codes_BHW)
         for layer in self.layers:
             assert isinstance(layer, GatedLayer)
@@ -180,9 +180,9 @@ class PixelCNN(nn.Module):
 
 
 class GatedLayer(nn.Module):
-    """One layer of both stacks: rows before a code, and what is left of it in its own row.
+    """One layer of both stacks: vertical, for the rows above a code; horizontal, for the codes to its left.
 
-    The first layer alone leaves out the code's own row, and the code itself.
+    Only the first layer leaves out the code's own row in the vertical stack, and the code itself in the horizontal one.
     """
 
     def __init__(self, width: int, classes: int, first: bool, below: bool) -> None:
@@ -196,13 +196,13 @@ class GatedLayer(nn.Module):
         self.out = nn.Conv2d(width, width, 1)
 
     def vertical(self, v_BFHW: Tensor) -> Tensor:
-        """Return features (B, 2F, H, W) that row i has of rows up to i, or in the first layer up to i - 1."""
+        """Return features (B, 2F, H, W) of row i from rows up to i, or in the first layer up to i - 1."""
         before = (2, -1) if self.first else (1, 0)
         features: Tensor = self.rows(F.pad(v_BFHW, (1, 1, *before)))
         return features
 
     def forward(self, h_BFHW: Tensor, rows: Tensor, labels_B: Tensor, above: Tensor | None) -> Tensor:
-        """Return features (B, F, H, W) that a code has of what comes before it."""
+        """Return features (B, F, H, W) of a code from the codes before it."""
         before = (2, -1) if self.first else (1, 0)
         gates = self.row(F.pad(h_BFHW, before)) + self.rows_to_row(rows) + self.label(labels_B)[:, :, None, None]
         if self.above is not None:
@@ -212,7 +212,7 @@ class GatedLayer(nn.Module):
 
 
 def _features(embed: nn.Module, codes_BHW: Tensor) -> Tensor:
-    """Embed codes as (B, F, H, W), contiguous, without which Opacus takes wrong per-example gradients of a Conv2d."""
+    """Embed codes as (B, F, H, W), contiguous: else Opacus computes wrong per-example gradients of a Conv2d."""
     features: Tensor = embed(codes_BHW).movedim(-1, 1)
     return features.contiguous()
 

@@ -1,4 +1,4 @@
-"""What replay needs to know at the server and at the institutions: its options, and what an image is."""
+"""The options of replay and the form of images and labels, for the server and the institutions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flwr_replay.rng import derived_seed
 
 __all__ = ["ReplayPlan"]
 
-SPREAD = 3  # standard deviations of a regression's labels that the bins of its prior reach to either side
+SPREAD = 3  # standard deviations of a regression's labels, by which a prior's bins reach to each side of the mean
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class ReplayPlan:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Return what every institution is asked for, beside a method's own stages; it answers no others."""
+        """Stages of replay that every institution is asked for; it answers no others of replay."""
         codes = ("encode-images", "keep-codes", "keep-decoder")
         return ("train-generator", *(codes if self.replay.name == "vqvae2" else ("train-prior", "keep-prior")))
 
     def fresh_generator(self) -> ReplayGenerator:
-        """Build the generator as every run of this seed begins with it; a mask is generated as one more channel."""
+        """Build the generator with which every run of this seed begins; a mask is one more channel."""
         channels = self.channels + (self.kind == "segmentation")
         return build_generator(self.generator, channels, self.size, derived_seed(self.seed, "generator"))
 
@@ -82,11 +82,11 @@ class ReplayPlan:
         return -(-generator.codes_per_image * bits_per_code(generator.codebook_size) // 8)
 
     def replay_batch_size(self, batch_size: int) -> int:
-        """Return how many replayed examples stand beside b real ones."""
+        """Return the number of replayed examples in a batch with b real ones."""
         return max(1, round(self.replay.ratio * batch_size))
 
     def generator_input(self, x_B: Tensor, y_B: Tensor) -> Tensor:
-        """Return what the generator learns of a batch: images in [0, 1], with their masks where there are masks."""
+        """Return a batch as the generator learns it: images in [0, 1], with masks as one more channel."""
         images = as_input(x_B)
         return torch.cat([images, y_B[:, None].float()], dim=1) if self.kind == "segmentation" else images
 
@@ -98,14 +98,14 @@ class ReplayPlan:
 
     @property
     def at_once(self) -> int:
-        """Return how many images are coded together: 256 small ones, of larger ones about as many pixels."""
+        """Number of images encoded or decoded at a time: 256 small ones, or about as many pixels of larger ones."""
         return min(256, max(4, 2**18 // self.size**2))
 
     def labels(self, y: Tensor) -> NDArray[Any]:
-        """Return the labels that travel beside codes; masks are in the codes, so of these only zeros do."""
+        """Return the labels that travel with codes; zeros for masks, which the codes contain."""
         return y.cpu().numpy() if self.kind != "segmentation" else np.zeros(len(y), np.int64)
 
     def bins(self, label_mean: float | None, label_scale: float | None) -> LabelBins:
-        """Return the bins that a prior takes for classes, where labels are numbers."""
+        """Return the bins that are a prior's classes in a regression."""
         mean, scale = label_mean or 0.0, label_scale or 1.0
         return LabelBins(mean - SPREAD * scale, mean + SPREAD * scale, self.prior.bins)

@@ -1,4 +1,4 @@
-"""Replayed images, decoded when they are drawn, with a cache that is bounded."""
+"""Replayed examples: codes are decoded when they are drawn, with a bounded cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ReplaySampler", "Source", "sampler_of"]
 
 @dataclass(frozen=True)
 class Source:
-    """A decoder, and codes and labels for it; equal where what they were read from is."""
+    """A decoder with codes and labels for it. Equal digests make equal sources."""
 
     digest: str
     decoder: StateDict = field(compare=False)
@@ -34,14 +34,14 @@ class Source:
 
 
 class ReplaySampler:
-    """All codes that an institution keeps, as images when they are drawn.
+    """Draws batches of replayed examples from all codes that an institution keeps.
 
     Parameters
     ----------
     parts : sequence of (ReplayGenerator, Source)
         Generators whose decoders are the sources', in evaluation mode.
     replay_plan : ReplayPlan
-        Says how much may be cached: a byte for each value. Where not all images fit, they are decoded at every draw.
+        Has the cache's size: a byte for each value. Where not all images fit, they are decoded at every draw.
     """
 
     def __init__(self, parts: Sequence[tuple[ReplayGenerator, Source]], replay_plan: ReplayPlan) -> None:
@@ -79,18 +79,18 @@ class ReplaySampler:
         made = self.cached.index_select(0, rows.to(self.device)) if self.cached is not None else self.decoded(rows)
         return as_input(made), self.labels[rows].to(self.device)
 
-    def batches(self, size: int, draws: torch.Generator, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches for ever, from the `first` on, every code once before any comes again."""
+    def batches(self, size: int, rng: torch.Generator, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches without end, from number `first` on; every code comes once before any comes again."""
         order = torch.empty(0, dtype=torch.int64)
         for i in itertools.count():
             lacking = math.ceil(max(0, size - len(order)) / len(self))
-            order = torch.cat([order, *(torch.randperm(len(self), generator=draws) for _ in range(lacking))])
+            order = torch.cat([order, *(torch.randperm(len(self), generator=rng) for _ in range(lacking))])
             if i >= first:
                 yield self.take(order[:size])
             order = order[size:]
 
     def mixed_batches(
-        self, real: Iterator[tuple[Tensor, Tensor]], batch_size: int, draws: torch.Generator, first: int = 0
+        self, real: Iterator[tuple[Tensor, Tensor]], batch_size: int, rng: torch.Generator, first: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every batch of real examples with replayed ones: x_U ← {x^r, x_k} (Alg. 1, lines 2-4).
 
@@ -100,18 +100,18 @@ class ReplaySampler:
             Examples (B, C, H, W) and labels (B, ...).
         batch_size : int
             b, to which the ratio applies.
-        draws : torch.Generator
-            Of the replayed ones.
+        rng : torch.Generator
+            Chooses the replayed examples.
         first : int
-            Which batch of the visit the first of these is.
+            Number of the first of these batches within the training.
         """
-        again = self.batches(self.replay_plan.replay_batch_size(batch_size), draws, first)
+        replayed = self.batches(self.replay_plan.replay_batch_size(batch_size), rng, first)
         for x_B, y_B in real:
-            x_R, y_R = self.replay_plan.split_masks(*next(again))
+            x_R, y_R = self.replay_plan.split_masks(*next(replayed))
             yield torch.cat([x_R, x_B]), torch.cat([y_R.to(y_B.dtype), y_B])
 
 
-@remembered(maxsize=1)  # institutions that share a process share what they all received
+@remembered(maxsize=1)  # institutions that share a process and sources share the sampler
 def sampler_of(sources: tuple[Source, ...], replay_plan: ReplayPlan, device: torch.device) -> ReplaySampler:
     """Return a sampler of these sources, made once in a process."""
     parts = []

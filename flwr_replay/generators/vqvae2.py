@@ -7,12 +7,12 @@ quarter, knowing the top, to those of another (bottom); a decoder makes the imag
     h_top = E_top(x);  e_top = nearest vectors;  h_bottom = E_bottom(x, e_top);  e_bottom = nearest vectors
     loss  = ‖x − D(e)‖² + Σ_levels ‖sg[h] − e‖² + β ‖sg[e] − h‖²
 
-Squared norms are means over numbers and examples. With codebook=ema, the middle term gives way to running means.
+Squared norms are means over numbers and examples. With codebook=ema, running means take the place of the middle term.
 
-Deviations: images lie in [0, 1], and the loss sees them doubled, as [-1, 1] would; sizes that are no multiple of eight
-are padded with their border and cropped back.
+Deviations: images lie in [0, 1], and the reconstruction term counts four times, as it would for images in [-1, 1].
+Images whose size is no multiple of eight are padded with their border, and cropped afterwards.
 
-`B` batch, `C` channels, `H` height, `W` width, `N` codes of an image, `D` numbers of a vector.
+`B` batch, `C` channels, `H` height, `W` width, `N` codes of an image, `D` length of a vector.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def build_generator(config: GeneratorConfig, channels: int, size: int, seed: int
     Parameters
     ----------
     config : GeneratorConfig
-        Which generator, and its options.
+        The generator's options.
     channels : int
-        Of an image; a mask that is generated with it is one more.
+        Of an image; a mask is one more channel.
     size : int
         Height and width of an image, pixels.
     seed : int
-        The weights depend on it alone; PyTorch's global generator is left as it was.
+        The weights depend on it alone; PyTorch's global rng is left as it was.
 
     Returns
     -------
@@ -57,9 +57,9 @@ def build_generator(config: GeneratorConfig, channels: int, size: int, seed: int
 
 
 class VQVAE2(ReplayGenerator):
-    """Two levels of codes; built by `build_generator`, since its weights come from PyTorch's global generator.
+    """Two levels of codes; built by `build_generator`, since its weights come from PyTorch's global rng.
 
-    All layers treat every example by itself, and with codebook=gradient so do the codebooks.
+    No layer mixes examples; with codebook=gradient neither do the codebooks.
     """
 
     decodes = re.compile(r"decoder\.|(top|bottom)\.(vectors\.weight|quantiser\._codebook\.embed)$")
@@ -82,17 +82,17 @@ class VQVAE2(ReplayGenerator):
         self.top = _codebook(config, side**2)
         self.bottom = _codebook(config, 4 * side**2)
         self.decoder = Decoder(dim, width, config.blocks, channels)
-        # PyTorch's own start leaves features that hardly differ between images: all of them round to one code.
+        # After PyTorch's own initialisation features hardly differ between images: all of them round to one code.
         for part in (self.encoder, self.encoder_top, self.to_top, self.to_bottom):
             for layer in part.modules():
                 if isinstance(layer, nn.Conv2d):
                     nn.init.kaiming_normal_(layer.weight)
 
-    def loss(self, x_BCHW: Tensor, draws: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, x_BCHW: Tensor, rng: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss; its parts are `reconstruction` (mean squared error of pixels in [0, 1]), `commitment`,
         `codebook`, and the perplexities of this batch's codes, `perplexity-top` and `perplexity-bottom`.
         """
-        seed = int(torch.randint(2**62, (), generator=draws))
+        seed = int(torch.randint(2**62, (), generator=rng))
         with seeded(seed, x_BCHW.device):  # the EMA codebooks' draws
             e_top, e_bottom, codes, commitment, codebook = self._rounded(x_BCHW, learn=True)
         reconstruction = F.mse_loss(self._decoded(e_top, e_bottom), x_BCHW)

@@ -13,6 +13,7 @@ from flwr_replay.errors import BudgetError, PrivacyError
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.state import StateStore
 from flwr_replay.models.layers import as_input
+from flwr_replay.payloads.common import ChargedRequest
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.dpsgd import noisy_step, poisson_batches
@@ -30,7 +31,7 @@ class PrivacyBudget:
     Parameters
     ----------
     plan : PrivacyPlan
-        Which mechanisms are private.
+        Which mechanisms are trained under DP.
     institution : Institution
         Whose examples these are.
     state : StateStore
@@ -58,37 +59,37 @@ class PrivacyBudget:
         """Return the mechanism of each charge so far, without reading any data."""
         return Account(self.state.of_run(run), delta=1.0).mechanisms
 
-    def begin(self, mechanism: str, epochs: int, request: Any) -> DPTraining | None:
+    def begin(self, mechanism: str, epochs: int, request: ChargedRequest) -> DPTraining | None:
         """Charge for some epochs of a mechanism and return its DP-SGD; None if the run does not train it under DP.
 
         Raises
         ------
         PrivacyError
-            If the budget does not allow all epochs, none is asked for, or the account states less than before. No step
-            may then be taken.
+            If the budget does not allow all epochs, the server asks for none, or the account states less than before.
+            Then no step may be taken.
         """
         if not self.plan.covers(mechanism):
             return None
         if epochs < 1:
-            raise PrivacyError(f"a private training has at least one epoch; {epochs} were asked for")
+            raise PrivacyError(f"a training under DP has at least one epoch; the server asks for {epochs}")
         cost = self.plan.cost(mechanism, self.examples, epochs)
         stream = self.stream(mechanism, request)  # first: a key that cannot be read costs nothing
         self.charge(mechanism, cost, request)
         return DPTraining(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
 
-    def charge(self, mechanism: str, cost: SampledGaussian, request: Any) -> None:
+    def charge(self, mechanism: str, cost: SampledGaussian, request: ChargedRequest) -> None:
         """Charge the account, unless it states less than the institution stated before."""
         account, stated = self.account(request.run), request.stated
         if (known := account.epsilon()) < (1 - ROUNDING) * stated:
             raise PrivacyError(
-                f"an account of privacy never says less than before; this institution has stated epsilon {stated:.4g}, "
-                f"its account of run {request.run!r} says {known:.4g}, so it is gone or an older copy and forgets what "
-                "has left since: put the newest one back, or begin a new run"
+                f"a privacy account never states less than before; this institution has stated epsilon {stated:.4g}, "
+                f"its account of run {request.run!r} states {known:.4g}, so it is missing or an older copy and lacks "
+                "later releases: restore the newest copy, or begin a new run"
             )
         account.charge(mechanism, cost, self.plan.config.noise)
 
-    def noisy_counts(self, counts: Tensor, request: Any) -> Tensor:
-        """Return noisy numbers of examples by label: whole, none negative, at least one in all."""
+    def noisy_counts(self, counts: Tensor, request: ChargedRequest) -> Tensor:
+        """Return noisy label counts: whole numbers, none negative, at least one of them positive."""
         if not self.plan.covers("prior"):
             return counts
         cost = self.plan.counts()
@@ -99,45 +100,55 @@ class PrivacyBudget:
         return noisy if noisy.sum() else torch.ones_like(noisy)
 
     def spent(self, run: str) -> dict[str, Any]:
-        """Return what an answer states: the epsilon of all releases in this run, and delta; before any, nothing."""
+        """Return epsilon and delta of all releases in this run, as an answer states them; none before the first."""
         account = self.account(run)
         return {"epsilon": account.stated_epsilon, "delta": account.delta} if account.mechanisms else {}
 
-    def rest(self, mechanism: str, request: Any) -> None:
+    def rest(self, mechanism: str, request: ChargedRequest) -> None:
         """Record that a mechanism's weights leave once more, unchanged, which costs nothing.
 
         Raises
         ------
         BudgetError
-            If nothing was charged in this run: what would leave has no epsilon.
+            If nothing was charged in this run: these weights would have no epsilon.
         """
         if not self.charged(request.run):
             raise BudgetError(
-                f"the privacy budget does not allow a first pass of {mechanism}: allow more, or more noise"
+                f"the privacy budget does not allow a first pass of {mechanism}: choose more noise or a larger epsilon"
             )
         self.charge(mechanism, replace(self.plan.cost(mechanism, self.examples, 1), steps=0), request)
 
-    def stream(self, mechanism: str, request: Any) -> Stream:
+    def stream(self, mechanism: str, request: ChargedRequest) -> Stream:
         """Open a stream of noise."""
         purpose = (self.seed, self.institution.name, mechanism, request.server_round)
         return noise_stream(self.plan.config.noise, self.institution.state, *purpose)
 
 
 class DPTraining:
-    """Poisson batches and noisy steps of a training that was charged."""
+    """Poisson batches and noisy steps of a training that was charged.
 
-    def __init__(self, clip: float, of_epoch: Any, stream: Stream) -> None:
-        self.clip, self.of_epoch, self.stream = clip, of_epoch, stream
+    Parameters
+    ----------
+    clip : float
+        C, the largest L2 norm of one example's gradient.
+    epoch_cost : SampledGaussian
+        Sampling rate, noise and steps of one epoch.
+    stream : Stream
+        Draws masks and noise.
+    """
+
+    def __init__(self, clip: float, epoch_cost: SampledGaussian, stream: Stream) -> None:
+        self.clip, self.epoch_cost, self.stream = clip, epoch_cost, stream
 
     def rows(self, examples: int) -> Iterator[Tensor]:
         """Yield the row numbers of each batch of an epoch."""
-        return poisson_batches(examples, self.of_epoch, self.stream)
+        return poisson_batches(examples, self.epoch_cost, self.stream)
 
     def batches(self, data: Shard) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield an epoch's batches of examples and labels. Sizes vary; a batch may be empty."""
         for rows in self.rows(len(data)):
             chosen = rows.to(data.x.device)
-            yield as_input(data.x.index_select(0, chosen)), data.y[chosen]  # ten times as fast as x[chosen], for bytes
+            yield as_input(data.x.index_select(0, chosen)), data.y[chosen]  # on bytes ten times as fast as x[chosen]
 
     def step(
         self,
@@ -167,7 +178,7 @@ class DPTraining:
             losses,
             tuple(part[num_replayed:] for part in batch),
             clip=self.clip,
-            sigma=self.of_epoch.sigma,
+            sigma=self.epoch_cost.sigma,
             batch_size=batch_size + num_replayed,
             stream=self.stream,
             public=tuple(part[:num_replayed] for part in batch),

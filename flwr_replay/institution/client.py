@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
+from numpy.typing import NDArray
 from torch import nn
 
 from flwr_replay.config.sections import TrainingConfig
@@ -77,11 +78,11 @@ class InstitutionClient(NumPyClient):
     seed : int
         Of the run; shuffles derive from it and the institution's name.
     replay_plan : ReplayPlan | None
-        What is replayed beside the institution's own images, and how it is generated; None: nothing.
+        Options of replay and its generator; None: no replay.
     privacy : PrivacyPlan | None
-        What is trained by DP-SGD; None: nothing.
+        What is trained under DP; None: nothing.
     private_model : Callable[[int], nn.Module] | None
-        Builds the model that never leaves, for methods that have one beside the common one; None: like that.
+        Builds the private model φ, which never leaves, for methods that have one; None: built by `model`.
     bound : str
         What a run is bound to, from `flwr_replay.config.binding.binding`.
     """
@@ -112,30 +113,30 @@ class InstitutionClient(NumPyClient):
 
     # --- Flower's NumPyClient ---------------------------------------------------------------------------------------
 
-    def fit(self, parameters: Any, config: dict[str, Any]) -> tuple[NamedArrays, int, dict[str, Any]]:
+    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> tuple[NamedArrays, int, dict[str, Any]]:
         """Answer a training request: decode, call the stage's method, encode."""
         arrays, metrics, _ = self.answer(parameters, config).parts()
         weights = NamedArrays.of(arrays) if isinstance(arrays, ArrayRecord) else NamedArrays(arrays or {})
         return weights, metrics.pop("num-examples", len(self.institution.train)), metrics
 
-    def evaluate(self, parameters: Any, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Answer an evaluation request."""
         _, metrics, _ = self.answer(parameters, config).parts()
         return metrics.pop("loss", math.nan), metrics.pop("num-examples"), metrics
 
-    def answer(self, parameters: Any, config: dict[str, Any]) -> Payload:
-        """Decode a request, call the method of its stage, and check that it gives what was declared.
+    def answer(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> Payload:
+        """Decode a request, call the method of its stage, and check that its answer is the declared payload.
 
         Raises
         ------
         ConfigError
             If this method has no such stage.
         PrivacyError
-            If the run was begun under other options.
+            If the run began under other options.
         RefusedError
-            If the institution's policy takes other weights only.
+            If the institution's policy does not accept these weights.
         DivergedError
-            If weights cannot meet data.
+            If the weights are not finite, or absurdly large.
         WireError
             If the method returns another payload than the request's declaration promises.
         """
@@ -173,23 +174,23 @@ class InstitutionClient(NumPyClient):
     # --- stages that all methods share ------------------------------------------------------------------------------
 
     def roll_call(self, request: RollCall) -> Present:
-        """Say who is here.
+        """Say who this institution is and how many examples it has.
 
         Raises
         ------
         WireError
-            If the model has not the form of those that institutions exchange.
+            If its model has another form than those that institutions exchange.
         """
         train = self.institution.train
         if request.form and form_of(to_arrays(self.fresh(0))) != request.form:
             raise WireError(
-                "all institutions exchange models of one form; this one's has other names or shapes than the server's: "
-                "use the same model.*, task.channels, task.size and task.classes everywhere"
+                "institutions exchange models of one form; this one's has other names or shapes than the server's: use "
+                " the same model.*, task.channels, task.size and task.classes everywhere"
             )
         if self.budget:
             self.budget.plan.check_first_passes(self.budget.examples)
         if self.institution.tests_external:
-            _ = self.institution.external  # missing ones are refused before anybody trains
+            _ = self.institution.external  # if they are missing, the error comes before anyone trains
         label_sums = self.task.label_sums(train.y)
         proof = proof_of(self.institution.state, request.run)
         return Present(
@@ -197,11 +198,11 @@ class InstitutionClient(NumPyClient):
         )
 
     def evaluate_model(self, request: Evaluate) -> Evaluation:
-        """Test the weights that came on the institution's test shard, or on its training examples."""
+        """Test the received weights on the split that the request names."""
         return self.evaluated(request.arrays, request.split)
 
     def random_like(self, arrays: StateDict) -> StateDict:
-        """Return the weights of these names that the run's seed gives to a fresh model, or to a fresh generator."""
+        """Return, for these names, the weights of a model or a generator that is fresh from the run's seed."""
         fresh = to_arrays(self.fresh(derived_seed(self.seed, "model")))
         if self.replay and not arrays.keys() <= fresh.keys():
             fresh = to_arrays(self.replay.replay_plan.fresh_generator())
@@ -223,13 +224,13 @@ class InstitutionClient(NumPyClient):
         return torch_rng(self.seed, self.institution.name, *purpose)
 
     def scratch_model(self, arrays: Weights | None = None, role: str = "") -> nn.Module:
-        """Return this process's one backbone on the institution's device, in training mode, with the weights given.
+        """Return this process's shared backbone on the institution's device, in training mode, with the given weights.
 
-        Building a model costs more than loading one; nothing may be kept in it from one message to the next. A method
-        that needs two at a time names the other's role: private.
+        It is shared because building a model costs more than loading weights. Nothing may be kept in it between
+        messages. A method that needs two models at once gives the second one a role: private.
         """
         model = self._loaded(arrays, role).train()
-        model.zero_grad()  # a training that broke off may have left gradients
+        model.zero_grad()  # an interrupted training may have left gradients
         return model
 
     def _loaded(self, arrays: Weights | None, role: str = "") -> nn.Module:
@@ -245,40 +246,41 @@ class InstitutionClient(NumPyClient):
         return self.task.evaluate(self._loaded(arrays, role), shard.x, shard.y)
 
     def resume(self, request: Train) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the model with the weights that came, ready to train, and its optimizer.
+        """Return the model with the received weights, ready to train, and its optimizer.
 
-        The one rule for the optimizer's state between trainings: `reset` begins each with a fresh optimizer; `keep`
-        goes on with the state that this institution saved at the end of its previous one. The state never travels.
+        Between trainings the optimizer's state has one rule. `reset` begins every training with a fresh optimizer.
+        `keep` goes on with the state that this institution saved at the end of its previous training. The state never
+        travels.
         """
         model = self.scratch_model(request.arrays)
         refuse_single_batches(model, len(self.training_data(request.pooled)), self.batch_size)
         return model, self.resume_optimizer(model, request)
 
     def learner(self, request: Train) -> Learner:
-        """Return a learner of the weights that came."""
+        """Return a learner of the received weights."""
         return self.learner_of(*self.resume(request), request, request.local_epochs)
 
     def learner_of(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, request: DPRequest, epochs: int = 1
     ) -> Learner:
-        """Return a learner of a model; its steps are charged first where they are by DP-SGD."""
+        """Return a learner of a model. Under DP its steps are charged first."""
         dp = self.budget.begin("classifier", epochs, request) if self.budget else None
-        sampler, draws = self.replay_sampler(request), self.shuffle(request.server_round, "replay")
-        return Learner(model, optimizer, self.task, self.batch_size, sampler, draws, dp)
+        sampler, rng = self.replay_sampler(request), self.shuffle(request.server_round, "replay")
+        return Learner(model, optimizer, self.task, self.batch_size, sampler, rng, dp)
 
     def replay_sampler(self, request: RunRequest) -> ReplaySampler | None:
-        """Return a sampler of the replayed examples that every batch holds besides; None without replay."""
+        """Return a sampler of the replayed examples in every batch; None without replay."""
         if self.replay is None or not isinstance(request, ExpectsReplay):
             return None
         return self.replay.sampler(request.run, request.server_round, request.replayed or 0)
 
     def spent(self, run: str) -> dict[str, Any]:
-        """Return what an answer states of privacy."""
+        """Return the epsilon and delta that an answer states; none without DP."""
         return self.budget.spent(run) if self.budget else {}
 
     def trained(self, request: Train, learner: Learner, num_examples: int) -> Trained:
-        """Keep the optimizer's state, return the weights and how the training went; one that diverged keeps nothing."""
-        loss = learner.train_loss()
+        """Save the optimizer's state; return the weights, counts and the loss."""
+        loss = learner.train_loss()  # raises before anything is saved
         self.suspend(request, learner.optimizer)
         return Trained(
             arrays=encoded(learner.model),
@@ -289,38 +291,38 @@ class InstitutionClient(NumPyClient):
         )
 
     def resume_optimizer(self, model: nn.Module, request: ResumeRequest) -> torch.optim.Optimizer:
-        """Build the optimizer and, under `keep`, give it its saved state."""
+        """Build the optimizer and, under `keep`, load its saved state."""
         optimizer = make_optimizer(model, self.training, request.lr)
         if request.optimizer_state == "keep" and (kept := self.kept("optimizer", request, take=True)):
             load_optimizer_arrays(optimizer, kept)
         return optimizer
 
     def kept(self, key: str, request: ResumeRequest, take: bool = False) -> StateDict | None:
-        """Return what this institution saved at the end of its previous training; None at the first.
+        """Return the arrays that this institution saved at the end of its previous training; None before the first.
 
-        Only what is taken may be written to.
+        Arrays may be written to only with `take`.
 
         Raises
         ------
         TrainingError
-            If it is gone: going on from nothing would give other results, and nobody would notice.
+            If they are gone. Fresh arrays would silently give other results.
         """
         read = self.state.take if take else self.state.load
         kept = read(key, request.run, request.server_round)
         if kept is None and request.continues:
             raise TrainingError(
-                f"an institution goes on with the state that it saved when it trained last; the {key} of run "
+                f"an institution goes on from the state that its last training saved; the {key} of run "
                 f"{request.run!r} is gone: restore the state directory, or begin a new run"
             )
         return kept
 
     def latest(self, key: str, request: RunRequest) -> StateDict:
-        """Return a model of the institution's own as it stands after this exchange, perhaps from an earlier one.
+        """Return the newest state of one of the institution's own models, up to and including this exchange.
 
         Raises
         ------
         TrainingError
-            If it has none yet.
+            If there is none yet.
         """
         kept = self.state.load(key, request.run, request.server_round + 1)
         if kept is None:
@@ -335,10 +337,10 @@ class InstitutionClient(NumPyClient):
             self.save("optimizer", request, optimizer_arrays(optimizer), give=True)
 
     def save(self, key: str, request: RunRequest, arrays: StateDict, give: bool = False) -> None:
-        """Keep arrays as they stand after a training; in a simulation not beyond a power failure.
+        """Save arrays after a training. In a simulation a power failure may lose them.
 
-        With `give` nobody may write to them any more: give copies of a `scratch_model`'s weights, which the next
-        training changes.
+        With `give` nobody may write to them any more. Of a `scratch_model` give copies: the next training changes its
+        weights.
         """
         self.state.save(key, request.run, request.server_round, arrays, self.institution.durable, give)
 

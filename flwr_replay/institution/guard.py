@@ -92,7 +92,7 @@ def _answered(
     _check_request(message, request, policy, config)
     if answer and issubclass(answer, Evaluation):
         policy.check_evaluations(store.count_test(run))
-    dp_fields = plan.private_fields(answer) if plan and answer else {}
+    dp_fields = plan.dp_fields(answer) if plan and answer else {}
     budget = PrivacyBudget(plan, institution, store, config.seed) if plan else None
     charged_before = budget.charged(run) if budget and dp_fields else ()
     reply = call_next(message, context)

@@ -1,6 +1,6 @@
-"""A classifier's steps at an institution: what a batch is, and what a step on it is.
+"""A classifier's batches and steps at an institution.
 
-The loop over the batches stands in each method's file; what is chosen by options that all methods share stands here.
+The loop over the batches is in each method's file. Here is what all methods share: replay and DP.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ __all__ = ["Learner"]
 
 
 class Learner:
-    """Batches of real examples and, if there are any, replayed ones; steps, by DP-SGD where that is charged for.
+    """Batches of real examples, with replayed ones where there is replay, and steps, by DP-SGD where it was charged.
 
     Parameters
     ----------
     model, optimizer : nn.Module, torch.optim.Optimizer
-        As this training begins with them.
+        As they are at the start of this training.
     task : Task
         Whose loss is minimised.
     batch_size : int
         b, real examples in a batch.
     sampler : ReplaySampler | None
-        What is replayed.
-    draws : torch.Generator
-        Decide what is replayed in which batch.
+        Draws the replayed examples; None: no replay.
+    rng : torch.Generator
+        Chooses the replayed examples of each batch.
     dp : DPTraining | None
-        Steps of DP-SGD that have been paid for; None: plain steps on shuffled batches.
+        Charged steps of DP-SGD; None: plain steps on shuffled batches.
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class Learner:
         task: Task,
         batch_size: int,
         sampler: ReplaySampler | None,
-        draws: torch.Generator,
+        rng: torch.Generator,
         dp: DPTraining | None = None,
     ) -> None:
         self.model, self.optimizer, self.task, self.batch_size = model, optimizer, task, batch_size
-        self.sampler, self.draws, self.dp = sampler, draws, dp
+        self.sampler, self.rng, self.dp = sampler, rng, dp
         self.losses: list[Tensor] = []
-        self.seen = 0  # examples, with repetition; under differential privacy the expected number
+        self.seen = 0  # examples, with repetition; under DP their expected number
 
     def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield x_U and its labels, one pass over the real examples."""  # Qu et al. 2022, Alg. 1, lines 2-4
         plain = batches(data.x, data.y, self.batch_size, shuffle)
         real = self.dp.batches(data) if self.dp else plain
-        return self.sampler.mixed_batches(real, self.batch_size, self.draws) if self.sampler else real
+        return self.sampler.mixed_batches(real, self.batch_size, self.rng) if self.sampler else real
 
     def step(self, x_B: Tensor, y_B: Tensor, penalty: Tensor | None = None) -> None:
-        """Take a step on a batch: θ ← θ − η ∇L(θ; x_U); a penalty is minimised too, and not counted in the loss."""
+        """Take a step on a batch: θ ← θ − η ∇(L(θ; x_U) + penalty). The reported loss has no penalty."""
         num_replayed = self.sampler.replay_plan.replay_batch_size(self.batch_size) if self.sampler else 0
         if self.dp:
             self.dp.step(self.model, self.optimizer, self._losses, (x_B, y_B), self.batch_size, num_replayed)
@@ -72,7 +72,7 @@ class Learner:
         self.seen += len(y_B)
 
     def train_loss(self) -> float | None:
-        """Return the mean loss of the steps; None where it would not be private."""
+        """Return the mean loss of the steps; None under DP, since it has no noise."""
         return None if self.dp else mean_loss(self.losses)
 
     def _losses(self, x_B: Tensor, y_B: Tensor) -> Tensor:

@@ -5,12 +5,13 @@ Source: Kalra et al. 2023 (ProxyFL), section 3.2, eq. 4-7; deep mutual learning:
     L_φ = (1 - α) CE(f_φ(x), y) + α KL(h_θ(x) ‖ f_φ(x))
     L_θ = (1 - β) CE(h_θ(x), y) + β KL(f_φ(x) ‖ h_θ(x))         by DP-SGD, with dp=proxy
 
-Both are computed from the answers f_φ(x), h_θ(x) before either model steps, so each passes over a batch once. The
-paper writes KL with the model that learns first; here, as in deep mutual learning, the teacher stands first, and no
-gradient goes into it. "Alternate" leaves open whether φ sees θ before or after its step.
+Both use the outputs f_φ(x), h_θ(x) from before either model steps, so each passes over a batch once. In the paper's KL
+the learning model stands first. Here the teacher does, as in deep mutual learning, and no gradient flows into it. The
+paper's "alternate" leaves open whether φ sees θ before or after θ's step.
 
-With β > 0 the proxy's gradient on one example depends, through f_φ, on all private examples, since φ learns from them
-without noise: clipping does not bound what one example changes, and the accountant's epsilon is no proof.
+With β > 0 the proxy's gradient on one example depends, through f_φ, on all of the institution's examples, since φ
+learns from them without noise. Then clipping does not bound what one example changes, and the accountant's epsilon is
+no proof.
 
 `B` batch.
 """
@@ -56,9 +57,9 @@ class MutualLearner:
     batch_size : int
         b.
     dp : DPTraining | None
-        A pass of DP-SGD on θ, paid for; None: plain steps.
+        A charged pass of DP-SGD on θ; None: plain steps.
     rests : bool
-        θ stays as it is, and φ learns on.
+        The budget is used up: θ stays as it is, φ learns on.
     """
 
     def __init__(
@@ -74,12 +75,12 @@ class MutualLearner:
         self.private, self.proxy, self.task, self.batch_size = private, proxy, task, batch_size
         self.alpha, self.beta, self.request = request.alpha, request.beta, request
         self.dp, self.rests = dp, rests
-        self.fewest = 2 if has_batch_norm(private.model) else 1  # examples that φ learns from at once
+        self.fewest = 2 if has_batch_norm(private.model) else 1  # examples that φ needs in a batch
         self.losses: list[Tensor] = []  # of φ
         self.seen, self.proxy_steps = 0, 0
 
     def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield one pass over the examples: Poisson batches where θ's steps are private."""
+        """Yield one pass over the examples: Poisson batches where θ's steps are under DP."""
         return self.dp.batches(data) if self.dp else batches(data.x, data.y, self.batch_size, shuffle)
 
     def alone(self, data: Shard, shuffle: torch.Generator) -> None:
@@ -88,17 +89,17 @@ class MutualLearner:
         for _ in range(self.request.private_epochs):
             for plain_B, y_B in batches(data.x, data.y, self.request.private_batch_size, shuffle):
                 x_B = shift_batch(plain_B, self.request.private_shift, shuffle)
-                f_B, h_B = phi.model(x_B), answers(theta.model, x_B)
+                f_B, h_B = phi.model(x_B), inference(theta.model, x_B)
                 loss_phi = mutual_loss(self.task, self.alpha, f_B, h_B, y_B)  # eq. 4
                 self.losses.append(step(phi.model, phi.optimizer, loss_phi))  # eq. 6
                 self.seen += len(y_B)
 
     def step(self, x_B: Tensor, y_B: Tensor) -> None:
-        """Let both models step on a batch, each with the other's answers from before either has stepped."""
+        """Let both models step on a batch, each with the other's outputs from before either has stepped."""
         phi, theta, learns = self.private, self.proxy, len(y_B) >= self.fewest
-        f_B = phi.model(x_B) if learns else answers(phi.model, x_B)
+        f_B = phi.model(x_B) if learns else inference(phi.model, x_B)
         h_parts: list[Tensor] = []  # h_θ(x) from before θ's step; DP-SGD may take a batch in parts
-        mutual = mutual_losses if self.dp else mutual_loss  # DP-SGD needs every example's own
+        mutual = mutual_losses if self.dp else mutual_loss  # DP-SGD needs every example's own loss
 
         def loss_theta(x: Tensor, y: Tensor, f: Tensor) -> Tensor:
             h_parts.append(theta.model(x))
@@ -106,13 +107,13 @@ class MutualLearner:
 
         self.proxy_step(loss_theta, (x_B, y_B, f_B.detach()))  # eq. 7: θ ← θ - η (Σ clipped g_θ + noise) / b
         if learns:
-            h_B = answers(theta.model, x_B) if self.rests else torch.cat(h_parts).detach()
+            h_B = inference(theta.model, x_B) if self.rests else torch.cat(h_parts).detach()
             loss_phi = mutual_loss(self.task, self.alpha, f_B, h_B, y_B)  # eq. 4: (1 - α) CE(f, y) + α KL(h ‖ f)
             self.losses.append(step(phi.model, phi.optimizer, loss_phi))  # eq. 6: φ ← φ - η ∇L_φ
         self.seen += self.batch_size if self.dp else len(y_B)  # the size of a Poisson batch is as secret as its mask
 
     def proxy_step(self, loss: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> None:
-        """Let θ step on a batch, by DP-SGD where that is paid for; none where it rests."""
+        """Let θ step on a batch, by DP-SGD where it was charged; not at all where θ rests."""
         if self.rests:
             return
         if self.dp:
@@ -122,18 +123,18 @@ class MutualLearner:
         self.proxy_steps += 1
 
     def loss(self) -> float | None:
-        """Return φ's mean loss; None where a message would tell it beside a private proxy.
+        """Return φ's mean loss; None where the proxy is under DP, since the loss has no noise.
 
         Raises
         ------
         DivergedError
-            If it is not finite, and told.
+            If it would be returned and is not finite.
         """
         return mean_loss(self.losses) if self.losses and not (self.dp or self.rests) else None
 
 
-def answers(model: nn.Module, x_B: Tensor) -> Tensor:
-    """Return a model's logits, as it would answer a patient; nothing in it changes."""
+def inference(model: nn.Module, x_B: Tensor) -> Tensor:
+    """Return a model's logits in evaluation mode, without gradients; nothing in the model changes."""
     model.eval()
     with torch.no_grad():
         logits_B: Tensor = model(x_B)
@@ -141,12 +142,12 @@ def answers(model: nn.Module, x_B: Tensor) -> Tensor:
     return logits_B
 
 
-def shift_batch(x_BCHW: Tensor, pixels: int, draws: torch.Generator) -> Tensor:
-    """Shift images by up to so many pixels to each side, a batch as one; what leaves on one side is lost."""
+def shift_batch(x_BCHW: Tensor, pixels: int, rng: torch.Generator) -> Tensor:
+    """Shift all images of a batch by one random offset, at most `pixels` to each side; zeros enter at the border."""
     if not pixels:
         return x_BCHW
     height, width = x_BCHW.shape[2:]
-    down, right = torch.randint(2 * pixels + 1, (2,), generator=draws).tolist()
+    down, right = torch.randint(2 * pixels + 1, (2,), generator=rng).tolist()
     padded = functional.pad(x_BCHW, (pixels,) * 4)
     return padded[:, :, down : down + height, right : right + width]
 
@@ -159,7 +160,7 @@ def mutual_loss(task: Task, weight: float, student_B: Tensor, teacher_B: Tensor,
 
 
 def mutual_losses(task: Task, weight: float, student_B: Tensor, teacher_B: Tensor, y_B: Tensor) -> Tensor:
-    """Return the same for every example, (B,)."""
+    """Return (1 - weight) CE + weight KL(teacher ‖ student) of every example, (B,)."""
     single_B = task.losses(student_B, y_B)
     return (1 - weight) * single_B + weight * divergences(student_B, teacher_B) if weight else single_B
 

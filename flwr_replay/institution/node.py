@@ -50,7 +50,7 @@ def _institution(
 
 def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
     for key in owned:
-        if key not in NODE_KEYS:  # a mistyped policy must not mean that there is none
+        if key not in NODE_KEYS:  # a mistyped `policy` must not mean no policy
             raise ConfigError(f"unknown key {key!r} in --node-config: {nearest(key, NODE_KEYS)}")
     for key in ("name", "data"):
         if not owned.get(key):
@@ -58,10 +58,10 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
                 f"a SuperNode must have both name and data; {key} is missing: start it with "
                 """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
             )
-    # The server must neither make it fetch nor choose, by a column or by sizes, whom it trains on and whom it tests on.
+    # The server must not make a node download data, nor choose by a column or by sizes who is trained or tested on.
     task = replace(config.task, data_dir=owned["data"], download=False, site_column="site")
     task = replace(task, train_size=0, val_size=0, test_size=0)
-    # Flower drops a key with spaces around = without a word; the SuperNode's log must show what is in force.
+    # Flower silently drops a key with spaces around =, so the SuperNode's log shows the policy in force.
     rules = owned.get("policy") or "none: everything may leave"
     logging.getLogger("flwr").info("%s: data %s, policy %s", owned["name"], owned["data"], rules)
     return Institution(
@@ -81,7 +81,7 @@ def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
     names = config.strategy.private_models
     if len(names) > 1 and "private-model" not in owned:
         raise ConfigError(
-            f"private-models={','.join(names)} go by turns in a simulation; a SuperNode says which is its own: start "
+            f"private-models={','.join(names)} are dealt in turn in a simulation; a SuperNode names its own: start "
             """it with --node-config '… private-model="NAME"'"""
         )
     return owned.get("private-model", names[0] if names else "")

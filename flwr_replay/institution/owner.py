@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from flwr_replay.data import Dataset, Examples
@@ -60,14 +60,16 @@ class Institution:
     state_root: Path = field(default_factory=lambda: home() / "state")
     tests_external: bool = False  # external=true: models are tested on its external examples, too
     tests_training: bool = False  # forgetting=true: models are tested on its training examples, too
-    private_model: str = (
-        ""  # of conf/model: the model that never leaves, in methods that have one; empty: as the common one
-    )
+    private_model: str = ""  # in conf/model, of the private model φ; empty: like the common model
     durable: bool = False  # ledger lines reach the disk before anything leaves
 
     @classmethod
     def from_arrays(
-        cls, name: str, train: tuple[Any, Any], test: tuple[Any, Any] | None = None, device: str = "cpu"
+        cls,
+        name: str,
+        train: tuple[ArrayLike, ArrayLike],
+        test: tuple[ArrayLike, ArrayLike] | None = None,
+        device: str = "cpu",
     ) -> Institution:
         """Make an institution of examples that are in memory, as a user's own ClientApp has them.
 
@@ -150,14 +152,14 @@ class Institution:
     def pooled(self) -> Shard:
         """All institutions' training examples together; only a simulation has them."""
         if self.read_pooled is None:
-            raise TrainingError(  # its text is sent to the server
+            raise TrainingError(  # this text is sent to the server
                 f"institution {self.name!r} owns its own data only; strategy=central needs one institution that owns "
                 "everything: run it in a simulation, or with all data at one node and nodes=1"
             )
         return Shard.of(self.read_pooled().train, self.device)
 
     def record_release(self, rows: list[Row], *, run: str, server_round: int, stage: str, split: str = "") -> None:
-        """Write to the institution's own ledger what is about to leave; of a test, also the split it was made on."""
+        """Write what is about to leave to the institution's own ledger; for a test, also its split."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         split_of_test = {"split": split} if split else {}
         self._ledger.record({"time": now, "run": run, "round": server_round, "stage": stage, **split_of_test}, rows)

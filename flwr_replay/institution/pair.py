@@ -1,6 +1,6 @@
-"""The institution's half of methods with a private model and a proxy: where they live, how they are tested.
+"""The institution's half of methods with a private model and a proxy: where they are kept, how they are tested.
 
-The private model, its optimizer and the proxy's optimizer lie in one file of the state directory and never leave.
+The private model, its optimizer and the proxy's optimizer are in one file of the state directory and never leave.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class PairClient(InstitutionClient):
     """Base of the clients that train a private model φ and a proxy θ."""
 
     def roll_call(self, request: RollCall) -> Present:
-        """Say who is here, once the private model could be built: one that cannot be ends it before anybody trains."""
+        """Answer the roll call once the private model could be built: an error comes before anyone trains."""
         refuse_single_batches(self.fresh_private(0), len(self.institution.train), self.batch_size)
         return super().roll_call(request)
 
     def pair(self, request: TrainPair, theta: Weights) -> MutualLearner:
-        """Return a learner of both; φ is the institution's own, θ as it came; DP-SGD on θ is charged first."""
+        """Return a learner of the institution's own φ and the received θ. DP-SGD on θ is charged first."""
         proxy, kept = self.scratch_model(theta), unnested(self.kept("pair", request, take=True) or {})
         own = kept["model"] or to_arrays(self.fresh_private(request.private_seed))
         phi = self.scratch_model(own, "private")
@@ -64,16 +64,16 @@ class PairClient(InstitutionClient):
         if self.budget and covered:
             try:
                 dp = self.budget.begin("proxy", 1, request)
-            except BudgetError:  # it is used up, so θ stays as it is, and φ goes on
+            except BudgetError:  # the budget is used up: θ stays as it is, φ learns on
                 self.budget.rest("proxy", request)
                 rests = True
         return MutualLearner(private, common, self.task, request, self.batch_size, dp, rests)
 
     def keep_pair(self, request: TrainPair, learner: MutualLearner) -> dict[str, Any]:
-        """Keep what never leaves; return what an answer says of the training.
+        """Save what never leaves; return the answer's counts and loss.
 
-        Whether φ has diverged depends on the examples, and no noise covers it. So where the proxy is private nobody is
-        told: φ begins anew from where it was before this training, its optimizer afresh.
+        Whether φ has diverged depends on the examples, and no noise covers it. So it is not reported where the proxy is
+        under DP: φ goes back to its weights from before this training, with a fresh optimizer.
         """
         loss = learner.loss()
         kept = {"model": to_arrays(learner.private.model)}

@@ -1,9 +1,9 @@
-"""The institution's half of gossip: where its model lives between rounds, and how it mixes what arrives.
+"""The institution's half of gossip: where its model is kept between rounds, and how parcels are mixed into it.
 
 Source: Kalra et al. 2023 (ProxyFL), Algorithm 1, lines 7-10. The server's half is `flwr_replay/movements/gossip.py`.
 
-In the state directory lie, by exchange, `released` (θ as it was given away, with w) and `mixed` (θ after lines 8-10,
-with w and the numbers of the parcels in it), each written in one step. A parcel that is brought twice is mixed once.
+For each exchange the state directory has two files, each written in one step. `released` is θ as it left, with w.
+`mixed` is θ after lines 8-10, with w and the numbers of the parcels in it. A parcel that arrives twice is mixed once.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class PeerClient(InstitutionClient):
     """Base of the clients that exchange models over a graph."""
 
     def begin(self, request: TrainPeer) -> tuple[StateDict, float]:
-        """Return θ and w as they stood after the last mixing that the server knows of; fresh ones at first.
+        """Return θ and w from after the last mixing that the server knows of; before the first, fresh ones.
 
         Raises
         ------
         TrainingError
-            If θ is gone: going on from fresh weights would give other results, and nobody would notice.
+            If θ is gone. Fresh weights would silently give other results.
         """
         if not request.committed:
             theta, w = to_arrays(self.fresh(request.init_seed)), 1.0
@@ -44,21 +44,21 @@ class PeerClient(InstitutionClient):
             theta, w, _ = unpack_state(kept)
         else:
             raise TrainingError(
-                f"an institution goes on with the model that it mixed in exchange {request.committed}; that of run "
+                f"an institution goes on from the model that it mixed in exchange {request.committed}; that of run "
                 f"{request.run!r} is gone: restore the state directory, or begin a new run"
             )
         self.state.forget_after("mixed", request.run, request.committed)
-        check_weights(theta)  # the server has chosen the shares
+        check_weights(theta)  # the server chose the shares, so θ may not be finite
         return theta, w
 
     def release(self, request: ReleaseRequest, model: nn.Module, w: float) -> dict[str, Any]:
-        """Keep what is given away, if anybody can receive it; return what an answer says of it."""
+        """Save θ and w as they leave; return an answer's fields. θ leaves only if somebody may receive it."""
         theta = encoded(model)
         self.save("released", request, pack_state(opened(theta), w), give=True)
         return {"arrays": theta if request.exchanged else ArrayRecord(), "weight": w, **self.spent(request.run)}
 
     def deliver(self, request: Deliver) -> Committed:
-        """Mix what was kept with what arrived, and keep it."""  # lines 8-10
+        """Mix the released model with the parcels that arrived, and save the result."""  # lines 8-10
         done = self.state.at("mixed", request.run, request.exchange)
         if done is None:
             released = self.state.at("released", request.run, request.exchange)
@@ -69,14 +69,14 @@ class PeerClient(InstitutionClient):
                 )
             theta, w, _ = unpack_state(released)
             models = unnested(opened(request.arrays))
-            dealt = zip(sorted(models), request.weights, request.shares, strict=True)
-            arrived = [parcel(models[number], w_k, share) for number, w_k, share in dealt]
+            senders = zip(sorted(models), request.weights, request.shares, strict=True)
+            arrived = [parcel(models[number], w_k, share) for number, w_k, share in senders]
             done = pack_state(*mixed(theta, w, request.kept, arrived), request.parcels)
             self.state.save("mixed", request.run, request.exchange, done, self.institution.durable, give=True)
         return Committed(num_examples=len(self.institution.train), parcels=unpack_state(done)[2])
 
     def own_theta(self, request: RunRequest) -> StateDict:
-        """Return θ as it stands after this exchange's mixing."""
+        """Return θ from after this exchange's mixing."""
         return unpack_state(self.latest("mixed", request))[0]
 
 
@@ -87,5 +87,5 @@ def pack_state(theta: StateDict, w: float, parcels: Sequence[int] = ()) -> State
 
 
 def unpack_state(kept: StateDict) -> tuple[StateDict, float, list[int]]:
-    """Take apart what `pack_state` has put together."""
+    """Undo `pack_state`: return θ, w and the parcels' numbers."""
     return unnested(kept)["theta"], float(kept["w"][0]), [int(number) for number in kept["parcels"]]

@@ -23,9 +23,9 @@ def draw_grid(path: Path, rows: Mapping[str, Tensor]) -> None:
     Parameters
     ----------
     path : Path
-        The PNG; its folder is made. What the rows show stands in its name: `real-reconstruction-replay`.
+        The PNG; its folder is made. Its name should say what the rows show: `real-reconstruction-replay`.
     rows : Mapping[str, Tensor]
-        What to images (n, C, H, W) in [0, 1], all of one shape.
+        For each row, its images (n, C, H, W) in [0, 1], all of one shape.
     """
     from torchvision.utils import save_image
 
@@ -43,12 +43,12 @@ def draw_grid(path: Path, rows: Mapping[str, Tensor]) -> None:
 
 
 def gather(states: Mapping[str, Path], folder: Path) -> None:
-    """Copy the pictures of a simulation's institutions, all of which are here, into its run directory.
+    """Copy the pictures of a simulation's institutions into its run directory.
 
     Parameters
     ----------
     states : Mapping[str, Path]
-        Institution to the folder of what it keeps of the run.
+        For each institution, the folder of its state in this run.
     folder : Path
         The run directory; `pictures/<institution>/` is made if there are any.
     """

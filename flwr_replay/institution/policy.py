@@ -51,14 +51,8 @@ from flwr_replay.wire.payload import Payload
 
 __all__ = ["LIMITS", "RANDOM", "Policy", "read_policy"]
 
-PINNED = (
-    "extract",
-    "encode-images",
-    "train-generator",
-    "keep-decoder",
-    "train-prior",
-    "keep-prior",
-)  # weights of these
+# stages whose weights a policy may pin
+PINNED = ("extract", "encode-images", "train-generator", "keep-decoder", "train-prior", "keep-prior")
 DIGEST = re.compile("sha256:[0-9a-f]{64}")
 RANDOM = "random"  # of weights: those that the run's seed gives
 METRICS = ("none", "counted", "exact")
@@ -110,7 +104,7 @@ class Policy:
         Parameters
         ----------
         asked : Mapping[str, Any]
-            Options or instructions by name; of a list of numbers, the sum counts.
+            Options or instructions by name; for a list of numbers the sum counts.
         """
         limits = dict(self.limits)
         for name, value in asked.items():
@@ -179,9 +173,9 @@ class Policy:
         stage : str
             Of the request that brings the weights.
         digest : Callable[[], str]
-            Gives their digest, as `flwr_replay.files.tensors.digest` does.
+            Computes their digest, as `flwr_replay.files.tensors.digest` does.
         random : Callable[[], str]
-            Gives the digest of the weights that the run's seed gives.
+            Computes the digest of the weights that follow from the run's seed.
         """
         allowed = dict(self.weights).get(stage)
         if allowed is None or (came := digest()) in allowed or (RANDOM in allowed and came == random()):
@@ -229,43 +223,43 @@ def read_policy(path: Path | None) -> Policy:
     for key, value in content.items():
         if key not in known:
             raise ConfigError(f"unknown key {key!r} in policy file {path}: {nearest(str(key), known)}")
-        read: Callable[[Any, str], Any] = READ.get(key, _number)
+        read: Callable[[object, str], Any] = READ.get(key, _number)
         values[known[key]] = read(value, f"{key} in policy file {path}")
     return Policy(**values)
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:  # nor nan
         raise ConfigError(f"{what} must be a number, not below 0; got {value!r}")
     return value
 
 
-def _names(value: Any, what: str) -> tuple[str, ...]:
+def _names(value: object, what: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ConfigError(f"{what} must be a list of names; got {value!r}")
     return tuple(value)
 
 
-def _kinds(value: Any, what: str) -> tuple[str, ...]:
+def _kinds(value: object, what: str) -> tuple[str, ...]:
     for kind in (named := _names(value, what)):
         if kind not in get_args(Kind):
             raise ConfigError(f"unknown kind {kind!r} under {what}: {nearest(kind, get_args(Kind))}")
     return named
 
 
-def _metrics(value: Any, what: str) -> str:
+def _metrics(value: object, what: str) -> str:
     if value not in METRICS:
         raise ConfigError(f"{what} must be {', '.join(METRICS)}; got {value!r}")
     return str(value)
 
 
-def _mapping(value: Any, what: str) -> dict[str, Any]:
+def _mapping(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ConfigError(f"{what} must hold names with values; got {value!r}")
     return value
 
 
-def _weights(value: Any, what: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _weights(value: object, what: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     for stage, allowed in _mapping(value, what).items():
         if stage not in PINNED:  # a mistyped one would pin nothing
             raise ConfigError(f"unknown stage {stage!r} under {what}: {nearest(stage, PINNED)}")
@@ -275,7 +269,7 @@ def _weights(value: Any, what: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((stage, _names(allowed, f"{stage} under {what}")) for stage, allowed in _mapping(value, what).items())
 
 
-def _limits(value: Any, what: str) -> tuple[tuple[str, float], ...]:
+def _limits(value: object, what: str) -> tuple[tuple[str, float], ...]:
     own = _mapping(value, what)
     for name in own:
         if name not in LIMITS:
@@ -283,7 +277,7 @@ def _limits(value: Any, what: str) -> tuple[tuple[str, float], ...]:
     return tuple({**LIMITS, **{name: _number(most, f"{name} under {what}") for name, most in own.items()}}.items())
 
 
-READ: Mapping[str, Callable[[Any, str], Any]] = {
+READ: Mapping[str, Callable[[object, str], Any]] = {
     "strategies": _names,
     "kinds": _kinds,
     "weights": _weights,

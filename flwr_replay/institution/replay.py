@@ -1,7 +1,7 @@
 """Generative replay: the institution's half; the server's half is `flwr_replay/server/replay.py`.
 
-Source: Qu et al. 2022, Algorithm 1, lines 7-20, and footnote 1. Lines 1-6, where the classifier meets what is replayed,
-stand in the methods' own files (`clients/cwt.py`).
+Source: Qu et al. 2022, Algorithm 1, lines 7-20, and footnote 1. Lines 1-6 train the classifier on replayed examples
+too; they are in the methods' own files (`clients/cwt.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["GenerativeStages"]
 
 
 class GenerativeStages:
-    """The stages of replay at one institution; its client of any method hands them on to here."""
+    """The stages of replay at one institution. The client of any method hands these stages on to it."""
 
     def __init__(
         self, institution: Institution, state: StateStore, replay_plan: ReplayPlan, budget: PrivacyBudget | None = None
@@ -71,22 +71,22 @@ class GenerativeStages:
         losses, seen = [], 0
         for epoch in range(config.epochs):  # line 9
             set_rate(optimizer, config.lr, epoch, config.lr_halving)
-            draws, of_epoch = self.draws("generator", epoch), []
-            replayed = old.batches(num_replayed, draws) if old else None
-            real = dp.batches(data) if dp else batches(data.x, data.y, config.batch_size, draws)
-            # by DP-SGD the model draws as often as the secret batches ask: not from what the replayed ones come from
-            model_draws = self.draws("generator", epoch, "private") if dp else draws
+            rng, epoch_losses = self.rng("generator", epoch), []
+            replayed = old.batches(num_replayed, rng) if old else None
+            real = dp.batches(data) if dp else batches(data.x, data.y, config.batch_size, rng)
+            # under DP how often the model draws depends on secret batches, so replayed examples have another rng
+            model_rng = self.rng("generator", epoch, "private") if dp else rng
             for x_B, y_B in real:  # line 10
                 x_k = self.replay_plan.generator_input(x_B, y_B)
                 x_U = torch.cat([next(replayed)[0], x_k]) if replayed else x_k  # lines 11-12
                 if dp:  # Algorithm 3, noise once on the sum
-                    example_losses = partial(summed_loss, model, model_draws)
+                    example_losses = partial(summed_loss, model, model_rng)
                     dp.step(model, optimizer, example_losses, (x_U,), config.batch_size, num_replayed)
                 else:
-                    loss, parts = model.loss(x_U, model_draws)  # lines 13-17
-                    of_epoch.append(step(model, optimizer, loss))  # line 18
+                    loss, parts = model.loss(x_U, model_rng)  # lines 13-17
+                    epoch_losses.append(step(model, optimizer, loss))  # line 18
                 seen += config.batch_size + num_replayed if dp else len(x_U)
-            losses += [] if dp else [mean_loss(of_epoch)]
+            losses += [] if dp else [mean_loss(epoch_losses)]
         self.draw("generator", request, model.eval(), old)
         return Generated(
             arrays=encoded(model),
@@ -98,15 +98,15 @@ class GenerativeStages:
         )
 
     def encode_images(self, request: EncodeImages) -> Codes:
-        """Encode: e ← the codes of x_U, or of x_k alone."""  # line 19
+        """Encode: e ← the codes of x_U, or without replay of x_k."""  # line 19
         model, data = self.generator(request.arrays).eval(), self.institution.train
         codes, labels = [self.codes_of(model)], [self.replay_plan.labels(data.y)]
         old = self.sampler(request.run, request.server_round, request.replayed)
         self.draw("codes", request, model, old)
         if old:
             blocks = torch.split(torch.arange(len(old)), self.replay_plan.at_once)
-            of_replayed = [model.encode(old.take(rows)[0]) for rows in blocks]
-            codes, labels = [torch.cat(of_replayed).cpu(), *codes], [old.labels.numpy(), *labels]
+            replayed_codes = [model.encode(old.take(rows)[0]) for rows in blocks]
+            codes, labels = [torch.cat(replayed_codes).cpu(), *codes], [old.labels.numpy(), *labels]
         return Codes(
             codes=pack_codes(torch.cat(codes).numpy(), model.codebook_size),
             labels=np.concatenate(labels),
@@ -115,7 +115,7 @@ class GenerativeStages:
         )
 
     def train_prior(self, request: TrainPrior) -> TrainedPrior:
-        """Train a prior on the codes of x_k; these do not leave."""  # footnote 1
+        """Train a prior on the codes of x_k. The codes do not leave."""  # footnote 1
         config, data = self.replay_plan.prior, self.checked_images("prior")
         parts = unnested(opened(request.arrays), only=("generator", "prior"))
         model = self.generator(parts["generator"]).eval()
@@ -127,17 +127,17 @@ class GenerativeStages:
         dp = self.dp_training("prior", config.epochs, request)
         losses, seen = [], 0
         for epoch in range(config.epochs):
-            of_epoch = []
-            shuffled = torch.split(torch.randperm(len(data), generator=self.draws("prior", epoch)), config.batch_size)
+            epoch_losses = []
+            shuffled = torch.split(torch.randperm(len(data), generator=self.rng("prior", epoch)), config.batch_size)
             for rows in dp.rows(len(data)) if dp else shuffled:
                 e_B, y_B = codes[rows].to(self.institution.device), classes[rows].to(self.institution.device)
                 if dp:
                     example_losses = partial(summed_nats, prior)
                     dp.step(prior, optimizer, example_losses, (e_B, y_B), config.batch_size)
                 else:
-                    of_epoch.append(step(prior, optimizer, prior.loss(e_B, y_B)))
+                    epoch_losses.append(step(prior, optimizer, prior.loss(e_B, y_B)))
                 seen += config.batch_size if dp else len(rows)
-            losses += [] if dp else [mean_loss(of_epoch)]
+            losses += [] if dp else [mean_loss(epoch_losses)]
         return TrainedPrior(
             arrays=nested({"prior": to_arrays(prior)}),
             num_examples=len(data),
@@ -150,16 +150,16 @@ class GenerativeStages:
     # --- what is kept for replay --------------------------------------------------------------------------------------
 
     def keep_codes(self, request: KeepCodes) -> Kept:
-        """Keep e."""
+        """Keep the codes e."""
         return self.keep(request, 0, request.codes, request.labels)
 
     def keep_decoder(self, request: KeepDecoder) -> Kept:
-        """Keep D."""
+        """Keep the decoder D."""
         self.state.save("decoder-00", request.run, request.server_round, opened(request.arrays))
         return Kept(num_examples=0)
 
     def keep_prior(self, request: KeepPrior) -> Kept:
-        """Draw e from a prior and keep it with D."""
+        """Sample codes e from a prior and keep them with the decoder D."""
         parts = unnested(opened(request.arrays), only=("decoder", "prior"))
         decoder, given = parts["decoder"], parts["prior"]
         counts = tuple(request.label_counts)
@@ -172,21 +172,23 @@ class GenerativeStages:
         return self.keep(request, request.source, packed, labels.numpy())
 
     def keep(self, request: KeepCodes | KeepPrior, source: int, codes: NDArray[Any], labels: NDArray[Any]) -> Kept:
-        """Keep codes in the state directory, and none of a later source, which an earlier attempt may have left."""
-        if len(codes) != len(labels):  # what there is no code for would be whatever lies in memory
-            raise WireError(f"replays have a label for each code; got {len(codes)} codes and {len(labels)} labels")
+        """Keep a source's codes in the state directory; remove the next source's, left by an interrupted attempt."""
+        if len(codes) != len(labels):  # an image without codes would be uninitialised memory
+            raise WireError(
+                f"a replayed example has codes and a label; got {len(codes)} codes and {len(labels)} labels: refused"
+            )
         arrays = {"codes": codes, "labels": labels}
         self.state.save(f"codes-{source:02d}", request.run, request.server_round, arrays)
         self.state.forget(f"codes-{source + 1:02d}", request.run)
         return Kept(num_examples=len(labels))
 
     def sampler(self, run: str, server_round: int, replayed: int) -> ReplaySampler | None:
-        """Return the replays of what is kept; None where none of it is wanted.
+        """Return a sampler of the kept examples; None if the request replays none.
 
         Raises
         ------
         TrainingError
-            If it is not as much as the server says: going on would give other results, and nobody would notice.
+            If fewer or more are kept than the server says. Going on would silently give other results.
         """
         if not replayed:
             return None
@@ -215,14 +217,14 @@ class GenerativeStages:
         return model.train()
 
     def checked_images(self, mechanism: str) -> Shard:
-        """Return the institution's training examples as a generator or prior learns them.
+        """Return the institution's training examples, in the range that a generator or prior needs.
 
-        Where that is private, numbers outside [0, 1] are cut off: an error would tell of them.
+        Under DP numbers outside [0, 1] are clipped, since an error would reveal them.
 
         Raises
         ------
         DataError
-            If they are numbers outside [0, 1], and may be told.
+            If there are numbers outside [0, 1], without DP.
         """
         data = self.institution.train
         if self.budget and self.budget.plan.covers(mechanism):
@@ -232,15 +234,15 @@ class GenerativeStages:
         return data
 
     def dp_training(self, mechanism: str, epochs: int, request: TrainGenerator | TrainPrior) -> DPTraining | None:
-        """Charge for steps of DP-SGD; None where they are to be plain."""
+        """Charge for a training and return its DP-SGD; None where the run does not train it under DP."""
         return self.budget.begin(mechanism, epochs, request) if self.budget else None
 
     def spent(self, run: str) -> dict[str, Any]:
-        """Return what an answer states of privacy."""
+        """Return the epsilon and delta that an answer states; none without DP."""
         return self.budget.spent(run) if self.budget else {}
 
     def draw(self, stage: str, request: RunRequest, model: ReplayGenerator, old: ReplaySampler | None) -> None:
-        """Draw real images, their reconstructions and replays, for the institution's own eyes."""
+        """Draw a picture of real images, reconstructions and replayed examples, in the state directory."""
         data = self.institution.train
         real = self.replay_plan.generator_input(data.x[:SHOWN], data.y[:SHOWN])
         rows = {"real": real, "reconstruction": model.decode(model.encode(real))}
@@ -251,7 +253,7 @@ class GenerativeStages:
         draw_grid(self.state.of_run(request.run) / "pictures" / name, rows)
 
     def draw_prior(self, request: KeepPrior, decoder: StateDict, packed: NDArray[np.uint8]) -> None:
-        """Draw some of what a prior gives."""
+        """Draw a picture of images sampled from a prior, in the state directory."""
         model = self.replay_plan.fresh_generator()
         model.load_decoder({name: torch.tensor(array) for name, array in decoder.items()})
         spread = packed[np.linspace(0, len(packed) - 1, SHOWN).astype(int)]
@@ -267,19 +269,19 @@ class GenerativeStages:
         return torch.cat([model.encode(self.replay_plan.generator_input(x_B, y_B)).cpu() for x_B, y_B in parts])
 
     def classes(self, y: Tensor, request: TrainPrior) -> Tensor:
-        """Return what the prior is told of each label."""
+        """Return each label's class for the prior; in a regression, its bin."""
         if self.replay_plan.kind == "classification":
             return y
         return self.replay_plan.bins(request.label_mean, request.label_scale).classes(y)
 
-    def draws(self, *purpose: object) -> torch.Generator:
-        """Return a generator of this institution's own."""
+    def rng(self, *purpose: object) -> torch.Generator:
+        """Return an rng of this institution's own for one purpose."""
         return torch_rng(self.replay_plan.seed, self.institution.name, *purpose)
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What a prior is to draw; equal where it gives the same codes."""
+    """What is sampled from a prior. Equal ones give the same codes."""
 
     digest: str
     counts: tuple[int, ...]  # for each label
@@ -287,26 +289,26 @@ class Drawing:
     prior: StateDict = field(compare=False)
 
 
-@remembered(maxsize=64)  # institutions that share a process draw once
+@remembered(maxsize=64)  # institutions that share a process sample once
 def drawn(drawing: Drawing, replay_plan: ReplayPlan, device: torch.device) -> NDArray[np.uint8]:
-    """Draw codes; packed, (n, bytes)."""
+    """Sample codes; packed, (n, bytes)."""
     model = replay_plan.fresh_generator()
     prior = replay_plan.fresh_prior(model).to(device).eval()
     load_arrays(prior, drawing.prior)
     classes = torch.repeat_interleave(torch.arange(len(drawing.counts)), torch.tensor(drawing.counts))
-    draws = torch_rng(replay_plan.seed, "drawn codes", drawing.source)
+    rng = torch_rng(replay_plan.seed, "drawn codes", drawing.source)
     blocks = torch.split(classes.to(device), replay_plan.at_once)
-    codes = [prior.sample(labels, draws).cpu() for labels in blocks]
+    codes = [prior.sample(labels, rng).cpu() for labels in blocks]
     return pack_codes(torch.cat(codes).numpy(), model.codebook_size)
 
 
-def summed_loss(model: ReplayGenerator, draws: torch.Generator, x_B: Tensor) -> Tensor:
-    """Return the sum of examples' losses, which is their mean times their number: none depends on another."""
-    return model.loss(x_B, draws)[0] * len(x_B)
+def summed_loss(model: ReplayGenerator, rng: torch.Generator, x_B: Tensor) -> Tensor:
+    """Return the sum of the examples' losses, their mean times their number; no loss depends on another example."""
+    return model.loss(x_B, rng)[0] * len(x_B)
 
 
 def summed_nats(prior: CodePrior, e_B: Tensor, y_B: Tensor) -> Tensor:
-    """Return the sum of examples' losses."""
+    """Return the sum of the examples' losses, nats."""
     return prior.loss(e_B, y_B) * len(y_B)
 
 

@@ -102,7 +102,7 @@ class StateStore:
         return _recent.read(file, self.origin) if file else None
 
     def take(self, key: str, run: str, before: int) -> StateDict | None:
-        """Return the same arrays to be written to; from then on only the disk holds them."""
+        """Return the same arrays, which the caller may write to; from then on only the disk has them."""
         file = self._latest(key, run, before)
         arrays = _recent.read(file, self.origin) if file else None
         if file:
@@ -110,18 +110,18 @@ class StateStore:
         return arrays
 
     def at(self, key: str, run: str, server_round: int) -> StateDict | None:
-        """Return the arrays saved after one exchange, not to be written to; None if there are none."""
+        """Return the arrays saved after one exchange, for reading only; None if there are none."""
         file = self._file(key, run, server_round)
         return _recent.read(file, self.origin) if file.exists() else None
 
     def forget_after(self, key: str, run: str, server_round: int) -> None:
-        """Remove what later exchanges saved; they are made again."""
+        """Remove what later exchanges saved; these exchanges are repeated."""
         for exchange in self._exchanges(key, run):
             if exchange > server_round:
                 self._file(key, run, exchange).unlink()
 
     def forget(self, key: str, run: str) -> None:
-        """Remove all that was kept under keys that begin with `key`."""
+        """Remove everything saved under a key, or under longer keys `key-…`."""
         for old in self.of_run(run).glob(f"{key}-*{SUFFIX}"):
             old.unlink()
 
@@ -155,7 +155,7 @@ class RecentArrays:
         self.bytes = 0
 
     def hold(self, file: Path, arrays: StateDict) -> None:
-        """Hold what a file holds, and no longer what the file of the exchange before does."""
+        """Hold a file's arrays in place of those of its key's earlier file."""
         self.drop(file)
         size = sum(array.nbytes for array in arrays.values())
         if size <= HELD:
@@ -165,22 +165,22 @@ class RecentArrays:
             self.drop(next(iter(self.held.values())).file)
 
     def drop(self, file: Path) -> None:
-        """Forget what the files of this one's key hold."""
+        """Forget the arrays of a file's key."""
         if held := self.held.pop(_slot(file), None):
             self.bytes -= held.size
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Forget all arrays."""
         self.held.clear()
         self.bytes = 0
 
     def read(self, file: Path, origin: str) -> StateDict:
-        """Return what a file holds.
+        """Return a file's arrays.
 
         Raises
         ------
         PrivacyError
-            If a run under other options has made it: what is in it may depend on data without noise.
+            If the file was written under other options: its arrays may depend on data without noise.
         """
         held = self.held.get(_slot(file))
         if held and held[:2] == (file, stamp(file)):
@@ -188,8 +188,8 @@ class RecentArrays:
         arrays, texts = read_with_texts(file)
         if texts.get(ORIGIN) != origin:
             raise PrivacyError(
-                f"what a run keeps was made under its own options; {file.name} of run {file.parent.name!r} was made "
-                "under others: begin a new run"
+                f"a run's files are made under its own options; {file.name} of run {file.parent.name!r} was made under "
+                "others: begin a new run"
             )
         return arrays
 
@@ -219,6 +219,6 @@ def _bind(folder: Path, bound: str) -> None:
     before = write_once(path, bound)
     if before != bound:
         raise PrivacyError(
-            "a run keeps its options, since what it has left here may depend on data without noise; run "
+            "a run keeps its options, since its files here may depend on data without noise; run "
             f"{folder.name!r} was begun with others ({differing(before, bound)}): begin a new run"
         )

@@ -1,4 +1,4 @@
-"""Latent variables: packed to travel, and stored at the server, memory-mapped, however large their union is."""
+"""Latents: packed to travel, and stored memory-mapped at the server, so that their union may exceed its memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from flwr_replay.payloads.fedreplay import Latents
 
 __all__ = ["BLOCK", "LatentStore", "pack", "rows_per_chunk", "shift_each", "unpack"]
 
-BLOCK = 32  # rows that are encoded together, always the same ones: their last bits depend on the size of the batch
-UPLOAD = {"filled": int, "total": int, "raw-bytes": int}  # in upload.json; and of each file, how long and its checksum
-ENVELOPE = 2048  # bytes that names, array headers and statistics of a chunk take at most
+BLOCK = 32  # rows encoded together, always the same ones: their last bits depend on the size of the batch
+UPLOAD = {"filled": int, "total": int, "raw-bytes": int}  # keys of upload.json; each array adds its length and checksum
+ENVELOPE = 2048  # most bytes of a chunk's names, array headers and statistics
 
 
 def pack(latents: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
@@ -31,7 +31,7 @@ def pack(latents: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.float32]
     Returns
     -------
     codes : NDArray
-        Shape (n, ...), of the dtype asked for; float16 saturates at ±65504.
+        Shape (n, ...), of the given dtype; float16 saturates at ±65504.
     scales : NDArray[np.float32] | None
         Shape (n,); int8 only: latents ≈ scales * codes, off by at most half a scale.
     """
@@ -54,7 +54,7 @@ def unpack(codes: NDArray[Any], scales: NDArray[np.float32] | None) -> NDArray[n
 
 
 def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: int) -> int:
-    """Return how many examples fit a chunk, labels and scales included; whole blocks of them, where one fits.
+    """Return how many examples fit a chunk, with labels and scales; whole blocks, if at least one block fits.
 
     Parameters
     ----------
@@ -65,12 +65,12 @@ def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: i
     dtype : str
         Of the latents as they travel.
     chunk_bytes : int
-        Bytes that the chunk may have.
+        Most bytes of a chunk.
 
     Raises
     ------
     WireError
-        If not even one fits.
+        If not even one example fits.
     """
     row_bytes = row_values * np.dtype(dtype).itemsize + label_bytes + 4
     rows = (chunk_bytes - ENVELOPE) // row_bytes
@@ -82,8 +82,8 @@ def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: i
     return int(rows if rows < BLOCK else rows - rows % BLOCK)
 
 
-def shift_each(images: Tensor, reach: int, draws: Tensor) -> Tensor:
-    """Shift each image by its own offset, zeros entering at the border.
+def shift_each(images: Tensor, reach: int, offsets_B2: Tensor) -> Tensor:
+    """Shift each image by its own offset; zeros enter at the border.
 
     Parameters
     ----------
@@ -91,21 +91,21 @@ def shift_each(images: Tensor, reach: int, draws: Tensor) -> Tensor:
         Shape (B, C, H, W).
     reach : int
         Largest shift in each direction, pixels.
-    draws : Tensor
+    offsets_B2 : Tensor
         Integers 0 … 2 * reach, shape (B, 2): vertical and horizontal; `reach` means no shift.
     """
     _, _, height, width = images.shape
     padded = torch.nn.functional.pad(images, (reach,) * 4)
-    rows = draws[:, :1].to(images.device) + torch.arange(height, device=images.device)
-    columns = draws[:, 1:].to(images.device) + torch.arange(width, device=images.device)
+    rows = offsets_B2[:, :1].to(images.device) + torch.arange(height, device=images.device)
+    columns = offsets_B2[:, 1:].to(images.device) + torch.arange(width, device=images.device)
     index = torch.arange(len(images), device=images.device)[:, None, None]
     return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
 class LatentStore:
-    """The server's disk: one folder of memory-mapped arrays for each institution.
+    """Latents on the server's disk: one folder of memory-mapped arrays for each institution.
 
-    An institution counts once its upload is complete; a chunk that comes twice is refused.
+    An institution is used once its upload is complete. A chunk that arrives twice is refused.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,7 +116,7 @@ class LatentStore:
             self._check(meta.parent.name)
 
     def next_row(self, name: str) -> int | None:
-        """Return the row at which an institution's upload goes on; None once it is complete."""
+        """Return the next row of an institution's upload; None once it is complete."""
         progress = self.progress.get(name, {"filled": 0, "total": -1})
         return None if progress["filled"] == progress["total"] else progress["filled"]
 
@@ -128,7 +128,7 @@ class LatentStore:
         WireError
             If it does not begin where the last one ended, is empty, or does not fit the upload's total or form.
         RunError
-            If it cannot be written: the disk is full.
+            If it cannot be written, such as to a full disk.
         """
         progress = self.progress.get(name, {"filled": 0, "total": chunk.total, "raw-bytes": 0})
         last = chunk.first + len(chunk.labels)
@@ -153,9 +153,9 @@ class LatentStore:
     def _write(
         self, name: str, key: str, chunk: Latents, array: NDArray[Any], before: tuple[int, int]
     ) -> tuple[int, int]:
-        """Write rows to their place in an .npy file, which grows with them; return its length and checksum so far.
+        """Append rows to an .npy file; return its length and checksum so far.
 
-        Not by way of memory: where a disk is full, that would end the process without a word.
+        They are not written by a memory map: on a full disk that would end the process without an error.
         """
         header, path = _header(array.dtype, (chunk.total, *array.shape[1:])), self.folder / name / f"{key}.npy"
         end = len(header) + (chunk.first + len(array)) * array[:1].nbytes
@@ -166,7 +166,7 @@ class LatentStore:
             file.write(b"" if chunk.first else header)
             file.seek(end - array.nbytes)
             file.write(np.ascontiguousarray(array).data)
-            file.truncate()  # what a crash has left of a chunk
+            file.truncate()  # an interrupted attempt may have left more
             file.flush()
             os.fsync(file.fileno())
         return tally(path, before, end)
@@ -210,13 +210,13 @@ class LatentStore:
             yield torch.from_numpy(x), torch.from_numpy(y)
 
     def _check(self, name: str) -> None:
-        """Refuse an upload that is not as it was stored; those of older versions have no checksums."""
+        """Refuse an upload that is not as it was stored. Uploads of older versions have no checksums."""
         progress = self.progress[name]
         whole = progress["filled"] == progress["total"]  # else the files are shorter than they say
         lengths = {len(array) for array in self._open(name).values()} if whole else {progress["total"]}
         sums = {self.folder / name / f"{key}.npy": tuple(progress[key]) for key in progress.keys() - UPLOAD}
         rows = 0 <= progress["filled"] <= progress["total"] and lengths == {progress["total"]}
-        if not rows or any(tally(path, end=told[0]) != told for path, told in sums.items()):
+        if not rows or any(tally(path, end=kept[0]) != kept for path, kept in sums.items()):
             raise self._damaged(name, "another checksum or length")
 
     def _open(self, name: str) -> dict[str, NDArray[Any]]:
@@ -229,7 +229,7 @@ class LatentStore:
     def _damaged(self, name: str, how: str) -> RunError:
         return RunError(
             f"{self.folder / name} must hold the latents that {name} uploaded; it is damaged ({how}): remove the "
-            "folder, and they are asked for again"
+            "folder, and they are requested again"
         )
 
 

@@ -1,4 +1,4 @@
-"""PushSum at one institution: what it gives away, and what it makes of what arrives.
+"""PushSum at one institution: the parcels that it sends, and how it mixes those that arrive.
 
 Source: Kalra et al. 2023 (ProxyFL), Algorithm 1, lines 7-10.
 """
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 __all__ = ["mixed", "parcel"]
 
-VANISHED = 1e-12  # a weight w; they are 1 on average
+VANISHED = 1e-12  # below it a weight w is refused; they are 1 on average
 
 
 def parcel(theta: StateDict, w: float, share: float) -> tuple[StateDict, float]:
-    """Return what a receiver makes of what one sender gave away (Algorithm 1, line 7): share * w * θ, and share * w.
+    """Return one sender's parcel for one receiver (Algorithm 1, line 7): share * w * θ, and share * w.
 
     Parameters
     ----------
     theta : StateDict
-        The sender's de-biased θ. Floating arrays are multiplied in float64 and cast back; integer arrays travel as
-        they are, so that names, shapes and dtypes are the model's.
+        The sender's de-biased θ. Floating arrays are multiplied in float64 and cast back; integer arrays stay as they
+        are. Names, shapes and dtypes are the model's.
     w : float
         The sender's weight, > 0.
     share : float
@@ -44,7 +44,7 @@ def parcel(theta: StateDict, w: float, share: float) -> tuple[StateDict, float]:
 def mixed(
     theta: StateDict, w: float, kept: float, arrived: Sequence[tuple[StateDict, float]]
 ) -> tuple[StateDict, float]:
-    """Add what arrived to what was kept, and divide by the sum of the weights (Algorithm 1, lines 8-10).
+    """Add the parcels to the kept share, and divide by the sum of the weights (Algorithm 1, lines 8-10).
 
     Parameters
     ----------
@@ -70,8 +70,8 @@ def mixed(
     WireError
         If a parcel's weight is negative or not finite, or its arrays have other names or shapes.
     RunError
-        If the new weight is 0, as nothing was kept and nothing arrived, or below 1e-12: an institution that keeps
-        sending more than it gets back; soon w θ would no longer be told from 0 in float32.
+        If the new weight is 0, since nothing was kept and nothing arrived, or below 1e-12, since the institution keeps
+        sending more than it receives. Soon w θ could not be distinguished from 0 in float32.
     """
     for arrays, weight in arrived:
         if not (isfinite(weight) and weight >= 0):

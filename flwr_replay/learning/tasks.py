@@ -34,7 +34,7 @@ HALFWAY = 8.0  # logits; the score at which half the bins of its side are used u
 class Task(ABC):
     """Base of the three kinds of task."""
 
-    metric: ClassVar[str]  # the leading one
+    metric: ClassVar[str]  # the leading metric
 
     @property
     @abstractmethod
@@ -43,7 +43,7 @@ class Task(ABC):
 
     @property
     def higher_is_better(self) -> bool:
-        """Say whether more of the leading metric is better."""
+        """Whether more of the leading metric is better."""
         return self.metric not in ERRORS
 
     @abstractmethod
@@ -52,10 +52,10 @@ class Task(ABC):
 
     @abstractmethod
     def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return each example's own loss, (B,): what `loss` is of a batch of one."""
+        """Return each example's loss, (B,), as `loss` gives it for a batch of this example alone."""
 
     def evaluate(self, model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 0) -> Evaluation:
-        """Sum up a model's answers over a test shard, in evaluation mode.
+        """Sum up a model's errors or counts over a test shard, in evaluation mode.
 
         Parameters
         ----------
@@ -64,7 +64,7 @@ class Task(ABC):
         x, y : Tensor
             The shard: examples (n, ...) and labels (n,) or masks (n, H, W).
         batch_size : int
-            Examples per forward pass; it bounds memory and changes no result but for rounding. 0: as many as fit.
+            Examples per forward pass. It bounds memory and changes results by rounding only. 0: as many as fit.
         """
         model.eval()
         batch_size = batch_size or at_once(x, 512)
@@ -83,7 +83,7 @@ class Task(ABC):
 
     @abstractmethod
     def empty(self) -> Evaluation:
-        """Return the evaluation of nothing: what an answer weighs before there is one."""
+        """Return the evaluation of no example, with every field that an answer has."""
 
     def pool(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
         """Compute each metric from the institutions' sums.
@@ -96,24 +96,24 @@ class Task(ABC):
         n = sum(evaluation.num_examples for evaluation in evaluations)
         if n < 1:
             raise WireError(f"an evaluation must be of at least one example; got {n}")
-        told = [(one.loss, one.num_examples) for one in evaluations if one.loss is not None]
-        loss = {"loss": float(sum(loss * n_k for loss, n_k in told) / n)} if len(told) == len(evaluations) else {}
+        losses = [(one.loss, one.num_examples) for one in evaluations if one.loss is not None]
+        loss = {"loss": float(sum(loss * n_k for loss, n_k in losses) / n)} if len(losses) == len(evaluations) else {}
         return {**self.pooled(evaluations), **loss}
 
     @abstractmethod
     def pooled(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
-        """Compute the metrics beside the loss."""
+        """Compute all metrics but the loss."""
 
     @abstractmethod
     def accepts(self, labels: NDArray[Any]) -> bool:
-        """Say whether labels that an institution uploaded can be this task's."""
+        """Return whether labels that an institution uploaded can be this task's."""
 
     @abstractmethod
     def blank_labels(self, n: int, input_shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return n labels that say nothing, as large as real ones."""
+        """Return n blank labels of the shape and dtype of real ones."""
 
     def label_sums(self, y: Tensor) -> dict[str, float]:
-        """Return what an institution tells of its labels at the roll call, so that all can scale them alike."""
+        """Return the sums of labels that an institution reports at the roll call, for one scale everywhere."""
         return {}
 
     def scaled(self, mean: float, scale: float) -> Self:
@@ -130,8 +130,8 @@ class Classification(Task):
     classes : int
         C.
     groups : tuple of str
-        One for each class, such as its tumour type, or none. Where an example's group is known, its class is to be
-        told from the others of this group: subtype-accuracy (Kalra et al. 2023, section 4.3).
+        One for each class, such as its tumour type, or none. With groups there is also subtype-accuracy: the predicted
+        class is then the likeliest of the label's group (Kalra et al. 2023, section 4.3).
     """
 
     classes: int
@@ -327,7 +327,7 @@ class Segmentation(Task):
         return entropy + (1 - soft_dice(outputs, y)).mean()
 
     def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the same of each image, (B,)."""
+        """Return the loss of each image, (B,)."""
         logits_BHW, masks_BHW = outputs[:, 0], y.to(outputs.dtype)
         entropies_BHW = functional.binary_cross_entropy_with_logits(logits_BHW, masks_BHW, reduction="none")
         return entropies_BHW.mean((1, 2)) + 1 - soft_dice(outputs, y)

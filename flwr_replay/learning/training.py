@@ -1,4 +1,4 @@
-"""Small shared training helpers. They compute; the loop of a method stands in that method's file."""
+"""Small shared training helpers. They compute; the loop of a method is in that method's file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
-GATHERED = 8  # batches that are taken from a shard together
+GATHERED = 8  # batches taken from a shard at a time
 
 
 def torch_rng(*purpose: object) -> torch.Generator:
@@ -38,7 +38,7 @@ def torch_rng(*purpose: object) -> torch.Generator:
 
 
 def select_device(device: str) -> torch.device:
-    """Resolve `auto`; refuse a GPU that is not there."""
+    """Resolve `auto`; refuse a GPU that does not exist."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -67,7 +67,7 @@ def make_optimizer(module: nn.Module, training: TrainingConfig, lr: float) -> to
 
 
 def at_once(x: Tensor, most: int) -> int:
-    """Return how many examples may pass a model together: at most `most`, and four million values of input."""
+    """Return how many examples may pass a model at once: at most `most`, with at most four million input values."""
     return max(1, min(most, 4_000_000 // max(1, x[:1].numel())))
 
 
@@ -92,9 +92,9 @@ def batches(
     y : Tensor
         Labels, shape (n,).
     batch_size : int
-        b; with fewer than b examples the one batch holds all n.
+        b; with fewer than b examples the only batch holds all n.
     shuffle : torch.Generator
-        A CPU generator of this visit's own.
+        On the CPU; it decides the order.
     only : slice
         Which of these batches to yield.
     """
@@ -102,13 +102,13 @@ def batches(
     size = min(batch_size, len(y))
     chosen = range(iterations(len(y), batch_size))[only]
     together = max(1, at_once(x, GATHERED * size) // size)
-    for first in range(chosen.start, chosen.stop, together):  # taken several at a time, which is faster
+    for first in range(chosen.start, chosen.stop, together):  # several at a time, which is faster
         rows = order[first * size : min(first + together, chosen.stop) * size]
         yield from zip(torch.split(as_input(x.index_select(0, rows)), size), torch.split(y[rows], size), strict=True)
 
 
 def refuse_single_batches(model: nn.Module, examples: int, batch_size: int) -> None:
-    """Raise `TrainingError` where batch norm would have to normalise over a batch of one."""
+    """Raise `TrainingError` where batch norm would normalise over a batch of one."""
     if min(examples, batch_size) < 2 and has_batch_norm(model):
         raise TrainingError(
             f"batch norm needs batches of at least two examples; got {examples} examples in batches of {batch_size}: "
@@ -132,11 +132,11 @@ def late_steps(
     Parameters
     ----------
     part : nn.Module
-        Whose parameters step; the gradients at its inputs go on to `.grad` of those that require one.
+        Whose parameters step. Inputs that require a gradient find it in `.grad`.
     optimizer : torch.optim.Optimizer
         Over these parameters, and perhaps others, which stay.
     outputs, gradients : Sequence[Tensor]
-        Of the same shapes, one by one: an output and the gradient of its loss there.
+        Pairs of one shape: an output and the gradient of its loss there.
     """
     found = []
     for output, gradient in zip(outputs, gradients, strict=True):
@@ -151,7 +151,7 @@ def late_steps(
 
 
 def mean_loss(losses: list[Tensor]) -> float:
-    """Average the losses of a visit (one transfer from the device).
+    """Average the losses of a training (one transfer from the device).
 
     Raises
     ------
@@ -160,5 +160,5 @@ def mean_loss(losses: list[Tensor]) -> float:
     """
     mean = float(torch.stack(losses).mean())
     if mean != mean or mean in (float("inf"), float("-inf")):
-        raise DivergedError(f"the loss must stay finite; got {mean} in training: lower training.lr and run anew")
+        raise DivergedError(f"the loss must stay finite; got {mean} in training: lower training.lr and run again")
     return mean

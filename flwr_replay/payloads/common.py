@@ -17,6 +17,7 @@ from flwr_replay.wire.records import Weights
 __all__ = [
     "MOST",
     "OPEN_STAGES",
+    "ChargedRequest",
     "DPRequest",
     "Evaluate",
     "Evaluation",
@@ -72,12 +73,16 @@ class ResumeRequest(SuspendRequest, Protocol):
         """Whether the institution has trained in this run before."""
 
 
-class DPRequest(ResumeRequest, Protocol):
-    """A request to train, whose answer may be differentially private."""
+class ChargedRequest(RunRequest, Protocol):
+    """A request that an account is charged for where its answer is under DP."""
 
     @property
     def stated(self) -> float:
         """Epsilon that the institution stated last in this run."""
+
+
+class DPRequest(ResumeRequest, ChargedRequest, Protocol):
+    """A request to train on from what was kept, charged where it is under DP."""
 
 
 class ReleaseRequest(RunRequest, Protocol):

@@ -1,8 +1,8 @@
-"""What an institution has released in a run, on its disk, and the budget that stops it.
+"""An institution's account of what it has released in a run, on its disk, and the budget that ends its releases.
 
 A charge is on the disk before a step is taken, so nothing can leave that was not charged. After a crash the steps are
-taken again with fresh noise and are charged again: both may have been released. A checkpoint of the server does not
-turn the account back.
+taken again with fresh noise and are charged again: both may have been released. Resuming from a server's checkpoint
+does not reset the account.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ CHARGE = {"mechanism": str, "rate": int | float, "sigma": int | float, "steps": 
 class Account:
     """The charges of one institution in one run, over all of its mechanisms, and its budget.
 
-    The budget is kept by Rényi DP, which stays true where steps and noise are chosen while the run goes on (Lécuyer
-    2021, arXiv 2103.01379), as a server does; without a limit, epsilon is that of steps that were chosen beforehand.
-    Runs on the same examples add up beyond it: `Account(...).spent` of all their folders together.
+    The budget is kept by Rényi DP. Its bound stays true where steps and noise are chosen during the run, as a server
+    does (Lécuyer 2021, arXiv 2103.01379). Without a limit, epsilon is that of steps that were chosen beforehand.
+    Runs on the same examples add up beyond the budget: take `Account(...).spent` of all their folders as one list.
 
     Parameters
     ----------
     folder : Path
         Where the institution keeps what belongs to the run; made when it is first used.
     delta : float
-        At which epsilon is told, in (0, 1).
+        At which epsilon is stated, in (0, 1).
     limit : float
         Epsilon that no step may exceed; infinite: no limit.
     """
@@ -51,7 +51,7 @@ class Account:
         Parameters
         ----------
         mechanism : str
-            What is made private: generator, prior, encoder, classifier, …
+            What is trained under DP: generator, prior, encoder, classifier, …
         cost : SampledGaussian
             The steps to come.
         noise : str
@@ -60,7 +60,7 @@ class Account:
         Raises
         ------
         BudgetError
-            If the budget does not allow all of these steps. Nothing is charged then, and none may be taken.
+            If the budget does not allow all of these steps. Then nothing is charged, and no step may be taken.
         """
         with self._held() as book:
             spent = book.costs
@@ -87,7 +87,7 @@ class Account:
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """What each charge was for, in order."""
+        """Mechanism of each charge, in order."""
         return tuple(self._read().mechanisms)
 
     @property
@@ -121,7 +121,7 @@ class Account:
 
 
 class _Book:
-    """The charges of one account as they stand in its file; what others add is read when they have."""
+    """The charges of one account as they stand in its file; the file is read again when others have written it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / CHARGES
@@ -163,8 +163,8 @@ def _book(folder: Path) -> _Book:
     return _Book(folder)
 
 
-@remembered(maxsize=1024)  # entries that are on the disk stay there; a file that was mended is another one
+@remembered(maxsize=1024)  # entries on the disk stay there; a repaired file has another inode
 def _sync(folder: Path, inode: int) -> None:
-    """Put the entries of a folder, and its own, on the disk: a new file's own flush does not."""
+    """Flush a folder's entries and its own entry to the disk: flushing a new file does not."""
     for holder in (folder, folder.parent):
         sync(holder)

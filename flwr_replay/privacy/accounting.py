@@ -2,8 +2,8 @@
 
 Two bounds on the same mechanism, both computed by Opacus: Rényi DP (Mironov, Talwar and Zhang 2019, arXiv 1908.10530)
 and numerical composition of privacy loss random variables (Gopi, Lee and Wutschitz 2021, arXiv 2106.02848), which is
-tighter. Both hold for Poisson sampling, in which every example joins every step by a coin of its own; neither covers
-shuffled epochs. Neighbouring data sets differ by one example added or removed.
+tighter. Both hold for Poisson sampling, in which every example joins every step independently and with the same
+probability. Neither covers shuffled epochs. Neighbouring data sets differ by one example added or removed.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def epsilon(
     Parameters
     ----------
     costs : Sequence[SampledGaussian]
-        All that was released; nothing costs nothing.
+        All that was released; of nothing, epsilon is 0.
     delta : float
         In (0, 1); usually at most 1/|D|.
     accountant : str
-        rdp | prv; prv takes seconds, and its bound lies up to 0.01 above the best one, which shows where epsilon
-        is small.
+        rdp | prv. prv takes seconds, and its bound lies up to 0.01 above the best one, which matters where epsilon is
+        small.
     orders : Sequence[float]
-        Rényi orders, each above 1, of which the best is used; prv has none.
+        Rényi orders, each above 1; the best one is used. prv has none.
 
     Returns
     -------
@@ -132,7 +132,7 @@ def epsilon(
     return bound if accountant == "rdp" else _prv(steps, delta, bound)
 
 
-@lru_cache(maxsize=1024)  # institutions of the same size ask one after another
+@lru_cache(maxsize=1024)  # institutions of the same size ask for the same
 def _rdp(steps: tuple[tuple[tuple[float, float], int], ...], delta: float, orders: tuple[float, ...]) -> float:
     """Convert the sum of all Rényi divergences as Balle et al. 2020, arXiv 1905.09982, Theorem 21."""
     orders_A = np.array(orders, float)
@@ -192,11 +192,11 @@ def noise_for(
     delta : float
         In (0, 1).
     samplings : Sequence[tuple[float, int]]
-        (q, steps) of every mechanism on these examples; all get the same noise.
+        (q, steps) of every mechanism on these examples; all get the same noise multiplier.
     accountant : str
         rdp | prv.
     fixed : Sequence[SampledGaussian]
-        What is released besides, with noise of its own.
+        Further releases, whose noise is given.
 
     Returns
     -------
@@ -211,19 +211,19 @@ def noise_for(
     require(0 < target < inf, f"the target epsilon must be positive and finite; got {target}")
     require(
         not fixed or epsilon(fixed, delta) < target,
-        f"epsilon {target} at delta {delta:.2g} is less than the noisy counts cost alone: raise privacy.count-sigma",
+        f"the noisy label counts alone cost epsilon {target} at delta {delta:.2g}, or more: raise privacy.count-sigma",
     )
 
     def costs(sigma: float) -> float:
         new = [SampledGaussian(rate, sigma, steps) for rate, steps in samplings]
         return epsilon([*fixed, *new], delta, accountant)
 
-    # For the slow accountant, a good guess.
+    # A good first guess for the slow accountant.
     high = noise_for(target, delta, samplings, fixed=fixed) if accountant == "prv" else 1.0
     while costs(high) > target:
         high *= 2
         if high > LARGEST:
-            raise ConfigError(f"epsilon {target} at delta {delta} needs more noise than {LARGEST:.0f}: allow more")
+            raise ConfigError(f"epsilon {target} at delta {delta} needs more noise than {LARGEST:.0f}: raise epsilon")
     low = high / 2
     while costs(low) <= target and low > 1 / LARGEST:
         high, low = low, low / 2

@@ -4,8 +4,8 @@
     ḡ = Σ_i g_i / max(1, ‖g_i‖₂ / C)                                      clipped_sums
     g = (ḡ + N(0, σ²C² I)) / b,   θ ← θ − η g                             noisy_step
 
-Algorithm 3 as printed adds noise to each example's gradient; DP-SGD adds it once, to the sum. A batch may have any
-size, and none: what is released then is noise. The losses that these functions return are not private.
+Algorithm 3 as printed adds noise to each example's gradient; DP-SGD adds it once, to the sum. A batch may be of any
+size, also empty: then only noise is released. The losses that these functions return are not differentially private.
 
 `B` examples of a batch.
 """
@@ -40,9 +40,9 @@ Losses = Callable[..., Tensor]
 def refuse_mixing(module: nn.Module) -> None:
     """Raise `ConfigError` where clipping bounds nothing: a layer mixes the examples of a batch, or shares its weights.
 
-    These are batch norm, and layers that keep statistics of what they see: instance norm that tracks them, codebooks
-    that move by averages. Layers in evaluation mode, as `flwr_replay.models.freeze` leaves norm layers, mix nothing.
-    A buffer that never changes must be no floating-point number, or not persistent.
+    Such layers are batch norm and layers that keep statistics of their inputs: instance norm that tracks them,
+    codebooks that move by averages. Layers in evaluation mode mix nothing. A buffer that never changes must not be
+    of floating point, or must not be persistent.
     """
     with importing_opacus():
         from opacus.validators import ModuleValidator
@@ -117,22 +117,20 @@ def clipped_sums(
         them by at most C in the L2 norm. An example whose gradient is not finite adds nothing: noise would not hide
         it.
     loss : Tensor
-        The sum of the losses, detached. It is not private.
+        The sum of the losses, detached. It is not differentially private.
 
     Raises
     ------
     ConfigError
-        If a layer mixes examples, or takes parts of them for examples.
+        If a layer mixes examples, or sees parts of an example as rows of its batch.
     """
     refuse_mixing(module)
     parameters = _trained(module)
     sums, total = [torch.zeros_like(parameter) for parameter in parameters], parameters[0].new_zeros(())
     at_once = max(1, MEMORY // sum(parameter.numel() * parameter.element_size() for parameter in parameters))
     if Ghost.serves(module):
-        ghost, by_id = (
-            Ghost(module),
-            {id(parameter): summed for parameter, summed in zip(parameters, sums, strict=True)},
-        )
+        ghost = Ghost(module)
+        by_id = {id(parameter): summed for parameter, summed in zip(parameters, sums, strict=True)}
         for part in zip(*(torch.split(tensor, at_once) for tensor in batch), strict=True):
             if len(part[0]):
                 total += ghost.add(by_id, losses, part, partial(_scales, clip, len(part[0]), sums[0].dtype))
@@ -151,26 +149,26 @@ def clipped_sums(
 
 @contextmanager
 def _single_gradients(module: nn.Module) -> Iterator[Callable[[], None]]:
-    """Let backward passes fill each parameter's `grad_sample`; yield what empties it again."""
+    """Let backward passes fill each parameter's `grad_sample`; yield a function that empties it again."""
     with importing_opacus():
         from opacus import GradSampleModule
 
     convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
     hooks = [layer.register_forward_pre_hook(_contiguous) for layer in convolutions]
-    watched = GradSampleModule(module, loss_reduction="sum", strict=False)  # refuse_mixing knows more of buffers
+    watched = GradSampleModule(module, loss_reduction="sum", strict=False)  # refuse_mixing checks buffers more closely
     try:
         yield lambda: watched.zero_grad(set_to_none=True)
     finally:
         watched.to_standard_module()
         for hook in hooks:
             hook.remove()
-        for layer in module.modules():  # after an error Opacus leaves what its hooks kept, which the next batch meets
+        for layer in module.modules():  # after an error Opacus leaves what its hooks kept, to the next batch
             layer.__dict__.pop("activations", None)
             layer.__dict__.pop("max_batch_len", None)
 
 
 def _contiguous(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copy what is not contiguous: of it Opacus 1.6 reads other examples' pixels into an example's gradient."""
+    """Copy tensors that are not contiguous: Opacus 1.6 reads other examples' pixels into an example's gradient."""
     return tuple(tensor.contiguous() for tensor in inputs)
 
 
@@ -179,9 +177,9 @@ def _trained(module: nn.Module) -> list[Any]:
 
 
 def _scales(clip: float, examples: int, dtype: torch.dtype, norms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return by what each example's gradient is multiplied, and whether it is finite.
+    """Return the factor of each example's gradient, and whether the gradient is finite.
 
-    Norms are in float64; a factor that its dtype could only hold with an error is 0.
+    Norms are in float64. A factor that is subnormal in `dtype` would be inexact, and becomes 0.
     """
     require(
         len(norms_B) == examples,
@@ -220,21 +218,21 @@ def noisy_step(
     module, losses, batch, clip
         As for `clipped_sums`.
     optimizer : torch.optim.Optimizer
-        Over the module's parameters; what it does with the noisy gradient costs nothing more.
+        Over the module's parameters. Its use of the noisy gradient adds nothing to epsilon.
     sigma : float
         Noise multiplier; 0 draws none.
     batch_size : int
-        b, by which the noisy sum is divided: the expected size, since the batch's own is not public. Of public examples
-        it counts all.
+        b, by which the noisy sum is divided: the expected size, since the batch's own is not public. All public
+        examples are counted in it.
     stream : Stream
-        Of the noise.
+        Draws the noise.
     public : tuple[Tensor, ...]
-        Like a batch, of examples that are none of these, such as replayed ones: neither clipped nor noised.
+        Other examples in the form of a batch, such as replayed ones. Their gradients are neither clipped nor noised.
 
     Returns
     -------
     Tensor
-        The sum of the losses divided by b, detached: the mean loss on average. It is not private.
+        The sum of the losses divided by b, detached: the mean loss on average. It is not differentially private.
     """
     parameters = _trained(module)
     plain: Sequence[Tensor | None] = [None] * len(parameters)

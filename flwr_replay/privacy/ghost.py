@@ -1,21 +1,21 @@
-"""Sums of clipped gradients of single examples, most of them without these gradients themselves.
+"""Sums of examples' clipped gradients; at linear layers without computing each example's gradient.
 
-Source: the gradient of one example at a layer of units is an outer product of what came in and the gradient at what
-went out, so its norm is the product of their norms (Goodfellow 2015, arXiv 1510.01799); the clipped sum is then one
-product of matrices, from the same backward pass (Bu et al. 2023, arXiv 2210.00038). At a convolution an example's
-gradient is a sum of such products over places, and is made.
+At a linear layer the gradient of one example is the outer product of the layer's input and the gradient at its output.
+So its norm is the product of their norms (Goodfellow 2015, arXiv 1510.01799), and the clipped sum is one product of
+matrices, from the same backward pass (Bu et al. 2023, arXiv 2210.00038). At a convolution an example's gradient is a
+sum of such products over places, and is computed.
 
-    for each example i, at each layer:  a_i what came in, (p, T);  g_i = ∂loss_i / ∂out_i, (q, T)
+    for each example i, at each layer:  a_i the input, (p, T);  g_i = ∂loss_i / ∂out_i, (q, T)
     ‖∂loss_i/∂W‖ = ‖a_i‖ ‖g_i‖              where T = 1
                  = ‖g_i a_iᵀ‖                elsewhere
     Σ_i c_i ∂loss_i/∂W = Σ_i c_i g_i a_iᵀ
 
-T is 1 for a layer of units and the number of places for a convolution. The norm could be had from inner products of
-places, too (Bu et al. 2022, arXiv 2205.10683), but in float32 these cancel where activations share a large mean: the
-norm then seems to be 0, and nothing is clipped.
+T is 1 for a linear layer and the number of places for a convolution. Inner products of places would also give the
+norm (Bu et al. 2022, arXiv 2205.10683). But in float32 they cancel where activations share a large mean: the norm then
+seems to be 0, and nothing is clipped.
 
-It is right where every parameter belongs to a layer that the model calls once, which is so in `StagedModel`s; all
-others are left to Opacus' hooks (`flwr_replay.privacy.dpsgd`).
+This is right where every parameter belongs to a layer that the model calls once, as in `StagedModel`s. All other models
+are left to Opacus' hooks (`flwr_replay.privacy.dpsgd`).
 
 Legend: B examples, T places, p inputs, q outputs.
 """
@@ -54,7 +54,7 @@ class Ghost:
     Parameters
     ----------
     module : nn.Module
-        One that `serves` says yes to.
+        A model for which `serves` is true.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -81,12 +81,12 @@ class Ghost:
         part : tuple[Tensor, ...]
             Examples, labels, ….
         scales : Callable
-            Maps norms (B,) to factors (B,), and which of the examples count, bool (B,).
+            Maps norms (B,) to factors (B,), and to which examples count, bool (B,).
 
         Raises
         ------
         ConfigError
-            From `scales`, if a layer has taken parts of examples for examples.
+            From `scales`, if a layer sees parts of an example as rows of its batch.
         """
         with self._watched() as seen:
             loss = losses(*part).sum()
@@ -108,7 +108,7 @@ class Ghost:
 
     @contextmanager
     def _watched(self) -> Iterator[dict[nn.Module, Seen]]:
-        """Note what goes into each layer and comes out of it."""
+        """Note each layer's input and output."""
         seen: dict[nn.Module, Seen] = {}
 
         def note(layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
@@ -152,7 +152,7 @@ def trains_bias(layer: nn.Linear | nn.Conv2d) -> bool:
 
 
 def matrices(layer: nn.Linear | nn.Conv2d, inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what came in, (B, p, T), and the gradients at what went out, (B, q, T)."""
+    """Return a layer's input, (B, p, T), and the gradient at its output, (B, q, T)."""
     if isinstance(layer, nn.Linear):
         a_BTp, g_BTq = (tensor.reshape(len(tensor), -1, tensor.shape[-1]) for tensor in (inputs, gradients))
         return a_BTp.transpose(1, 2), g_BTq.transpose(1, 2)
@@ -186,7 +186,7 @@ def summed(one: Seen, factors_B: Tensor, rows: Rows) -> Tensor:
         total: Tensor = torch.tensordot(factors_B[rows], one.single_Bqp[rows], dims=1)
         return total
     weighted_BqT = one.g_BqT[rows] * factors_B[rows, None, None]
-    # Below this size numbers are rounded by more than their last bit, up to twice their size, and what came in may be
-    # so large that the product matters: without them it is smaller, never larger.
+    # Smaller numbers are rounded by more than their last bit, up to twice their size. The input may be so large that
+    # their product matters. Without them the product is smaller, never larger.
     weighted_BqT = F.hardshrink(weighted_BqT, torch.finfo(weighted_BqT.dtype).tiny)
     return weighted_BqT.transpose(0, 1).flatten(1) @ one.a_BpT[rows].transpose(1, 2).flatten(0, 1)

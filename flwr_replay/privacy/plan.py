@@ -1,4 +1,4 @@
-"""Which mechanisms of a run are private, what they will cost an institution, and what may therefore be claimed."""
+"""Which mechanisms of a run are trained under DP, what they cost an institution, and which claims follow."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from flwr_replay.wire.payload import Payload, Row
 __all__ = ["COUNTS", "NOTHING", "PrivacyPlan", "mechanisms_of"]
 
 NO_PROOF = " as the paper counts it; not a proof"
-COUNTS = "label counts"  # what is released beside a prior, with noise of its own
+COUNTS = "label counts"  # released together with a prior, with noise of their own
 NOTHING = "Nothing here is differentially private; no epsilon can be stated."
 
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """The private mechanisms of a run.
+    """The mechanisms that a run trains under DP.
 
     Attributes
     ----------
     passes : tuple of (str, int, int)
         Of every mechanism that is trained by DP-SGD: its name, its epochs in the whole run, b.
     unproven : str
-        Why the epsilon that is computed is none; empty: it is proven.
+        Why the computed epsilon is no proven bound; empty: it is one.
     pooled : bool
         Whether one institution trains on the examples of all, in a simulation.
     """
@@ -45,20 +45,20 @@ class PrivacyPlan:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self | None:
-        """Read a run's configuration; None where nothing is private.
+        """Read a run's configuration; None where nothing is trained under DP.
 
         Raises
         ------
         ConfigError
-            If a mechanism has nothing to make private, or cannot be made private as it is configured, or the strategy
-            does not declare how many passes it makes: none is ever guessed.
+            If the run does not train a mechanism, cannot train it under DP as it is configured, or the strategy does
+            not declare how many passes it makes. These are never guessed.
         """
         privacy, strategy = config.privacy, config.strategy
         wanted = privacy.mechanisms
         declared = {name: epochs for name, epochs in strategy.dp_passes(config.rounds).items() if epochs >= 1}
         require(
             bool(wanted) or privacy.limit == inf,
-            f"a budget is for what is trained privately; got epsilon {privacy.limit:g} and dp=none: choose dp=proxy "
+            f"a budget is for training under DP; got epsilon {privacy.limit:g} and dp=none: choose dp=proxy "
             "(ProxyFL, FML) or dp=classifier, or set privacy.epsilon=0 privacy.target-epsilon=0, which a preset may "
             "have set",
         )
@@ -68,13 +68,13 @@ class PrivacyPlan:
             _check_end_to_end(config)
         require(
             config.task.format != "heart_disease",
-            "task=heart_disease fills gaps with medians of the training rows, which has no noise and mixes patients: "
+            "task=heart_disease fills gaps with medians of the training rows, which mixes patients without noise: "
             "choose dp=none or another task",
         )
         require(
             not config.task.balanced,
-            "task.balanced=true leaves patients out until both classes are equally frequent, so that one patient more "
-            "decides about another: choose dp=none or balanced=false",
+            "task.balanced=true leaves patients out until both classes are equally frequent, so adding one patient may "
+            "change which others are used: choose dp=none or balanced=false",
         )
         require(
             "generator" not in wanted or config.replay.name != "none",
@@ -91,8 +91,8 @@ class PrivacyPlan:
         )
         require(
             "prior" not in wanted or "generator" in wanted,
-            "a prior learns the codes of a generator, and a generator that was trained without noise depends "
-            "on all images: choose dp=generator+prior or dp=end-to-end",
+            "a prior learns the codes of a generator, and a generator trained without noise depends on all images: "
+            "choose dp=generator+prior or dp=end-to-end",
         )
         require(
             "classifier" not in wanted or config.replay.name == "none" or "prior" in wanted,
@@ -109,18 +109,18 @@ class PrivacyPlan:
         for name in wanted:
             require(
                 name in passes,
-                f"strategy={strategy.name} can have dp={'+'.join(declared) or 'none'}; got {name}, of whose passes "
-                f"{type(strategy).__name__} declares none (dp_passes): choose among these, or another strategy",
+                f"strategy={strategy.name} can have dp={'+'.join(declared) or 'none'}; got {name}, for which "
+                f"{type(strategy).__name__} declares no passes (dp_passes): choose among these, or another strategy",
             )
         return cls(privacy, tuple((name, *passes[name]) for name in wanted), strategy.unproven, strategy.pooled)
 
     def covers(self, mechanism: str) -> bool:
-        """Say whether what a mechanism releases is private; the counts of labels belong to the prior."""
+        """Return whether a mechanism's releases are under DP; label counts belong to the prior."""
         wanted = "prior" if mechanism == COUNTS else mechanism
         return any(name == wanted for name, _, _ in self.passes)
 
     def check_method(self, strategy: str, mechanisms: Sequence[str]) -> None:
-        """Refuse mechanisms that a method does not train by DP-SGD: what it sends would be labelled so all the same.
+        """Refuse mechanisms that a method does not train by DP-SGD: its answers would wrongly be labelled so.
 
         Parameters
         ----------
@@ -137,28 +137,28 @@ class PrivacyPlan:
             )
 
     def counts(self) -> SampledGaussian:
-        """Return what the numbers of examples of each label cost: adding an example changes one of them by one."""
+        """Return the cost of noisy label counts: adding an example changes one count by one."""
         return SampledGaussian(1.0, self.config.count_sigma, 1)
 
     def cost(self, mechanism: str, examples: int, epochs: int) -> SampledGaussian:
-        """Return what some epochs of a mechanism cost an institution with so many examples."""
+        """Return the cost of some epochs of a mechanism at an institution with this number of examples."""
         batch = next(batch for name, _, batch in self.passes if name == mechanism)
         sigma = _sigma(self, examples)
         return SampledGaussian.of_epochs(examples=examples, batch=batch, sigma=sigma, epochs=epochs)
 
     def planned(self, examples: int) -> tuple[float, float]:
-        """Return epsilon, by Renyi DP, and delta of an institution that stays to the end, or its budget, if less."""
+        """Return epsilon, by Rényi DP, and delta of an institution that stays to the end; at most its budget."""
         costs = [self.cost(name, examples, epochs) for name, epochs, _ in self.passes]
         delta = self.config.delta_for(examples)
         return min(self.config.limit, epsilon([*costs, *self.fixed()], delta)), delta
 
     def checked_delta(self, examples: int) -> float:
-        """Return delta of an institution with so many examples.
+        """Return delta of an institution with this number of examples.
 
         Raises
         ------
         PrivacyError
-            If it is above one over their number: who publishes one patient with probability delta keeps that promise.
+            If it is above one over their number. Such a delta allows publishing one patient chosen at random.
         """
         if self.config.delta > 1 / examples:
             raise PrivacyError(
@@ -168,11 +168,11 @@ class PrivacyPlan:
         return self.config.delta_for(examples)
 
     def fixed(self) -> list[SampledGaussian]:
-        """Return what is released with noise of its own."""
+        """Return the releases whose noise does not depend on the target epsilon: label counts."""
         return [self.counts()] if self.covers("prior") else []
 
     def check_first_passes(self, examples: int) -> None:
-        """Refuse where an institution could not take one pass of what every round trains.
+        """Refuse a run in which an institution could not take the first pass of what every round trains.
 
         Raises
         ------
@@ -193,23 +193,25 @@ class PrivacyPlan:
 
     @property
     def mechanism(self) -> str:
-        """What an epsilon belongs to."""
+        """Name of the mechanism to which an epsilon belongs."""
         return "DP-SGD, Poisson sampling" + (NO_PROOF if self.unproven else "")
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
-    def private_fields(self, answer: type[Payload]) -> dict[str, str]:
-        """Return which fields of an answer leave as trained by DP-SGD, by their keys in records, and by what."""
+    def dp_fields(self, answer: type[Payload]) -> dict[str, str]:
+        """Return the fields of an answer that leave as trained by DP-SGD: from the key in records to the mechanism."""
         return {key: field.dp for key, field in answer.by_key().items() if field.dp and self.covers(field.dp)}
 
     def check_withheld(self, answer: type[Payload] | None, leaving: Container[str]) -> None:
-        """Refuse an answer with a field that is to stay, such as a loss beside weights that are private."""
+        """Refuse an answer that holds a withheld field, such as a loss in an answer with weights under DP."""
         for key, field in answer.by_key().items() if answer else ():
             if key in leaving and self.left_out(answer, field):  # type: ignore[arg-type]
-                raise PrivacyError(f"{key} is not private and stays where what leaves beside it is; it was to leave")
+                raise PrivacyError(
+                    f"a field without differential privacy is withheld in this run; the answer holds {key}: kept back"
+                )
 
     def protection(self, field: Field, epsilon: float, delta: float) -> str:
-        """Say in a few words what protects a field of an answer."""
+        """Return in a few words what protects a field of an answer."""
         if field.dp and self.covers(field.dp):
             if not delta:
                 return "none: no epsilon and delta are stated"
@@ -219,10 +221,10 @@ class PrivacyPlan:
         return "declared public" if field.public else "none"
 
     def promise(self, answer: type[Payload], field: Field) -> float:
-        """Return the largest epsilon that a field of an answer can have: the budget, nothing, or none at all.
+        """Return the largest epsilon that a field of an answer can have: the budget, 0, or infinity for no promise.
 
-        Under dp=end-to-end nothing else that leaves depends on training examples: what is declared public, and metrics
-        on test examples.
+        Under dp=end-to-end it is 0 for fields that are declared public, for metrics on test examples, and for fields
+        that are withheld.
         """
         if field.dp and self.covers(field.dp):
             return self.config.limit if self.config.noise == "secret" and not self.unproven else inf
@@ -230,7 +232,7 @@ class PrivacyPlan:
         return 0.0 if self.config.end_to_end and free else inf
 
     def answered(self, answer: Payload, examples: int) -> Payload:
-        """Return an answer as it will be at the end of a run, to an institution with so many examples."""
+        """Return an answer of an institution with this number of examples as it will be at the end of a run."""
         left_out = [name for name, field in answer.declared().items() if self.left_out(type(answer), field)]
         answer = replace(answer, **{field.name: field.default for field in fields(answer) if field.name in left_out})
         if "delta" in answer.declared():
@@ -240,21 +242,22 @@ class PrivacyPlan:
         return answer
 
     def left_out(self, answer: type[Payload], field: Field) -> bool:
-        """Say whether a field does not leave, since what its payload brings is private and it would not be."""
+        """Return whether a field without noise is withheld, since its payload or the whole run is under DP."""
         beside_private = any(self.covers(other.dp) for other in answer.declared().values())
         return field.withheld and (self.config.end_to_end or beside_private)
 
-    def protected(self, found: Iterable[Row], declared: type[Payload] | None, told: Mapping[str, Any]) -> list[Row]:
-        """Write into an answer's rows what protects them; `told` holds the epsilon that it states, if it states one."""
+    def protected(self, found: Iterable[Row], declared: type[Payload] | None, metrics: Mapping[str, Any]) -> list[Row]:
+        """Return an answer's rows with their protection; `metrics` holds the epsilon that it states, if any."""
         known = declared.by_key() if declared else {}
-        stated = float(told.get("epsilon", inf)), float(told.get("delta", 0.0))  # no epsilon: the noise is not secret
+        # an answer states no epsilon where its noise is not secret
+        stated = float(metrics.get("epsilon", inf)), float(metrics.get("delta", 0.0))
         return [
             row._replace(protection=self.protection(known[row.field], *stated)) if row.field in known else row
             for row in found
         ]
 
     def sentence(self, stages: Mapping[str, type[Payload]]) -> str:
-        """Say what the whole run's epsilon covers and what it does not, from what all stages' answers declare."""
+        """Return what the whole run's epsilon covers and what not, as the answers of all stages declare it."""
         if self.config.noise == "seeded":
             return "The noise comes from the run's seed, for tests: nothing is protected."
         named = [name for name, _, _ in self.passes]
@@ -278,17 +281,17 @@ class PrivacyPlan:
         learns_replays = "generator" in named and "prior" not in named
         others = " It also learns replays of the others' images, which are not protected." if learns_replays else ""
         if self.unproven:
-            return f"{self.unproven} Besides, these leave unprotected: {'; '.join(left)}."
+            return f"{self.unproven} These also leave unprotected: {'; '.join(left)}."
         return (
-            f"Only what the training of the {covered} at an institution tells of its own examples is differentially "
+            f"Only what training the {covered} at an institution reveals of its own examples is differentially "
             f"private.{others} These leave unprotected: {'; '.join(left)}. What leaves as a whole has no epsilon."
         )
 
 
 def mechanisms_of(half: type[Any]) -> tuple[str, ...]:
-    """Return what one half of a method, its strategy or its client, says that it trains by DP-SGD.
+    """Return the mechanisms that one half of a method, its strategy or its client, declares to train by DP-SGD.
 
-    Each class says so itself: another method's loop, in a subclass, is not private because its parent's was.
+    Each class declares its own. A subclass has another loop, which is not under DP because its parent's is.
     """
     own: tuple[str, ...] = vars(half).get("dp_mechanisms", ())
     return own

@@ -2,14 +2,13 @@
 
 A key of 32 random bytes is made once and kept in the institution's state directory, readable by its owner only. It is
 never sent, and does not derive from the run's seed. Every stream has a key of its own: HMAC-SHA256 of the secret key
-over 32 fresh bytes of the operating system's generator and the stream's purpose. The fresh bytes are not kept. So
+over 32 fresh bytes of the operating system's rng and the stream's purpose. The fresh bytes are not kept. So
 
-- a stream never comes again: not after a crash, not from a restored backup, and without a counter to keep on disk;
-- who steals the key later cannot draw earlier noise and subtract it from what was released;
-- who foresees the operating system's generator still lacks the key.
+- a stream is never repeated: not after a crash, nor from a restored backup. No counter must be kept on disk;
+- whoever steals the key later cannot draw earlier noise and subtract it from what was released;
+- whoever predicts the operating system's rng still lacks the key.
 
-torch's generators will not do: the CPU's takes 32 bits of its seed, which can be tried out, and is not
-cryptographic.
+PyTorch's rngs do not serve: the CPU's uses 32 bits of its seed, which can be tried out, and is not cryptographic.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from flwr_replay.rng import derived_seed
 __all__ = ["Stream", "noise_stream", "secret_key"]
 
 KEY = "privacy.key"
-AT_ONCE = 32_768  # numbers that are drawn together: they stay in the processor's cache
+AT_ONCE = 32_768  # numbers drawn at a time: they stay in the processor's cache
 
 
 class Stream:
@@ -86,13 +85,13 @@ def secret_key(folder: Path) -> bytes:
     path = folder / KEY
     if not path.exists():
         with alone(folder, wait=True):
-            if not path.exists():  # nobody else has made it meanwhile
+            if not path.exists():  # no other process has made it meanwhile
                 write_atomic(path, secrets.token_bytes(32), mode=0o600)
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below
     except OSError as error:
         raise PrivacyError(
-            f"{KEY} in the state directory must be a file that its owner can read; {error.strerror}: put it back"
+            f"{KEY} in the state directory must be a file that its owner can read; {error.strerror}: restore it"
         ) from None
     with file:
         if os.name == "posix" and os.fstat(file.fileno()).st_mode & 0o077:
@@ -104,7 +103,7 @@ def secret_key(folder: Path) -> bytes:
 
 
 def noise_stream(noise: str, folder: Path, *purpose: object) -> Stream:
-    """Open a stream for one visit's noise and masks.
+    """Open a stream for the noise and masks of one training, or for the noise of label counts.
 
     Parameters
     ----------

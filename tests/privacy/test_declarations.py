@@ -133,9 +133,7 @@ def test_passes_that_are_not_those_that_are_made_break_the_contract(install):
 @pytest.mark.parametrize(("name", "passes"), [("silent", ""), ("idle", "0")])
 def test_a_mechanism_without_passes_is_refused_in_one_line(install, tmp_path, name, passes):
     overrides = [install(name, passes), *DP]
-    with pytest.raises(
-        ConfigError, match=rf"strategy={name} can have dp=none; got classifier, of whose passes"
-    ) as refused:
+    with pytest.raises(ConfigError, match=rf"strategy={name} can have dp=none; got classifier, for which") as refused:
         Simulation.of(compose(overrides))
     assert "\n" not in str(refused.value)
     with pytest.raises(AssertionError, match="must be in its dp_passes; classifier is not"):

@@ -68,7 +68,7 @@ def test_an_account_that_says_less_than_was_stated_trains_nothing(folder, left):
     ran = run(folder, *JOB, "rounds=4", before=cuts)
     [failure] = ran.result["failures"]
     assert failure["institution"] == "b"
-    assert "so it is gone or an older copy and forgets what has left since" in failure["reason"]
+    assert "so it is missing or an older copy and lacks later releases" in failure["reason"]
     three_rounds = ran.charges("a")[:3]
     stated = epsilon_of([SampledGaussian(c["rate"], c["sigma"], c["steps"]) for c in three_rounds], 0.01)
     assert ran.result["privacy"]["b"]["epsilon"] == stated < epsilon(ran, "a")
@@ -96,5 +96,5 @@ def test_when_one_diverges_the_others_go_on_and_what_they_released_is_in_the_led
 
 @pytest.mark.parametrize("options", [["dp=none", "target-epsilon=8"], ["dp=none", "epsilon=8"]])
 def test_a_budget_without_privacy_is_refused(folder, options):
-    with pytest.raises(ConfigError, match="a budget is for what is trained privately; got epsilon 8 and dp=none"):
+    with pytest.raises(ConfigError, match="a budget is for training under DP; got epsilon 8 and dp=none"):
         run(folder, "strategy=proxyfl", *options)
