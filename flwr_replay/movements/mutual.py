@@ -37,8 +37,8 @@ class MutualConfig(StrategyConfig):
     dp_by_default: ClassVar[str] = "proxy"
     chosen_later: ClassVar[tuple[str, ...]] = ("private_lr", "private_batch_size")  # empty: as training has them
 
-    alpha: float = 0.5  # weight of the proxy's answers in the private model's loss; paper: 0.5
-    beta: float = 0.5  # weight of the private model's answers in the proxy's loss; paper: 0.5; 0: epsilon is proven
+    alpha: float = 0.5  # weight of the proxy's predictions in the private model's loss; paper: 0.5
+    beta: float = 0.5  # weight of the private model's predictions in the proxy's loss; paper: 0.5; 0: epsilon is proven
     private_models: tuple[str, ...] = ()  # of conf/model, by turns over the institutions; empty: as the proxy
     private_optimizer: str = ""  # sgd | adam; empty: as training.optimizer
     private_lr: float = 0.0  # 0: as training.lr; falls with it, by lr-step

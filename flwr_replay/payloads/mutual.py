@@ -31,8 +31,8 @@ HALVES = ("loss", "confusion", "hits_in_group", "scores")  # of an evaluation
 class Mutual(LabelScale):
     """What a request says of the private model, and of what both learn from each other (Kalra et al. 2023, eq. 4-5)."""
 
-    alpha: float = instruction("weight of the proxy's answers in the private model's loss")
-    beta: float = instruction("weight of the private model's answers in the proxy's loss")
+    alpha: float = instruction("weight of the proxy's predictions in the private model's loss")
+    beta: float = instruction("weight of the private model's predictions in the proxy's loss")
     private_seed: int = instruction("of the private model's fresh weights, used at the first training")
     private_optimizer: str = instruction("sgd or adam")
     private_lr: float = instruction("per step")
