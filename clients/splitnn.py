@@ -159,7 +159,7 @@ class SplitNNClient(InstitutionClient):
         kept = self.state.take(f"part-{request.server_round:06d}", request.run, request.message)
         if kept is None:
             raise TrainingError(
-                "an institution goes on with the part of the model that it kept after the message before; that of run "
+                "an institution continues with the part of the model that it kept after the previous message; that of run "
                 f"{request.run!r} is gone: leave the state directory alone while a run is on"
             )
         part = self.part(request)

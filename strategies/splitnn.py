@@ -90,7 +90,7 @@ class SplitNNConfig(StrategyConfig):
     cut: str = ""  # the last stage of the institution's part; empty: the model's first stage, the paper's conv1
     share_labels: bool = True  # false: the head stays at the institution, and labels never leave
     micro_batches: int = 1  # batches that a message holds
-    optimizer_state: str = "reset"  # reset: every visit begins with fresh momentum | keep: each party goes on
+    optimizer_state: str = "reset"  # reset: every visit begins with fresh momentum | keep: each party keeps its own
 
     def __post_init__(self) -> None:
         within("strategy.", self, micro_batches=(1, BATCH))

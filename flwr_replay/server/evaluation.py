@@ -120,7 +120,7 @@ def _scalars(reply: Message) -> Metrics:
 
 
 def _weighted_means(own: list[Metrics]) -> Metrics:
-    """Average the metrics that all report, weighted by `num-examples`, which counts as 1 where it is missing."""
+    """Average the metrics that all report, weighted by `num-examples`, 1 if it is missing."""
     shared = set.intersection(*(set(metrics) for metrics in own)) - {"num-examples"}
     weights = [metrics.get("num-examples", 1.0) for metrics in own]
     total = sum(weights)

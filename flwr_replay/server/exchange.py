@@ -32,7 +32,7 @@ __all__ = ["Exchanging", "stopped"]
 Take = Callable[[Member, Message], None]
 
 NO_APPS_FAULT = 0  # Flower's code for a fault that no app has caused
-SAME_FAULTS = 3  # messages that may fail for the same such fault, recognised by its text
+SAME_FAULTS = 3  # messages that may fail with the same text of this code
 
 
 class Exchanging(Strategy):
