@@ -159,8 +159,8 @@ class SplitNNClient(InstitutionClient):
         kept = self.state.take(f"part-{request.server_round:06d}", request.run, request.message)
         if kept is None:
             raise TrainingError(
-                "an institution continues with the part of the model that it kept after the previous message; that of run "
-                f"{request.run!r} is gone: leave the state directory alone while a run is on"
+                "an institution continues with the part of the model that it kept after the previous message; that of "
+                f"run {request.run!r} is gone: do not change the state directory during a run"
             )
         part = self.part(request)
         arrays = unnested(kept, mark="/")

@@ -224,7 +224,7 @@ class Movement(Exchanging):
         RefusedError
             If every institution refuses.
         DivergedError
-            If weights or losses are not finite at any institution, or at the server.
+            If no institution's weights and losses are finite, or the server's are not.
         """
         self.timeout = self.settings.timeout if timeout is None else timeout
         run = Run(
@@ -270,7 +270,8 @@ class Movement(Exchanging):
 
     def resumed(self, snapshot: Snapshot, initial_arrays: ArrayRecord) -> ArrayRecord:
         """Restore what a checkpoint holds; return its weights."""
-        saved = snapshot.arrays  # in the model's order, so that files of the weights have the same bytes
+        saved = snapshot.arrays
+        # the model's order, so that files of the weights have the same bytes
         order = dict.fromkeys([*(name for name in initial_arrays if name in saved), *saved])
         self.trained = set(snapshot.trained)
         self.restore(snapshot.state_arrays, snapshot.state_values)

@@ -37,11 +37,7 @@ __all__ = [
 ]
 
 MOST = 10**9  # the most examples that an institution may report
-OPEN_STAGES = (
-    "roll-call",
-    "train",
-    "evaluate",
-)  # stages to which a user's own ClientApp may answer with its own records
+OPEN_STAGES = ("roll-call", "train", "evaluate")  # a user's own ClientApp may answer these with its own records
 
 
 class RunRequest(Protocol):

@@ -16,7 +16,7 @@ rounds follow; their batches hold real and replayed examples.
     D, e (or all D_k, P_k) to every institution
 
 Deviations: With replay=pixelcnn each prior P_k keeps its own decoder D_k, the one for which it was trained. An
-institution draws codes from P_k once, as many of each label as P_k was trained on, and replays these.
+institution draws codes from P_k once, as many of each label as P_k's label counts say, and replays these.
 
 Failures: A failed visit is repeated before every following exchange. It is repeated once more at once before the last
 round, or if no institution could be visited. An institution that joins late is visited then. The run stops before its
