@@ -1,6 +1,6 @@
 """AvgPush: the institution's half; the server's half is `strategies/avgpush.py`.
 
-Source: Kalra et al. 2023, section 4.1. Mixing stands in `flwr_replay/institution/peer.py`.
+Source: Kalra et al. 2023, section 4.1. The mixing is in `flwr_replay/institution/peer.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["AvgPushClient"]
 
 
 class AvgPushClient(PeerClient):
-    """Trains a model of its own and gives it away."""
+    """Trains a model of its own and releases it."""
 
     dp_mechanisms = ("classifier",)
 
@@ -34,5 +34,5 @@ class AvgPushClient(PeerClient):
         return Released(num_examples=len(data), examples_seen=learner.seen, train_loss=loss, **released)
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
-        """Test θ as it stands after this round's mixing."""
+        """Test θ after this round's mixing."""
         return self.evaluated(self.own_theta(request), request.split)

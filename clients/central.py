@@ -1,6 +1,6 @@
 """Central: the institution's half; the server's half is `strategies/central.py`.
 
-The loop is that of `clients/cwt.py`: a cycle with a single institution, whose data are the union of all.
+The loop is that of `clients/cwt.py`: a cycle over a single institution, which has the data of all.
 """
 
 from __future__ import annotations

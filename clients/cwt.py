@@ -1,7 +1,7 @@
 """Cyclic weight transfer: the institution's half; the server's half is `strategies/cwt.py`.
 
-Source: Chang et al. 2018; Qu et al. 2022, section 4.1. A visit is max(1, ⌊|D_k|/b⌋) SGD iterations. With replay, every
-batch holds replayed examples too (Qu et al. 2022, Algorithm 1, lines 1-6).
+Source: Chang et al. 2018; Qu et al. 2022, section 4.1. A visit is max(1, ⌊|D_k|/b⌋) SGD iterations. With replay every
+batch also holds replayed examples (Qu et al. 2022, Algorithm 1, lines 1-6).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class CWTClient(InstitutionClient):
     dp_mechanisms = ("generator", "prior", "classifier")
 
     def train(self, request: Train) -> Trained:
-        """Train for one visit and hand the model back."""
+        """Train θ for one visit and return it."""
         data, learner = self.training_data(request.pooled), self.learner(request)
         for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):  # Alg. 1, lines 2-4
             learner.step(x_B, y_B)  # line 5: θ ← θ − η ∇L(θ; x_B)

@@ -1,4 +1,4 @@
-"""FedAvgM: the institution's half, which is FedAvg's; the server's half is `strategies/fedavgm.py`."""
+"""FedAvgM: the institution's half, which is that of FedAvg; the server's half is `strategies/fedavgm.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """FedAvg+Share: the institution's half; the server's half is `strategies/fedavgshare.py`.
 
-Source: Zhao et al. 2018, section 4; Qu et al. 2022, section 4.1. Training is FedAvg's, on more examples.
+Source: Zhao et al. 2018, section 4; Qu et al. 2022, section 4.1. Training is that of FedAvg, on more examples.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["FedAvgShareClient"]
 
 
 class FedAvgShareClient(FedAvgClient):
-    """Gives some of its examples away, and trains on its own and on what others gave."""
+    """Gives some of its examples to all, and trains on its own examples and on those that others gave."""
 
     given_by_others: Shard | None = None
 
     def give(self, request: Give) -> Given:
-        """S_k ← a random share of D_k; the same whenever it is asked for in a run."""
+        """Return S_k, a random share of D_k, which is the same at every request of a run."""
         data = self.institution.train
         chosen = torch.randperm(len(data), generator=self.shuffle("share"))[
             : number_shared(len(data), request.share)
@@ -33,14 +33,14 @@ class FedAvgShareClient(FedAvgClient):
         return Given(images=images, labels=labels, num_examples=len(data), raw_bytes=images.nbytes + labels.nbytes)
 
     def receive(self, request: Receive) -> Received:
-        """Keep what others gave in the state directory."""
+        """Save the others' examples in the state directory."""
         arrays = {"images": request.images, "labels": request.labels}
         self.state.save("shared", request.run, request.server_round, arrays)
         return Received(num_examples=len(request.labels))
 
     def train_enlarged(self, request: TrainEnlarged) -> Trained:
-        """Train as in FedAvg, on D_k and all S_j that have arrived."""
-        kept = self.state.load("shared", request.run, request.server_round + 1)  # it may have arrived in this exchange
+        """Train as in FedAvg, on D_k and all S_j received so far."""
+        kept = self.state.load("shared", request.run, request.server_round + 1)  # + 1: it may be of this exchange
         if request.held != (0 if kept is None else len(kept["labels"])):
             raise TrainingError(
                 f"an institution trains on the {request.held} examples of others that it has received; they are gone: "
@@ -53,7 +53,7 @@ class FedAvgShareClient(FedAvgClient):
         return self.train(request)
 
     def training_data(self, pooled: bool = False) -> Shard:
-        """Return the institution's own examples and those that others gave."""
+        """Return the institution's own examples and those of others."""
         own, others = super().training_data(pooled), self.given_by_others
         if others is None:
             return own

@@ -14,12 +14,12 @@ __all__ = ["FedProxClient"]
 
 
 class FedProxClient(InstitutionClient):
-    """Trains the global model on the institution's data, near where it began."""
+    """Trains the global model on the institution's data, near the global weights."""
 
     dp_mechanisms = ("generator", "prior")
 
     def train(self, request: Train) -> Trained:
-        """Train for E passes and return the weights; the loss reported is L, without the proximal term."""
+        """Train for E passes and return the weights; the reported loss is L, without the proximal term."""
         data, learner = self.training_data(), self.learner(request)
         model, mu = learner.model, request.proximal_mu or 0.0
         anchor = [parameter.detach().clone() for parameter in model.parameters()]  # θ
@@ -31,7 +31,7 @@ class FedProxClient(InstitutionClient):
 
 
 def distance(model: nn.Module, anchor: list[Tensor]) -> Tensor:
-    """Return the squared Euclidean distance of a model's parameters from others, as a differentiable scalar."""
+    """Return the squared Euclidean distance between a model's parameters and `anchor`, as a differentiable scalar."""
     pairs = zip(model.parameters(), anchor, strict=True)
-    total: Tensor = sum((parameter - fixed).square().sum() for parameter, fixed in pairs)  # type: ignore[assignment]
+    total: Tensor = sum((parameter - theta).square().sum() for parameter, theta in pairs)  # type: ignore[assignment]
     return total

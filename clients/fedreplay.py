@@ -24,7 +24,7 @@ from flwr_replay.wire.weights import encoded, load_arrays, to_arrays
 
 __all__ = ["FedReplayClient"]
 
-HELD_OUT = 10  # without a validation split, every tenth training example judges the encoder's training
+HELD_OUT = 10  # without a validation split, one of so many training examples is held out
 
 
 class FedReplayClient(InstitutionClient):
@@ -33,7 +33,7 @@ class FedReplayClient(InstitutionClient):
     dp_mechanisms = ("encoder",)
 
     def encode(self, request: Encode) -> Encoder:
-        """Stage 1: train the whole backbone until it stops improving on validation data; return the encoder only."""
+        """Stage 1: train the whole backbone until the validation loss stops falling; return the encoder only."""
         model = self.scratch_model(request.arrays)
         encoder, _ = split(model, request.cut)
         self.institution.policy.check_upload(encoded(encoder).count_bytes(), "the encoder")
@@ -70,7 +70,7 @@ class FedReplayClient(InstitutionClient):
         )
 
     def encode_by_dpsgd(self, request: Encode, dp: DPTraining, model: nn.Module, encoder: nn.Module) -> Encoder:
-        """Stage 1 by DP-SGD, for as many epochs as were asked for: stopping early would tell of the examples."""
+        """Stage 1 by DP-SGD, for all epochs: stopping early would reveal something about the examples."""
         train, optimizer = self.institution.train, make_optimizer(model, self.training, request.lr)
         for epoch in range(request.max_epochs):
             for group in optimizer.param_groups:
@@ -87,7 +87,7 @@ class FedReplayClient(InstitutionClient):
         )
 
     def validation_split(self) -> tuple[Shard, Shard]:
-        """Return what the encoder trains on and what judges it; the data set's own split where there is one."""
+        """Return the encoder's training and validation examples: the data set's split, or a tenth held out."""
         train = self.institution.train
         if self.institution.validation is not None:
             return train, self.institution.validation
@@ -101,7 +101,7 @@ class FedReplayClient(InstitutionClient):
         train = self.institution.train
         encoder, _ = split(self.scratch_model(), request.cut)
         load_arrays(encoder, request.arrays)
-        encoder.eval()  # the norm layers are frozen with the rest
+        encoder.eval()  # norm layers use their running statistics
         views = self.view_offsets(request.views)
         total = len(train) * request.views
         row_values = self.encode_rows(encoder, views, torch.zeros(1, dtype=torch.int64))[0].numel()
@@ -129,7 +129,7 @@ class FedReplayClient(InstitutionClient):
         )
 
     def encode_rows(self, encoder: nn.Module, views: Tensor | None, rows: Tensor) -> Tensor:
-        """Encode rows of the upload: row r is example r mod n in its view r // n."""
+        """Encode rows of the upload: row r is view r // n of example r mod n."""
         train = self.institution.train
         images = as_input(train.x[(rows % len(train)).to(train.x.device)])
         if views is not None:
@@ -140,7 +140,7 @@ class FedReplayClient(InstitutionClient):
         return latents
 
     def view_offsets(self, views: int) -> Tensor | None:
-        """Draw the shifts of all rows, the first view's being none; shape (views * n, 2)."""
+        """Draw the shift of every row, none for the first view: shape (views * n, 2), pixels; None if views = 1."""
         if views == 1:
             return None
         n, reach = len(self.institution.train), self.institution.train.x.shape[-1] // 8

@@ -17,28 +17,28 @@ from flwr_replay.wire.records import array_record
 
 __all__ = ["FedSGDClient"]
 
-BLOCK = 256  # examples of one pass at most; bounds memory. Batch norm normalises over a block.
+BLOCK = 256  # most examples in memory at once; batch norm normalises over a block
 
 
 class FedSGDClient(InstitutionClient):
-    """Computes one gradient over all of the institution's data."""
+    """Computes one gradient over all of the institution's examples."""
 
     def differentiate(self, request: Differentiate) -> Gradient:
-        """Add up the gradients of blocks, each weighed by its share of the examples, replayed ones included."""
+        """Sum the gradients of blocks, each weighted by its share of all examples, replayed ones included."""
         data, losses = self.training_data(), []
         model = self.scratch_model(request.arrays)
         refuse_single_batches(model, len(data), BLOCK)
         number = math.ceil(len(data) / at_once(data.x, BLOCK))
         parts = list(zip(torch.chunk(data.x, number), torch.chunk(data.y, number), strict=True))
         blocks, total = ((as_input(x_B), y_B) for x_B, y_B in parts), len(data)
-        if sampler := self.replay_sampler(request):  # replayed examples to every block, in their share of it
+        if sampler := self.replay_sampler(request):  # every block gets its part of the replayed examples
             size, draws = math.ceil(len(data) / number), self.shuffle(request.server_round, "replay")
             blocks = sampler.mixed_batches(blocks, size, draws)
             total += len(parts) * sampler.replay_plan.replay_batch_size(size)
         for x_B, y_B in blocks:
             loss = self.task.loss(model(x_B), y_B) * (len(y_B) / total)
-            loss.backward()  # g_k ← g_k + ∇L of this block, in its share
-            losses.append(loss.detach() * len(parts))  # so that their mean is the loss over all examples
+            loss.backward()  # g_k ← g_k + ∇L of this block, weighted
+            losses.append(loss.detach() * len(parts))  # their mean is the loss over all examples
         tensors = {**model.state_dict(), **{name: p.grad for name, p in model.named_parameters()}}
         arrays = array_record({name: tensor.cpu().numpy() for name, tensor in tensors.items()})
         return Gradient(arrays=arrays, num_examples=len(data), examples_seen=total, train_loss=mean_loss(losses))

@@ -1,6 +1,6 @@
 """FML: the institution's half; the server's half is `strategies/fml.py`.
 
-Source: Shen et al. 2020 (arXiv 2006.16765); Kalra et al. 2023, section 4.1. A step is in
+Source: Shen et al. 2020 (arXiv 2006.16765); Kalra et al. 2023, section 4.1. A training step is in
 `flwr_replay/institution/mutual.py`.
 """
 
@@ -19,7 +19,7 @@ class FMLClient(PairClient):
     dp_mechanisms = ("proxy",)
 
     def train_mutually(self, request: TrainMutually) -> TrainedMutually:
-        """Train both for one pass and return the proxy."""
+        """Train both models for one pass and return the proxy."""
         data, learner = self.training_data(), self.pair(request, request.arrays)
         learner.alone(data, self.shuffle(request.server_round, "private"))
         for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):

@@ -34,5 +34,5 @@ class LocalClient(InstitutionClient):
         return Trained(num_examples=len(data), examples_seen=learner.seen, train_loss=loss, **spent)
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
-        """Test the institution's own model, as it stands after this round."""
+        """Test the institution's own model after this round's training."""
         return self.evaluated(self.latest("model", request), request.split)

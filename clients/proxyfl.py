@@ -1,7 +1,7 @@
 """ProxyFL: the institution's half; the server's half is `strategies/proxyfl.py`.
 
-Source: Kalra et al. 2023, Algorithm 1, lines 2-6; a step is in `flwr_replay/institution/mutual.py`, lines 7-10 in
-`flwr_replay/institution/peer.py`.
+Source: Kalra et al. 2023, Algorithm 1, lines 2-6. A training step is in `flwr_replay/institution/mutual.py`, lines 7-10
+in `flwr_replay/institution/peer.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ __all__ = ["ProxyFLClient"]
 
 
 class ProxyFLClient(PairClient, PeerClient):
-    """Trains a private model and a proxy; only the proxy is given away."""
+    """Trains a private model and a proxy; only the proxy is released."""
 
     dp_mechanisms = ("proxy",)
 
     def train_proxy(self, request: TrainProxy) -> ReleasedProxy:
-        """Train both for one pass and release the proxy."""
+        """Train both models for one pass and release the proxy."""
         data, (theta, w) = self.training_data(), self.begin(request)
         learner = self.pair(request, theta)
         learner.alone(data, self.shuffle(request.server_round, "private"))
@@ -29,5 +29,5 @@ class ProxyFLClient(PairClient, PeerClient):
         return ReleasedProxy(**statistics, **self.release(request, learner.proxy.model, w))  # line 7
 
     def evaluate_pair(self, request: EvaluatePair) -> PairEvaluation:
-        """Test the private model, and the proxy after this round's mixing."""
+        """Test the private model and, after this round's mixing, the proxy."""
         return self.tested(request, self.own_theta(request))

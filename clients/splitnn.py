@@ -1,10 +1,10 @@
 """SplitNN, peer-to-peer mode: the institution's half; the server's half is `strategies/splitnn.py`.
 
-Source: Vepakomma et al. 2018; Qu et al. 2022, section 4.1. A visit is max(1, ⌊|D_k|/b⌋) SGD iterations, those of CWT.
+Source: Vepakomma et al. 2018; Qu et al. 2022, section 4.1. A visit is max(1, ⌊|D_k|/b⌋) SGD iterations, as in CWT.
 
-What is kept between two messages is the institution's part as it stands before the batches whose activations are on
-their way: weights, norm statistics, optimizer. When their gradients arrive, the activations are computed once more,
-and only then do norm statistics and weights move on. So a message that is repeated gives the same bits.
+Between two messages the institution saves its part of the model: weights, norm statistics, optimizer. It saves them as
+they were before the batches whose activations it has just sent. When the gradients arrive, it computes the activations
+once more, and only then updates norm statistics and weights. So a repeated message gives the same bits.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class SplitNNClient(InstitutionClient):
     # --- stages -------------------------------------------------------------------------------------------------------
 
     def enter(self, request: Enter) -> LabelledActivations:
-        """θ_E ← the server's; a ← E(x) of the first group."""
+        """θ_E ← the weights received; a ← E(x) of the first group."""
         part = self.part(request)
         load_arrays(part, request.arrays)
-        self.state.forget("part", request.run)  # other visits' parts, and what a visit that broke off has left
+        self.state.forget("part", request.run)  # parts of earlier visits, failed ones included
         self.save_part(request, part, self.resume_optimizer(part, request))
         return self.upload(request, part)
 
@@ -63,27 +63,27 @@ class SplitNNClient(InstitutionClient):
         return self.upload(request, part)
 
     def leave(self, request: Leave) -> Half:
-        """Learn from the last group; give θ_E back."""
+        """Step on the gradients of the last group; return θ_E."""
         part, optimizer = self.load_part(request)
         self.learn(request, part, optimizer)
         self.suspend(request, optimizer)
         return Half(arrays=encoded(part), num_examples=len(self.training_data()))
 
     def enter_unlabelled(self, request: EnterUnlabelled) -> Activations:
-        """As `enter`; the labels stay."""
+        """Do as `enter`, without labels."""
         return _unlabelled(self.enter(request))
 
     def next_batch_unlabelled(self, request: NextBatchUnlabelled) -> Activations:
-        """As `next_batch`; the labels stay."""
+        """Do as `next_batch`, without labels."""
         return _unlabelled(self.next_batch(request))
 
     def head_loss(self, request: HeadLoss) -> HeadGradients:
-        """θ_H ← θ_H − η ∇L(H(s), y), batch by batch; return ∂L/∂s, where s are the outputs of the server's part."""
+        """θ_H ← θ_H − η ∇L(H(s), y), batch by batch; return ∂L/∂s, where s is the output of the server's part."""
         part, optimizer = self.load_part(request)
         s, losses = [s_B.requires_grad_() for s_B in self.arrived(request.outputs, request)], []
         for s_B, (_, y_B) in zip(s, self.group(request, request.group), strict=True):
             losses.append(step(part, optimizer, self.task.loss(part[-1](s_B), y_B)))
-        mean_loss(losses)  # stops a run that diverges here
+        mean_loss(losses)  # raises if a loss is not finite
         self.save_part(request, part, optimizer)
         return HeadGradients(
             gradients=_joined([s_B.grad for s_B in s if s_B.grad is not None]),
@@ -94,13 +94,13 @@ class SplitNNClient(InstitutionClient):
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def learn(self, request: NextBatch | Leave, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Step on the gradients of the group before, whose activations are computed anew."""
+        """Compute the activations of the previous group once more, then step on their gradients."""
         encoder = self.encoder(request, part)
         activations = [encoder(x_B) for x_B, _ in self.group(request, request.group - 1)]
         late_steps(encoder, optimizer, activations, self.arrived(request.gradients, request))
 
     def upload(self, request: AnyRequest, part: StagedModel) -> LabelledActivations:
-        """Compute the activations of a group; the norm statistics that this moves on are thrown away."""
+        """Return the activations of a group; norm statistics that change here are not saved."""
         encoder, group = self.encoder(request, part), self.group(request, request.group)
         with torch.no_grad():
             activations = _joined([encoder(x_B) for x_B, _ in group])
@@ -113,7 +113,7 @@ class SplitNNClient(InstitutionClient):
         )
 
     def group(self, request: AnyRequest, group: int) -> list[tuple[Tensor, Tensor]]:
-        """Return a group of the visit's batches, which the seed and the round decide."""
+        """Return a group of the visit's batches; they depend on the seed and the round only."""
         data, m = self.training_data(), request.micro_batches
         shuffle = self.shuffle(request.server_round)
         real = batches(data.x, data.y, self.batch_size, shuffle, only=slice(group * m, (group + 1) * m))
@@ -123,7 +123,7 @@ class SplitNNClient(InstitutionClient):
         return list(real)
 
     def arrived(self, array: NDArray[Any], request: AnyRequest) -> tuple[Tensor, ...]:
-        """Return what the server sent for a group, batch by batch."""
+        """Split an array that the server sent for a group into batches."""
         plan = self.replay.replay_plan if self.replay and request.replayed else None
         num_replayed = plan.replay_batch_size(self.batch_size) if plan else 0
         return torch.split(torch.tensor(array, device=self.institution.device), self.batch_size + num_replayed)
@@ -131,7 +131,7 @@ class SplitNNClient(InstitutionClient):
     # --- the institution's part ---------------------------------------------------------------------------------------
 
     def part(self, request: AnyRequest) -> StagedModel:
-        """Return the stages that train here; they share this process's one backbone."""
+        """Return the stages that train here, of the one backbone that this process keeps."""
         model = self.scratch_model()
         refuse_single_batches(model, len(self.training_data()), self.batch_size)
         parts = (split_before_head if request.with_head else split)(model, request.cut)
@@ -142,25 +142,25 @@ class SplitNNClient(InstitutionClient):
         return part[: part.stages.index(request.cut) + 1]
 
     def save_part(self, request: AnyRequest, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the part and its optimizer for the next message of this visit, whichever process receives it."""
+        """Save the part and its optimizer for the next message of this visit, which another process may receive."""
         kept = nested({"weights": to_arrays(part), "optimizer": optimizer_arrays(optimizer)}, mark="/")
         key = f"part-{request.server_round:06d}"
-        # Not flushed to the disk: without power the visit is over anyway.
+        # Not flushed to the disk: after a power cut the visit has failed anyway.
         self.state.save(key, request.run, request.message, kept, to_disk=False)
 
     def load_part(self, request: AnyRequest) -> tuple[StagedModel, torch.optim.Optimizer]:
-        """Return the part and its optimizer as the message before has left them.
+        """Return the part and its optimizer as saved at the previous message.
 
         Raises
         ------
         TrainingError
-            If they are gone.
+            If they are not there.
         """
         kept = self.state.take(f"part-{request.server_round:06d}", request.run, request.message)
         if kept is None:
             raise TrainingError(
-                "an institution goes on with the part of the model that it kept after the message before; that of run "
-                f"{request.run!r} is gone: leave the state directory alone while a run is on"
+                "an institution continues with the part of the model that it kept after the previous message; that of "
+                f"run {request.run!r} is gone: do not change the state directory during a run"
             )
         part = self.part(request)
         arrays = unnested(kept, mark="/")

@@ -1,15 +1,17 @@
 """AvgPush: the server's half; the institution's half is `clients/avgpush.py`.
 
 Source: Kalra et al. 2023 (ProxyFL), section 4.1: "a decentralized version of FedAvg using PushSum for aggregation".
-Idea: every institution trains its own θ_k for a pass; then shares of it go over a graph, and each mixes what it gets.
-Travels: θ_k up, once (`Push`, `Released`), shares of the others' θ down (`Deliver`, `Committed`).
+Idea: Every institution trains its own model for one pass. Models then pass over a graph, and each institution mixes
+its own with those that it receives.
+Travels: θ_k up, once a round (`Push`, `Released`); the senders' models down, with the share of each (`Deliver`,
+`Committed`).
 
     for each round t:
         every institution k: θ_k ← train θ_k for max(1, ⌊n_k/b⌋) iterations
         z_k ← Σ_k' P(t)[k, k'] w_k' θ_k',   w_k ← Σ_k' P(t)[k, k'] w_k',   θ_k ← z_k / w_k      # `movements/gossip.py`
 
-Deviations: models pass through the server, which forwards them and averages nothing. All institutions weigh the same,
-whatever they hold, as in PushSum; with the complete graph and equal sizes this is FedAvg.
+Deviations: Models pass through the server, which forwards them and averages nothing. As in PushSum, all institutions
+have the same weight, whatever their numbers of examples. With the complete graph and equal sizes this is FedAvg.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class AvgPushConfig(GossipConfig):
 
 
 class AvgPush(Gossip):
-    """Every institution trains its own model and mixes it with its neighbours'."""
+    """Every institution trains its own model and mixes it with those of its senders."""
 
     name = "avgpush"
     config_type = AvgPushConfig

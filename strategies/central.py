@@ -1,12 +1,13 @@
 """Central: the server's half; the institution's half is `clients/central.py`.
 
 Source: "Centrally hosted" in Qu et al. 2022, section 4.2; "Joint" in Kalra et al. 2023, section 4.
-Idea: one institution owns everything: the reference that collaboration without sharing is measured against.
-Travels: the weights, to the one institution that trains (`Train`) and back (`Trained`); all evaluate on their shards.
+Idea: One institution has all data. This is the reference for what collaboration without sharing data can reach.
+Travels: the weights, to the one institution that trains (`Train`) and back (`Trained`). All institutions evaluate on
+their own test shards.
 
-    for each round: θ ← train θ for ⌊|D|/b⌋ iterations on the union D
+    for each round: θ ← train θ for max(1, ⌊|D|/b⌋) iterations on the union D
 
-Deviations: none; in a deployment the one institution must really hold all data (nodes = 1).
+Deviations: None. In a deployment the one institution must really hold all data (nodes=1).
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ class CentralConfig(StrategyConfig):
     """Options of Central."""
 
     name: ClassVar[str] = "central"
-    pooled: ClassVar[bool] = True  # one trains on the examples of all
+    pooled: ClassVar[bool] = True  # one institution trains on the examples of all
     optimizer_state: str = "keep"  # keep: one uninterrupted training | reset: fresh momentum every round
 
     def __post_init__(self) -> None:
         one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
-        """One pass a round, over the examples of all."""
+        """One pass a round, over the examples of all institutions."""
         return {"classifier": rounds}
 
 
 class Central(Serial):
-    """One institution owns everything."""
+    """One institution trains on all data."""
 
     name = "central"
     config_type = CentralConfig
@@ -51,22 +52,22 @@ class Central(Serial):
     dp_mechanisms = ("classifier",)
 
     def begin_run(self, num_rounds: int) -> None:
-        """Fix a cycle of one visit, to the first institution by name when the run begins."""
+        """Fix a cycle of one visit: to the institution whose name is the first when the run begins."""
         self.itinerary = self.itinerary or self.members.names[:1]
         super().begin_run(num_rounds)
 
     def data_of(self, answered: list[str]) -> list[str]:
-        """All: the one that trains holds everybody's data."""
+        """Return all institutions: the one that trains holds everybody's data."""
         return self.members.names
 
     def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
-        """On the union at least all that the roll call counted; who takes no part has examples there, too."""
+        """Allow more than the roll call's total on the union: it also has the data of those that take no part."""
         if instructions.get("pooled") and request.message_type == "train":
             return range(sum(one.num_examples for one in self.members.known), MOST + 1)
         return super().examples_of(member, request, instructions)
 
     def train_request(self, server_round: int, arrays: Weights) -> Train:
-        """Ask for one epoch on the union; with one institution its own data are the union."""
+        """Ask for one pass over the union; a single institution's own data are the union."""
         return Train(
             server_round=server_round,
             arrays=arrays,

@@ -1,16 +1,16 @@
 """Cyclic weight transfer: the server's half; the institution's half is `clients/cwt.py`.
 
-Source: Chang et al. 2018 (doi:10.1093/jamia/ocy017); Qu et al. 2022, section 4.1; with replay
+Source: Chang et al. 2018 (doi:10.1093/jamia/ocy017); Qu et al. 2022, section 4.1. With replay: Qu et al. 2022,
 Algorithm 1, whose generator is trained by `flwr_replay/server/replay.py` before the first cycle.
-Idea: one model visits the institutions in turn; each trains it for max(1, ⌊|D_k|/b⌋) iterations and hands it on.
+Idea: One model visits the institutions in turn. Each trains it for max(1, ⌊|D_k|/b⌋) iterations and hands it on.
 Travels: the weights, to the visited institution (`Train`) and back (`Trained`, with counts and a loss).
 
     for each cycle n:
         for each institution k, in the order of this cycle:
             θ ← train θ at k
 
-Deviations: the model goes from k to k + 1 by way of the server, which Flower's messages require; momentum does not go
-along (see optimizer-state), the running statistics of batch norm do.
+Deviations: The model goes from one institution to the next through the server, as Flower's messages require. The
+optimizer's state does not travel with it (see optimizer-state); the running statistics of batch norm do.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CWT(Serial):
         return [names[i] for i in shuffle.permutation(len(names))]
 
     def train_request(self, server_round: int, arrays: Weights) -> Train:
-        """Hand the model on as it is."""
+        """Hand θ on unchanged."""
         return Train(
             server_round=server_round,
             arrays=arrays,

@@ -1,17 +1,17 @@
 """Federated averaging: the server's half; the institution's half is `clients/fedavg.py`.
 
 Source: McMahan et al. 2017 (arXiv:1602.05629), Algorithm 1 with C = 1; Qu et al. 2022, section 4.1.
-Idea: all institutions train the same model at once; the server averages the results by numbers of examples.
+Idea: All institutions train the same model at once. The server averages the results, weighted by numbers of examples.
 Travels: the weights, to every institution (`Train`) and back (`Trained`, with counts and a loss).
 
     for each round:
         for each institution k in parallel: θ_k ← train θ at k, E passes of max(1, ⌊n_k/b⌋) iterations
         θ ← Σ_k (n_k / n) θ_k
 
-Deviations: batches of one visit are full (⌊n_k/b⌋ of them, as Qu et al. have it); the sum runs in float64 and takes the
-running statistics of batch norm in like weights; the local steps may have momentum (the default; training.momentum=0 is
-McMahan's SGD). Flower's own FedAvg is not the base: it samples with the global random state and writes into the
-caller's configuration.
+Deviations: A pass has only full batches, ⌊n_k/b⌋ of them, as in Qu et al. The sum runs in float64. It averages the
+running statistics of batch norm too, in the same way as the weights. Local steps have momentum by default;
+training.momentum=0 is McMahan's SGD. Flower's own FedAvg is not the base class: it samples with the global random state
+and writes into the caller's configuration.
 """
 
 from __future__ import annotations

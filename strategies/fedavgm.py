@@ -1,7 +1,7 @@
 """FedAvgM: the server's half; the institution's half is `clients/fedavgm.py`.
 
 Source: Hsu et al. 2019 (arXiv:1909.06335), section 4.3; Qu et al. 2022, section 4.1.
-Idea: FedAvg whose server follows a momentum of its updates.
+Idea: FedAvg with momentum at the server.
 Travels: as in FedAvg: the weights, to every institution (`Train`) and back (`Trained`, with counts and a loss).
 
     v ← 0
@@ -10,9 +10,9 @@ Travels: as in FedAvg: the weights, to every institution (`Train`) and back (`Tr
         v ← β v + Σ_k (n_k / n) (θ - θ_k)
         θ ← θ - v
 
-Deviations: the running statistics of batch norm are averaged as in FedAvg, without momentum, which could make a
-variance negative. β = 0 is FedAvg, bit for bit. Flower's own FedAvgM is not the base: it gives the momentum to such
-statistics too, and has FedAvg's traps.
+Deviations: The running statistics of batch norm are averaged as in FedAvg. Momentum could make a variance negative.
+β = 0 is FedAvg, bit for bit. Flower's own FedAvgM is not the base class: it applies momentum to these statistics too,
+and it has the faults of Flower's FedAvg.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flwr_replay.wire.records import StateDict
 
 __all__ = ["FedAvgM", "FedAvgMConfig"]
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # how PyTorch's norm layers name theirs
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # names in PyTorch's norm layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class FedAvgM(FedAvg):
         self.velocity: StateDict = {}
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
-        """Average, and go on in the direction of before: θ ← mean - β v is θ - (β v + θ - mean)."""
+        """Average, then add momentum: θ - (β v + θ - mean) = mean - β v."""
         mean, beta = super().combine(answers), self.config.server_momentum
         for name, array in mean.items():
             if name.rsplit(".", 1)[-1] in STATISTICS or not np.issubdtype(array.dtype, np.floating):
@@ -69,9 +69,9 @@ class FedAvgM(FedAvg):
         return mean
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
-        """Keep v."""
+        """Return v."""
         return self.velocity, {}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
-        """Take v back."""
+        """Restore v."""
         self.velocity = dict(arrays)

@@ -1,19 +1,19 @@
 """FedAvg+Share: the server's half; the institution's half is `clients/fedavgshare.py`.
 
 Source: Zhao et al. 2018 (arXiv:1806.00582), section 4; Qu et al. 2022, section 4.1: 5 % of each institution's examples.
-Idea: before FedAvg begins, every institution gives a small part of its raw examples to all others.
+Idea: Before FedAvg begins, every institution gives a small part of its raw examples to all others.
 Travels: raw examples and labels, to the server (`Given`) and to all institutions (`Receive`); then as in FedAvg.
 
     for each institution k: S_k ← a random share of D_k
     for each institution k: D_k ← D_k ∪ S_j of all j ≠ k
     FedAvg on the enlarged D_k, with n_k their sizes
 
-Deviations: Zhao et al. share a set that the server has; Qu et al., and we, take it from the institutions. Who arrives
-late gives and receives then, and all others receive its share.
+What is protected: Nothing of the shared examples. Every institution and the server see their images and labels. These
+stay after the run, in the run directory (`shared/`) and in every institution's state directory. The share counts
+examples, not patients: where a patient has several examples, it may contain some of most patients.
 
-Privacy: what is shared is not protected at all: everybody sees the images and labels. It stays after the run, in the
-run directory (`shared/`) and in every institution's state directory. The share is of examples: where a patient has
-several, it may touch most patients.
+Deviations: Zhao et al. share a data set that the server owns. As in Qu et al., the institutions give theirs. An
+institution that joins late gives and receives at that time, and all others then receive its share.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FedAvgShareConfig(FedAvgConfig):
 
 
 class FedAvgShare(FedAvg):
-    """FedAvg after everybody has shared some examples with everybody."""
+    """FedAvg, after all institutions have shared some examples with each other."""
 
     name = "fedavgshare"
     config_type = FedAvgShareConfig
@@ -64,14 +64,14 @@ class FedAvgShare(FedAvg):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.received: dict[str, list[str]] = {}  # whose examples an institution holds beside its own
-        self.held: dict[str, int] = {}  # how many these are
-        self.sent_to: dict[str, int] = {}  # how many an institution is being sent
+        self.received: dict[str, list[str]] = {}  # by institution: the others whose examples it holds
+        self.held: dict[str, int] = {}  # by institution: how many examples of others it holds
+        self.sent_to: dict[str, int] = {}  # by institution: how many examples of others are on their way to it
 
     def exchange_round(
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Share whatever has not been shared yet, then run FedAvg's round."""
+        """Share what is not shared yet, then run FedAvg's round."""
         given = self.givers()
         giving = [member for member in self.members if member.name not in given]
         if giving:
@@ -99,7 +99,7 @@ class FedAvgShare(FedAvg):
         return TrainEnlarged(**{field.name: getattr(request, field.name) for field in fields(request)})
 
     def addressed(self, member: Member, request: Request) -> Request:
-        """Tell an institution how many examples of others it holds, so that none is lost unnoticed."""
+        """Say how many examples of others the institution should hold: it refuses if some are lost."""
         request = super().addressed(member, request)
         if isinstance(request, TrainEnlarged):
             request = replace(request, held=self.held.get(member.name, 0))
@@ -110,7 +110,7 @@ class FedAvgShare(FedAvg):
         return Give(server_round=server_round, run=self.settings.run, share=self.config.share)
 
     def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
-        """Beside an institution's own examples, those of others that it holds, or is given."""
+        """Count the institution's own examples plus those of others; for `Receive` the others' only."""
         if issubclass(request, Receive):
             return range(self.sent_to[member.name], self.sent_to[member.name] + 1)
         own = super().examples_of(member, request, instructions)
@@ -123,7 +123,7 @@ class FedAvgShare(FedAvg):
         Raises
         ------
         WireError
-            If it is not a share of examples of this task.
+            If it is not a share of the task's examples, in number, shape or dtype.
         """
         given, task = Given.decode(reply.content), self.task
         n, (shape, dtype) = number_shared(member.num_examples, self.config.share), self.image_form(given.images)
@@ -137,9 +137,10 @@ class FedAvgShare(FedAvg):
         write_tensors(self.recorder.folder("shared") / f"{member.name}.safetensors", arrays)
 
     def image_form(self, images: NDArray[Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return shape and dtype that every image must have: the task's, and what most institutions have.
+        """Return the shape and dtype that every image must have.
 
-        Where the shape is not known here, the first institution's images decide.
+        The shape is the task's, the dtype that of most institutions. If the server does not know the task's shape, the
+        first share that arrived decides both.
         """
         if shape := self.settings.input_shape:
             dtypes = Counter(str(self.image_dtype(member)) for member in self.members if member.num_examples)
@@ -149,13 +150,13 @@ class FedAvgShare(FedAvg):
         return images.shape[1:], images.dtype
 
     def image_dtype(self, member: Member) -> np.dtype[Any]:
-        """Return an institution's images' dtype, from the size of its data by the roll call."""
+        """Return the dtype of an institution's images, computed from the bytes that it reported at the roll call."""
         label, shape = self.blank_labels(1), self.settings.input_shape or ()
         value_bytes = (member.raw_bytes // member.num_examples - label.nbytes) // int(np.prod(shape))
         return np.dtype(np.uint8 if value_bytes == 1 else np.float32)
 
     def givers(self) -> list[str]:
-        """Return the names of those whose examples are there."""
+        """Return the names of the institutions whose shares are on the disk."""
         return sorted(path.stem for path in self.recorder.folder("shared").glob("*.safetensors"))
 
     def receive(self, server_round: int, names: list[str]) -> Receive:
@@ -166,7 +167,7 @@ class FedAvgShare(FedAvg):
         return Receive(server_round=server_round, run=self.settings.run, images=images, labels=labels)
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """Every institution gives once and receives once; then FedAvg."""
+        """Every institution gives once and receives once; then as FedAvg."""
         shape, exchanges = self.settings.input_shape or (), []
         sizes = {member.name: number_shared(member.num_examples, self.config.share) for member in self.members}
         for member in self.members:
@@ -184,9 +185,9 @@ class FedAvgShare(FedAvg):
         return exchanges + super().forecast(arrays, num_rounds)
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
-        """Keep who holds whose examples; these are on the disk already."""
+        """Return who holds whose examples; the examples are on the disk already."""
         return {}, {"received": self.received, "held": self.held}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
-        """Take it back."""
+        """Restore who holds whose examples."""
         self.received, self.held = values["received"], values["held"]

@@ -1,15 +1,15 @@
 """FedProx: the server's half; the institution's half is `clients/fedprox.py`.
 
 Source: Li et al. 2020 (arXiv:1812.06127), Algorithm 2 with all institutions; Qu et al. 2022, section 4.1.
-Idea: FedAvg whose local training is held near the global weights by a proximal term.
-Travels: as in FedAvg: the weights, to every institution (`Train`, with mu) and back (`Trained`, counts and a loss).
+Idea: FedAvg with a proximal term that keeps local training near the global weights.
+Travels: as in FedAvg: the weights, to every institution (`Train`, with μ) and back (`Trained`, with counts and a loss).
 
     for each round:
         for each institution k in parallel: θ_k ← E passes at k over L(θ_k) + μ/2 ‖θ_k - θ‖²
         θ ← Σ_k (n_k / n) θ_k
 
-Deviations: as FedAvg's. μ = 0 is FedAvg, bit for bit. A ClientApp of one's own finds μ as `proximal-mu` in the config
-record, where Flower's FedProx puts it too.
+Deviations: Those of FedAvg. μ = 0 is FedAvg, bit for bit. A user's own ClientApp finds μ as `proximal-mu` in the config
+record, as with Flower's FedProx.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FedProx(FedAvg):
     name = "fedprox"
     config_type = FedProxConfig
     config: FedProxConfig
-    dp_mechanisms = ("generator", "prior")  # the proximal term would have to be added after the noise
+    dp_mechanisms = ("generator", "prior")  # not classifier: the proximal term would have to be added after the noise
 
     def train_request(self, server_round: int, arrays: Weights) -> Train:
         """Send θ and μ to every institution."""

@@ -1,7 +1,7 @@
 """FedReplay: the server's half; the institution's half is `clients/fedreplay.py`.
 
 Source: Qu et al. 2022 (doi:10.1016/j.media.2022.102424), section 3.2, Algorithm 2; section 4.1 for the encoder.
-Idea: a shared encoder turns every institution's images into latent variables; these are uploaded once, with their
+Idea: A shared encoder turns every institution's images into latent variables. These are uploaded once, with their
 labels, and the server trains the rest of the network on their union. No averaging, no forgetting.
 Travels: the encoder, from one institution to all (`Encode`, `Encoder`, `Extract`); latents and labels, once, from every
 institution (`Latents`): functions of single patients, without differential privacy; for evaluation the whole model.
@@ -12,12 +12,14 @@ institution (`Latents`): functions of single patients, without differential priv
              θ_C ← fresh weights                                                             # line 8
              for each round: for each batch of e: θ_C ← θ_C − η ∇L(θ_C; e)                   # lines 9-10
 
-Deviations: stage 1 stops early on the institution's validation split (without one, on a held-out tenth of its training
-examples; in a simulation a validation split is dealt like the test split, IID unless partition.test=mirror) and keeps
-the best epoch; the encoder may also be random or come from a
-file: it then carries nothing of these institutions' data (the latents still do), and a random one's batch norm stays at
-mean 0, variance 1; latents may be quantised; with upload-views=n a round sees n times the rows; an institution that is
-late uploads then, and training goes on with its latents included.
+What is protected: With dp=encoder the encoder's weights are differentially private. Latents and labels never are.
+
+Deviations: Stage 1 stops early on the institution's validation split and keeps the best epoch. Without such a split it
+holds out a tenth of the training examples. (A simulation deals the validation split like the test split: IID, unless
+partition.test=mirror.) The encoder may also be random or come from a file. Such an encoder carries nothing of these
+institutions' data; the latents still do. A random encoder's batch norm keeps mean 0 and variance 1. Latents may be
+quantised. With upload-views=n an upload, and so a round, has n rows for each example. An institution that is late
+uploads when it comes, and training continues with its latents included.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimiz
 
 __all__ = ["FedReplay", "FedReplayConfig"]
 
-UNDER_WAY_MB = 128  # of uploads at a time, or one chunk: what the server holds does not grow with the institutions
+UNDER_WAY_MB = 128  # of uploads in memory at a time (at least one chunk), however many institutions there are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ class FedReplayConfig(StrategyConfig):
     """Options of FedReplay; the paper's encoder is trained at an institution and cut at conv1."""
 
     name: ClassVar[str] = "fedreplay"
-    encoder: str = "institution"  # institution: trained at one of them | random | file: of nobody's data here
+    encoder: str = "institution"  # institution: trained at one of them | random | file: trained elsewhere
     encoder_institution: str = "largest"  # or a name
     encoder_file: str = ""  # encoder=file: a .safetensors file with the weights before the cut
     encoder_epochs: int = 50  # at most
@@ -70,7 +72,7 @@ class FedReplayConfig(StrategyConfig):
     cut: str = ""  # the last stage of the encoder; empty: the model's first stage, the paper's conv1 and enc1
     latent_dtype: str = "float32"  # float32 | float16 | int8 (with one scale per example)
     chunk_mb: float = 64.0  # no message holds more latents than this, 10^6 bytes
-    upload_views: int = 1  # 1: the image as it is; n: n - 1 randomly shifted views besides
+    upload_views: int = 1  # n: the image as it is and n - 1 randomly shifted views of it
 
     def __post_init__(self) -> None:
         one_of("strategy.encoder", self.encoder, ("institution", "random", "file"))
@@ -89,7 +91,7 @@ class FedReplayConfig(StrategyConfig):
         within("strategy.", self, encoder_epochs=(1, PASSES), patience=(1, PASSES), upload_views=(1, VIEWS))
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
-        """At most so many, once, of an encoder that an institution trains; all are charged."""
+        """The most epochs of the encoder's one training, if an institution trains it; all are charged."""
         return {"encoder": self.encoder_epochs} if self.encoder == "institution" else {}
 
 
@@ -137,21 +139,21 @@ class FedReplay(OneShot):
         self.checkpoint(server_round - 1, arrays)
 
     def train_encoder(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> StateDict:
-        """Have one institution train the backbone; under `largest` the next largest stands in for one that fails."""
+        """Have one institution train the backbone; with `largest`, if it fails, the next largest is asked."""
         request = self.encode_request(server_round, arrays)
-        came: list[Encoder] = []
+        encoders: list[Encoder] = []
 
         def take(member: Member, reply: Message) -> None:
             answer = Encoder.decode(reply.content)
             if opened(answer.arrays).keys() != self.encoder_shapes.keys():
                 raise WireError("sent an encoder that is not whole")
-            came.append(answer)
+            encoders.append(answer)
 
         asked, diverged = self.encoder_candidates(), list[str]()
         for member in asked:
             self.exchange(grid, server_round, [self.message(member, request, config)], take=take)
             diverged += self.diverged
-            for answer in came:
+            for answer in encoders:
                 self.recorder.saw(answer.examples_seen)
                 loss = "" if answer.validation_loss is None else f", validation loss {answer.validation_loss:.4f}"
                 self.recorder.log(f"encoder from {member.name}: {answer.epochs} epochs{loss}")
@@ -160,14 +162,14 @@ class FedReplay(OneShot):
         raise stopped(why, len(asked), diverged)
 
     def encoder_candidates(self) -> list[Member]:
-        """Return who may train the encoder, in the order of asking."""
+        """Return the institutions that may train the encoder, in the order in which they are asked."""
         wanted = self.config.encoder_institution
         by_size = sorted(self.members, key=lambda member: (-member.num_examples, member.name))
         one_of("strategy.encoder-institution", wanted, ("largest", *(member.name for member in by_size)))
         return by_size if wanted == "largest" else [member for member in by_size if member.name == wanted]
 
     def encode_request(self, server_round: int, arrays: StateDict) -> Encode:
-        """Ask for the training of a whole backbone, of which the part before the cut comes back."""
+        """Ask to train the whole backbone and to return the part before the cut."""
         return Encode(
             server_round=server_round,
             arrays=arrays,
@@ -179,7 +181,7 @@ class FedReplay(OneShot):
         )
 
     def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
-        """Of the encoder's training at most all: some may judge it."""
+        """Allow fewer examples than all for the encoder's training: some may be held out."""
         if member.ours and request is Encode:
             return range(1, member.num_examples + 1)
         return super().examples_of(member, request, instructions)
@@ -187,7 +189,7 @@ class FedReplay(OneShot):
     # --- stage 2 ------------------------------------------------------------------------------------------------------
 
     def missing(self, member: Member, server_round: int) -> Extract | None:
-        """Ask for the rows that an institution has yet to upload."""
+        """Ask for the first rows that an institution has not uploaded yet."""
         first = self.store.next_row(member.name)
         return (
             None if first is None or self.encoder is None else self.extract_request(self.encoder, first, server_round)
@@ -215,9 +217,9 @@ class FedReplay(OneShot):
             raise WireError(f"{member.name}'s latents must be {asked}, as asked for; got {chunk.latents.dtype}")
         if not self.task.accepts(chunk.labels):
             raise WireError(f"{member.name}'s labels must be the task's, {self.task}: check its data")
-        came, expected = (chunk.latents.shape[1:], chunk.labels.shape[1:]), self.row_shapes(chunk)
-        if came != expected:
-            raise WireError(f"{member.name}'s latents and labels must have shapes {expected}; got {came}")
+        found, expected = (chunk.latents.shape[1:], chunk.labels.shape[1:]), self.row_shapes(chunk)
+        if found != expected:
+            raise WireError(f"{member.name}'s latents and labels must have shapes {expected}; got {found}")
         if self.settings.input_shape and len(chunk.labels) < min(self.fitting_rows(), chunk.total - chunk.first):
             raise WireError(f"an upload comes in as few chunks as fit; {member.name} sent {len(chunk.labels)} rows")
         self.store.add(member.name, chunk)
@@ -225,12 +227,12 @@ class FedReplay(OneShot):
     def row_shapes(self, chunk: Latents) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes that one row's latents and labels must have.
 
-        Where the shape of an example is not known here, the first upload decides, if the primary can take it.
+        If the server does not know the shape of an example, the first upload decides, provided that θ_C accepts it.
 
         Raises
         ------
         WireError
-            If it cannot.
+            If θ_C does not accept the first upload.
         """
         if self.settings.input_shape:
             return self.latent_shape, self.blank_labels(1).shape[1:]
@@ -251,10 +253,10 @@ class FedReplay(OneShot):
         encoder = {name: arrays[name] for name in self.encoder_shapes}
         exchanges: list[Exchange] = []
         if self.config.encoder == "institution":
-            zeros = Encoder(
+            blank = Encoder(
                 arrays=encoder, num_examples=0, examples_seen=0, train_loss=0.0, validation_loss=0.0, epochs=0
             )
-            exchanges.append((self.encoder_candidates()[0], self.encode_request(0, arrays), zeros, 1))
+            exchanges.append((self.encoder_candidates()[0], self.encode_request(0, arrays), blank, 1))
         config, shape = self.config, self.latent_shape
         fit = self.fitting_rows()
         for member in self.members:
@@ -302,12 +304,12 @@ class FedReplay(OneShot):
 
     @property
     def primary(self) -> StagedModel:
-        """θ_C, which the server trains."""
+        """θ_C, the part after the cut, which the server trains."""
         return self.parts[1]
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The primary's."""
+        """The optimizer of θ_C."""
         return make_optimizer(self.primary, self.settings.training, self.settings.training.lr)
 
     @property
@@ -321,7 +323,7 @@ class FedReplay(OneShot):
         return {name: tuple(tensor.shape) for name, tensor in self.parts[0].state_dict().items()}
 
     def learn(self, server_round: int, arrays: StateDict) -> tuple[StateDict, float]:
-        """Train the primary for one epoch on the union of the latents."""
+        """Train θ_C for one epoch on the union of the latents."""
         if not self.store.complete:
             raise RunError(f"no institution has uploaded its latents; {self.recorder.failures_line()}")
         training, losses = self.settings.training, []
@@ -340,13 +342,13 @@ class FedReplay(OneShot):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
-        """Keep the encoder, the primary and its optimizer; the latents are on the disk already."""
+        """Return the encoder, θ_C and its optimizer; the latents are on the disk already."""
         parts = {"encoder": self.encoder or {}, "primary": to_arrays(self.primary)}
         parts["optimizer"] = optimizer_arrays(self.optimizer)
         return nested(parts, mark="/"), {}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
-        """Go on with the encoder, the primary, its optimizer and the latents on the disk."""
+        """Restore the encoder, θ_C and its optimizer, and open the latents on the disk."""
         parts = unnested(arrays, mark="/")
         self.encoder = {name: parts["encoder"][name] for name in self.encoder_shapes}  # the model's order
         load_arrays(self.primary, parts["primary"])
@@ -360,7 +362,7 @@ def read_encoder(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> StateDict
     Raises
     ------
     ConfigError
-        If it is no .safetensors file, or lacks one of the weights before the cut or has it in another shape.
+        If it is not a .safetensors file, or a weight before the cut is missing or has another shape.
     """
     try:
         arrays = load_file(path)

@@ -1,17 +1,16 @@
 """Federated SGD: the server's half; the institution's half is `clients/fedsgd.py`.
 
 Source: McMahan et al. 2017 (arXiv:1602.05629), section 2, FederatedSGD with C = 1; Qu et al. 2022, section 2.
-Idea: one gradient of each institution's whole data per round; the server takes the step.
+Idea: In every round each institution computes one gradient over all its examples. The server takes the step.
 Travels: the weights, to every institution (`Differentiate`), one gradient back (`Gradient`, with counts and a loss).
 
     for each round:
         for each institution k in parallel: g_k ← ∇L_k(θ), over all n_k examples
         θ ← θ - η Σ_k (n_k / n) g_k
 
-Deviations: the step is the configured optimizer's, whose momentum the server keeps (training.momentum=0 is McMahan's).
-One step a round: it needs many more rounds than FedAvg. Where the data do
-not fit one pass, a gradient is summed over blocks of up to 256 examples, over which batch norm normalises; its running
-statistics are averaged.
+Deviations: The step is that of the configured optimizer, whose momentum the server keeps; training.momentum=0 is
+McMahan's SGD. A round has one step, so FedSGD needs many more rounds than FedAvg. An institution sums its gradient over
+blocks of up to 256 examples. Batch norm normalises over a block, and its running statistics are averaged.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class FedSGDConfig(StrategyConfig):
 
 
 class FedSGD(Parallel):
-    """All compute one gradient; the server takes one step."""
+    """Every institution computes one gradient; the server takes one step."""
 
     name = "fedsgd"
     config_type = FedSGDConfig
@@ -53,14 +52,14 @@ class FedSGD(Parallel):
     answer = Gradient
     supports_replay = True
 
-    kept: StateDict | None = None  # the optimizer's state in the checkpoint that the run goes on from
+    kept: StateDict | None = None  # the optimizer's state from the checkpoint, if the run is resumed
 
     def train_request(self, server_round: int, arrays: Weights) -> Differentiate:
         """Send θ to every institution."""
         return Differentiate(server_round=server_round, arrays=arrays, run=self.settings.run)
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
-        """Take one step: θ ← θ - η Σ_k (n_k / n) g_k; the optimizer adds momentum, if it is configured to."""
+        """Take one step: θ ← θ - η Σ_k (n_k / n) g_k; the optimizer may add momentum."""
         mean = weighted_mean([opened(answer.arrays) for answer in answers], [answer.num_examples for answer in answers])
         model, optimizer = self.stepper
         gradients = {name: mean[name] for name, _ in model.named_parameters()}
@@ -74,7 +73,7 @@ class FedSGD(Parallel):
 
     @cached_property
     def stepper(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The backbone, which holds the weights while the server steps, and the server's optimizer."""
+        """The backbone, which holds θ during a step, and the server's optimizer."""
         if self.settings.model is None:
             raise ConfigError("FedSGD steps at the server and needs the backbone: give Settings(model=...)")
         model = self.settings.model(0)
@@ -84,9 +83,9 @@ class FedSGD(Parallel):
         return model, optimizer
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
-        """Keep the optimizer's state."""
+        """Return the optimizer's state."""
         return optimizer_arrays(self.stepper[1]), {}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
-        """Take the optimizer's state back."""
+        """Restore the optimizer's state."""
         self.kept = arrays

@@ -1,19 +1,20 @@
 """FML, federated mutual learning: the server's half; the institution's half is `clients/fml.py`.
 
 Source: Shen et al. 2020 (arXiv 2006.16765), with DP-SGD on the proxy as in Kalra et al. 2023 (ProxyFL), section 4.1.
-Idea: as ProxyFL, but a server averages the proxies (there called memes) and gives all the same one.
-Travels: the proxy down to all and, trained, up again (`TrainMutually`, `TrainedMutually`).
+Idea: As in ProxyFL, every institution trains a private model and a proxy. A server averages the proxies (Shen et al.
+call them memes) and sends the same one to all.
+Travels: the proxy, down to all and, trained, up again (`TrainMutually`, `TrainedMutually`).
 
     for each round:
         every institution k: φ_k, θ_k ← train both from (φ_k, θ) for max(1, ⌊n_k/b⌋) batches, as in ProxyFL
         θ ← Σ_k n_k θ_k / Σ_k n_k
 
-What is protected: as in ProxyFL; with β > 0 the proxies' ε is what the paper counts and no proof.
+What is protected: As in ProxyFL. With β > 0 the proxies' ε is the one that the paper counts; it is not proven.
 
-Deviations: Shen et al. have no differential privacy. Both models step from answers before either has stepped; the state
-of a proxy's optimizer stays at its institution while the proxies are averaged (optimizer-state=reset: it begins anew);
-a private model may learn in passes of its own (private-epochs); with dp=proxy one that diverges begins anew from before
-the visit, and nobody is told.
+Deviations: Shen et al. have no differential privacy. Both losses use the predictions of both models from before either
+steps. The state of a proxy's optimizer stays at its institution; with optimizer-state=reset every round begins with a
+fresh one. A private model may train alone for some passes first (private-epochs). With dp=proxy a private model that
+diverges returns to its state before the round, and no message says so.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class FMLConfig(MutualConfig):
     """Options of FML."""
 
     name: ClassVar[str] = "fml"
-    optimizer_state: str = "keep"  # keep: both optimizers go on | reset: fresh every round
+    optimizer_state: str = "keep"  # keep: both optimizers keep their state | reset: fresh ones every round
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,7 +48,7 @@ class FMLConfig(MutualConfig):
 
 
 class FML(Parallel):
-    """Private models learn from a proxy that a server averages."""
+    """Private models learn from a proxy that the server averages."""
 
     name = "fml"
     config_type = FMLConfig
@@ -78,7 +79,7 @@ class FML(Parallel):
         )
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
-        """Average the proxies, weighted by numbers of examples."""
+        """Average the proxies: θ ← Σ_k n_k θ_k / Σ_k n_k."""
         return weighted_mean([opened(a.arrays) for a in answers], [a.num_examples for a in answers])
 
     def evaluation(self, server_round: int, arrays: Weights) -> EvaluateWithProxy:

@@ -1,14 +1,15 @@
 """Local: the server's half; the institution's half is `clients/local.py`.
 
-Source: "Regular" in Kalra et al. 2023 (ProxyFL), section 4: everyone trains alone (there with dp=classifier).
-Idea: what an institution reaches without collaboration; a relay with no edges.
-Travels: nothing of the model; an instruction to train or evaluate (`TrainOwn`, `EvaluateOwn`), counts and losses back.
+Source: "Regular" in Kalra et al. 2023 (ProxyFL), section 4: every institution trains alone (there with DP-SGD).
+Idea: Every institution trains alone. This is what it reaches without collaboration.
+Travels: nothing of the model; requests to train or evaluate (`TrainOwn`, `EvaluateOwn`), counts and losses back.
 
     for each round: every institution k trains its own θ_k for max(1, ⌊n_k/b⌋) iterations
 
-Deviations: none, but that the labels of a regression are standardised alike at all institutions, by sums that they tell
-at the roll call. The pooled metric is over the institutions' own models, each on its own test shard: with the default
-`partition.test=iid` a shard is a sample of all patients, with `mirror` it has the institution's own label mix.
+Deviations: The labels of a regression are standardised with one mean and one standard deviation for all institutions,
+from the sums that they report at the roll call. The pooled metric is over the institutions' own models, each on its own
+test shard. With the default `partition.test=iid` a shard is a sample of all patients; with `mirror` it has the
+institution's own mix of labels.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class Local(Relay):
             server_round=server_round,
             run=self.settings.run,
             lr=self.lr(server_round),
-            init_seed=derived_seed(self.settings.seed, "model"),  # as every other method begins
+            init_seed=derived_seed(self.settings.seed, "model"),  # the same fresh weights as in every other method
             optimizer_state=self.config.optimizer_state,
         )
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """Everyone in every round; no weights."""
+        """One exchange with every institution in every round; no weights."""
         answer = Trained(num_examples=0, examples_seen=0, train_loss=0.0)
         return [(member, self.train_request(0, member), answer, num_rounds) for member in self.members]
 

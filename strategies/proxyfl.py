@@ -1,9 +1,10 @@
 """ProxyFL: the server's half; the institution's half is `clients/proxyfl.py`.
 
 Source: Kalra et al. 2023 (arXiv 2111.11343), Algorithm 1.
-Idea: every institution trains a private model φ_k and a small common proxy θ_k that learn from each other, the proxy by
-DP-SGD; only proxies are exchanged, over a graph, and each institution mixes what it gets.
-Travels: θ_k up, once (`TrainProxy`, `ReleasedProxy`), shares of the others' θ down (`Deliver`, `Committed`).
+Idea: Every institution trains a private model φ_k and a small proxy θ_k that learn from each other, the proxy by
+DP-SGD. Only proxies are exchanged, over a graph, and each institution mixes its own with those that it receives.
+Travels: θ_k up, once a round (`TrainProxy`, `ReleasedProxy`); the senders' proxies down, with the share of each
+(`Deliver`, `Committed`).
 
     for each round t, at every institution k:
         for max(1, ⌊n_k/b⌋) batches:                                                    # lines 2-5
@@ -11,18 +12,18 @@ Travels: θ_k up, once (`TrainProxy`, `ReleasedProxy`), shares of the others' θ
             φ_k ← φ_k - η gradient of (1-α) CE(f_φ) + α KL(h_θ ‖ f_φ)                   # eq. 4, 6
         z_k ← Σ_k' P(t)[k, k'] w_k' θ_k',  w_k ← Σ_k' P(t)[k, k'] w_k',  θ_k ← z_k / w_k  # lines 7-10
 
-What is protected: with dp=proxy and β = 0, every institution's training examples against whoever sees its proxies, by
-its own (ε, δ). With β > 0, the paper's setting, that ε is what the paper counts and no proof
-(`flwr_replay/institution/mutual.py`).
-Not protected: what metrics on test examples tell of private models, who takes part, numbers of examples.
+What is protected: With dp=proxy and β = 0, every institution's training examples, by its own (ε, δ), against whoever
+sees its proxies. With β > 0, the paper's setting, that ε is the one that the paper counts; it is not proven
+(`flwr_replay/institution/mutual.py` says why).
+Not protected: what test metrics reveal about the private models, which institutions take part, numbers of examples.
 
-Deviations: proxies pass through the server, which forwards them and averages nothing. θ_k and w_k travel as they are,
-and the receiver multiplies them, as it must after line 10 (`movements/topology.py`). In the divergence the teacher
-stands first, as in deep mutual learning; both models step from answers before either has stepped
-(`flwr_replay/institution/mutual.py`). An optimizer's state stays at its institution while proxies change places, which
-the paper leaves open. A private model may learn from the proxy that arrived in passes of its own (private-epochs),
-which costs no privacy. With dp=proxy a private model that diverges begins anew from before the visit, and nobody is
-told.
+Deviations: Proxies pass through the server, which forwards them and averages nothing. θ_k and w_k travel unscaled, and
+the receiver multiplies by w_k and the share; after the division in line 10 this is necessary
+(`flwr_replay/movements/topology.py`). The KL divergence has the teacher first, as in deep mutual learning. Both losses
+use the predictions of both models from before either steps (`flwr_replay/institution/mutual.py`). An optimizer's state
+stays at its institution while proxies move, which the paper leaves open. A private model may train alone for some
+passes first, with the proxy that arrived as its teacher (private-epochs); this costs no privacy. With dp=proxy a
+private model that diverges returns to its state before the round, and no message says so.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ProxyFLConfig(MutualConfig, GossipConfig):
 
 
 class ProxyFL(Gossip):
-    """Private models learn from proxies that travel."""
+    """Private models learn from proxies that institutions exchange."""
 
     name = "proxyfl"
     config_type = ProxyFLConfig
@@ -63,7 +64,7 @@ class ProxyFL(Gossip):
     dp_mechanisms = ("proxy",)
     evaluated = PairEvaluation
     answer = ReleasedProxy
-    seed_of = "proxy"  # the private models begin as every other method's, and two equal ones would teach nothing
+    seed_of = "proxy"  # not "model", the private models' seed: two equal models would teach each other nothing
 
     @classmethod
     def check(cls, config: GossipConfig, settings: Settings, names: Sequence[str] = ()) -> None:

@@ -1,8 +1,8 @@
 """SplitNN, peer-to-peer mode: the server's half; the institution's half is `clients/splitnn.py`.
 
 Source: Vepakomma et al. 2018 (arXiv:1812.00564); Qu et al. 2022, section 4.1, for the visits and the cut after conv1.
-Idea: one model visits the institutions in turn, cut in two; the part before the cut trains at the institution, the rest
-at the server, and in every batch activations and gradients cross the cut.
+Idea: One model, cut in two, visits the institutions in turn. The part before the cut trains at the institution, the
+rest at the server. In every batch activations and gradients cross the cut.
 Travels: the part before the cut, to the visited institution (`Enter`) and back (`Half`); in every batch the activations
 and labels of its examples up (`LabelledActivations`) and the gradients at the cut down (`NextBatch`, `Leave`); for
 evaluation the whole model.
@@ -15,27 +15,27 @@ evaluation the whole model.
             k:       θ_E ← θ_E − η g · ∂E(x)/∂θ_E
         θ_E ← k                                                       # Leave, Half
 
-The process at k ends between messages. So k keeps θ_E, norm statistics and optimizer in its state directory as they
-stand before a batch, and computes E(x) anew when the gradient comes; the first E(x) leaves no trace. With
-optimizer-state=reset the result is CWT's, bit for bit (on CPUs with equal torch threads).
+The process at k ends between messages. So k keeps θ_E, norm statistics and optimizer in its state directory, as they
+are before a batch. When the gradient arrives, k computes E(x) once more; the first E(x) changes nothing that is kept.
+With optimizer-state=reset the result is CWT's, bit for bit (on CPUs with equal torch threads).
 
-share-labels=false, the U-shaped variant: k holds the head, too, and labels never leave. A batch takes two exchanges: a
-up and S(a) down; the gradient there up (`HeadGradients`), which tells about labels, and g down. The result is the
-same.
+share-labels=false is the U-shaped variant: k holds the head too, and labels never leave. A batch takes two exchanges.
+In the first, a goes up and S(a) down. In the second, the gradient at S(a) goes up (`HeadGradients`) and g down; the
+gradient reveals something about the labels. The result is the same.
 
-micro-batches=m > 1 is another algorithm, with fewer messages: m batches pass through a part before the first of their
-gradients comes back to it. The part with the loss (the server's, or the head) still steps on each before the next;
-every part before it has computed m outputs with the weights of the message's beginning, and then takes m steps, one
-for each gradient, none of which knows of the steps before it. The last group of a visit may be smaller.
+micro-batches=m > 1 is another algorithm, with fewer messages: a message holds a group of m batches. The part with the
+loss (the server's, or the head) still steps after each batch. Every part before it computes its m outputs with the
+weights that it has when the message arrives. It later takes m steps, one for each gradient, although all m gradients
+belong to those weights. The last group of a visit may be smaller.
 
-What is protected: nothing. In every round the server sees the activations of an institution's examples, all but those
-that fill no batch; after conv1 they are close to the images. It sees their labels too, or with share-labels=false the
-gradients and a head that were computed from them. Nothing is differentially private.
+What is protected: Nothing. In every round the server sees the activations of all examples of an institution, except
+those that fill no batch. After conv1 activations are close to the images. The server sees the labels too or, with
+share-labels=false, gradients and a head that were computed from them. Nothing is differentially private.
 
-Deviations: θ_E goes from k to k + 1 by way of the server, which Flower's messages require; an evaluation sends the
-whole model, so that institutions see the server's part; with optimizer-state=keep the server goes on with one
-optimizer of its own from visit to visit, where CWT's institutions keep one each for the whole model. A visit that
-breaks off leaves both parts and the server's optimizer as they were before it.
+Deviations: θ_E goes from one institution to the next through the server, as Flower's messages require. An evaluation
+sends the whole model, so institutions see the server's part. With optimizer-state=keep the server keeps one optimizer
+for its part over all visits, while in CWT each institution keeps one for the whole model. A visit that fails leaves
+both parts and the server's optimizer as they were before it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SplitNNConfig(StrategyConfig):
     cut: str = ""  # the last stage of the institution's part; empty: the model's first stage, the paper's conv1
     share_labels: bool = True  # false: the head stays at the institution, and labels never leave
     micro_batches: int = 1  # batches that a message holds
-    optimizer_state: str = "reset"  # reset: every visit begins with fresh momentum | keep: each party goes on
+    optimizer_state: str = "reset"  # reset: every visit begins with fresh momentum | keep: each party keeps its own
 
     def __post_init__(self) -> None:
         within("strategy.", self, micro_batches=(1, BATCH))
@@ -109,7 +109,7 @@ class SplitNN(Serial):
         super().__init__(*args, **kwargs)
         labelled, unlabelled = ("enter", "next-batch"), ("enter-unlabelled", "next-batch-unlabelled", "head-loss")
         self.stages = (*(labelled if self.config.share_labels else unlabelled), "leave", "evaluate")
-        self.kept: StateDict = {}  # the server's optimizer at the end of its last visit
+        self.kept: StateDict = {}  # the state of the server's optimizer after the last visit
 
     @classmethod
     def check(cls, config: SplitNNConfig, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -156,7 +156,7 @@ class SplitNN(Serial):
         server, losses = self.parts[1], []
         load_arrays(server, {name: arrays[name] for name in server.state_dict()})
         optimizer = make_optimizer(server, self.settings.training, self.lr(server_round))
-        load_optimizer_arrays(optimizer, {name: array.copy() for name, array in self.kept.items()})  # for a visit anew
+        load_optimizer_arrays(optimizer, {name: array.copy() for name, array in self.kept.items()})  # a visit may fail
         sizes, b = self.group_sizes(member), self.mixed_batch_size(member)
         answer = yield self.train_request(server_round, arrays)  # θ_E → k; up: a, y of the first group
         for group, n in enumerate(sizes):
@@ -183,10 +183,10 @@ class SplitNN(Serial):
     def exchange_round(
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Make one visit, message by message; one that breaks off goes to the next with the same weights."""
+        """Make one visit, message by message; if it fails, the next institution gets the same weights."""
         member, trained = self.whose_turn(server_round), set(self.trained)
         if member is None:
-            self.exchange(grid, server_round, [])  # ends the run where a whole cycle is not there
+            self.exchange(grid, server_round, [])  # ends the run if no institution of a whole cycle is present
             return self.broken_off(trained)
         training = self.training(member, server_round, opened(arrays))
         request = next(training)
@@ -200,7 +200,7 @@ class SplitNN(Serial):
                 self.missed = 0
                 whole, loss = ended.value
                 return array_record(whole), MetricRecord({"train-loss": loss})
-            except (DivergedError, WireError) as error:  # what one has sent makes the server's part useless
+            except (DivergedError, WireError) as error:  # this institution's answer cannot be used
                 self.recorder.failed(server_round, member.name, str(error))
                 if self.stops_without_answers():
                     fault = f"{member.name}: {error}"
@@ -209,7 +209,7 @@ class SplitNN(Serial):
                 return self.broken_off(trained)
 
     def broken_off(self, trained: set[str]) -> tuple[None, None]:
-        """Note a visit that came to nothing; who broke it off has saved nothing to go on with."""
+        """Count a failed visit; its institution has saved no optimizer to continue with."""
         self.missed += 1
         self.trained = trained
         return None, None
@@ -217,7 +217,7 @@ class SplitNN(Serial):
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def train_request(self, server_round: int, arrays: Weights) -> Enter:
-        """Give the institution its part of the model; ask for the first activations."""
+        """Send the institution its part of the model; ask for the first activations."""
         request, servers = Enter if self.config.share_labels else EnterUnlabelled, self.parts[1].state_dict()
         part = {name: array for name, array in opened(arrays).items() if name not in servers}
         return request(**self.where(server_round, 0), arrays=part)
@@ -228,12 +228,12 @@ class SplitNN(Serial):
         return (Leave if last else labelled)(**self.where(server_round, group), gradients=gradients)
 
     def head_loss(self, server_round: int, group: int, outputs: NDArray[Any]) -> HeadLoss:
-        """Send what the server's part makes of a group; ask for the gradients there."""
+        """Send the outputs S(a) of a group; ask for the gradients at S(a)."""
         where = self.where(server_round, group)
         return HeadLoss(**{**where, "message": where["message"] + 1}, outputs=outputs)
 
     def where(self, server_round: int, group: int) -> dict[str, Any]:
-        """Return what every message of a visit says."""
+        """Return the instructions that every message of a visit has."""
         return {
             "server_round": server_round,
             "run": self.settings.run,
@@ -266,7 +266,7 @@ class SplitNN(Serial):
         return exchanges
 
     def empty(self, n: int) -> Activations:
-        """Return what an upload of n examples weighs before there is one."""
+        """Return a blank upload of n examples, as large as a real one."""
         activations = np.zeros((n, *self.shapes[0]), np.float32)
         if not self.config.share_labels:
             return Activations(activations=activations, num_examples=0)
@@ -281,7 +281,7 @@ class SplitNN(Serial):
         Raises
         ------
         WireError
-            If it has another shape, whose first number counts the examples, or is not finite.
+            If its shape is not `shape`, whose first number counts the examples, or a value is not finite.
         """
         if array.shape != shape or not np.isfinite(array).all():
             raise WireError(
@@ -303,7 +303,7 @@ class SplitNN(Serial):
         return self.batches(upload.labels, b)
 
     def batches(self, array: NDArray[Any], b: int) -> tuple[Tensor, ...]:
-        """Take an array apart, onto the server's device."""
+        """Split an array into batches of b, on the server's device."""
         return torch.split(torch.tensor(array, device=self.settings.device), b)
 
     def num_replayed(self, member: Member) -> int:
@@ -322,12 +322,12 @@ class SplitNN(Serial):
         return group_sizes(member.num_examples, b, m, self.num_replayed(member))
 
     def whole(self, answer: Half, server: StagedModel, before: StateDict) -> StateDict:
-        """Put the institution's part and the server's together.
+        """Return the whole model: the institution's part and the server's.
 
         Raises
         ------
         WireError
-            If the institution's part is not the one that it was given.
+            If the institution's part is not finite, or differs in names, shapes or dtypes from the part that was sent.
         """
         both = {**opened(answer.arrays), **to_arrays(server)}
         forms = ({name: (a.shape, a.dtype) for name, a in arrays.items()} for arrays in (both, before))
@@ -338,17 +338,19 @@ class SplitNN(Serial):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
-        """Keep the server's optimizer beside the itinerary."""
+        """Return the state of the server's optimizer and the itinerary."""
         return self.kept, super().state()[1]
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
-        """Take both back."""
+        """Restore both."""
         super().restore(arrays, values)
         self.kept = arrays
 
 
 def group_sizes(examples: int, batch_size: int, micro_batches: int, num_replayed: int = 0) -> list[int]:
-    """Return how many examples each group of a visit has, where every batch has so many replayed ones besides.
+    """Return how many examples each group of a visit has.
+
+    Every batch has `num_replayed` replayed examples in addition to its own.
 
     >>> group_sizes(70, 16, 1), group_sizes(70, 16, 3), group_sizes(5, 16, 3)
     ([16, 16, 16, 16], [48, 16], [5])

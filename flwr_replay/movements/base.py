@@ -1,15 +1,15 @@
 """What all movements share: Flower's rounds with roll call, ledger, failures, evaluation, checkpoints, resumption.
 
-A movement is a Flower `Strategy`. Its `start` is the loop that you see:
+A movement is a Flower `Strategy`. Its `start` is this loop:
 
-    open: wait for the institutions, call the roll, go on from a checkpoint
+    open: wait for the institutions, call the roll, restore the last checkpoint
     for each exchange:
         train: the movement's exchange gives new weights        `configure_train`, `aggregate_train`
-        evaluate, if that is due
+        evaluate, if due
         checkpoint
 
-`num_rounds` counts passes over the institutions' data, in every method; Flower's `server_round` counts exchanges, of
-which one pass may take several. What watches the loop stands in `observers.py`.
+In every method `num_rounds` counts passes over the institutions' data. Flower's `server_round` counts exchanges; a
+pass may take several. `observers.py` has what observes the loop.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What `start` was given, and what it will return."""
+    """The arguments of `start`, and the result that it will return."""
 
     grid: Grid
     num_rounds: int
@@ -64,10 +64,10 @@ class Run:
 class Movement(Exchanging):
     """Base of the four movements."""
 
-    supports_replay: ClassVar[bool] = False  # whether a batch at the institutions may hold replayed examples
-    dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what this method can train by DP-SGD; a subclass says it anew
-    evaluated: ClassVar[type[Evaluation]] = Evaluation  # what answers an evaluation
-    begins_at_server: ClassVar[bool] = True  # whether the server has the fresh weights
+    supports_replay: ClassVar[bool] = False  # whether institutions may train on replayed examples
+    dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what DP-SGD can train here; each subclass must state its own
+    evaluated: ClassVar[type[Evaluation]] = Evaluation  # the answer to an evaluation
+    begins_at_server: ClassVar[bool] = True  # whether the server draws the fresh weights
 
     def __init__(
         self,
@@ -86,21 +86,24 @@ class Movement(Exchanging):
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
-        """Refuse options that do not fit the rest of the run, before it begins: in the base, batches of one.
+        """Refuse options that do not fit the rest of the run, before it begins.
+
+        The base class refuses replay and DP where the method has none, and batches of one where the model cannot train
+        on them.
 
         Parameters
         ----------
         config : Any
             The strategy's own options.
         settings : Settings
-            With the model and the shape of an example.
+            The rest of the run: model, task, training, privacy.
         names : Sequence[str]
-            Of the institutions, where they are known before the roll call: in a simulation.
+            The institutions' names, if they are known before the roll call, as in a simulation.
 
         Raises
         ------
         ConfigError, TrainingError
-            If they do not fit.
+            If an option does not fit.
         """
         require(
             cls.supports_replay or settings.replay_plan is None,
@@ -115,47 +118,47 @@ class Movement(Exchanging):
         if settings.model is not None:
             refuse_single_batches(settings.model(0), settings.training.batch_size, settings.training.batch_size)
 
-    # --- what a movement or a method says -----------------------------------------------------------------------------
+    # --- what a movement or a method defines --------------------------------------------------------------------------
 
     @abstractmethod
     def exchanges_per_round(self) -> int:
         """Return how many exchanges make one pass over the institutions' data."""
 
     def begin_run(self, num_rounds: int) -> None:
-        """Fix what holds for the whole run: its institutions are known, and what `restore` takes back is there."""
+        """Fix what holds for the whole run; called after the roll call and after `restore`."""
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
-        """Return what a checkpoint must hold beside the global weights: arrays, and plain values."""
+        """Return what a checkpoint must hold in addition to the global weights: arrays, and plain values."""
         return {}, {}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Restore what `state` returned."""
 
     def data_of(self, answered: list[str]) -> list[str]:
-        """Return whose data an exchange has trained on, given who answered: in the base, theirs."""
+        """Return the institutions whose data an exchange has trained on, given those that answered."""
         return answered
 
     def evaluation(self, server_round: int, arrays: Weights) -> Request:
-        """Return what each institution is asked to evaluate."""
+        """Return the request to evaluate."""
         return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
 
     def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
-        """Return the same for other examples than the institution's test shard: train or external."""
+        """Return the request to evaluate on another split than the test shard: train or external."""
         return replace(self.evaluation(server_round, arrays), split=split)  # type: ignore[call-arg]
 
     @abstractmethod
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """Return what training will send if every institution stays: member, request, answer, how often."""
+        """Return the exchanges of training if every institution stays: member, request, answer, how often."""
 
     def exchange_round(
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Run the training half of one server round: one exchange, unless a movement needs more."""
+        """Train in one server round: one exchange, unless a movement needs more."""
         replies = self.exchange(grid, server_round, self.configure_train(server_round, arrays, config, grid))
         return self.aggregate_train(server_round, replies)
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """Return what evaluation will send, that of the observers included."""
+        """Return the exchanges of evaluation, those of the observers included."""
         exchanges, evaluations = (
             num_rounds * self.exchanges_per_round(),
             ceil(num_rounds / self.settings.evaluate_every),
@@ -168,18 +171,18 @@ class Movement(Exchanging):
         return [(member, request, answer, times) for request, times in requests for member in self.members]
 
     def all_stages(self) -> list[str]:
-        """Put the stages of replay before the method's own."""
+        """Return the stages of replay and the method's own."""
         return [*(self.replay.replay_plan.stages if self.replay else ()), *self.stages]
 
     def forecast_replay(self) -> list[Exchange]:
-        """Return what replay will send before the first round."""
+        """Return the exchanges of replay before the first round."""
         if self.replay is None:
             return []
         self.replay.expect(list(self.members))
         return exchanges_of(self.replay, list(self.members))
 
     def addressed(self, member: Member, request: Request) -> Request:
-        """Say in a request to train how many examples the institution keeps for replay: none is lost unnoticed."""
+        """Add to a request to train how many examples the institution should have kept for replay."""
         request = super().addressed(member, request)
         if self.replay and isinstance(request, ExpectsReplay):
             request = replace(request, replayed=self.replay.holding(member.name))  # type: ignore[call-arg]
@@ -210,18 +213,18 @@ class Movement(Exchanging):
         timeout : float | None
             Seconds to wait for an answer; None: as in the settings.
         train_config, evaluate_config : ConfigRecord | None
-            Further instructions, sent along unchanged; they win over this package's own.
+            Further instructions, sent unchanged; they override this package's own.
         evaluate_fn : Callable[[int, ArrayRecord], MetricRecord | None] | None
-            Evaluation at the server, after each evaluated round.
+            Evaluation at the server, after each round that the institutions evaluate.
 
         Raises
         ------
         RunError
-            If institutions are missing, or none that answers can take part.
+            If too few institutions join, or none that answers can take part.
         RefusedError
             If every institution refuses.
         DivergedError
-            If weights or losses are finite at no institution, or not at the server.
+            If no institution's weights and losses are finite, or the server's are not.
         """
         self.timeout = self.settings.timeout if timeout is None else timeout
         run = Run(
@@ -241,14 +244,14 @@ class Movement(Exchanging):
         return run.result
 
     def open(self, run: Run, initial_arrays: ArrayRecord) -> tuple[ArrayRecord, int]:
-        """Wait for the institutions and call the roll; begin anew, or go on from the last checkpoint.
+        """Wait for the institutions and call the roll; begin a run, or resume it from the last checkpoint.
 
         Returns
         -------
         arrays : ArrayRecord
-            The weights to begin with.
+            The weights to start from.
         done : int
-            How many exchanges are over.
+            How many exchanges have been made.
         """
         arrays, done, snapshot = initial_arrays, 0, self.recorder.restore()
         if snapshot:
@@ -266,8 +269,9 @@ class Movement(Exchanging):
         return arrays, done
 
     def resumed(self, snapshot: Snapshot, initial_arrays: ArrayRecord) -> ArrayRecord:
-        """Take back what a checkpoint holds; return its weights."""
-        saved = snapshot.arrays  # files of weights have the same bytes if these are in the same order
+        """Restore what a checkpoint holds; return its weights."""
+        saved = snapshot.arrays
+        # the model's order, so that files of the weights have the same bytes
         order = dict.fromkeys([*(name for name in initial_arrays if name in saved), *saved])
         self.trained = set(snapshot.trained)
         self.restore(snapshot.state_arrays, snapshot.state_values)
@@ -276,7 +280,7 @@ class Movement(Exchanging):
         return array_record({name: saved[name] for name in order})
 
     def train(self, run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
-        """Make one exchange; return the weights after it, the same ones where it came to nothing."""
+        """Make one exchange; return the weights after it, which are the same if it failed."""
         self.call_roll(run.grid, server_round)
         if self.replay:
             last = server_round > (run.num_rounds - 1) * self.exchanges_per_round()
@@ -292,7 +296,7 @@ class Movement(Exchanging):
         return arrays
 
     def evaluate_if_due(self, run: Run, server_round: int, arrays: ArrayRecord) -> None:
-        """Have every institution test the weights, every `evaluate_every` rounds and after the last."""
+        """Have every institution evaluate, every `evaluate_every` rounds and after the last."""
         completed, rest = divmod(server_round, self.exchanges_per_round())
         last = completed == run.num_rounds
         if rest or not (last or completed % self.settings.evaluate_every == 0):
@@ -305,7 +309,9 @@ class Movement(Exchanging):
         if metrics is not None:
             run.result.evaluate_metrics_clientapp[server_round] = metrics
         elif last and self.members.ours:
-            raise RunError(f"nobody could evaluate the last round; {self.recorder.failures_line()}: resume the run")
+            raise RunError(
+                f"no institution could evaluate the last round; {self.recorder.failures_line()}: resume the run"
+            )
         if run.evaluate_fn and (central := run.evaluate_fn(server_round, arrays)) is not None:
             run.result.evaluate_metrics_serverapp[server_round] = central
 
@@ -319,7 +325,7 @@ class Movement(Exchanging):
         return [self.message(member, request, config) for member in self.members]
 
     def tester(self, run: Run, server_round: int, arrays: ArrayRecord) -> TestOn:
-        """Return what has every institution test these weights on other examples than its test shard."""
+        """Return a function that has every institution test these weights on the examples of a split."""
 
         def test_on(split: str) -> Pooled | None:
             request = self.evaluation_on(split, server_round, arrays)
@@ -329,12 +335,12 @@ class Movement(Exchanging):
         return test_on
 
     def pooled(self, server_round: int, replies: Iterable[Message]) -> Pooled | None:
-        """Pool what evaluations tell; one that cannot be is its sender's failure."""
+        """Pool the answers to an evaluation; an invalid one counts as its sender's failure."""
         refuse, settings = partial(self.recorder.failed, server_round), self.settings
         return pool_answers(self.answers(replies), settings.task, refuse, self.evaluated, settings.input_shape)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Pool the metrics over the test shards: by summed counts, or weighted means for a user's own ClientApp."""
+        """Pool the metrics over the test shards: by sums, or by weighted means for a user's own ClientApp."""
         found = self.pooled(server_round, replies)
         if found is None:
             return None
@@ -349,11 +355,11 @@ class Movement(Exchanging):
         return learning_rate(self.settings.training, (server_round - 1) // self.exchanges_per_round())
 
     def summary(self) -> None:
-        """Log what runs."""
+        """Log the strategy and its options."""
         self.recorder.log(f"{type(self).__name__} {self.config}")
 
     def checkpoint(self, server_round: int, arrays: StateDict) -> None:
-        """Hand all that a resumed run needs to the recorder."""
+        """Give the recorder all that a resumed run needs."""
         known, trained = self.members.known, sorted(self.trained)
         examples = {member.name: member.num_examples for member in known}
         bindings = {member.name: (member.node_id, member.proof) for member in known}

@@ -1,20 +1,23 @@
-"""Gossip: all institutions train, then pass models on over a graph; they mix what arrives themselves.
+"""Gossip: all institutions train, then exchange models over a graph; each mixes the models that it receives.
 
 Source: Kalra et al. 2023 (ProxyFL), Algorithm 1, lines 7-10, and section 3.4; the mathematics is in `topology.py`.
-Idea: the server is a mailbox. It says who sends which share to whom, forwards models as they came, averages nothing.
+Idea: The server is a mailbox. It says who sends which share to whom, forwards models unchanged and averages nothing.
 
     in round t:
-        bring what could not be brought before; who lacks it does not train
+        deliver the parcels that are still waiting; an institution that does not acknowledge them does not train
         all others train, and release θ_k with w_k
-        P(t) over those who released, by name
-        bring to each k: its own share, and of every k' that sends to it the share, w_k' and θ_k'
-        k mixes, keeps (θ_k, w_k) and the parcels' numbers on its disk in one step, and acknowledges
+        P(t) over those that released, by name
+        deliver to each k: its own share, and for every k' that sends to it the share, w_k' and θ_k'
+        k mixes, saves (θ_k, w_k) and the parcels' numbers on its disk in one step, and acknowledges
 
-Failures: who does not release takes no part in P(t): nothing is sent to it, and it keeps all it has. A parcel waits
-until its receiver acknowledges it, over rounds and over a restart of the server. After `PATIENCE` rounds it goes back
-to its sender, which adds it to what it mixes next; a receiver that is heard of later goes on with all it had released,
-as one who joins. So Σ_k w_k θ_k over the members, parcels under way included, is conserved by communication until
-somebody joins or leaves; a receiver that has mixed but could not say so for so long holds what its senders get back.
+Failures: An institution that does not release takes no part in P(t): nobody sends to it, and it keeps all it has. A
+parcel waits until its receiver acknowledges it, over several rounds and over a restart of the server. After `PATIENCE`
+rounds it goes back to its sender, which adds it to its next mixing. If the receiver answers later, it continues with
+all that it had released, like an institution that joins.
+
+So communication conserves Σ_k w_k θ_k over the members, waiting parcels included, until an institution joins or leaves.
+There is one exception: a receiver that mixed its parcels but could not acknowledge them for `PATIENCE` rounds. Its
+senders then have them too.
 """
 
 from __future__ import annotations
@@ -45,18 +48,18 @@ from flwr_replay.wire.weights import form_of
 
 __all__ = ["Gossip", "GossipConfig"]
 
-PATIENCE = 3  # rounds without an acknowledgement after which parcels go back
+PATIENCE = 3  # rounds without an acknowledgement, after which parcels go back to their senders
 
 
 @dataclass(frozen=True, kw_only=True)
 class GossipConfig(StrategyConfig):
-    """Options that all methods of this kind have."""
+    """Options of all methods that exchange models over a graph."""
 
     files: ClassVar[tuple[str, ...]] = ("topology_file",)
 
     topology: str = "exponential"  # who sends to whom, see flwr_replay.movements.topology; file: topology-file
     topology_file: str = ""  # .npy, .json or .csv with one mixing matrix, or several that take turns
-    optimizer_state: str = "keep"  # keep: optimizers go on | reset: fresh every round
+    optimizer_state: str = "keep"  # keep: optimizers keep their state | reset: fresh ones every round
 
     def __post_init__(self) -> None:
         one_of("strategy.topology", self.topology, TOPOLOGIES)
@@ -69,34 +72,34 @@ class Gossip(Relay):
     config: GossipConfig
     answer: ClassVar[type[Released]]
     one_form = True
-    seed_of: ClassVar[str] = "model"  # what the fresh weights' seed derives from
+    seed_of: ClassVar[str] = "model"  # the purpose from which the seed of the fresh weights is derived
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mailbox = Mailbox()
-        self.exchanged = True  # whether anybody sends to anybody in this round
+        self.exchanged = True  # whether any institution sends to another in this round
         file = self.config.topology_file
         self.matrices = read_matrices(Path(file)) if file else None
 
     @classmethod
     def check(cls, config: GossipConfig, settings: Settings, names: Sequence[str] = ()) -> None:
-        """Refuse a topology that cannot be, before any training."""
+        """Refuse an invalid topology before any training."""
         super().check(config, settings, names)
         institutions = len(names) or settings.nodes
         require(
             institutions > 0 or not config.topology_file,
-            "a file of mixing matrices is for so many institutions; got nodes=0: set nodes to their number",
+            "a file of mixing matrices is for one number of institutions; got nodes=0: set nodes to their number",
         )
         matrices = read_matrices(Path(config.topology_file), institutions) if config.topology_file else None
         mixing_matrix(config.topology, max(1, institutions), 0, matrices=matrices)
 
     @property
     def init_seed(self) -> int:
-        """The seed of the weights that all begin with."""
+        """The seed of the fresh weights, the same for all institutions."""
         return derived_seed(self.settings.seed, self.seed_of)
 
     def instructions(self, server_round: int, member: Member) -> dict[str, Any]:
-        """Return what every request to train says: where the institution's model stands, and how to go on."""
+        """Return the instructions of every request to train."""
         return {
             "server_round": server_round,
             "run": self.settings.run,
@@ -107,7 +110,7 @@ class Gossip(Relay):
         }
 
     def has_edges(self, server_round: int, institutions: int) -> bool:
-        """Say whether anybody of so many sends to anybody; where nobody does, no model leaves an institution."""
+        """Return whether P(t) has an edge between two institutions; without one, no model leaves an institution."""
         p = self.agreed(server_round, institutions)
         return any(receivers(p, k)[0] for k in range(institutions))
 
@@ -116,10 +119,10 @@ class Gossip(Relay):
     def exchange_round(
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Bring what waits, have the others train, deal out what they release, bring that."""
+        """Deliver what is waiting, have the others train, assign shares of what they release, deliver these."""
         self.bring(grid, server_round, config)
         if not self.mailbox.posted:
-            self.shares(server_round, len(self.members))  # one that cannot be is refused before anybody trains
+            self.shares(server_round, len(self.members))  # refuse an invalid matrix before anybody trains
         waiting = self.mailbox.waiting
         self.exchanged = self.has_edges(server_round, sum(member.name not in waiting for member in self.members))
         asked = [m for m in self.configure_train(server_round, arrays, config, grid) if self.receiver(m) not in waiting]
@@ -138,40 +141,40 @@ class Gossip(Relay):
         return ArrayRecord(), None
 
     def receiver(self, message: Message) -> str:
-        """Return the name of the institution that a message goes to."""
+        """Return the name of a message's receiver."""
         member = self.members.by_node(message.metadata.dst_node_id)
         return member.name if member else ""
 
     def released(self, member: Member, reply: Message) -> Released:
-        """Return what an institution has released.
+        """Decode and check what an institution has released.
 
         Raises
         ------
         WireError
-            If the model is of another form, or its weight another; nobody receives it then.
+            If the model has another form, or w another value; nobody receives it then.
         """
         answer = self.answer.decode(reply.content)
         arrays, w = opened(answer.arrays), self.mailbox.weights.get(member.name, 1.0)
         if self.exchanged and (not arrays or (self.form and form_of(arrays) != self.form)):
             raise WireError("released a model of another form than the common one")
         if abs(answer.weight - w) > 1e-9 * w:
-            raise WireError(f"released a model with w = {answer.weight:g}; by what it has mixed it is {w:g}")
-        return replace(answer, arrays=reply.content.array_records.get("arrays", answer.arrays))  # as these bytes
+            raise WireError(f"released a model with w = {answer.weight:g}; after its mixings it must be {w:g}")
+        return replace(answer, arrays=reply.content.array_records.get("arrays", answer.arrays))  # the same bytes
 
     def deal(self, server_round: int, released: dict[str, Released]) -> None:
-        """Put everyone's shares into the mailbox: the column of each sender in P(t)."""
+        """Put the shares of all senders into the mailbox; a sender's shares are its column of P(t)."""
         names = sorted(released)
         p = self.agreed(server_round, len(names)) if self.exchanged else np.eye(len(names))
         for k, name in enumerate(names):
             back = self.mailbox.coming_back.pop(name, [])
             self.mailbox.waiting[name] = Delivery(server_round, released[name].weight, float(p[k, k]), back)
-        for k, name in enumerate(names):  # senders in the order of their names
+        for k, name in enumerate(names):  # senders by name
             number, w = self.mailbox.post(array_record(released[name].arrays)), released[name].weight
             for to, share in receivers(p, k)[0].items():
                 self.mailbox.waiting[names[to]].parcels.append(Parcel(number, name, share, w))
 
     def agreed(self, server_round: int, institutions: int) -> Matrix:
-        """Return P(t); where a user's own matrix has another size, all keep what they have, and none of it is lost."""
+        """Return P(t); if a user's own matrix has another size, all institutions keep what they have."""
         try:
             return self.shares(server_round, institutions)
         except ConfigError as error:
@@ -179,7 +182,7 @@ class Gossip(Relay):
             return np.eye(institutions)
 
     def shares(self, server_round: int, institutions: int) -> Matrix:
-        """Return P(t), checked, since a method of a user's own may have another `matrix`."""
+        """Return P(t), checked: a user's own method may override `matrix`."""
         if not institutions:
             return np.eye(0)
         p = np.asarray(self.matrix(server_round, institutions), np.float64)
@@ -192,14 +195,14 @@ class Gossip(Relay):
         return found
 
     def matrix(self, server_round: int, institutions: int) -> Matrix:
-        """Return P(t): P[k', k] is what k sends to k', institutions in the order of their names. To be overridden.
+        """Return P(t): P[k', k] is the share that k sends to k', institutions in the order of their names.
 
-        Where it cannot be, since not all have released, all keep what they have.
+        A method may override it. If it raises a ConfigError, since not all have released, all keep what they have.
         """
         return mixing_matrix(self.config.topology, institutions, server_round - 1, self.settings.seed, self.matrices)
 
     def bring(self, grid: Grid, server_round: int, config: ConfigRecord) -> None:
-        """Bring what waits; forget what is acknowledged; give back what waits for somebody who stays away."""
+        """Deliver what is waiting; forget what is acknowledged; return what nobody acknowledges for long."""
         present = [(member, self.mailbox.waiting.get(member.name)) for member in self.members]
         asked = [self.message(m, self.delivery(server_round, waiting), config) for m, waiting in present if waiting]
         acknowledged: dict[str, Sequence[int]] = {}
@@ -207,20 +210,20 @@ class Gossip(Relay):
         def check(member: Member, reply: Message) -> None:
             held = Committed.decode(reply.content).parcels
             if not self.mailbox.can_hold(member.name, held):
-                raise WireError(f"must acknowledge the parcels that it was brought; got {list(held)[:6]}")
+                raise WireError(f"must acknowledge the parcels that it received; got {list(held)[:6]}")
             acknowledged[member.name] = held
 
         self.exchange(grid, server_round, asked, needed=False, take=check)
         for name, held in sorted(acknowledged.items()):
             if twice := self.mailbox.acknowledged(name, held):
-                self.recorder.log(f"{name} holds {twice} parcels that went back to their senders too")
+                self.recorder.log(f"{name} has mixed {twice} parcels that have also gone back to their senders")
         for name, waiting in self.mailbox.waiting.items():
             if server_round - waiting.exchange >= PATIENCE and waiting.parcels:
-                self.recorder.log(f"{name} does not acknowledge: what waits for it goes back to its senders")
+                self.recorder.log(f"{name} does not acknowledge: the parcels that wait for it go back to their senders")
                 self.mailbox.give_back(name)
 
     def delivery(self, server_round: int, waiting: Delivery) -> Deliver:
-        """Return what brings an institution its parcels."""
+        """Return the request that delivers an institution's parcels."""
         parcels = waiting.parcels
         models = ArrayRecord()
         models.update(nested({f"{i:05d}": self.mailbox.models[parcel.number] for i, parcel in enumerate(parcels)}))
@@ -238,15 +241,15 @@ class Gossip(Relay):
     # --- what a checkpoint holds, and what will travel ----------------------------------------------------------------
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
-        """Return the mailbox; models that wait lie in files."""
+        """Return the mailbox; the models in it are in files."""
         return {}, {"mailbox": self.mailbox.state()}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Restore the mailbox."""
         self.mailbox = Mailbox.restored(values["mailbox"], self.recorder.folder("mailbox"))
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """Everyone in every round: a release, and the parcels of that round's matrix."""
+        """A release and a delivery for every institution in every round, by that round's matrix."""
         members, found = list(self.members), list[Exchange]()
         for server_round in range(1, num_rounds + 1):
             self.mailbox, self.exchanged = Mailbox(), self.has_edges(server_round, len(members))

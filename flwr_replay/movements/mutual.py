@@ -37,14 +37,14 @@ class MutualConfig(StrategyConfig):
     dp_by_default: ClassVar[str] = "proxy"
     chosen_later: ClassVar[tuple[str, ...]] = ("private_lr", "private_batch_size")  # empty: as training has them
 
-    alpha: float = 0.5  # weight of the proxy's answers in the private model's loss; paper: 0.5
-    beta: float = 0.5  # weight of the private model's answers in the proxy's loss; paper: 0.5; 0: epsilon is proven
+    alpha: float = 0.5  # weight of the proxy's predictions in the private model's loss; paper: 0.5
+    beta: float = 0.5  # weight of the private model's predictions in the proxy's loss; paper: 0.5; 0: epsilon is proven
     private_models: tuple[str, ...] = ()  # of conf/model, by turns over the institutions; empty: as the proxy
     private_optimizer: str = ""  # sgd | adam; empty: as training.optimizer
     private_lr: float = 0.0  # 0: as training.lr; falls with it, by lr-step
-    private_epochs: int = 0  # passes of the private model alone, learning from the proxy that arrived
+    private_epochs: int = 0  # passes that the private model trains alone, with the received proxy as its teacher
     private_batch_size: int = 0  # in these passes; 0: as training.batch-size
-    private_shift: int = 0  # pixels by which a batch of these passes is shifted at most, to learn from more answers
+    private_shift: int = 0  # largest shift of a batch in these passes, pixels; it gives more predictions to learn from
 
     def __post_init__(self) -> None:
         weight = Range(0, 1, "lies in [0, 1]")
@@ -54,16 +54,16 @@ class MutualConfig(StrategyConfig):
         within("strategy.", self, private_epochs=(0, PASSES), private_batch_size=(0, BATCH))
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
-        """The proxy makes one pass a round; a private model's passes need none, since it stays."""
+        """The proxy makes one pass a round; the private model needs no DP, since it never leaves."""
         return {"proxy": rounds}
 
     @property
     def unproven(self) -> str:
-        """What the proxy learns from the private model has no noise."""
+        """Why epsilon is not proven for these options; empty if it is."""
         return UNPROVEN if self.beta > 0 else ""
 
     def check_task(self, task: TaskConfig) -> None:
-        """Refuse to shift what is no image, or by more pixels than it has."""
+        """Refuse to shift examples that are not images, or images by more pixels than they have."""
         shift = self.private_shift
         require(
             not shift or (task.size > 1 and task.format != "bags"),
@@ -75,7 +75,7 @@ class MutualConfig(StrategyConfig):
         )
 
     def instructions(self, training: TrainingConfig, lr: float) -> dict[str, Any]:
-        """Return what a request to train says of these options; a learning rate falls as training.lr does."""
+        """Return these options as a request to train states them; private_lr falls with `lr`."""
         return {
             "alpha": self.alpha,
             "beta": self.beta,

@@ -1,4 +1,4 @@
-"""What watches a run beside its loop: tests on other examples than the institutions' test shards."""
+"""Observers of a run's loop: they have the model tested on other examples than the institutions' test shards."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from flwr_replay.server.recorder import Recorder
 
 __all__ = ["ExternalTests", "Forgetting", "Observer", "TestOn"]
 
-TestOn = Callable[[str], Pooled | None]  # has every institution test the model as it is now on its examples of a split
+TestOn = Callable[[str], Pooled | None]  # has every institution test the current model on its examples of a split
 
 
 class Observer:
-    """Base of the observers: watches nothing."""
+    """Base of the observers; it does nothing."""
 
-    split: str  # the examples that it has the model tested on
+    split: str  # the split on which it tests
 
     def forecast(self, exchanges: int, evaluations: int) -> int:
-        """Return how often it tests in a run with so many exchanges that train, and so many evaluations."""
+        """Return the number of tests in a run, given its numbers of training exchanges and of evaluations."""
         return 0
 
     def after_exchange(self, server_round: int, data_of: Sequence[str], test_on: TestOn) -> None:
-        """Look at the weights that an exchange has changed; it has trained on the data of these institutions."""
+        """Observe the weights after an exchange that trained on the data of these institutions."""
 
     def before_evaluation(self, test_on: TestOn) -> None:
-        """Look at the weights before they are tested on the test shards."""
+        """Observe the weights before they are tested on the test shards."""
 
     def completed(self, found: Pooled) -> Pooled:
-        """Add what was seen to the metrics of an evaluation."""
+        """Add the observed metrics to those of an evaluation."""
         return found
 
 
@@ -41,29 +41,29 @@ class Forgetting(Observer):
         self.recorder = recorder
 
     def forecast(self, exchanges: int, evaluations: int) -> int:
-        """Count the exchanges."""
+        """Return one test for each exchange."""
         return exchanges
 
     def after_exchange(self, server_round: int, data_of: Sequence[str], test_on: TestOn) -> None:
-        """Test, and note the row."""
+        """Test, and record the row."""
         if found := test_on(self.split):
             self.recorder.forgetting_row(server_round, data_of, found[1])
 
 
 class ExternalTests(Observer):
-    """Beside every evaluation, tests on other institutions' examples; both results are noted as one."""
+    """With every evaluation, tests on other institutions' examples; both results are recorded as one."""
 
     split = "external"
     found: Pooled | None = None  # the last metrics there
 
     def forecast(self, exchanges: int, evaluations: int) -> int:
-        """Count the evaluations."""
+        """Return one test for each evaluation."""
         return evaluations
 
     def before_evaluation(self, test_on: TestOn) -> None:
-        """Test."""
+        """Test, and keep the metrics for `completed`."""
         self.found = test_on(self.split)
 
     def completed(self, found: Pooled) -> Pooled:
-        """Put the external metrics beside those on the test shards."""
+        """Add the external metrics to those on the test shards."""
         return with_external(found, self.found) if self.found else found

@@ -1,6 +1,7 @@
-"""One-shot: each institution uploads once, then the server trains, one epoch a round.
+"""One-shot: each institution uploads once, then the server trains, one epoch in a round.
 
-Who has not uploaded yet is asked at the start of every round, so that a late or returning institution still counts.
+At the start of every round the server asks institutions that have not uploaded yet. So a late or returning institution
+still counts.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ __all__ = ["OneShot"]
 
 
 class OneShot(Movement):
-    """Base of the methods in which data-like uploads stand in for the institutions' data."""
+    """Base of the methods in which the server trains on uploads in place of the institutions' data."""
 
-    failed_before: int = 0  # number of failures when this round's uploads began
-    at_once: int | None = None  # uploads under way, and so in memory; None: as many as there are institutions
+    failed_before: int = 0  # how many failures there were before this round's uploads
+    at_once: int | None = None  # uploads requested, and so in memory, at a time; None: those of all institutions
 
     @abstractmethod
     def prepare(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> None:
@@ -31,7 +32,7 @@ class OneShot(Movement):
 
     @abstractmethod
     def missing(self, member: Member, server_round: int) -> Request | None:
-        """Return the request for what an institution has yet to upload; None if all is there."""
+        """Return the request for the next upload of an institution; None if all its uploads are there."""
 
     @abstractmethod
     def keep(self, member: Member, reply: Message) -> None:
@@ -40,7 +41,7 @@ class OneShot(Movement):
         Raises
         ------
         WireError
-            If it is not what was asked for.
+            If it is not what was requested.
         """
 
     @abstractmethod
@@ -48,28 +49,28 @@ class OneShot(Movement):
         """Train one epoch at the server; return the whole model's weights and the mean training loss."""
 
     def exchanges_per_round(self) -> int:
-        """One epoch at the server; uploads precede the first, or come with a late institution."""
+        """One epoch at the server; uploads come before the first, or when a late institution joins."""
         return 1
 
     def data_of(self, answered: list[str]) -> list[str]:
-        """Nobody's: the server trains on what all have uploaded."""
+        """Return none: the server trains on what all have uploaded."""
         return []
 
     def stops_without_answers(self) -> bool:
-        """Go on with the uploads that are there; `learn` stops the run if there are none."""
+        """Continue with the uploads that are there; `learn` stops the run if there are none."""
         return False
 
     def exchange_round(
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Collect what is missing, chunk by chunk, then train one epoch."""
+        """Collect the missing uploads, chunk by chunk, then train one epoch."""
         weights = opened(arrays)
         self.prepare(grid, server_round, weights, config)
         self.failed_before = len(self.recorder.failures)
         while requests := self.requests(server_round):
             messages = (self.message(member, request, config) for member, request in requests)
             self.exchange(grid, server_round, messages, take=self.keep, at_once=self.at_once)
-            if not self.answered:  # who is missing stays missing until the next round
+            if not self.answered:  # those that failed are asked again in the next round
                 break
         trained, loss = self.learn(server_round, weights)
         return array_record(trained), MetricRecord({"train-loss": loss})
@@ -77,11 +78,11 @@ class OneShot(Movement):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask each institution for the next chunk that is missing."""
+        """Ask each institution for its next missing chunk."""
         return [self.message(member, request, config) for member, request in self.requests(server_round)]
 
     def requests(self, server_round: int) -> list[tuple[Member, Request]]:
-        """Return who is asked for what is missing; one that failed to send it is asked again next round."""
+        """Return the institutions with missing uploads, and their requests; without those that failed in this round."""
         failed = {failure["institution"] for failure in self.recorder.failures[self.failed_before :]}
         pairs = [(member, self.missing(member, server_round)) for member in self.members if member.name not in failed]
         return [(member, request) for member, request in pairs if request is not None]
@@ -89,5 +90,5 @@ class OneShot(Movement):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Change nothing: uploads are stored as they arrive, and the global weights change in `learn` only."""
+        """Change nothing: uploads are stored as they arrive, and only `learn` changes the global weights."""
         return None, None

@@ -22,30 +22,30 @@ class Parallel(Movement):
     """Base of the methods in which all institutions train at once."""
 
     answer: ClassVar[type[Trained]] = Trained
-    sent: StateDict  # the global weights of this exchange, which all have received
+    sent: StateDict  # the global weights of this exchange, as sent to all
     server_round: int
 
     @abstractmethod
     def train_request(self, server_round: int, arrays: Weights) -> Request:
-        """Return what every institution receives."""
+        """Return the request to train, the same for every institution."""
 
     @abstractmethod
     def combine(self, answers: Sequence[Trained]) -> StateDict:
-        """Return the new global weights from the institutions' answers, in the order of their names."""
+        """Return the new global weights; answers come in the order of the institutions' names."""
 
     def exchanges_per_round(self) -> int:
-        """One."""
+        """One: all institutions train in it."""
         return 1
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """Everyone in every round."""
+        """One exchange with every institution in every round."""
         request, answer = self.train_request(0, arrays), self.answer.empty(arrays)
         return [(member, request, answer, num_rounds) for member in self.members]
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send the same to all."""
+        """Send the same request to all."""
         self.sent, self.server_round = opened(arrays), server_round
         request = self.train_request(server_round, arrays)
         return [self.message(member, request, config) for member in self.members]
@@ -53,7 +53,7 @@ class Parallel(Movement):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Combine the answers that came."""
+        """Combine the answers."""
         answers = [
             (self.answer.decode if member.ours else self.answer.from_foreign)(reply.content)
             for member, reply in self.answers(replies)
@@ -85,7 +85,7 @@ def weighted_mean(states: Sequence[StateDict], weights: Sequence[float]) -> Stat
     shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
     mean: StateDict = {}
     for name, first in states[0].items():
-        total = np.full(first.shape, -0.0)  # neutral in sums: 0.0 would lose the sign of -0.0
+        total = np.full(first.shape, -0.0)  # neutral in sums; 0.0 would lose the sign of -0.0
         for share, state in zip(shares, states, strict=True):
             total += np.multiply(state[name], share, dtype=np.float64)
         if not np.issubdtype(first.dtype, np.floating):

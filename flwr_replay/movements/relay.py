@@ -1,4 +1,4 @@
-"""Relay: all institutions train what they keep; the server has no model and averages nothing."""
+"""Relay: every institution trains a model that stays with it; the server has no model and averages nothing."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ __all__ = ["Relay"]
 
 
 class Relay(Movement):
-    """Base of the methods in which models live at the institutions; here nothing passes between these."""
+    """Base of the methods in which each institution keeps its own model; in this base no model is exchanged."""
 
     begins_at_server = False
     answer: ClassVar[type[Payload]]
 
     @abstractmethod
     def train_request(self, server_round: int, member: Member) -> Request:
-        """Return what asks an institution to train."""
+        """Return the request to train for one institution."""
 
     def exchanges_per_round(self) -> int:
-        """One."""
+        """One: all institutions train in it."""
         return 1
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask everyone."""
+        """Ask every institution to train."""
         return [self.message(member, self.train_request(server_round, member), config) for member in self.members]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Count the examples used."""
+        """Count the examples used; there are no weights to aggregate."""
         for _, reply in self.answers(replies):
             self.recorder.saw(self.answer.decode(reply.content).examples_seen)  # type: ignore[attr-defined]
         return ArrayRecord(), None

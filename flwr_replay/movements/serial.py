@@ -1,4 +1,4 @@
-"""Serial: one institution's visit is one exchange; a cycle, one pass, visits all.
+"""Serial: an exchange is a visit to one institution; a cycle, which is one pass, visits all.
 
 for each cycle:
     for each institution k of the itinerary, in the order of this cycle:        `turns`
@@ -24,22 +24,22 @@ __all__ = ["Serial"]
 
 
 class Serial(Movement):
-    """Base of the methods in which the model itself goes from institution to institution."""
+    """Base of the methods in which one model goes from institution to institution."""
 
-    itinerary: Sequence[str] = ()  # names of the institutions that make a cycle, fixed when the run begins
-    turns: Sequence[str]  # whose turn it is in each exchange of the run
-    missed: int = 0  # visits in a row that came to nothing
+    itinerary: Sequence[str] = ()  # names of the institutions in a cycle, fixed when the run begins
+    turns: Sequence[str]  # the institution visited in each exchange of the run
+    missed: int = 0  # failed visits in a row
 
     @abstractmethod
     def train_request(self, server_round: int, arrays: Weights) -> Request:
-        """Return what the institution whose turn it is receives."""
+        """Return the request to train for the visited institution."""
 
     def order(self, cycle: int, names: list[str]) -> list[str]:
-        """Return the order of visits in a cycle; the base keeps the order of the names."""
+        """Return the order of visits in a cycle; in the base class it is that of the names."""
         return names
 
     def begin_run(self, num_rounds: int) -> None:
-        """Fix the itinerary, all that are there unless it is known already, and from it all turns of the run."""
+        """Fix the itinerary (all institutions present, unless it is known already) and all turns of the run."""
         self.itinerary = self.itinerary or self.members.names
         self.turns = [name for cycle in range(num_rounds) for name in self.order(cycle, list(self.itinerary))]
 
@@ -48,13 +48,13 @@ class Serial(Movement):
         return len(self.itinerary)
 
     def whose_turn(self, server_round: int) -> Member | None:
-        """Return the institution that is visited in an exchange; None if it is not there."""
+        """Return the institution that is visited in an exchange; None if it is not present."""
         return self.members.get(self.turns[server_round - 1])
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send the model to the institution whose turn it is; a missing one is passed over."""
+        """Send the model to the institution whose turn it is, if it is present."""
         member = self.whose_turn(server_round)
         if member is None:
             return []
@@ -63,7 +63,7 @@ class Serial(Movement):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Take the visited institution's model on; without an answer the visit goes to the next."""
+        """Return the visited institution's weights; without an answer the next institution gets the old ones."""
         for member, reply in self.answers(replies):
             self.missed = 0
             answer = Trained.decode(reply.content) if member.ours else Trained.from_foreign(reply.content)
@@ -79,17 +79,17 @@ class Serial(Movement):
         return [(member, request, answer, num_rounds) for member in self.cycle_members()]
 
     def cycle_members(self) -> list[Member]:
-        """Return who of the itinerary is there."""
+        """Return the institutions of the itinerary that are present."""
         return [member for member in self.members if member.name in self.itinerary]
 
     def stops_without_answers(self) -> bool:
-        """Stop once a whole cycle of visits has come to nothing."""
+        """Stop after a whole cycle of failed visits."""
         return self.missed + 1 >= self.exchanges_per_round()
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
-        """Keep the itinerary, so that a resumed run visits in the same order."""
+        """Return the itinerary, so that a resumed run visits in the same order."""
         return {}, {"itinerary": list(self.itinerary)}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
-        """Take the itinerary back."""
+        """Restore the itinerary."""
         self.itinerary = list(values["itinerary"])

@@ -1,9 +1,10 @@
-"""Who sends which share of its proxy to whom in a round, and what an institution makes of the shares that arrive.
+"""Mixing matrices: which share of its model each institution sends to which other in a round.
 
 Source: Kalra et al., ProxyFL: Algorithm 1, lines 7-10; section 3.4; Fig. 2. PushSum: Kempe et al. 2003; Assran et al.
 2019. Single random cycles: Pennisi et al., FedER.
-Idea: a column-stochastic matrix P(t) says how each institution deals out what it has. Besides θ_k everyone keeps a
-weight w_k, 1 at first, that is dealt out alike; dividing by it undoes the bias of an uneven P.
+Idea: A column-stochastic matrix P(t) says how each institution distributes what it has. In addition to θ_k every
+institution has a weight w_k, 1 at first, that is distributed in the same way. Dividing by it undoes the bias of an
+uneven P.
 
     at institution k, in round t:
         of each k' ≠ k with P[k, k'] > 0 take  (P[k, k'] w_k' θ_k', P[k, k'] w_k')      `parcel`
@@ -11,15 +12,15 @@ weight w_k, 1 at first, that is dealt out alike; dividing by it undoes the bias 
         w_k ← Σ_k' P[k, k'] w_k'
         θ_k ← z / w_k
 
-Deviations: line 7 sends the de-biased θ without its weight. That is right while w = 1, as it stays under every topology
-with a name here, and wrong otherwise; multiplied by w as above, Σ_k w_k θ_k and Σ_k w_k are conserved under any P. The
-paper's `exponential` is a permutation: models change places and are never averaged. Without training, θ_k goes to the
-mean of the first θ where everyone also keeps a share: the names in -half, and `complete`.
+Deviations: Line 7 sends the de-biased θ without its weight. That is right while w = 1, as under every topology with a
+name here, and wrong otherwise. Multiplied by w as above, Σ_k w_k θ_k and Σ_k w_k are conserved under any P. The paper's
+`exponential` is a permutation: institutions swap models and never average them. Without training, θ_k converges to the
+mean of the first θ if every institution also keeps a share: the names in -half, and `complete`.
 
-Membership: P(t) is asked for over the K institutions present in round t, sorted by name; index k is the k-th of them.
-When K changes, a topology with a name is that of the new K at the same t, and a user's matrix no longer fits. What is
-conserved is the sum over those present: who leaves takes its w with it, who joins brings w = 1. A parcel that gets
-lost is lost with its weight: every θ_k is still an average, though the sum is then another.
+Membership: P(t) is for the K institutions present in round t, sorted by name; index k is the k-th of them. When K
+changes, a topology with a name is that of the new K at the same t, and a user's matrix no longer fits. The sum over
+those present is conserved: an institution that leaves takes its w with it, one that joins brings w = 1. A lost parcel
+is lost with its weight: every θ_k is still an average, but the sum changes.
 
 Legend: K institutions, T matrices, t rounds from 0.
 """
@@ -41,7 +42,7 @@ __all__ = ["TOPOLOGIES", "Matrix", "checked", "mixing_matrix", "read_matrices", 
 
 Matrix = NDArray[np.float64]
 
-HALF = "-half"  # the same edges, half of everything kept
+HALF = "-half"  # the same edges; half of everything is kept
 TOPOLOGIES = (
     "exponential", "exponential-half", "ring", "ring-half", "random", "random-half", "complete", "none", "file",
 )  # fmt: skip
@@ -51,24 +52,24 @@ TOLERANCE = 1e-9  # of a column's sum; the paper's condition is exact
 def mixing_matrix(topology: str, institutions: int, t: int, seed: int = 0, matrices: Matrix | None = None) -> Matrix:
     """Return the mixing matrix P(t) of the institutions that are present.
 
-    P[k', k] is the share of what it has that institution k sends to k'; P[k, k] is what k keeps. A lone institution
-    exchanges nothing.
+    P[k', k] is the share of its model that institution k sends to k'; P[k, k] is the share that k keeps. A single
+    institution keeps all.
 
     Parameters
     ----------
     topology : str
-        `exponential`: everyone sends everything to the one 2^(t mod ⌈log2 K⌉) places on (Fig. 2);
+        `exponential`: each sends everything to the one 2^(t mod ⌈log2 K⌉) places further on (Fig. 2);
         `ring`: to the next; `random`: along one K-cycle, drawn uniformly for each round;
-        `exponential-half`, `ring-half`, `random-half`: half of it is kept, the other half goes the same way;
-        `complete`: 1/K to everyone, itself included; `none`: everyone keeps all; `file`: `matrices[t mod T]`.
+        `exponential-half`, `ring-half`, `random-half`: each keeps half and sends half the same way;
+        `complete`: 1/K to each, itself included; `none`: each keeps all; `file`: `matrices[t mod T]`.
     institutions : int
-        K >= 1, those present in this round; rows and columns are theirs in the order of their names.
+        K >= 1, those present in this round; rows and columns are in the order of their names.
     t : int
         The round, from 0.
     seed : int
         The run's seed: `random` depends on seed, round and K alone.
     matrices : Matrix | None
-        A user's own from `read_matrices`, shape (T, K, K), for `file`.
+        For `file`: a user's own from `read_matrices`, shape (T, K, K).
 
     Returns
     -------
@@ -78,7 +79,7 @@ def mixing_matrix(topology: str, institutions: int, t: int, seed: int = 0, matri
     Raises
     ------
     ConfigError
-        For an unknown name; if `matrices` are given without `file`, the other way round, or for another K.
+        For an unknown name; for `matrices` without `file`, or `file` without `matrices`; for another K.
 
     Examples
     --------
@@ -115,7 +116,7 @@ def mixing_matrix(topology: str, institutions: int, t: int, seed: int = 0, matri
 
 
 def receivers(p: Matrix, k: int) -> tuple[dict[int, float], float]:
-    """Read a sender's column: who gets which share of it, and what it keeps.
+    """Read a sender's column: the share of each receiver, and the share that it keeps.
 
     Parameters
     ----------
@@ -127,7 +128,7 @@ def receivers(p: Matrix, k: int) -> tuple[dict[int, float], float]:
     Returns
     -------
     shares : dict[int, float]
-        For every other institution that gets a share, ascending, its share.
+        By receiver, ascending: its share.
     kept : float
         The share that stays.
 
@@ -146,7 +147,7 @@ def read_matrices(path: Path, institutions: int = 0) -> Matrix:
     ----------
     path : Path
         A .npy file of one array, a .json file of nested lists, or a .csv file without a header: one (K, K) matrix, or
-        T of them, (T, K, K), taken in turns over the rounds. A .csv file holds the T matrices below each other.
+        T of them, (T, K, K), used in turn over the rounds. A .csv file holds the T matrices one below the other.
     institutions : int
         K; 0: of any number.
 
@@ -158,7 +159,7 @@ def read_matrices(path: Path, institutions: int = 0) -> Matrix:
     Raises
     ------
     ConfigError
-        If the file is missing or not readable; if the matrices are not square or not K x K, have an entry that is
+        If the file is missing or not readable; if a matrix is not square or not K x K; if it has an entry that is
         negative or not finite, a column that does not sum to one within 1e-9, or a row of zeros.
     """
     given = _read(path)
@@ -181,13 +182,13 @@ def checked(matrices: Matrix, what: str, institutions: int = 0, stacked: bool = 
     Parameters
     ----------
     matrices : Matrix
-        Where column k of each says how institution k deals out what it has.
+        Column k of each says how institution k distributes its model.
     what : str
-        Where they come from, for error lines.
+        Their origin, for error messages.
     institutions : int
         K; 0: of any number.
     stacked : bool
-        Whether error lines say which of several it is.
+        Whether error messages number the matrix.
 
     Returns
     -------
@@ -214,13 +215,13 @@ def checked(matrices: Matrix, what: str, institutions: int = 0, stacked: bool = 
     sums = matrices.sum(1)
     for bad in np.argwhere(np.abs(sums - 1) > TOLERANCE):
         raise ConfigError(
-            f"every column of {what} must sum to one, for an institution deals out all it has; "
+            f"every column of {what} must sum to one, since an institution distributes all it has; "
             f"{place(bad, 'column')} (from 1) sums to {sums[tuple(bad)]:.12g}: column k holds what k keeps and sends, "
             "transpose the matrix if its rows do"
         )
     for bad in np.argwhere(~matrices.any(2)):
         raise ConfigError(
-            f"every row of {what} must have a positive entry, for an institution without any share has no model left; "
+            f"every row of {what} must have a positive entry, since an institution without a share has no model left; "
             f"{place(bad, 'row')} (from 1) is all zeros: let it keep a share or receive one"
         )
     exact: Matrix = matrices / sums[:, None]

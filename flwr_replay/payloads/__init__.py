@@ -1,4 +1,5 @@
-"""What travels, method by method: one file for the payloads all share, one for each method that adds its own.
+"""What travels, method by method.
 
-Read this folder to learn what can leave an institution.
+`common.py` has the payloads that all methods share. A method that adds its own has a file of its name. Read this folder
+to learn what can leave an institution.
 """

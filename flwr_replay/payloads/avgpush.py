@@ -1,4 +1,4 @@
-"""What travels in AvgPush: an institution's model, released after each pass, and parcels of the others' down."""
+"""What travels in AvgPush: an institution's model up, after each pass; the senders' models down."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ __all__ = ["Push"]
 
 @dataclass(frozen=True, kw_only=True)
 class Push(TrainPeer, Request, stage="push", answer=Released):
-    """Train the model that you keep, and release it."""
+    """Train your own model and release it."""

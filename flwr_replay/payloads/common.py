@@ -1,4 +1,4 @@
-"""The payloads that every method shares: roll call, training, evaluation, a refusal."""
+"""The payloads that all methods share: roll call, training, evaluation, failures."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ __all__ = [
     "Trained",
 ]
 
-MOST = 10**9  # examples that an institution may say it has
-OPEN_STAGES = ("roll-call", "train", "evaluate")  # what a ClientApp of anyone's may answer in its own words
+MOST = 10**9  # the most examples that an institution may report
+OPEN_STAGES = ("roll-call", "train", "evaluate")  # a user's own ClientApp may answer these with its own records
 
 
 class RunRequest(Protocol):
-    """What every request says that an institution's state depends on."""
+    """A request of a run: its state at the institution depends on these."""
 
     @property
     def run(self) -> str:
@@ -50,23 +50,23 @@ class RunRequest(Protocol):
 
     @property
     def server_round(self) -> int:
-        """The exchange."""
+        """The number of the exchange."""
 
 
 class SuspendRequest(RunRequest, Protocol):
-    """A request at whose end an optimizer's state may be kept."""
+    """A request after which an institution may keep its optimizer's state."""
 
     @property
     def optimizer_state(self) -> str:
-        """Either keep or reset."""
+        """Either `keep` or `reset`."""
 
 
 class ResumeRequest(SuspendRequest, Protocol):
-    """A request to train on from what the institution has kept."""
+    """A request to train, possibly from the optimizer state that the institution has kept."""
 
     @property
     def lr(self) -> float:
-        """Per step."""
+        """The learning rate, per step."""
 
     @property
     def continues(self) -> bool:
@@ -78,7 +78,7 @@ class ChargedRequest(RunRequest, Protocol):
 
     @property
     def stated(self) -> float:
-        """Epsilon that the institution stated last in this run."""
+        """The epsilon that the institution stated last in this run."""
 
 
 class DPRequest(ResumeRequest, ChargedRequest, Protocol):
@@ -90,30 +90,30 @@ class ReleaseRequest(RunRequest, Protocol):
 
     @property
     def exchanged(self) -> bool:
-        """Whether somebody may receive the model; else it stays."""
+        """Whether any institution may receive the model; otherwise it stays."""
 
 
 class Pooling(Protocol):
-    """What a task does with evaluations: see `flwr_replay.learning.tasks.Task`."""
+    """How a task pools evaluations: see `flwr_replay.learning.tasks.Task`."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """All that `pool` may return."""
+        """The names of all metrics that `pool` may return."""
 
     def empty(self) -> Evaluation:
         """Return the evaluation of nothing."""
 
     def pool(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
-        """Compute each metric from the institutions' sums."""
+        """Compute every metric from the institutions' sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(Payload):
-    """Sent instead of any answer, by an institution that refuses or cannot go on."""
+    """Sent in place of an answer by an institution that refuses or fails."""
 
     failure: str = notice()  # one line: the rule, the value, what to do
     error: str = notice()  # the class of flwr_replay.errors
-    name: str = notice(default="")  # the institution's, where it is known
+    name: str = notice(default="")  # the institution's, if it is known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,29 +124,29 @@ class Present(Payload):
     num_examples: int = statistic("examples", public=True)
     raw_bytes: int = statistic("bytes", public=True)  # of the training examples as the institution holds them
     label_sum: float | None = statistic(
-        "label's unit; of the training labels, regression only", default=None, withheld=True
+        "label's unit; sum over the training labels, regression only", default=None, withheld=True
     )
     label_squares: float | None = statistic(
         "label's unit squared; sum over the training labels", default=None, withheld=True
     )
     proof: str = notice(
         default=""
-    )  # that it is the same one, where it returns as another node: flwr_replay/institution/identity.py
+    )  # of its identity, for when it returns as another node: flwr_replay/institution/identity.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class RollCall(Request, stage="roll-call", answer=Present, message_type="query"):
-    """Who is there? Asked once of every node that joins."""
+    """Ask a node that joins for its name and its number of examples."""
 
     strategy: str = instruction()
     run: str = instruction()
-    stages: Sequence[str] = instruction("what every institution will be asked for", default=())
-    form: str = instruction("of a model that institutions exchange: a digest of names, shapes and dtypes", default="")
+    stages: Sequence[str] = instruction("all stages that the run will request", default=())
+    form: str = instruction("digest of names, shapes and dtypes of the model that institutions exchange", default="")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelScale(Payload):
-    """What a request brings along where labels are standardised: the same for all, from what all have reported."""
+    """Part of a request where labels are standardised: mean and scale for all, computed from what all reported."""
 
     label_mean: float | None = statistic("label's unit", default=None)
     label_scale: float | None = statistic("label's unit; standard deviation", default=None)
@@ -154,17 +154,17 @@ class LabelScale(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class Spending(Payload):
-    """What a request says whose answer may be differentially private, so that no account is put back unnoticed."""
+    """Part of a request whose answer may be under DP: the epsilon last stated, which reveals a restored old account."""
 
     stated: float = instruction("epsilon that the institution stated last in this run; 0: none yet", default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spent(Payload):
-    """What an answer states where it is differentially private; computed from numbers of examples alone."""
+    """Part of an answer that is under DP: its epsilon and delta, computed from numbers of examples alone."""
 
     epsilon: float | None = statistic(
-        "by Renyi DP, of all that the institution has released in this run; none: its noise is not secret",
+        "by Renyi DP, of all releases of the institution in this run; none: its noise is not secret",
         default=None,
         public=True,
     )
@@ -173,28 +173,28 @@ class Spent(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(Spent):
-    """What comes back from a training: the weights, and how it went."""
+    """The answer to a training request: the weights, with counts and a loss."""
 
     arrays: Weights = model(dp="classifier")
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples; with repetition", public=True)
-    train_loss: float | None = statistic("as the task has it, mean over the training", default=None, withheld=True)
+    train_loss: float | None = statistic("the task's loss, mean over the training", default=None, withheld=True)
 
     @classmethod
     def empty(cls, arrays: Weights) -> Trained:
-        """Return the answer of a training without any example."""
+        """Return the answer of a training without examples."""
         return cls(arrays=arrays, num_examples=0, examples_seen=0, train_loss=0.0)
 
     @classmethod
     def from_foreign(cls, content: RecordDict) -> Trained:
-        """Read the reply of a ClientApp that knows nothing of this package: one array record, perhaps metrics.
+        """Read the reply of a user's own ClientApp: one array record, perhaps metrics.
 
-        Without `num-examples` every institution counts as one example.
+        An institution without `num-examples` counts as one example.
 
         Raises
         ------
         WireError
-            If there is not one array record, or a number of examples or a loss that cannot be.
+            If there is not exactly one array record, or the number of examples or the loss is impossible.
         """
         if len(content.array_records) != 1:
             raise WireError(f"a training reply must hold one ArrayRecord; got {len(content.array_records)}")
@@ -202,7 +202,7 @@ class Trained(Spent):
         for record in content.metric_records.values():
             metrics |= record
         n, loss = metrics.get("num-examples", 1), metrics.get("train-loss", metrics.get("train_loss"))
-        if isinstance(n, list) or not 1 <= n <= MOST or n != int(n):  # nor NaN
+        if isinstance(n, list) or not 1 <= n <= MOST or n != int(n):  # NaN too
             raise WireError(f"num-examples must be a whole number from 1 to {MOST:,}; got {n}")
         if loss is not None and (isinstance(loss, list) or not math.isfinite(loss)):
             raise WireError(f"train-loss must be a finite number; got {loss}")
@@ -212,7 +212,7 @@ class Trained(Spent):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectsReplay(Payload):
-    """What a request to train says where there is replay, so that nothing kept for it is lost unnoticed."""
+    """Part of a request to train with replay: how many examples the institution should have kept for it."""
 
     replayed: int | None = instruction("examples that the institution keeps for replay; none: no replay", default=None)
 
@@ -233,21 +233,21 @@ class Train(Spending, ExpectsReplay, LabelScale, Request, stage="train", answer=
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Payload):
-    """An institution's sums over its test shard, from which the server pools every metric."""
+    """An institution's sums over its test shard, from which the server computes every metric."""
 
     num_examples: int = statistic("examples", counted=True)
     loss: float | None = statistic(
-        "as the task has it, mean over the shard; none: a policy lets counts leave only", default=None
+        "the task's loss, mean over the shard; none: the policy allows counts only", default=None
     )
     confusion: Sequence[int] = statistic(
         "examples, or pixels of masks; C x C, row = label, column = prediction, row by row", default=(), counted=True
     )
     hits_in_group: int | None = statistic(
-        "examples; with task.class-groups only: right among the classes of the label's group",
+        "examples; with task.class-groups only: correct among the classes of the label's group",
         default=None,
         counted=True,
     )
-    scores: Sequence[int] = statistic("examples; two classes only: label by bin of the score, row by row", default=())
+    scores: Sequence[int] = statistic("examples; two classes only: label x bin of the score, row by row", default=())
     absolute_error: float | None = statistic("label's unit; regression only: sum over the shard", default=None)
     squared_error: float | None = statistic("label's unit squared; regression only: sum", default=None)
 
@@ -258,7 +258,7 @@ class Evaluation(Payload):
 
     @classmethod
     def metrics(cls, task: Pooling) -> tuple[str, ...]:
-        """Return the names of all that `pool` may return."""
+        """Return the names of all metrics that `pool` may return."""
         return task.metrics
 
     @classmethod

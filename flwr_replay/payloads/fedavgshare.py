@@ -1,4 +1,4 @@
-"""What travels in FedAvg+Share besides FedAvg's weights: raw examples of some patients, to everybody."""
+"""What travels in FedAvg+Share in addition to FedAvg's weights: raw examples of some patients, to all institutions."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class Give(Request, stage="give", answer=Given):
     """Share this part of your training examples with all institutions."""
 
     run: str = instruction()
-    share: float = instruction("of the examples")
+    share: float = instruction("fraction of the examples")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainEnlarged(Train, stage="train-enlarged", answer=Trained):
-    """Train these weights on your data and on what others gave."""
+    """Train these weights on your data and on the examples of others that you have received."""
 
     held: int = instruction("examples of others that you have received", default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Received(Payload):
-    """Others' examples have arrived and are kept."""
+    """Confirms that the institution has saved the others' examples."""
 
     num_examples: int = statistic("examples of others that the institution now holds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Receive(Request, stage="receive", answer=Received):
-    """Keep these examples of other institutions, and train on them too; they replace those that you have received."""
+    """Save these examples of other institutions and train on them too; they replace those received before."""
 
     run: str = instruction()
     images: NDArray[Any] = per_sample("N C H W", "uint8", "float32", raw=True)
@@ -56,5 +56,5 @@ class Receive(Request, stage="receive", answer=Received):
 
 
 def number_shared(examples: int, share: float) -> int:
-    """Return how many examples a share is: at least one."""
+    """Return the number of examples in a share, at least one."""
     return max(1, round(share * examples))

@@ -1,6 +1,6 @@
 """What travels in FedReplay: an encoder, and once per institution the latent variables with their labels.
 
-A latent variable is a function of one patient's image. Whoever holds it and the encoder can try to invert it. With
+A latent variable is a function of one patient's image. Anybody who has it and the encoder can try to invert it. With
 dp=encoder the encoder is differentially private; latent variables and labels never are.
 """
 
@@ -21,19 +21,19 @@ __all__ = ["Encode", "Encoder", "Extract", "Latents"]
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder(Spent):
-    """The part before the cut of a backbone trained at one institution."""
+    """The part before the cut of a backbone that one institution has trained."""
 
     arrays: Weights = model(part=True, dp="encoder")
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples", public=True)
-    train_loss: float | None = statistic("as the task has it, mean over the best epoch", default=None, withheld=True)
-    validation_loss: float | None = statistic("as the task has it, of the best epoch", default=None, withheld=True)
-    epochs: int = statistic("epochs until training stopped; under DP as many as were asked for", public=True)
+    train_loss: float | None = statistic("the task's loss, mean over the best epoch", default=None, withheld=True)
+    validation_loss: float | None = statistic("the task's loss, of the best epoch", default=None, withheld=True)
+    epochs: int = statistic("epochs until training stopped; under DP all that were requested", public=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encode(Spending, LabelScale, Request, stage="encode", answer=Encoder):
-    """Stage 1: train this whole backbone until it stops improving, return the part before the cut."""
+    """Stage 1: train this whole backbone until it stops improving; return the part before the cut."""
 
     arrays: Weights = model()
     run: str = instruction()
@@ -65,5 +65,5 @@ class Extract(Request, stage="extract", answer=Latents):
     cut: str = instruction("stage")
     latent_dtype: str = instruction("float32, float16 or int8")
     first: int = instruction("row")
-    chunk_bytes: int = instruction("bytes that the answer may have at most")
+    chunk_bytes: int = instruction("most bytes of the answer")
     views: int = instruction("views of each example")

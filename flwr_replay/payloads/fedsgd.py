@@ -14,10 +14,10 @@ __all__ = ["Differentiate", "Gradient"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient(Trained):
-    """The gradient of the mean loss over all training examples, under its parameters' names.
+    """The gradient of the mean loss over all training examples, by parameter name.
 
-    Under the names of buffers, the running statistics of batch norm, stand their new values. It is computed without
-    noise, so nothing protects it.
+    Under the names of buffers (running statistics of batch norm) are their new values. The gradient has no noise, so
+    nothing protects it.
     """
 
 

@@ -13,29 +13,29 @@ __all__ = ["EvaluateOwn", "TrainOwn", "Trained"]
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(Spent):
-    """How the training of a model that stays at the institution went."""
+    """Counts and a loss of a training; the model stays at the institution."""
 
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples; with repetition", public=True)
     train_loss: float | None = statistic(
-        "as the task has it, mean over the training", default=None, dp="classifier", withheld=True
+        "the task's loss, mean over the training", default=None, dp="classifier", withheld=True
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOwn(Spending, LabelScale, Request, stage="train-own", answer=Trained):
-    """Train the model that you keep."""
+    """Train your own model."""
 
     run: str = instruction()
     lr: float = instruction("per step")
-    init_seed: int = instruction("of the fresh weights, used at the first training")
+    init_seed: int = instruction("seed of the fresh weights, used at the first training")
     optimizer_state: str = instruction("keep or reset", default="keep")
     continues: bool = instruction("the institution has trained in this run before", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOwn(LabelScale, Request, stage="evaluate-own", answer=Evaluation, message_type="evaluate"):
-    """Test the model that you keep on your test shard."""
+    """Test your own model on your test shard."""
 
     run: str = instruction()
     split: str = instruction("test, train or external", default="test")

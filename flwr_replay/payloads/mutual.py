@@ -1,4 +1,4 @@
-"""What travels where every institution trains a private model and a proxy: the proxies, and nothing of the others."""
+"""What travels in the methods with a private model and a proxy: the proxy; never the private model."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ __all__ = [
     "TrainedMutually",
 ]
 
-STEPS = "of DP-SGD that the proxy took, or plain ones; 0: the institution's budget is used up"
+STEPS = "steps of the proxy, by DP-SGD or plain; 0: the institution's budget is used up"
 HALVES = ("loss", "confusion", "hits_in_group", "scores")  # of an evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mutual(LabelScale):
-    """What a request says of the private model, and of what both learn from each other (Kalra et al. 2023, eq. 4-5)."""
+    """Part of a request to train: options of the private model and of mutual learning (Kalra et al. 2023, eq. 4-5)."""
 
-    alpha: float = instruction("weight of the proxy's answers in the private model's loss")
-    beta: float = instruction("weight of the private model's answers in the proxy's loss")
-    private_seed: int = instruction("of the private model's fresh weights, used at the first training")
+    alpha: float = instruction("weight of the proxy's predictions in the private model's loss")
+    beta: float = instruction("weight of the private model's predictions in the proxy's loss")
+    private_seed: int = instruction("seed of the private model's fresh weights, used at the first training")
     private_optimizer: str = instruction("sgd or adam")
     private_lr: float = instruction("per step")
-    private_epochs: int = instruction("passes of the private model alone, before both learn")
+    private_epochs: int = instruction("passes that the private model trains alone, before both train")
     private_batch_size: int = instruction("examples, in these passes")
-    private_shift: int = instruction("pixels, in these passes")
+    private_shift: int = instruction("pixels by which images are shifted at most, in these passes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedProxy(Released):
-    """A proxy after its training; the loss is the private model's."""
+    """A trained proxy; the loss is the private model's."""
 
     arrays: Weights = model(dp="proxy")
     proxy_steps: int = statistic(STEPS, default=0, public=True)
@@ -51,12 +51,12 @@ class ReleasedProxy(Released):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainProxy(Mutual, TrainPeer, Request, stage="train-proxy", answer=ReleasedProxy):
-    """Kalra et al. 2023, Algorithm 1, lines 2-6: train the proxy and the private model that you keep."""
+    """Kalra et al. 2023, Algorithm 1, lines 2-6: train your proxy and your private model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedMutually(Trained):
-    """The same where a server averages the proxies."""
+    """A trained proxy for the server to average; the loss is the private model's."""
 
     arrays: Weights = model(dp="proxy")
     proxy_steps: int = statistic(STEPS, default=0, public=True)
@@ -64,7 +64,7 @@ class TrainedMutually(Trained):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainMutually(Spending, Mutual, Request, stage="train-mutually", answer=TrainedMutually):
-    """Train this proxy together with the private model that you keep."""
+    """Train this proxy together with your private model."""
 
     arrays: Weights = model()
     run: str = instruction()
@@ -77,32 +77,32 @@ class TrainMutually(Spending, Mutual, Request, stage="train-mutually", answer=Tr
 class PairEvaluation(Evaluation):
     """Sums over the test shard of the private model and of the proxy."""
 
-    proxy_loss: float | None = statistic("as the task has it, mean over the shard; none: as above", default=None)
-    proxy_confusion: Sequence[int] = statistic("examples; C x C, as above", default=(), counted=True)
-    proxy_hits_in_group: int | None = statistic(
-        "examples; with task.class-groups only, as above", default=None, counted=True
+    proxy_loss: float | None = statistic(
+        "the task's loss, mean over the shard; none: the policy allows counts only", default=None
     )
-    proxy_scores: Sequence[int] = statistic("examples; two classes only, as above", default=())
+    proxy_confusion: Sequence[int] = statistic("examples; as confusion", default=(), counted=True)
+    proxy_hits_in_group: int | None = statistic("examples; as hits_in_group", default=None, counted=True)
+    proxy_scores: Sequence[int] = statistic("examples; as scores", default=())
 
     @classmethod
     def of_pair(cls, private: Evaluation, proxy: Evaluation) -> PairEvaluation:
-        """Put two evaluations on the same shard side by side."""
+        """Combine the evaluations of both models on the same shard."""
         own = {field.name: getattr(private, field.name) for field in fields(private)}
         return cls(**own, **{f"proxy_{name}": getattr(proxy, name) for name in HALVES})
 
     @classmethod
     def empty(cls, task: Pooling) -> PairEvaluation:
-        """Return evaluations of nothing."""
+        """Return the evaluations of nothing."""
         return cls.of_pair(task.empty(), task.empty())
 
     @classmethod
     def metrics(cls, task: Pooling) -> tuple[str, ...]:
-        """Return a task's metrics of both."""
+        """Return the names of a task's metrics for both models."""
         return (*task.metrics, *(f"proxy-{name}" for name in task.metrics))
 
     @classmethod
     def pool(cls, task: Pooling, evaluations: Sequence[Any]) -> dict[str, float]:
-        """Pool the private models' metrics, and under names with proxy- the proxies'."""
+        """Compute the private models' metrics, and those of the proxies with the prefix proxy-."""
         proxies = [
             Evaluation(num_examples=one.num_examples, **{name: getattr(one, f"proxy_{name}") for name in HALVES})
             for one in evaluations
@@ -112,7 +112,7 @@ class PairEvaluation(Evaluation):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatePair(LabelScale, Request, stage="evaluate-pair", answer=PairEvaluation, message_type="evaluate"):
-    """Test the private model and the proxy that you keep on your test shard."""
+    """Test your private model and your proxy on your test shard."""
 
     run: str = instruction()
     split: str = instruction("test, train or external", default="test")
@@ -122,7 +122,7 @@ class EvaluatePair(LabelScale, Request, stage="evaluate-pair", answer=PairEvalua
 class EvaluateWithProxy(
     LabelScale, Request, stage="evaluate-with-proxy", answer=PairEvaluation, message_type="evaluate"
 ):
-    """Test the private model that you keep, and this proxy, on your test shard."""
+    """Test your private model and this proxy on your test shard."""
 
     arrays: Weights = model()
     run: str = instruction()

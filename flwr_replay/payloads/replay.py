@@ -1,7 +1,7 @@
 """What travels for generative replay: a generator, and codes of patients' images with their labels, or priors.
 
-Codes are functions of single patients' images: who holds them and the decoder sees the reconstructions. Labels leave
-beside them as they are. With priors neither leaves, but for the number of examples of each label.
+A code is a function of one patient's image: anybody who has it and the decoder sees the reconstruction. Labels travel
+with the codes, unprotected. With priors neither codes nor labels travel; the number of examples of each label does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Generated(Spent):
-    """The generator after an institution has trained it, and how that went."""
+    """The generator after an institution has trained it, with counts and losses."""
 
     arrays: Weights = model(dp="generator")
     num_examples: int = statistic("examples", public=True)
@@ -44,7 +44,7 @@ class Generated(Spent):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainGenerator(Spending, Request, stage="train-generator", answer=Generated):
-    """Algorithm 1, lines 8-18: train this generator on your images and on replays of what you keep."""
+    """Algorithm 1, lines 8-18: train this generator on your images and on replayed ones."""
 
     arrays: Weights = model()
     run: str = instruction()
@@ -53,17 +53,17 @@ class TrainGenerator(Spending, Request, stage="train-generator", answer=Generate
 
 @dataclass(frozen=True, kw_only=True)
 class Codes(Payload):
-    """Packed codes of images, and their labels."""
+    """Packed codes of images, with their labels."""
 
     codes: NDArray[Any] = per_sample("N bytes", "uint8")
     labels: NDArray[Any] = per_sample("N", "int64", "float32")
     num_examples: int = statistic("examples, the institution's own", public=True)
-    raw_bytes: int = statistic("bytes of the raw examples that the institution's own codes stand for", public=True)
+    raw_bytes: int = statistic("bytes of the raw examples behind the institution's own codes", public=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeImages(Request, stage="encode-images", answer=Codes):
-    """Algorithm 1, line 19: encode your images with this generator, and before them the replays of what you keep."""
+    """Algorithm 1, line 19: encode the replayed images, then your own, with this generator."""
 
     arrays: Weights = model()
     run: str = instruction()
@@ -72,14 +72,14 @@ class EncodeImages(Request, stage="encode-images", answer=Codes):
 
 @dataclass(frozen=True, kw_only=True)
 class Kept(Payload):
-    """What was sent has been kept."""
+    """Confirms that the institution has saved what it received."""
 
-    num_examples: int = statistic("examples that it stands for", public=True)
+    num_examples: int = statistic("examples that the saved codes or the prior stand for", public=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeepCodes(Request, stage="keep-codes", answer=Kept):
-    """Keep these codes; they replace those that you have."""
+    """Save these codes; they replace those received before."""
 
     run: str = instruction()
     codes: NDArray[Any] = per_sample("N bytes", "uint8")
@@ -88,7 +88,7 @@ class KeepCodes(Request, stage="keep-codes", answer=Kept):
 
 @dataclass(frozen=True, kw_only=True)
 class KeepDecoder(Request, stage="keep-decoder", answer=Kept):
-    """Keep what turns these codes into images."""
+    """Save this decoder, which turns the codes into images."""
 
     run: str = instruction()
     arrays: Weights = model()
@@ -96,18 +96,18 @@ class KeepDecoder(Request, stage="keep-decoder", answer=Kept):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPrior(Spent):
-    """A prior over an institution's codes; its state dict lacks the decoder that the codes are for."""
+    """A prior over an institution's codes; the decoder of these codes is not in its state dict."""
 
     arrays: Weights = model(part=True, dp="prior")
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples", public=True)
-    losses: Sequence[float] = statistic("nats of a code, mean over each epoch", default=(), withheld=True)
+    losses: Sequence[float] = statistic("nats per code, mean over each epoch", default=(), withheld=True)
     label_counts: Sequence[int] = statistic("examples of each class, or bin of a number", dp="label counts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPrior(Spending, LabelScale, Request, stage="train-prior", answer=TrainedPrior):
-    """Footnote 1: train this prior on the codes that this generator gives your images."""
+    """Footnote 1: train this prior on the codes of your images by this generator."""
 
     arrays: Weights = model()  # under generator. and prior.
     run: str = instruction()
@@ -115,7 +115,7 @@ class TrainPrior(Spending, LabelScale, Request, stage="train-prior", answer=Trai
 
 @dataclass(frozen=True, kw_only=True)
 class KeepPrior(LabelScale, Request, stage="keep-prior", answer=Kept):
-    """Draw codes from this prior, as many as it stands for, and keep them with its decoder."""
+    """Draw as many codes of each label from this prior as `label_counts` says; save them with its decoder."""
 
     arrays: Weights = model()  # under decoder. and prior.
     run: str = instruction()

@@ -1,8 +1,7 @@
 """What travels in SplitNN: activations and gradients at the cut, batch by batch; the institution's part of the model.
 
-Activations are functions of single patients' images, and the gradients that come back are functions of the same
-patients' images and labels; nothing here is differentially private. With `share-labels=false` none of the payloads has
-a field for labels.
+Activations are functions of single patients' images. The gradients that come back are functions of the same patients'
+images and labels. Nothing here is differentially private. With `share-labels=false` no payload has a field for labels.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Activations(Payload):
-    """What the part before the cut makes of the batches of one message."""
+    """The activations at the cut for the batches of one message."""
 
     activations: NDArray[Any] = per_sample("N ...", "float32")
     num_examples: int = statistic("examples, the institution's")
@@ -42,17 +41,17 @@ class Activations(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledActivations(Activations):
-    """The same with their labels."""
+    """Activations with their labels."""
 
     labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadGradients(Payload):
-    """Gradients of the batches' losses at the head's input; they tell about labels."""
+    """Gradients of the batches' losses at the head's input; they reveal something about the labels."""
 
     gradients: NDArray[Any] = per_sample("N ...", "float32")
-    losses: list[float] = statistic("as the task has it, a mean for each batch")
+    losses: list[float] = statistic("the task's loss, a mean for each batch")
     num_examples: int = statistic("examples, the institution's")
 
 
@@ -66,21 +65,21 @@ class Half(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class VisitRequest(ExpectsReplay):
-    """Where in a visit a message belongs, and how to train: no process need remember it."""
+    """Part of every request of a visit: its place in the visit, and how to train. No process has to remember them."""
 
     run: str = instruction()
     cut: str = instruction("stage")
-    with_head: bool = instruction("the institution has the head, too")
+    with_head: bool = instruction("whether the institution has the head")
     lr: float = instruction("per step")
     optimizer_state: str = instruction("keep or reset")
     micro_batches: int = instruction("batches that a message holds")
-    message: int = instruction("of this visit, from 0")
-    group: int = instruction("of micro_batches batches, from 0: whose activations are asked for, or whose loss")
+    message: int = instruction("number in this visit, from 0")
+    group: int = instruction("number of the requested group of micro_batches batches, from 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Enter(VisitRequest, Request, stage="enter", answer=LabelledActivations):
-    """Take this part of the model and upload the first activations."""
+    """Use this part of the model and upload the first activations."""
 
     arrays: Weights = model(part=True)
     continues: bool = instruction("the institution has trained in this run before", default=False)
@@ -88,30 +87,30 @@ class Enter(VisitRequest, Request, stage="enter", answer=LabelledActivations):
 
 @dataclass(frozen=True, kw_only=True)
 class NextBatch(VisitRequest, Request, stage="next-batch", answer=LabelledActivations):
-    """Step on the gradients of the group before, then upload the activations of this one."""
+    """Step on the gradients of the previous group, then upload the activations of this one."""
 
     gradients: NDArray[Any] = per_sample("N ...", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnterUnlabelled(Enter, stage="enter-unlabelled", answer=Activations):
-    """As `Enter`; labels stay."""
+    """`Enter` for an answer without labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextBatchUnlabelled(NextBatch, stage="next-batch-unlabelled", answer=Activations):
-    """As `NextBatch`; labels stay."""
+    """`NextBatch` for an answer without labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLoss(VisitRequest, LabelScale, Request, stage="head-loss", answer=HeadGradients):
-    """Step the head on this group, whose outputs of the server's part are here."""
+    """Step the head on this group; `outputs` are those of the server's part."""
 
     outputs: NDArray[Any] = per_sample("N ...", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leave(VisitRequest, Request, stage="leave", answer=Half):
-    """Step on the last gradients, then give your part of the model back."""
+    """Step on the last gradients, then return your part of the model."""
 
     gradients: NDArray[Any] = per_sample("N ...", "float32")

@@ -1,1 +1,1 @@
-"""The server's half of every method: who takes part, what is asked, what an answer may be, what is recorded."""
+"""The server's half of every method: members, messages, checks of answers, pooled metrics, what a run records."""

@@ -1,6 +1,6 @@
-"""What an institution may answer: the fields declared, numbers that can be, and weights of the model that was sent.
+"""Checks of institutions' answers: the declared fields, valid numbers, and weights of the form that was sent.
 
-Whatever is wrong with an answer is its sender's failure, and never the others'.
+An invalid answer counts as its sender's failure. It never stops the other institutions.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from flwr_replay.wire.weights import check_weights, largest
 
 __all__ = ["check_answer", "check_foreign", "legible", "read_answer"]
 
-PASSES = 1000  # over an institution's examples that one answer may state
+PASSES = 1000  # the most passes over an institution's examples that one answer may report
 
 
 @contextmanager
 def legible() -> Iterator[None]:
-    """Read what an institution has sent: whatever goes wrong meanwhile, it is not as declared."""
+    """Turn any error while reading an answer into a WireError: the answer is not as declared."""
     try:
         yield
     except FlwrReplayError:
         raise
-    except Exception as error:  # of any kind, since somebody else has made the records
+    except Exception as error:  # of any class, since the sender made the records
         line = " ".join(str(error).split())[:200]
         raise WireError(f"an answer must be readable; this is not: {type(error).__name__} {line}") from None
 
 
 def read_answer(answer: RecordDict, declared: type[Payload] | None) -> tuple[list[Row], dict[str, Any]]:
-    """Return an answer's fields, as the ledger counts them, and its numbers.
+    """Return an answer's fields, as the ledger counts them, and its metrics.
 
     Parameters
     ----------
     answer : RecordDict
-        What came.
+        The answer's records.
     declared : type[Payload] | None
-        What it must be; None takes the answer of a user's own ClientApp as it is.
+        The payload that it must be; None for the answer of a user's own ClientApp, which is not checked here.
 
     Raises
     ------
     WireError
-        If the answer is something else, or states an epsilon that cannot be.
+        If the answer is another payload, or states an invalid epsilon or delta.
     """
     found = list(rows(answer, declared))
     if declared is None:
@@ -66,25 +66,25 @@ def read_answer(answer: RecordDict, declared: type[Payload] | None) -> tuple[lis
 def check_answer(
     answer: RecordDict, declared: type[Payload], request: type[Request], asked: RecordDict, examples: range
 ) -> None:
-    """Refuse an answer that cannot be used, before anything is made of it.
+    """Refuse an invalid answer before it is used.
 
     Parameters
     ----------
     answer : RecordDict
-        What came.
+        The answer's records.
     declared : type[Payload]
-        What it must be.
+        The payload that it must be.
     request : type[Request]
-        What it answers.
+        The request's class.
     asked : RecordDict
-        The request's records; weights that come back must be those that were sent, by name, shape and dtype.
+        The request's records; returned weights must have the names, shapes and dtypes of those sent.
     examples : range
-        How many it may be about.
+        The numbers of examples that the answer may report.
 
     Raises
     ------
     WireError
-        If the answer is something else.
+        If the answer is invalid.
     DivergedError
         If its weights are not finite.
     """
@@ -93,7 +93,7 @@ def check_answer(
         wanted = f"{examples[0]}, by the roll call" if len(examples) == 1 else f"{examples[0]} to {examples[-1]}"
         raise WireError(f"num_examples must be {wanted}; got {payload.num_examples}")
     if getattr(payload, "examples_seen", 0) > MOST * PASSES:
-        raise WireError(f"examples_seen must be what a visit can use; got {payload.examples_seen}")
+        raise WireError(f"examples_seen must be at most {MOST * PASSES:,}; got {payload.examples_seen}")
     weights, sent_weights = _weights(declared), _weights(request)
     sent = asked.get("arrays")
     if weights and sent_weights and isinstance(sent, ArrayRecord):
@@ -102,30 +102,30 @@ def check_answer(
 
 
 def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
-    """Refuse an answer of a user's own ClientApp that cannot be used.
+    """Refuse an invalid answer of a user's own ClientApp.
 
     Parameters
     ----------
     answer : RecordDict
-        What came.
+        The answer's records.
     asked : RecordDict
         The request's records.
     trained : bool
-        Whether weights were to come back; else metrics.
+        Whether weights were requested; otherwise metrics.
 
     Raises
     ------
     WireError
-        If the weights are not those that were sent, or a number cannot be.
+        If the weights have another form than those sent, or a number is invalid.
     DivergedError
         If weights are not finite.
     """
     if trained:
-        came = Trained.from_foreign(answer).arrays
+        returned = Trained.from_foreign(answer).arrays
         sent = asked.get("arrays")
-        if isinstance(sent, ArrayRecord) and isinstance(came, ArrayRecord):
-            _check_weights(_forms(sent), _forms(came), part=False)
-        check_weights(opened(came))
+        if isinstance(sent, ArrayRecord) and isinstance(returned, ArrayRecord):
+            _check_weights(_forms(sent), _forms(returned), part=False)
+        check_weights(opened(returned))
         return
     metrics = {name: value for record in answer.metric_records.values() for name, value in record.items()}
     n = metrics.pop("num-examples", 1)
@@ -144,16 +144,18 @@ def _forms(record: ArrayRecord) -> dict[str, tuple[Any, ...]]:
     return {name: (tuple(array.shape), array.dtype) for name, array in record.items()}
 
 
-def _check_weights(sent: dict[str, tuple[Any, ...]], came: dict[str, tuple[Any, ...]], part: bool) -> None:
-    for name, form in came.items():
+def _check_weights(sent: dict[str, tuple[Any, ...]], returned: dict[str, tuple[Any, ...]], part: bool) -> None:
+    for name, form in returned.items():
         if sent.get(name) != form:
             raise WireError(f"weights must come back as they were sent; {name!r} is {form}, was {sent.get(name)}")
-    if not part and (lacking := sorted(sent.keys() - came.keys())):
+    if not part and (lacking := sorted(sent.keys() - returned.keys())):
         raise WireError(f"weights must come back as they were sent; {lacking[0]!r} is missing")
 
 
 def _check_finite(arrays: StateDict) -> None:
-    """Refuse functions of examples that no model can learn from."""
+    """Refuse latents, codes or gradients that are not finite."""
     for name, array in arrays.items():
         if np.issubdtype(array.dtype, np.floating) and not math.isfinite(largest({name: array})):
-            raise WireError(f"{name} must be finite; got others: check the data and the weights that were sent")
+            raise WireError(
+                f"{name} must be finite; got values that are not: check the data and the weights that were sent"
+            )

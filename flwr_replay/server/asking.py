@@ -1,4 +1,4 @@
-"""Messages on their way: nodes that must join, requests and replies as they arrive, failures in words."""
+"""Messages in transit: waiting for nodes, sending requests, replies as they arrive, reasons of failures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flwr_replay.payloads.common import Failure
 
 __all__ = ["ask", "failure_of", "reason_of", "wait_for_nodes"]
 
-EXPIRED = (3, 4)  # Flower's codes for a message, or its answer, that is not there, or no longer
-LONGEST = 1000  # characters of a reason that somebody else gives
+EXPIRED = (3, 4)  # Flower's codes for a message or an answer that is missing or has expired
+LONGEST = 1000  # the most characters of a reason that an institution gives
 
 
 def wait_for_nodes(grid: Grid, minimum: int, seconds: float) -> None:
@@ -25,7 +25,7 @@ def wait_for_nodes(grid: Grid, minimum: int, seconds: float) -> None:
     Raises
     ------
     RunError
-        If fewer than `minimum` have joined when `seconds` are over.
+        If fewer than `minimum` have joined after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while (joined := len(set(grid.get_node_ids()))) < minimum:
@@ -40,27 +40,27 @@ def wait_for_nodes(grid: Grid, minimum: int, seconds: float) -> None:
 def ask(
     grid: Grid, messages: Iterable[Message], seconds: float, at_once: int | None = None
 ) -> Iterator[tuple[Message, Message | None]]:
-    """Send messages; yield each with its reply as these arrive, and with None if none came in time.
+    """Send messages; yield each with its reply when that arrives, or with None if no reply came in time.
 
-    Flower's own `send_and_receive` looks for replies of a deployment every three seconds only.
+    In a deployment Flower's own `send_and_receive` looks for replies only every three seconds.
 
     Parameters
     ----------
     grid : Grid
-        Where they go.
+        Flower's grid.
     messages : iterable of Message
-        Drawn when there is room for them.
+        Drawn one by one, each just before it is sent.
     seconds : float
-        To wait for each reply.
+        The time to wait for each reply.
     at_once : int | None
-        How many may be under way; replies are then fetched one by one, so that no more of them lie in memory, however
-        many institutions there are. None: all.
+        How many messages may wait for a reply at a time. Replies are then fetched one by one, which bounds the memory
+        that they take, however many institutions there are. None: all.
     """
-    coming = iter(messages)
+    unsent = iter(messages)
     waiting: dict[str, tuple[Message, float]] = {}
     pause = 0.02
     while True:
-        if fresh := list(islice(coming, None if at_once is None else at_once - len(waiting))):
+        if fresh := list(islice(unsent, None if at_once is None else at_once - len(waiting))):
             list(grid.push_messages(fresh))
             deadline = time.monotonic() + seconds
             waiting |= {message.metadata.message_id: (message, deadline) for message in fresh}
@@ -74,7 +74,7 @@ def ask(
                 reply = replies.pop(0)
                 if asked := waiting.pop(reply.metadata.reply_to_message_id, None):
                     yield asked[0], reply
-                del reply  # the next one is made while this would lie in memory
+                del reply  # free its memory before the next one is read
         for message_id, (message, deadline) in list(waiting.items()):
             if time.monotonic() >= deadline:
                 del waiting[message_id]
@@ -85,12 +85,12 @@ def ask(
 
 
 def failure_of(message: Message) -> Failure | None:
-    """Return the refusal or failure that an institution of ours sent instead of an answer.
+    """Return the failure that an institution with this package's ClientApp sent in place of an answer; else None.
 
     Raises
     ------
     WireError
-        If it is one, but not as declared.
+        If it is a failure, but not as declared.
     """
     if message.has_error() or "failure" not in message.content.get("config", {}):
         return None
@@ -99,7 +99,7 @@ def failure_of(message: Message) -> Failure | None:
 
 
 def reason_of(message: Message, reply: Message | None) -> str:
-    """Say why there is no answer to a message; of a traceback that is the last line."""
+    """Return the reason why a message has no answer; of a traceback, its last line."""
     about = message.metadata
     if reply is None or (reply.error.code in EXPIRED and time.time() >= about.created_at + about.ttl):
         return f"no answer within timeout={about.ttl:g} s"
@@ -108,5 +108,5 @@ def reason_of(message: Message, reply: Message | None) -> str:
 
 
 def _line(text: str) -> str:
-    """Put what somebody else wrote on one line of a terminal or log."""
+    """Return a foreign text as one printable line."""
     return " ".join("".join(c if c.isprintable() else " " for c in text[:LONGEST]).split())

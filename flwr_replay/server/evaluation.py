@@ -1,4 +1,4 @@
-"""What the answers of an evaluation say together."""
+"""Checks the answers to an evaluation and pools their metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Pooled", "check_evaluation", "pool_answers", "with_external"]
 Metrics = dict[str, float]
 Pooled = tuple[Metrics, dict[str, Metrics]]
 MOST_COUNTED = 10**15
-LARGEST = 1e100  # of a loss or a sum of errors, so that sums over institutions stay finite
+LARGEST = 1e100  # the largest loss or sum of errors; sums over institutions then stay finite
 
 
 def pool_answers(
@@ -27,27 +27,27 @@ def pool_answers(
     declared: type[Evaluation] = Evaluation,
     input_shape: tuple[int, ...] | None = None,
 ) -> Pooled | None:
-    """Pool over the test shards: by summed counts, or by weighted means where nobody runs this package's ClientApp.
+    """Pool over the test shards: by sums, or by weighted means if no institution runs this package's ClientApp.
 
     Parameters
     ----------
     answers : iterable of pairs
         Institutions with their replies.
     task : Task | None
-        See `flwr_replay.learning.tasks`; None takes the metrics as they come.
+        See `flwr_replay.learning.tasks`; None: metrics are used as reported.
     refuse : Callable[[str, str], None]
-        Told the name of an institution whose answer cannot be, and why.
+        Called with the name of an institution whose answer is invalid, and the reason.
     declared : type[Evaluation]
-        What an answer is.
+        The payload of an answer.
     input_shape : tuple of int | None
-        Of one example, where it is known.
+        The shape of one example, if it is known.
 
     Returns
     -------
     pooled : dict of str to float
-        Of all institutions.
+        Metrics over all institutions.
     own : dict of str to dict
-        Of each; both are missing if nothing usable came.
+        Metrics of each institution. In place of both, None if no answer is valid.
     """
     own, evaluations = {}, []
     for member, reply in answers:
@@ -68,21 +68,21 @@ def pool_answers(
 
 
 def check_evaluation(evaluation: Evaluation, task: Task, input_shape: tuple[int, ...] | None = None) -> None:
-    """Refuse sums over a test shard that no shard has.
+    """Refuse sums that no test shard can have.
 
     Parameters
     ----------
     evaluation : Evaluation
-        Or one of a pair of models.
+        The answer, of one model or of a pair.
     task : Task
-        See `flwr_replay.learning.tasks`; its own empty evaluation says which fields there are.
+        See `flwr_replay.learning.tasks`; its empty evaluation shows which fields must be there.
     input_shape : tuple of int | None
-        Of one example; needed for masks, which count pixels.
+        The shape of one example; needed for masks, which count pixels.
 
     Raises
     ------
     WireError
-        If counts do not add up, or a number is absurdly large.
+        If counts do not add up, or a number is too large.
     """
     labels = task.blank_labels(1, input_shape or ())
     counted = evaluation.num_examples * labels.size if input_shape or labels.ndim == 1 else None
@@ -91,7 +91,7 @@ def check_evaluation(evaluation: Evaluation, task: Task, input_shape: tuple[int,
         wanted, value = getattr(blank, field.name), getattr(evaluation, field.name)
         if isinstance(value, float) and abs(value) > LARGEST:
             raise WireError(f"{field.name} must be at most {LARGEST:g}; got {value:g}")
-        if not isinstance(wanted, (list, tuple)) or not len(value):  # which of them must be there the task says
+        if not isinstance(wanted, (list, tuple)) or not len(value):  # the task checks which of them must be there
             continue
         if len(value) != len(wanted):
             raise WireError(f"{field.name} must hold {len(wanted)} counts; got {len(value)}")
@@ -104,10 +104,10 @@ def check_evaluation(evaluation: Evaluation, task: Task, input_shape: tuple[int,
 
 
 def with_external(found: Pooled, external: Pooled) -> Pooled:
-    """Put metrics on other institutions' examples beside those on the test shards, under names with external-."""
-    (pooled, own), (there, theirs) = found, external
-    put = {name: {**metrics, **_external(theirs.get(name, {}))} for name, metrics in own.items()}
-    return {**pooled, **_external(there)}, put
+    """Add the metrics on other institutions' examples to those on the test shards, with the prefix external-."""
+    (pooled, own), (external_pooled, external_own) = found, external
+    both = {name: {**metrics, **_external(external_own.get(name, {}))} for name, metrics in own.items()}
+    return {**pooled, **_external(external_pooled)}, both
 
 
 def _external(metrics: Metrics) -> Metrics:
@@ -120,7 +120,7 @@ def _scalars(reply: Message) -> Metrics:
 
 
 def _weighted_means(own: list[Metrics]) -> Metrics:
-    """Average what all report, weighted by `num-examples` where all give it."""
+    """Average the metrics that all report, weighted by `num-examples`, 1 if it is missing."""
     shared = set.intersection(*(set(metrics) for metrics in own)) - {"num-examples"}
     weights = [metrics.get("num-examples", 1.0) for metrics in own]
     total = sum(weights)

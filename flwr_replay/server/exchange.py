@@ -1,4 +1,4 @@
-"""Messages and their answers: the roll call, the ledger's lines, failures; what every movement exchanges by."""
+"""What every movement exchanges by: the roll call, requests and answers, the ledger, failures."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = ["Exchanging", "stopped"]
 
 Take = Callable[[Member, Message], None]
 
-NO_APPS_FAULT = 0  # Flower's code for what no app has caused
-SAME_FAULTS = 3  # messages that may fail for the same one, told by its text
+NO_APPS_FAULT = 0  # Flower's code for a fault that no app has caused
+SAME_FAULTS = 3  # messages that may fail with the same text of this code
 
 
 class Exchanging(Strategy):
@@ -45,16 +45,16 @@ class Exchanging(Strategy):
     settings : Settings | None
         What every strategy needs; None means the defaults.
     recorder : Recorder | None
-        Keeps metrics, ledger and checkpoints; None logs through Flower only.
+        Writes metrics, ledger and checkpoints; None only logs through Flower.
     """
 
     name: ClassVar[str]
     config_type: ClassVar[type[StrategyConfig]]
     config: StrategyConfig
     min_nodes: ClassVar[int] = 1
-    stages: tuple[str, ...] = ("train", "evaluate")  # what every institution is asked for
-    timeout: float  # seconds to wait for answers
-    one_form: ClassVar[bool] = False  # no institution takes part whose model has other names or shapes
+    stages: tuple[str, ...] = ("train", "evaluate")  # all stages that a run requests
+    timeout: float  # seconds to wait for an answer
+    one_form: ClassVar[bool] = False  # whether all institutions' models must have the same names, shapes and dtypes
     extra: frozenset[str]  # keys that a user's own ServerApp adds to requests
 
     def __init__(
@@ -69,38 +69,38 @@ class Exchanging(Strategy):
         known = self.one_form and self.settings.model is not None
         self.form = form_of(to_arrays(self.settings.model(0))) if known else ""  # type: ignore[misc]
         self.members = Members()
-        self.unfit = False  # whether anybody was turned away for its answer to the roll call
-        self.trained: set[str] = set()  # who has answered a training request, and may have state to go on with
-        self.answered: list[str] = []  # who gave a good answer in the last exchange, by name
-        self.diverged: list[str] = []  # of whom, in the last exchange, weights or losses were not finite
-        self.faults: Counter[str] = Counter()  # of the machine, by what Flower says of each
+        self.unfit = False  # whether an institution was refused for its answer to the roll call
+        self.trained: set[str] = set()  # names of those that have answered a training request and may have state
+        self.answered: list[str] = []  # names of those that gave a valid answer in the last exchange
+        self.diverged: list[str] = []  # failures in the last exchange by weights or losses that are not finite
+        self.faults: Counter[str] = Counter()  # of the machine: how often, by Flower's text
         self.label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of all labels
 
     @property
     def task(self) -> Task:
-        """What is learned.
+        """The task.
 
         Raises
         ------
         ConfigError
-            If the settings do not say it.
+            If the settings have none.
         """
         if self.settings.task is None:
             raise ConfigError(f"{type(self).__name__} needs the task: give Settings(task=...)")
         return self.settings.task
 
     def blank_labels(self, n: int) -> NDArray[Any]:
-        """Return n labels of the task that say nothing, as large as real ones."""
+        """Return n blank labels of the task, as large as real ones."""
         return self.task.blank_labels(n, self.settings.input_shape or ())
 
     def scale_labels(self, scale: tuple[float, float] | None) -> None:
-        """Have labels standardised by this mean and standard deviation from now on, here and at the institutions."""
+        """Use this mean and standard deviation for all labels from now on, here and at the institutions."""
         self.label_scale = scale
         if scale is not None:
             self.settings = replace(self.settings, task=self.task.scaled(*scale))
 
     def addressed(self, member: Member, request: Request) -> Request:
-        """Add to a request what depends on the institution, or on all institutions' labels."""
+        """Add to a request the fields that depend on the institution, or on all institutions' labels."""
         if "continues" in request.declared():
             request = replace(request, continues=member.name in self.trained)  # type: ignore[call-arg]
         if "stated" in request.declared() and (released := self.recorder.released.get(member.name)):
@@ -119,18 +119,18 @@ class Exchanging(Strategy):
         return Message(content, member.node_id, request.message_type, group_id=group, ttl=self.timeout)
 
     def all_stages(self) -> list[str]:
-        """Return what every institution is asked for in the whole run."""
+        """Return all stages that the whole run requests."""
         return list(self.stages)
 
     # --- the roll call ------------------------------------------------------------------------------------------------
 
     def roll_call(self, server_round: int = 0) -> RollCall:
-        """Return what a node that is new, or was away, is asked."""
+        """Return the request to a node that joins or returns."""
         run, stages = self.settings.run, self.all_stages()
         return RollCall(strategy=self.name, run=run, stages=stages, form=self.form, server_round=server_round)
 
     def call_roll(self, grid: Grid, server_round: int) -> None:
-        """Ask who is new, or was away, for a name; who refuses, or tells what cannot be, is reported and left out."""
+        """Call the roll for nodes that join or return; report and leave out those that refuse or answer invalidly."""
         request = self.roll_call(server_round)
         newcomers = self.members.newcomers(grid.get_node_ids())
         asked = [self.message(Member(str(node_id), node_id), request) for node_id in newcomers]
@@ -138,7 +138,7 @@ class Exchanging(Strategy):
         replies = {message.metadata.dst_node_id: reply for message, reply in ask(grid, asked, self.timeout)}
         arrived: list[Member] = []
         faults: dict[int, str] = {}
-        names: dict[int, str] = {}  # that those give who do not take part
+        names: dict[int, str] = {}  # by node id, the names of those that refuse
         for node_id, reply in replies.items():
             try:
                 with legible():
@@ -160,7 +160,7 @@ class Exchanging(Strategy):
         taken = {member.name for member in self.members.known}
         for message in asked:
             node_id = message.metadata.dst_node_id
-            claimed = names.get(node_id, "")  # by one that refuses; it is no member, and nobody has proven the name
+            claimed = names.get(node_id, "")  # the name in a refusal, which is not proven
             name = claimed if NAME.fullmatch(claimed) and claimed not in taken else str(node_id)
             member = self.members.by_node(node_id) or Member(name, node_id)
             self.recorder.travelled(server_round, member, "down", list(rows(message.content, RollCall)), "roll-call")
@@ -170,7 +170,7 @@ class Exchanging(Strategy):
         self.recorder.flush()
 
     def roll_answer(self, reply: Message | None) -> list[Row]:
-        """Return the fields of an answer to the roll call, whatever it is, as the ledger counts them."""
+        """Return the fields of any answer to the roll call, as the ledger counts them."""
         for declared in (Failure, Present, None) if reply is not None and reply.has_content() else ():
             try:
                 with legible():
@@ -191,30 +191,30 @@ class Exchanging(Strategy):
         take: Take | None = None,
         at_once: int | None = None,
     ) -> list[Message]:
-        """Send messages, write the ledger, report who failed; return the good replies by institution's name.
+        """Send messages, write the ledger, report failures; return the valid replies, ordered by institutions' names.
 
         Parameters
         ----------
         grid : Grid
             Flower's, or `flwr_replay.runs.engine.InlineGrid`.
         server_round : int
-            The exchange.
+            The number of the exchange.
         messages : iterable of Message
-            Drawn as they are sent.
+            Drawn one by one, each just before it is sent.
         needed : bool
             Whether the run ends if nobody answers.
         take : Callable[[Member, Message], None] | None
-            Is given each good reply as it arrives, in place of the list that is returned, and may refuse it by a
-            `WireError`; so a reply need not stay in memory.
+            Receives each valid reply when it arrives, so that replies need not stay in memory; the returned list is
+            then empty. It may refuse a reply by a `WireError`.
         at_once : int | None
-            How many messages may be under way, and so how many replies in memory; None: all.
+            How many messages may wait for a reply at a time, and so how many replies are in memory; None: all.
 
         Raises
         ------
         RunError
             If messages were sent and no institution answered any of them.
         DivergedError
-            If that is since weights or losses are finite at none.
+            If all of them failed by weights or losses that are not finite.
         """
         good: list[tuple[str, Message]] = []
         answered, diverged, failed = list[str](), list[str](), 0
@@ -223,13 +223,13 @@ class Exchanging(Strategy):
             member = self.members.by_node(message.metadata.dst_node_id)
             assert member is not None
             fault = self.fault_of(server_round, member, message, reply)
-            self.recorder.flush()  # before anything is kept of it
+            self.recorder.flush()  # the ledger is written before the answer is used
             if fault is None and reply is not None:
                 try:
                     take(member, reply)
                 except WireError as error:
                     fault = error
-            del reply  # the next one is made while this would lie in memory
+            del reply  # free its memory before the next one is read
             if fault is not None:
                 failed += 1
                 self.recorder.failed(server_round, member.name, str(fault))
@@ -240,11 +240,11 @@ class Exchanging(Strategy):
             if request is not None and "continues" in request.declared():
                 self.trained.add(member.name)
         self.answered, self.diverged = sorted(answered), diverged
-        if max(self.faults.values(), default=0) >= SAME_FAULTS:  # a simulation goes on sending to a worker that is dead
+        if max(self.faults.values(), default=0) >= SAME_FAULTS:  # a simulation continues to send to a dead worker
             raise RunError(
-                f"no worker of a simulation may be gone; {SAME_FAULTS} messages to one have failed: "
-                f"{self.recorder.failures_line()}: free memory, or have fewer workers by a larger threads, and resume "
-                "the run"
+                f"all workers of a simulation must be alive; {SAME_FAULTS} messages to one have failed: "
+                f"{self.recorder.failures_line()}: free memory, or have fewer workers by a larger value of threads, "
+                "and resume the run"
             )
         if needed and not answered and self.stops_without_answers():
             why = f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}"
@@ -252,7 +252,7 @@ class Exchanging(Strategy):
         return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
 
     def noted(self, server_round: int, messages: Iterable[Message]) -> Iterator[Message]:
-        """Write requests to the ledger before they are sent: who is killed meanwhile knows whom it asked."""
+        """Write requests to the ledger before they are sent, so that it has them even if the process is killed."""
         for message in messages:
             member, request = self.members.by_node(message.metadata.dst_node_id), request_of(message)
             assert member is not None
@@ -264,7 +264,7 @@ class Exchanging(Strategy):
     def fault_of(
         self, server_round: int, member: Member, message: Message, reply: Message | None
     ) -> FlwrReplayError | None:
-        """Write an answer to the ledger; return what makes it none that can be used."""
+        """Write an answer to the ledger; return why it is invalid, or None."""
         if reply is None or reply.has_error():
             if reply is not None and reply.error.code == NO_APPS_FAULT:
                 self.faults[reply.error.reason or ""] += 1
@@ -274,7 +274,9 @@ class Exchanging(Strategy):
         try:
             with legible():
                 if reply.metadata.src_node_id != member.node_id:
-                    raise WireError("an answer comes from who was asked; this is another's")
+                    raise WireError(
+                        "an answer must come from the institution that was asked; this one comes from another"
+                    )
                 refusal = failure_of(reply)
                 declared: type[Payload] | None = Failure if refusal else None
                 if request and not refusal and (member.ours or stage not in OPEN_STAGES):
@@ -283,7 +285,7 @@ class Exchanging(Strategy):
                 if self.settings.privacy:
                     found = self.settings.privacy.protected(found, declared, metrics)
         except FlwrReplayError as error:
-            return WireError(f"sent what it may not: {error}")
+            return WireError(f"sent an invalid answer: {error}")
         if (plan := self.settings.privacy) and "delta" in metrics:
             stated = metrics.get("epsilon"), metrics["delta"]
             self.recorder.spent(server_round, member.name, *stated, plan.mechanism, proven=not plan.unproven)
@@ -299,28 +301,28 @@ class Exchanging(Strategy):
                     examples = self.examples_of(member, request, config_in(message.content))
                     check_answer(reply.content, declared, request, message.content, examples)
         except WireError as error:
-            return WireError(f"sent what it may not: {error}")
+            return WireError(f"sent an invalid answer: {error}")
         except DivergedError as error:
             return error
         return None
 
     def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
-        """Return how many examples an answer may say that it is about.
+        """Return the numbers of examples that an answer may report.
 
         Parameters
         ----------
         member : Member
-            Whose answer it is.
+            The institution that answers.
         request : type[Request]
-            What it answers.
+            The request's class.
         instructions : dict[str, Any]
-            The request's.
+            The request's instructions.
 
         Returns
         -------
         range
-            In the base the number by the roll call; any number where that has none, of test examples,
-            and where it acknowledges others' only.
+            In the base class the number of the roll call. Any number if there is none, for test examples, and where the
+            answer counts others' examples.
         """
         tested = request.message_type == "evaluate" and instructions.get("split") != "train"
         if tested or not member.ours or request.answer is Kept:
@@ -328,7 +330,7 @@ class Exchanging(Strategy):
         return range(member.num_examples, member.num_examples + 1)
 
     def finite(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Refuse weights that the server has made not finite, so that no checkpoint ever holds them."""
+        """Refuse weights that are not finite after the server's step, so that no checkpoint has them."""
         for name, array in opened(arrays).items():
             if not np.isfinite(array).all():
                 raise DivergedError(
@@ -337,20 +339,20 @@ class Exchanging(Strategy):
         return arrays
 
     def stops_without_answers(self) -> bool:
-        """Say whether an exchange that nobody answers ends the run."""
+        """Return whether an exchange without answers ends the run."""
         return True
 
     def answers(self, replies: Iterable[Message]) -> Iterable[tuple[Member, Message]]:
-        """Pair replies with their institutions, by name, whatever the order of arrival."""
+        """Pair replies with their institutions, ordered by name, whatever the order of arrival."""
         pairs = [(self.members.by_node(reply.metadata.src_node_id), reply) for reply in replies]
         return sorted(((m, reply) for m, reply in pairs if m is not None), key=lambda pair: pair[0].name)
 
 
 def split_of(message: Message) -> str:
-    """Return on which examples a request asks for a test; nothing where it asks for none."""
+    """Return the split on which a request asks to evaluate; empty if it asks for another stage."""
     return str(config_in(message.content).get("split", ""))
 
 
 def stopped(why: str, failed: int, diverged: Sequence[str]) -> RunError | DivergedError:
-    """Return what ends a run in which nobody is left, of so many who failed: divergence, if it is nothing else."""
+    """Return the error that ends a run without answers: divergence if all `failed` messages failed by it."""
     return DivergedError(diverged[0]) if diverged and len(diverged) == failed else RunError(why)

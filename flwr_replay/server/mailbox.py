@@ -1,4 +1,4 @@
-"""What waits at the server for institutions to fetch it: parcels, and to whom they go."""
+"""The mailbox of gossip: parcels that wait at the server for delivery, and their receivers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Delivery", "Mailbox", "Parcel"]
 class Parcel:
     """A share of one sender's model."""
 
-    number: int  # of the model, counted in the run
+    number: int  # of the model, from 1 in the run
     sender: str
     share: float
     weight: float  # the sender's w
@@ -27,46 +27,46 @@ class Parcel:
 
 @dataclass
 class Delivery:
-    """What one institution must mix and acknowledge before it trains again."""
+    """The parcels that one institution must mix and acknowledge before it trains again."""
 
-    exchange: int  # in which it released its own model
-    weight: float  # its w then
-    kept: float  # share of that which it keeps
+    exchange: int  # number of the exchange in which it released its own model
+    weight: float  # its w at that release
+    kept: float  # the share of its own model that it keeps
     parcels: list[Parcel] = field(default_factory=list)
-    given_back: Delivery | None = None  # what it was before its parcels went back; the receiver may have mixed them
+    given_back: Delivery | None = None  # the delivery before its parcels went back; the receiver may have mixed them
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
-        """Read one back from what `asdict` gave."""
+        """Return the delivery of which `asdict` returned these values."""
         before = cls.of(values["given_back"]) if values["given_back"] else None
         return cls(**{**values, "parcels": [Parcel(**one) for one in values["parcels"]], "given_back": before})
 
     @property
     def mixed_weight(self) -> float:
-        """Return its receiver's w after mixing."""
+        """The receiver's w after mixing."""
         return self.weight * self.kept + sum(parcel.weight * parcel.share for parcel in self.parcels)
 
 
 @dataclass
 class Mailbox:
-    """All deliveries that are not acknowledged, and the models that they hold.
+    """All deliveries that are not acknowledged, and the models in them.
 
     Attributes
     ----------
     waiting : dict of str to Delivery
-        By receiver.
+        By receiver: its delivery.
     coming_back : dict of str to list of Parcel
-        By sender: what nobody fetched, for its next delivery.
+        By sender: its parcels that nobody acknowledged, for its next delivery.
     committed : dict of str to int
-        By institution, the exchange of its last acknowledged delivery.
+        By institution: the exchange of its last acknowledged delivery.
     weights : dict of str to float
-        By institution, its w after that; 1 before.
+        By institution: its w after that delivery; 1 if it is missing.
     models : dict of int to ArrayRecord
-        By number of a parcel.
+        By a parcel's number: its model.
     posted : int
-        Models so far.
+        The number of models so far.
     recent : list of set of int
-        The numbers of the models that waited when they were kept, of the last times.
+        The numbers of the waiting models at each of the last three calls of `keep`.
     """
 
     waiting: dict[str, Delivery] = field(default_factory=dict)
@@ -78,29 +78,30 @@ class Mailbox:
     recent: list[set[int]] = field(default_factory=list)
 
     def post(self, model: ArrayRecord) -> int:
-        """Take a model in; return its number."""
+        """Store a model; return its number."""
         self.posted += 1
         self.models[self.posted] = model
         return self.posted
 
     def can_hold(self, name: str, held: Sequence[int]) -> bool:
-        """Say whether these are the numbers of what an institution was brought, or was before it went back."""
+        """Return whether these are the numbers of its delivery, or of the delivery before the parcels went back."""
         delivery = self.waiting[name]
         deliveries = [delivery, *([delivery.given_back] if delivery.given_back else [])]
         return any(list(held) == [parcel.number for parcel in one.parcels] for one in deliveries)
 
     def acknowledged(self, name: str, held: Sequence[int]) -> int:
-        """Forget a delivery that lies at its receiver, which holds these numbers; return how many others hold, too.
+        """Forget a delivery whose receiver has acknowledged these numbers.
 
-        Parcels among them that wait to go back to their senders no longer do.
+        Parcels that the receiver has mixed, and that still wait to go back to their senders, no longer do. Return how
+        many have gone back already: they are in two models.
         """
         delivery = self.waiting.pop(name)
         mixed = delivery.given_back if delivery.given_back and held else delivery
         self.committed[name], self.weights[name] = delivery.exchange, mixed.mixed_weight
-        return sum(not self._called_off(parcel) for parcel in mixed.parcels) if mixed is not delivery else 0
+        return sum(not self._withdraw(parcel) for parcel in mixed.parcels) if mixed is not delivery else 0
 
-    def _called_off(self, parcel: Parcel) -> bool:
-        """Take a parcel from what its sender is to have back; say whether it was there."""
+    def _withdraw(self, parcel: Parcel) -> bool:
+        """Remove a parcel from those that go back to its sender; return whether it was there."""
         pile = self.coming_back.get(parcel.sender, [])
         if parcel not in pile:
             return False
@@ -108,16 +109,16 @@ class Mailbox:
         return True
 
     def give_back(self, name: str) -> None:
-        """Send an institution's parcels back; if it comes again, it goes on with all it had."""
+        """Send an institution's parcels back to their senders; if it answers later, it keeps its own model whole."""
         for parcel in self.waiting[name].parcels:
             self.coming_back.setdefault(parcel.sender, []).append(parcel)
         before = self.waiting[name]
         self.waiting[name] = Delivery(before.exchange, before.weight, 1.0, given_back=before)
 
     def keep(self, folder: Path) -> None:
-        """Write the models that still wait to files, and forget all others; on the disk those of the last three times.
+        """Write the waiting models to files and forget all others; files of the last three calls stay.
 
-        The server writes a checkpoint beside the next exchange, so a crash may lose two.
+        The server writes a checkpoint while the next exchange runs, so a crash may lose two checkpoints.
         """
         piles = [*(delivery.parcels for delivery in self.waiting.values()), *self.coming_back.values()]
         needed = {parcel.number for pile in piles for parcel in pile}
@@ -130,11 +131,11 @@ class Mailbox:
                 file.unlink()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold; `keep` has written the models."""
+        """Return what a checkpoint must hold; the models are in the files that `keep` wrote."""
         return {
             "waiting": {name: asdict(delivery) for name, delivery in self.waiting.items()},
             "coming_back": {name: [asdict(parcel) for parcel in some] for name, some in self.coming_back.items()},
-            "committed": dict(self.committed),  # a checkpoint is written while the next round goes on
+            "committed": dict(self.committed),  # a copy: the checkpoint is written during the next round
             "weights": dict(self.weights),
             "models": sorted(self.models),
             "posted": self.posted,
@@ -142,14 +143,14 @@ class Mailbox:
 
     @classmethod
     def restored(cls, values: dict[str, Any], folder: Path) -> Self:
-        """Read a mailbox back.
+        """Return the mailbox of a checkpoint.
 
         Parameters
         ----------
         values : dict of str to Any
-            As from `state`.
+            What `state` returned.
         folder : Path
-            Where `keep` has written.
+            The folder of `keep`.
         """
         waiting = {name: Delivery.of(one) for name, one in values["waiting"].items()}
         back = {name: [Parcel(**parcel) for parcel in some] for name, some in values["coming_back"].items()}

@@ -1,8 +1,8 @@
-"""Who takes part: the roll call, and institutions by name instead of Flower's random node ids.
+"""The institutions that take part: the roll call, and members by name instead of Flower's random node ids.
 
-A name belongs, for the rest of a run, to the node that answered under it first. A SuperNode with a key keeps its node
-id. One without a key gets another id when it starts anew: it then proves that it is the same institution
-(`flwr_replay/institution/identity.py`), and whoever cannot is refused.
+For the whole run a name belongs to the node that answered with it first. A SuperNode with a key keeps its node id. A
+SuperNode without one gets another id when it restarts. It then proves that it is the same institution
+(`flwr_replay/institution/identity.py`); a node that cannot is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flwr_replay.wire.payload import rows
 
 __all__ = ["Member", "Members", "present"]
 
-LARGEST_LABEL = 1e12  # in its unit
+LARGEST_LABEL = 1e12  # in the label's unit
 MOST_BYTES = 10**15
 
 
@@ -35,23 +35,23 @@ class Member:
     node_id: int
     num_examples: int = 0
     raw_bytes: int = 0
-    label_sum: float | None = None  # regression: over its training examples
+    label_sum: float | None = None  # regression: sum over its training examples
     label_squares: float | None = None
     ours: bool = True  # False: a ClientApp that answers no roll call; its name is its node id
-    proof: str = ""  # SHA-256 of what it showed first
+    proof: str = ""  # SHA-256 of its first proof of identity
 
 
 def present(node_id: int, reply: Message) -> Member:
-    """Read an answer to the roll call; one that is not this package's is of a user's own ClientApp.
+    """Read an answer to the roll call; any other answer than `Present` is that of a user's own ClientApp.
 
     Raises
     ------
     WireError
-        If it tells what cannot be.
+        If the name or a number is invalid.
     """
     try:
         declared = not reply.has_error() and all(rows(reply.content, Present))
-    except WireError:  # an answer of its own
+    except WireError:  # a user's own answer
         declared = False
     if not declared:
         return Member(str(node_id), node_id, ours=False)
@@ -65,15 +65,15 @@ def present(node_id: int, reply: Message) -> Member:
     if not 1 <= n <= MOST or answer.raw_bytes > MOST_BYTES:
         raise WireError(
             f"an institution has from 1 to {MOST:,} training examples of at most {MOST_BYTES:,} bytes; "
-            f"{answer.name} tells {n} of {answer.raw_bytes} bytes"
+            f"{answer.name} reports {n} of {answer.raw_bytes} bytes"
         )
     if (total is None) != (squares is None):
-        raise WireError(f"sums of labels and of their squares go together; {answer.name} tells one of them")
+        raise WireError(f"sums of labels and of their squares go together; {answer.name} reports one of them")
     if total is not None and squares is not None:
         possible = abs(total) <= n * LARGEST_LABEL and 0 <= squares <= n * LARGEST_LABEL**2
         if not possible or n * squares < total**2 * (1 - 1e-9):
             raise WireError(
-                f"{answer.name} tells sums of {n} labels that no labels below {LARGEST_LABEL:g} have: {total:g}, "
+                f"{answer.name} reports sums of {n} labels that no labels below {LARGEST_LABEL:g} have: {total:g}, "
                 f"squares {squares:g}"
             )
     digest = sha256(answer.proof.encode()).hexdigest() if answer.proof else ""
@@ -85,47 +85,47 @@ class Members:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Member] = {}
-        self._known: dict[str, Member] = {}  # those, and who took part before the run was resumed
-        self._names: dict[int, str] = {}  # whom a node id stands for
+        self._known: dict[str, Member] = {}  # these, and those that took part before the run was resumed
+        self._names: dict[int, str] = {}  # by node id: the institution's name
         self._online: frozenset[int] = frozenset()
         self._asked: set[int] = set()
-        self._here: set[int] = set()  # who has answered the roll call since it came or returned
-        self._waiting: set[int] = set()  # who was refused since its name was in use
+        self._here: set[int] = set()  # nodes that have answered the roll call since they joined or returned
+        self._waiting: set[int] = set()  # nodes that were refused because their name was in use
 
     def __iter__(self) -> Iterator[Member]:
-        """Yield those present now, by name."""
+        """Yield the institutions that are present, by name."""
         return (self._by_name[name] for name in self.names if self._by_name[name].node_id in self._here)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def get(self, name: str) -> Member | None:
-        """Return an institution that is present now."""
+        """Return an institution if it is present, else None."""
         member = self._by_name.get(name)
         return member if member and member.node_id in self._here else None
 
     @property
     def ours(self) -> bool:
-        """Say whether any that ever took part runs this package's ClientApp."""
+        """Whether any institution that ever took part runs this package's ClientApp."""
         return any(member.ours for member in self._by_name.values())
 
     @property
     def names(self) -> list[str]:
-        """Names of all that ever took part, sorted: an order that does not change when one leaves for a while."""
+        """Names of all that ever took part, sorted; the order does not change when one leaves for a while."""
         return sorted(self._by_name)
 
     @property
     def known(self) -> list[Member]:
-        """All that ever took part, also before the run was resumed, by name."""
+        """All institutions that ever took part, before the run was resumed too, by name."""
         return [self._known[name] for name in sorted(self._known)]
 
     def by_node(self, node_id: int) -> Member | None:
-        """Return the institution behind a node id."""
+        """Return the institution of a node id, None if there is none."""
         member = self._by_name.get(self._names.get(node_id, ""))
         return member if member and member.node_id == node_id else None
 
     def newcomers(self, node_ids: Iterable[int]) -> list[int]:
-        """Note which nodes are there now; return those to ask, ascending: new ones, and who was away."""
+        """Note the nodes that are online; return, ascending, those to ask: new and returning ones."""
         online = frozenset(node_ids)
         if gone := self._online - online:
             self._here -= gone
@@ -137,22 +137,22 @@ class Members:
         return unknown
 
     def ask_again(self, node_id: int) -> None:
-        """Forget that a node was asked: its answer was lost, and nobody can tell whose app it runs."""
+        """Forget that a node was asked: its answer was lost, so it is not known which app it runs."""
         self._asked.discard(node_id)
 
     def remember(self, examples: Mapping[str, int], bindings: Mapping[str, tuple[int, str]]) -> None:
-        """Take back, where a run is resumed, who took part in it: numbers of examples, node ids and proofs."""
+        """Restore the members of a run that is resumed: numbers of examples, node ids and proofs."""
         for name, n in examples.items():
             node_id, proof = bindings.get(name, (0, ""))  # older checkpoints have none
             self._known[name] = Member(name, node_id, n, proof=proof)
 
     def admit(self, arrived: Iterable[Member]) -> dict[int, str]:
-        """Enter who has answered the roll call.
+        """Enter the institutions that have answered the roll call.
 
         Returns
         -------
         dict of int to str
-            By node id, why the others may not take part.
+            By node id: why an institution may not take part.
         """
         faults, fit = {}, []
         for member in arrived:
@@ -162,7 +162,7 @@ class Members:
                 fit.append(member)
         answering = Counter(member.name for member in fit)
         for member in fit:
-            if answering[member.name] > 1:  # none of them more rightly than the others
+            if answering[member.name] > 1:  # no one has a better claim to the name
                 self._waiting.add(member.node_id)
                 faults[member.node_id] = _twice(member.name)
             else:
@@ -175,7 +175,7 @@ class Members:
         Raises
         ------
         RunError
-            If it may not take part.
+            If the institution may not take part.
         """
         if fault := self._fault(member):
             raise RunError(fault)
@@ -184,13 +184,13 @@ class Members:
     def _enter(self, member: Member) -> None:
         known = self._known.get(member.name)
         if known and known.proof:
-            member = replace(member, proof=known.proof)  # the one that it showed first
+            member = replace(member, proof=known.proof)  # its first proof
         self._by_name[member.name] = self._known[member.name] = member
         self._names[member.node_id] = member.name
         self._here.add(member.node_id)
 
     def _fault(self, member: Member) -> str:
-        """Say why an institution may not take part under this name; nothing if it may."""
+        """Return why an institution may not take part under this name; empty if it may."""
         name, known = member.name, self._known.get(member.name)
         before = self._names.get(member.node_id, name)
         if before != name:
@@ -203,19 +203,19 @@ class Members:
             return ""
         if known.num_examples != member.num_examples:
             return (
-                f"a run goes on with the data that it began with; {name} had {known.num_examples} training examples "
+                f"a run continues with the data that it began with; {name} had {known.num_examples} training examples "
                 f"and now has {member.num_examples}: use the same nodes, partition and files, or begin a new run"
             )
         proven = bool(known.proof) and hmac.compare_digest(known.proof, member.proof)
         if known.node_id and known.node_id != member.node_id and not proven:
             return (
-                f"who returns as another node must prove to be the same institution, by identity.key in its state "
-                f"directory; {name!r} does not: restore the state directory, or begin a new run"
+                "an institution that returns as another node must prove to be the same institution, by identity.key in "
+                f"its state directory; {name!r} does not: restore the state directory, or begin a new run"
             )
         return ""
 
     def label_scale(self) -> tuple[float, float] | None:
-        """Return mean and standard deviation of all labels, from the institutions' sums; None without sums."""
+        """Return mean and standard deviation of all labels, computed from the institutions' sums; None without sums."""
         summed = [m for m in self if m.label_sum is not None and m.label_squares is not None and m.num_examples]
         n = sum(member.num_examples for member in summed)
         if not n:

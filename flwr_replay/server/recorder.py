@@ -1,4 +1,4 @@
-"""What a strategy reports to: the base logs through Flower, `runs.directory.RunDirectory` keeps it on disk, too."""
+"""The recorder of a run. This base class logs through Flower; `runs.directory.RunDirectory` also writes to the disk."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["Recorder", "Snapshot"]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a run needs to go on after an exchange with the same bits."""
+    """All that a run needs to continue after an exchange with the same bits."""
 
     server_round: int
     arrays: StateDict  # the global weights
-    state_arrays: StateDict  # the strategy's own
+    state_arrays: StateDict  # the strategy's own arrays
     state_values: dict[str, Any]  # plain values that JSON holds
-    trained: list[str]  # names of those that have trained
-    examples: dict[str, int]  # how many training examples each institution has
+    trained: list[str]  # names of the institutions that have trained
+    examples: dict[str, int]  # by institution: number of training examples
     label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of the labels
-    bindings: dict[str, tuple[int, str]] = field(default_factory=dict)  # of each: node id, SHA-256 of its proof
+    bindings: dict[str, tuple[int, str]] = field(default_factory=dict)  # by institution: node id, SHA-256 of its proof
 
 
 class Recorder:
-    """Logs what happens; keeps failures, and nothing on disk."""
+    """Logs a run and collects its failures; writes nothing to the disk."""
 
     def __init__(self) -> None:
         self.failures: list[dict[str, Any]] = []
-        self.earlier = 0  # how many of these are of earlier attempts
-        self.released: dict[str, dict[str, Any]] = {}  # by institution: what it states that it has released
+        self.earlier = 0  # how many of these are from before the run was resumed
+        self.released: dict[str, dict[str, Any]] = {}  # by institution: the epsilon and delta that it stated last
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def log(self, text: str) -> None:
@@ -45,7 +45,7 @@ class Recorder:
         logging.getLogger("flwr").info(text)
 
     def begin(self, strategy: str, num_rounds: int, per_round: int, done: int) -> None:
-        """Note that a run begins, or goes on after `done` exchanges."""
+        """Note that a run begins, or is resumed after `done` exchanges."""
 
     def travelled(
         self,
@@ -57,28 +57,28 @@ class Recorder:
         raw_bytes: int | None = None,
         split: str = "",
     ) -> None:
-        """Note what one message held; `raw_bytes` is the size of the raw examples that its samples stand for.
+        """Note the fields of one message.
 
-        `split` says of a test on which examples it is.
+        `raw_bytes` is the size of the raw examples behind its per-sample fields. `split` is the split of an evaluation.
         """
 
     def flush(self) -> None:
-        """Keep what has been noted: the messages of an exchange have all been seen."""
+        """Write what has been noted."""
 
     def saw(self, examples: int) -> None:
-        """Note training examples used, with repetition."""
+        """Count training examples used, with repetition."""
 
     def evaluated(self, server_round: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
-        """Note the metrics of a round, pooled and of each institution."""
+        """Note the metrics of a round, pooled and by institution."""
         self.log(f"round {server_round}: " + ", ".join(f"{name} {value:.4f}" for name, value in pooled.items()))
 
     def forgetting_row(self, server_round: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
-        """Note the metrics on each institution's own training examples, after an exchange that trained on some's."""
+        """Note the metrics on each institution's training examples, after an exchange that trained on `data_of`."""
 
     def generated(self, name: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
-        """Note how the training of a generator or prior went: the loss of every epoch, and how many codes are in use.
+        """Note the training of a generator or prior: the loss of every epoch, and the perplexity of the codes.
 
-        Nothing is told where it would not be private.
+        Under DP institutions withhold both.
         """
         used = f"; codes in use (perplexity): {', '.join(f'{p:.1f}' for p in perplexity)}" if perplexity else ""
         self.log(f"generator at {name}: loss {', '.join(f'{loss:.4f}' for loss in losses) or 'withheld'}{used}")
@@ -86,9 +86,9 @@ class Recorder:
     def spent(
         self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool
     ) -> None:
-        """Note what an institution states that it has released so far; no epsilon: its noise is not secret.
+        """Note the epsilon and delta that an institution states for all its releases so far.
 
-        `proven` says whether what the accountant computes for this method is a proof.
+        Without epsilon its noise is not secret. `proven`: whether the epsilon is proven for this method.
         """
         kind = mechanism if epsilon is not None else "not protected: noise from the run's seed"
         stated = {"epsilon": epsilon, "delta": delta, "proven": proven}
@@ -100,7 +100,7 @@ class Recorder:
         logging.getLogger("flwr").warning("%s takes no part in exchange %s: %s", name, server_round, reason)
 
     def failures_line(self) -> str:
-        """Return the failures of the last exchange that had any as one line, each reason once."""
+        """Return the failures of the last exchange that had any, in one line, each reason once."""
         by_reason: dict[str, list[str]] = {}
         found = self.failures[self.earlier :]
         for failure in (one for one in found if one["round"] == found[-1]["round"]):
@@ -111,14 +111,14 @@ class Recorder:
         )
 
     def end_exchange(self, snapshot: Snapshot) -> None:
-        """Note that a server round is over."""
+        """Note that an exchange is over."""
 
     def restore(self) -> Snapshot | None:
-        """Return where to go on; None begins anew."""
+        """Return the snapshot to resume from; None for a new run."""
         return None
 
     def folder(self, name: str, fresh: bool = False) -> Path:
-        """Return a folder for data that the server keeps during the run; `fresh` empties it."""
+        """Return a folder for the server's data during the run; `fresh` empties it."""
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="flwr-replay-")
         path = Path(self._folder.name) / name

@@ -1,10 +1,10 @@
 """Generative replay: the server's half; the institution's half is `flwr_replay/institution/replay.py`.
 
 Source: Qu et al. 2022, Algorithm 1, lines 22-27, and section 3.1; footnote 1 for priors.
-Idea: before a method's first round, a generator goes once from institution to institution. Each trains it on its own
-images and on replays of those before it. What then makes images goes to every institution: the decoder, with codes and
-labels of all real images, or with priors that draw codes. The method's rounds follow; their batches hold real and
-replayed examples.
+Idea: Before a method's first round a generator visits the institutions once, one after another. Each trains it on its
+own images and on replayed images of those before it. Then every institution receives what replayed images are made of:
+the decoder with codes and labels of all real images, or decoders with priors from which codes are drawn. The method's
+rounds follow; their batches hold real and replayed examples.
 
     θ_G ← fresh weights
     for each institution k:
@@ -12,16 +12,17 @@ replayed examples.
         e ← codes of x_U = D_old(e) ∪ x_k, with their labels                       # codes=paper, last-pass
         e ← e ∪ codes of x_k                                                       # codes=stale
         P_k ← prior over the codes of x_k;  D_k ← D                                # replay=pixelcnn, in place of e
-    e ← {codes of x_1, …, codes of x_K}, by the generator as it is now             # codes=last-pass
+    e ← {codes of x_1, …, codes of x_K}, by the generator after its last visit     # codes=last-pass
     D, e (or all D_k, P_k) to every institution
 
-Deviations: replay=pixelcnn keeps the decoder D_k of the time of each prior P_k, so that they fit each other for good;
-an institution draws from it once, as many codes of each label as P_k stands for, and replays these.
+Deviations: With replay=pixelcnn each prior P_k keeps its own decoder D_k, the one for which it was trained. An
+institution draws codes from P_k once, as many of each label as P_k's label counts say, and replays these.
 
-A visit that fails is made again before every exchange that follows, and before the last round, or where nobody could be
-visited, once more at once. Who comes late is visited when it comes. What is missing then stops the run, which can be
-resumed, or with replay.missing=say stands in the first line of its result: an institution whose images are not
-replayed, or one that has not received what is. The last pass of codes=last-pass counts once all have made it.
+Failures: A failed visit is repeated before every following exchange. It is repeated once more at once before the last
+round, or if no institution could be visited. An institution that joins late is visited then. The run stops before its
+last round if replay is still incomplete: an institution's images are not replayed, or an institution has not received
+what to replay. The run can be resumed. With replay.missing=say it does not stop, and the first line of its result says
+what is missing. The last pass of codes=last-pass takes effect once all institutions have made it.
 """
 
 from __future__ import annotations
@@ -62,16 +63,16 @@ KEPT = ("itinerary", "visits", "trained", "codes_at", "rows", "coded", "counts",
 
 
 class GenerativeReplay:
-    """Trains what replays before a method's first round, and brings it to every institution.
+    """Trains generator and priors before a method's first round, and sends them to every institution.
 
     Parameters
     ----------
     movement : Exchanging
-        Asks the institutions.
+        Exchanges messages with the institutions.
     replay_plan : ReplayPlan
-        What is replayed.
+        The options of replay, and builders of its models.
     checkpoint : Callable[[int, StateDict], None]
-        Keeps what a resumed run needs, given the number of the last exchange that is over and the global weights.
+        Writes a checkpoint, given the number of the last complete exchange and the global weights.
     """
 
     def __init__(
@@ -80,41 +81,42 @@ class GenerativeReplay:
         self.movement, self.replay_plan, self.checkpoint = movement, replay_plan, checkpoint
         self.run = movement.settings.run
         self.model = replay_plan.fresh_generator()
-        self.itinerary: list[str] = []  # who fails stands in it again
-        self.visits = 0  # that are over, failed ones included
-        self.trained: list[int] = []  # those that came to something: their files are there
-        self.codes_at, self.rows = -1, 0  # replay=vqvae2: which file the codes are in, and how many
-        self.coded = 0  # codes=last-pass: for how many visits all have encoded once more
-        self.uncoded: list[str] = []  # who has not
-        self.counts: list[list[int]] = []  # replay=pixelcnn: how many examples of each label every prior stands for
-        self.missing: dict[str, str] = {}  # in the last round: whom replay lacks, and how
+        self.itinerary: list[str] = []  # names in the order of visits; a failed one is added again
+        self.visits = 0  # visits made, failed ones included
+        self.trained: list[int] = []  # numbers of the visits that succeeded
+        self.codes_at, self.rows = -1, 0  # replay=vqvae2: number of the file of codes, and of codes
+        self.coded = 0  # codes=last-pass: number of visits at the last complete pass
+        self.uncoded: list[str] = []  # codes=last-pass: names of those that have not encoded again
+        self.counts: list[list[int]] = []  # replay=pixelcnn: by prior, examples of each label
+        self.missing: dict[str, str] = {}  # by institution: what is incomplete in the last round
         self.server_round = 0
-        self.held: dict[str, int] = {}  # how much an institution was sent: of vqvae2 all or nothing, else priors
+        self.held: dict[str, int] = {}  # by institution: 1 if it has decoder and codes, or its number of priors
 
     @property
     def codes_travel(self) -> bool:
-        """Say whether codes of real images travel, not priors."""
+        """Whether codes of real images travel; otherwise priors do."""
         return self.replay_plan.replay.name == "vqvae2"
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold; weights and codes lie in files named by the visit."""
+        """Return what a checkpoint must hold; weights and codes are in files named by the visit."""
         return {name: getattr(self, name) for name in KEPT}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Take back what `state` gave; older versions' checkpoints lack some of it, and hold more."""
+        """Restore what `state` returned; checkpoints of older versions may have other entries."""
         vars(self).update({name: value for name, value in values.items() if name in KEPT})
 
     def prepare(self, grid: Grid, server_round: int, arrays: StateDict, extra: ConfigRecord, last: bool) -> None:
-        """Train what replays, and bring it to who lacks it; called before every exchange.
+        """Make the visits that are due and send what institutions lack; called before every exchange.
 
         Raises
         ------
         RunError
-            If nobody could train the generator, or something is missing for the last round and may not be.
+            If no institution could train the generator, or if replay is incomplete for the last round and
+            replay.missing=stop.
         """
         self.grid, self.server_round, self.extra = grid, server_round, extra
         self.complete(arrays)
-        if not self.trained or (last and self.lacking() != self.missing):  # said already: it goes on without
+        if not self.trained or (last and self.lacking() != self.missing):  # not again if already accepted
             self.complete(arrays)
         failures = self.movement.recorder.failures_line()
         if not self.trained:
@@ -128,13 +130,13 @@ class GenerativeReplay:
             )
 
     def complete(self, arrays: StateDict) -> None:
-        """Make the visits that are due, and bring what they came to to who lacks it."""
+        """Make the visits that are due, then send the results to the institutions that lack them."""
         self.train(arrays)
         if lacking := [member for member in self.movement.members if self.lacks(member)]:
             self.distribute(lacking)
 
     def lacking(self) -> dict[str, str]:
-        """Say of institutions what replay lacks of them, or they of it."""
+        """Return, by institution, what is incomplete."""
         found = {member.name: "has received no replays" for member in self.movement.members if self.lacks(member)}
         if self.unfinished:
             found |= dict.fromkeys(self.uncoded, "has not encoded its images once more")
@@ -143,42 +145,42 @@ class GenerativeReplay:
         return dict(sorted((found | dict.fromkeys(names, "is not replayed")).items()))
 
     def lacks(self, member: Member) -> bool:
-        """Say whether an institution has received less than all that is replayed."""
+        """Return whether an institution has not received everything to replay."""
         whole = min(1, len(self.trained)) if self.codes_travel else len(self.trained)
         return self.held.get(member.name, 0) < whole
 
     @property
     def visited(self) -> list[str]:
-        """Names of those whose images are replayed, in the order of the visits."""
+        """Names of the institutions whose images are replayed, in the order of the visits."""
         return [self.itinerary[visit] for visit in self.trained]
 
     @property
     def unfinished(self) -> bool:
-        """Say whether images are still to be encoded by the generator as it is now."""
+        """Whether images must still be encoded by the current generator."""
         last_pass = self.codes_travel and self.replay_plan.replay.codes == "last-pass"
         return last_pass and self.coded < len(self.trained)
 
     def expect(self, members: list[Member]) -> None:
-        """Take everything for done and everybody for equipped, so that what follows can be forecast."""
+        """Assume that replay is complete, so that a forecast can be made."""
         self.rows = sum(member.num_examples for member in members)
         self.counts, self.held = [[self.rows]], {member.name: 1 for member in members}
 
     def holding(self, name: str) -> int:
-        """Return for how many examples an institution holds codes and decoders."""
+        """Return how many examples an institution has for replay."""
         held = self.held.get(name, 0)
         return self.rows * held if self.codes_travel else sum(map(sum, self.counts[:held]))
 
     # --- Algorithm 1, lines 24-27 -------------------------------------------------------------------------------------
 
     def train(self, arrays: StateDict) -> None:
-        """Let the generator visit the institutions, one after another, whose images are not replayed yet."""
+        """Let the generator visit, one after another, the institutions whose images are not replayed yet."""
         members = self.movement.members
         if self.visits == len(self.itinerary):
             self.itinerary += [member.name for member in members if member.name not in self.visited]
         while self.visits < len(self.itinerary):
             if (member := members.get(self.itinerary[self.visits])) and self.visit(member):
                 self.trained.append(self.visits)
-                self.held = {} if self.codes_travel else self.held  # what they have is older
+                self.held = {} if self.codes_travel else self.held  # their codes and decoders are now outdated
             self.visits += 1
             self.checkpoint(self.server_round - 1, arrays)
         if self.unfinished:
@@ -186,7 +188,7 @@ class GenerativeReplay:
             self.checkpoint(self.server_round - 1, arrays)
 
     def visit(self, member: Member) -> bool:
-        """Have an institution train the generator and encode, or train a prior; say whether that came to something."""
+        """Have an institution train the generator and encode, or train a prior; return whether it succeeded."""
         if not self.prepared(member):
             return False
         stale = self.replay_plan.replay.codes == "stale"
@@ -210,14 +212,14 @@ class GenerativeReplay:
         return True
 
     def prepared(self, member: Member) -> bool:
-        """Give an institution what it is to replay; the generator that follows brings D_old."""
+        """Send an institution what it is to replay; D_old is part of the generator in the next request."""
         if self.codes_travel:
             return not self.trained or bool(self.give([member], [self.keep_codes()]))
         self.distribute([member])
         return self.held.get(member.name, 0) == len(self.trained)
 
     def encoded(self, member: Member, weights: StateDict, replayed: int) -> StateDict | None:
-        """Have an institution encode its images, and with `replayed` what it keeps; None if it does not."""
+        """Have an institution encode its images and `replayed` ones; return None if it fails."""
         answer = self.asked(member, self.encode_request(weights, replayed), Codes)
         if answer is None:
             return None
@@ -225,19 +227,21 @@ class GenerativeReplay:
         try:
             unpack_codes(answer.codes, self.model.codes_per_image, self.model.codebook_size)
             if not len(answer.codes) == len(answer.labels) == n or not self.accepts(answer):
-                raise WireError(f"codes and labels of {n} examples were asked for; got {len(answer.codes)}, or others")
+                raise WireError(
+                    f"codes and labels of {n} examples were asked for; got {len(answer.codes)}, or invalid labels"
+                )
         except WireError as error:
             self.movement.recorder.failed(self.server_round, member.name, str(error))
             return None
         return {"codes": answer.codes, "labels": answer.labels}
 
     def accepts(self, answer: Codes) -> bool:
-        """Say whether labels can be the task's; those of masks are zeros."""
+        """Return whether labels can be the task's; those of masks must be zeros."""
         masks = self.replay_plan.kind == "segmentation"
         return not answer.labels.any() if masks else bool(self.movement.task.accepts(answer.labels))
 
     def encode_once_more(self) -> None:
-        """Have every institution encode its real images with the generator as it is; e changes once all have."""
+        """Have every institution encode its real images with the current generator; e changes once all have."""
         found: list[StateDict] = []
         self.uncoded = []
         for name in self.visited:
@@ -252,7 +256,7 @@ class GenerativeReplay:
             self.coded, self.held = len(self.trained), {}
 
     def take_prior(self, member: Member, weights: StateDict) -> bool:
-        """Have an institution train a prior for the generator that it has just trained."""
+        """Have an institution train a prior for the generator that it has just trained; return whether it succeeded."""
         answer = self.asked(member, self.prior_request(weights), TrainedPrior)
         if answer is None:
             return False
@@ -267,7 +271,7 @@ class GenerativeReplay:
         return True
 
     def fault_of(self, weights: StateDict) -> str:
-        """Say what makes a generator useless, before anybody is given it; nothing if an image of codes has a loss."""
+        """Return why a generator is unusable, before anybody receives it; empty if a decoded image has a loss."""
         model = self.replay_plan.fresh_generator().eval()
         try:
             load_arrays(model, weights)
@@ -279,12 +283,12 @@ class GenerativeReplay:
         return "" if loss.isfinite() else "sent a generator under which an image's loss is not finite"
 
     def fault_of_prior(self, member: Member, answer: TrainedPrior) -> str:
-        """Say what makes a prior useless, before anybody is given it; nothing if it draws."""
+        """Return why a prior is unusable, before anybody receives it; empty if it draws codes."""
         prior = self.replay_plan.fresh_prior(self.model).eval()
         plan, counts, n = self.movement.settings.privacy, answer.label_counts, member.num_examples
         slack = 6 * plan.config.count_sigma * prior.classes if plan and plan.covers("prior") else 0.0
         if len(counts) != prior.classes or not sum(counts) > 0 or abs(sum(counts) - n) > slack:
-            return f"must count its {n} examples of {prior.classes} kinds of label; it told {sum(counts)}"
+            return f"must count its {n} examples of {prior.classes} kinds of label; it reported {sum(counts)}"
         try:
             load_arrays(prior, unnested(opened(answer.arrays), only=("prior",))["prior"])
             prior.sample(torch.arange(prior.classes), torch.Generator().manual_seed(0))
@@ -295,13 +299,13 @@ class GenerativeReplay:
     # --- what institutions keep ---------------------------------------------------------------------------------------
 
     def distribute(self, members: Iterable[Member]) -> None:
-        """Bring decoder and codes, or priors with their decoders, to who lacks them."""
+        """Send decoder and codes, or priors with their decoders, to the institutions that lack them."""
         for number, requests in enumerate(self.packets()):
             lacking = [member for member in members if self.held.get(member.name, 0) == number]
             self.held |= {member.name: number + 1 for member in self.give(lacking, requests)}
 
     def packets(self) -> Iterable[list[Request]]:
-        """Yield what is sent to keep, together: of vqvae2 everything, of pixelcnn a prior with its decoder."""
+        """Yield the requests of one delivery: for vqvae2 decoder and codes, for pixelcnn one prior after another."""
         if self.codes_travel:
             decoder = KeepDecoder(**self.head, arrays=self.decoder(self.generator))
             yield [decoder, self.keep_codes()]
@@ -310,7 +314,7 @@ class GenerativeReplay:
             yield [KeepPrior(**self.head, arrays=self.file("source", visit), source=number, label_counts=counts)]
 
     def give(self, members: list[Member], requests: list[Request]) -> list[Member]:
-        """Send requests, one after another, to all; return who has kept everything."""
+        """Send requests, one after another, to all; return the institutions that have saved everything."""
         for request in requests if members else []:
             asked = [self.movement.message(member, request, self.extra) for member in members]
             replies = self.movement.exchange(self.grid, self.server_round, asked, needed=False)
@@ -319,18 +323,18 @@ class GenerativeReplay:
 
     @property
     def num_replay_examples(self) -> int:
-        """Return how many examples what was trained so far stands for."""
+        """How many examples can be replayed so far."""
         return self.rows if self.codes_travel else sum(map(sum, self.counts))
 
     @property
     def head(self) -> dict[str, Any]:
-        """Return what every request says."""
+        """The instructions of every request."""
         return {"run": self.run, "server_round": self.server_round}
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def train_request(self, weights: StateDict, replayed: int) -> TrainGenerator:
-        """Ask for the generator's training."""
+        """Ask to train the generator."""
         return TrainGenerator(**self.head, arrays=weights, replayed=replayed)
 
     def encode_request(self, weights: StateDict, replayed: int) -> EncodeImages:
@@ -343,12 +347,12 @@ class GenerativeReplay:
         return KeepCodes(**self.head, codes=e["codes"], labels=e["labels"])
 
     def prior_request(self, weights: StateDict) -> TrainPrior:
-        """Ask for a prior."""
+        """Ask to train a prior."""
         fresh = to_arrays(self.replay_plan.fresh_prior(self.model))
         return TrainPrior(**self.head, arrays=nested({"generator": weights, "prior": fresh}))
 
     def asked(self, member: Member, request: Request, declared: type[Answer]) -> Answer | None:
-        """Send one request; None, with the failure noted, if no answer came that can be used."""
+        """Send one request; return its answer, or None if it failed, which is then recorded."""
         message = self.movement.message(member, request, self.extra)
         for reply in self.movement.exchange(self.grid, self.server_round, [message], needed=False):
             try:
@@ -361,28 +365,28 @@ class GenerativeReplay:
 
     @property
     def generator(self) -> StateDict:
-        """Return θ_G as it is now."""
+        """The current θ_G."""
         return self.file("generator", self.trained[-1]) if self.trained else to_arrays(self.model)
 
     @property
     def codes(self) -> StateDict:
-        """Return e as it is now: codes and labels."""
+        """The current e: codes and labels."""
         return self.file("codes", self.codes_at)
 
     def decoder(self, weights: StateDict) -> StateDict:
-        """Return the part of the weights that makes images of codes."""
+        """Return the weights of the decoder, which turns codes into images."""
         return {name: array for name, array in weights.items() if self.model.decodes.match(name)}
 
     def file(self, what: str, visit: int) -> StateDict:
-        """Read what a visit left."""
+        """Read a file of a visit."""
         return read_tensors(self.movement.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors")
 
     def keep(self, what: str, visit: int, arrays: StateDict) -> None:
-        """Write what a visit leaves; a checkpoint then names it."""
+        """Write a file of a visit; the next checkpoint refers to it."""
         write_tensors(self.movement.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors", arrays)
 
     def keep_all(self, parts: list[StateDict]) -> None:
-        """Write the union of codes and labels, beside the one that the last checkpoint names."""
+        """Write the union of codes and labels to a new file; the last checkpoint still refers to the old one."""
         union = {key: np.concatenate([part[key] for part in parts]) for key in ("codes", "labels")}
         self.codes_at, self.rows = max(self.visits, self.codes_at + 1), len(union["labels"])
         self.keep("codes", self.codes_at, union)

@@ -1,4 +1,4 @@
-"""What replay will send, before any of it is trained."""
+"""The forecast of replay: what it will send, before anything is trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["exchanges_of"]
 
 
 def exchanges_of(replay: GenerativeReplay, members: Sequence[Member]) -> list[tuple[Member, Request, Payload, int]]:
-    """Return member, request, answer and how often, with zeros for weights and codes, if every institution stays."""
+    """Return the exchanges if every institution stays: member, request, answer, how often; codes are zeros."""
     plan, before = replay.replay_plan, 0
     found: list[tuple[Member, Request, Payload, int]] = []
     weights, prior = to_arrays(replay.model), plan.fresh_prior(replay.model)
@@ -54,6 +54,6 @@ def exchanges_of(replay: GenerativeReplay, members: Sequence[Member]) -> list[tu
 
 
 def blank(plan: ReplayPlan, replay: GenerativeReplay, rows: int) -> dict[str, Any]:
-    """Return codes and labels that say nothing, as large as real ones."""
+    """Return blank codes and labels, as large as real ones."""
     codes = np.broadcast_to(np.zeros((), np.uint8), (rows, plan.code_bytes(replay.model)))
     return {"codes": codes, "labels": np.zeros(rows, np.float32 if plan.kind == "regression" else np.int64)}

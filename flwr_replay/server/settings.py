@@ -1,4 +1,4 @@
-"""What every strategy needs beside its own options."""
+"""Settings: what every strategy needs in addition to its own options."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ class StrategyConfig(Protocol):
 
 
 def new_id() -> str:
-    """Name a run as no other is named: an institution keeps what a run has left from the next one's."""
+    """Return a new run's id, which is unique: institutions keep their state under it."""
     return f"run-{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every strategy needs beside its own options."""
+    """What every strategy needs in addition to its own options."""
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     nodes: int = 1  # institutions to wait for
     seed: int = 0
     evaluate_every: int = 1  # rounds
-    external: bool = False  # whenever a model is tested, test it on other institutions' examples too
-    forgetting: bool = False  # after every exchange, evaluate on each institution's own training examples too
+    external: bool = False  # with every evaluation, also evaluate on other institutions' examples
+    forgetting: bool = False  # after every exchange, also evaluate on each institution's training examples
     timeout: float = 3600  # seconds to wait for an institution's answer
     wait: float = 120  # seconds to wait for `nodes` institutions
-    run: str = field(default_factory=new_id)  # what institutions know the run by; their state is kept under it
-    task: Task | None = None  # loss and pooled metrics; None: means weighted by number of examples
-    model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for strategies that train it
-    private_models: tuple[Callable[[int], nn.Module], ...] = ()  # the same of those that never leave, where named
+    run: str = field(default_factory=new_id)  # the run's id; institutions keep their state under it
+    task: Task | None = None  # loss and pooled metrics; None: metrics are means weighted by numbers of examples
+    model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for training at the server
+    private_models: tuple[Callable[[int], nn.Module], ...] = ()  # build the private models that the options name
     input_shape: tuple[int, ...] | None = None  # of one example
     device: str | torch.device = "cpu"  # of training at the server
-    replay_plan: ReplayPlan | None = None  # what is replayed at the institutions; None: nothing
-    privacy: PrivacyPlan | None = None  # what is trained by DP-SGD; None: nothing
+    replay_plan: ReplayPlan | None = None  # None: no replay
+    privacy: PrivacyPlan | None = None  # None: nothing is trained by DP-SGD

@@ -71,7 +71,7 @@ LIES = {
     "a list for a count": (number("num-examples", [1, 2]), "num_examples must be int"),
     "all the weight": (number("num-examples", 10**12), "num_examples must be 33, by the roll call; got"),
     "some of the weight": (number("num-examples", 34), "num_examples must be 33, by the roll call; got 34"),
-    "more passes than there are": (number("examples-seen", 10**15), "examples_seen must be what a visit can use"),
+    "more passes than there are": (number("examples-seen", 10**15), "examples_seen must be at most"),
     "fewer than none": (number("num-examples", -5), "num_examples must be int"),
     "a loss that is no number": (number("train-loss", float("nan")), "train_loss must be float"),
 }
