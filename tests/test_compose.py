@@ -148,7 +148,10 @@ def test_escapes_within_quotes_are_text():
         ("strategy=fedavg local-epochs=99999999999", "strategy.local-epochs must be at most 1000000"),
         ("strategy=splitnn micro-batches=99999999999", "strategy.micro-batches must be at most 1000000"),
         ("strategy=proxyfl private-epochs=99999999999", "strategy.private-epochs must be at most 1000000"),
-        ("strategy=cwt dp=classifier target-epsilon=1e-9", "or at least 0.001: below it no noise makes a difference"),
+        (
+            "strategy=cwt dp=classifier target-epsilon=1e-9",
+            "or at least 0.001; below that, delta alone says what leaks",
+        ),
         ("strategy=cwt dp=classifier epsilon=1e-9", "privacy.epsilon must be 0, for none, or at least 0.001"),
         ("run-name='a\x1bb'", "run-name must be on one line, without control characters"),
     ],
@@ -242,5 +245,5 @@ def test_a_zero_is_a_value_where_a_studys_file_need_not_give_one():
 
 def test_overrides_win_over_plain_keys_and_must_be_words():
     assert from_run_config({"rounds": 5, "overrides": "rounds=2"}).rounds == 2
-    with pytest.raises(ConfigError, match=r"overrides must be words as in a shell; got \"seed='1\""):
+    with pytest.raises(ConfigError, match=r"overrides must be quoted as in a shell; got \"seed='1\""):
         from_run_config({"overrides": "seed='1"})
