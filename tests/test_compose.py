@@ -46,12 +46,12 @@ from flwr_replay.runs.options import resolve
         ("=3", "an option is written key=value; got '=3'"),
         ("rounds=[1", "the value of rounds must be a number, true, false, a word, or a list [a,b]; got '[1'"),
         ("rounds=1=2", "the value of rounds must be a number, true, false, a word, or a list [a,b]; got '1=2'"),
-        ("run-name=ü", "got 'ü': put any other text into quotes, \"run-name='…'\""),
+        ("run-name=ü", "got 'ü': quote any other text, \"run-name='…'\""),
         (
             "strategy=fedavg beta=0",
             "beta is an option of strategy=fml, proxyfl; for the other one write generator.beta",
         ),
-        ("run-name=${oc.env:HOME}", "without ${...}; got it in 'run-name'"),
+        ("run-name=${oc.env:HOME}", "without ${...}; got one in 'run-name'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(override, says):
@@ -121,7 +121,7 @@ def test_escapes_within_quotes_are_text():
     [
         ("model.width=1000000", "model.width must be at most 4096; got 1000000"),
         ("task.size=100000", "task.size must be at most 8192; got 100000"),
-        ("task.size=8192 task.channels=2", "is at most 67,108,864 numbers; got 2 x 8192 x 8192"),
+        ("task.size=8192 task.channels=2", "must be at most 67,108,864; got 2 x 8192 x 8192"),
         ("task.channels=10000000", "task.channels must be at most 65536; got 10000000"),
         ("task.classes=1000000", "task.classes must be at most 4096; got 1000000"),
         ("task.mean=[nan] task.std=[1]", "task.mean and task.std must be finite numbers; got [nan] and [1.0]"),

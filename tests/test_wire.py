@@ -202,9 +202,9 @@ def test_arrays_of_objects_cannot_be_sent():
 
 
 def test_a_payload_with_an_undeclared_field_is_refused():
-    with pytest.raises(WireError, match=r"Careless\.patients does not declare"):
+    with pytest.raises(WireError, match=r"Careless\.patients must declare"):
         Careless(num_examples=1).encode()
-    with pytest.raises(WireError, match=r"Careless\.patients does not declare"):
+    with pytest.raises(WireError, match=r"Careless\.patients must declare"):
         Careless.decode(RecordDict({"metrics": MetricRecord({"num-examples": 1})}))
 
 

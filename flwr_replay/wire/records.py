@@ -82,7 +82,7 @@ def _record(content: RecordDict, name: str, kind: type[Record]) -> Record | None
 
 
 def array_record(arrays: Weights) -> ArrayRecord:
-    """Encode named arrays as a new record; an encoded record is copied with shared arrays and Flower's cached hashes."""
+    """Encode named arrays as a new record; a record is copied, with the same arrays and Flower's cached hashes."""
     if isinstance(arrays, ArrayRecord):
         return arrays.copy()
     record = ArrayRecord()  # filled item by item: the constructor would copy every array again
