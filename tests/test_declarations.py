@@ -138,7 +138,7 @@ def test_a_mechanism_without_passes_is_refused_in_one_line(install, tmp_path, na
     ) as refused:
         Simulation.of(compose(overrides))
     assert "\n" not in str(refused.value)
-    with pytest.raises(AssertionError, match="must have every mechanism .*; missing: classifier"):
+    with pytest.raises(AssertionError, match=r"must have every mechanism .*; missing: classifier"):
         check_strategy(name)
     assert Simulation.of(compose([*overrides[:-1], "dp=none"])).job.settings.privacy is None
 
