@@ -224,9 +224,7 @@ class ReplayConfig:
     """Replayed examples, which represent the other institutions in every batch (Qu et al. 2022, Algorithm 1)."""
 
     name: str = "none"  # none | vqvae2: codes of real images | pixelcnn: codes that priors draw
-    codes: str = (
-        "paper"  # vqvae2: paper: encoded anew at every visit | last-pass: and once at the end | stale: encoded once
-    )
+    codes: str = "paper"  # vqvae2: paper: encoded at every visit | last-pass: and once at the end | stale: encoded once
     ratio: float = 1.0  # replayed examples for each real one in a batch; paper: 1
     cache_mb: float = 512.0  # memory for decoded images, 10^6 bytes; images beyond it are decoded at every draw
     missing: str = "stop"  # if an institution's images are not replayed in the last round: stop the run | say so

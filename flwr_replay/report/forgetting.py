@@ -25,10 +25,10 @@ class Forgetting:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def add(self, server_round: int, taught: Sequence[str], own: dict[str, float]) -> None:
+    def add(self, server_round: int, trained_on: Sequence[str], own: dict[str, float]) -> None:
         """Add a row: the institutions the exchange trained on, and the main metric on each institution's own data."""
         lines = Lines(self.path)
-        lines.append([{"round": server_round, "taught": list(taught), "own": own}])
+        lines.append([{"round": server_round, "taught": list(trained_on), "own": own}])
         lines.close()
 
     def rewind(self, server_round: int) -> None:

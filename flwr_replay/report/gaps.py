@@ -56,5 +56,5 @@ def _epsilon(stated: list[dict[str, Any]], whole: bool) -> str:
     if len(known) < len(stated):
         return "not protected"
     worst = max(known, key=lambda one: one["epsilon"])
-    what = "all that depends on training examples" if whole else "these weights only"
+    what = "everything that depends on training examples" if whole else "these weights only"
     return f"{rounded_up(worst['epsilon'])} at δ = {rounded_up(worst['delta'], 2)}, {what}"

@@ -53,7 +53,7 @@ def test_dropped_examples_are_said(examples: Make, tmp_path: Path) -> None:
     data = Dataset("rare", examples(np.repeat([0, 1], [40, 360])), examples(np.arange(40) % 2))
     part = partition(data, PartitionConfig(name="ks", ks=0.5, drop=True), 4, 0)
     first = show(data, part, tmp_path).splitlines()[0]
-    assert f"{part.dropped} dropped" in first
+    assert f"{part.dropped} left out" in first
     assert "unused" not in first
 
 

@@ -120,7 +120,7 @@ def divide(
     if held + train > len(order):
         kind = f" in {len(groups)} classes of equal size" if task.balanced else ""
         raise DataError(
-            f"task={task.name} needs {train} subjects to train, {task.val_size} to validate and {test} to test on; got "
+            f"task={task.name} must train on {train}, validate on {task.val_size} and test on {test} subjects; got "
             f"{len(order)}{kind} in {source}: lower task.train-size, task.val-size or task.test-size, or add data"
         )
     chosen = {"test": order[:test], "val": order[test:held], "train": order[held : held + train]}
