@@ -154,6 +154,6 @@ def test_an_institution_refuses_it_too(install, tmp_path):
 
 
 def test_options_that_declare_nothing_are_refused_in_one_line(install):
-    with pytest.raises(ConfigError, match=r"let StrangeConfig of .*strange\.py extend .*StrategyConfig") as refused:
+    with pytest.raises(ConfigError, match=r"let StrangeConfig in .*strange\.py extend .*StrategyConfig") as refused:
         compose([install("strange", base="")])
     assert "\n" not in str(refused.value)
