@@ -1,4 +1,4 @@
-"""Clipped sums of per-example gradients: ours, Opacus' hooks and torch.func side by side, beside a plain backward pass.
+"""Time of clipped sums of per-example gradients: ours, Opacus' hooks and torch.func against a plain backward pass.
 
 python benchmarks/clipping.py [--batch 250] [--repeats 15] [--device cpu]
 """
@@ -24,7 +24,7 @@ MODELS = {"mlp": "mnist", "lenet5": "mnist", "cnn1": "cifar10", "cnn2": "cifar10
 
 
 def ways(name: str, batch: int, device: str) -> dict[str, Callable[[], object]]:
-    """Return what is timed, by name."""
+    """Return the functions to time, by name."""
     task = compose([f"task={MODELS[name]}"]).task
     model = placed(build(model_named(name), task, 0), torch.device(device))
     draw = torch.Generator().manual_seed(0)
@@ -60,7 +60,7 @@ def ways(name: str, batch: int, device: str) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    """Print medians in milliseconds, and how often the plain pass fits into each."""
+    """Print medians in milliseconds, and as multiples of the plain pass."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=250)
     parser.add_argument("--repeats", type=int, default=15)

@@ -1,17 +1,19 @@
-"""What Flower's rounds cost: this package's runs beside plain PyTorch loops that do the same steps.
+"""The cost of Flower's rounds: this package's runs compared with plain PyTorch loops that take the same steps.
 
     python benchmarks/engine.py inline --data ../shared/data/mnist
     python benchmarks/engine.py flower --data ../shared/data/mnist
     python benchmarks/engine.py ray --data ../shared/data/mnist
 
 FedAvg on 8 institutions x 1,000 MNIST images, MLP(200, 200), batch 32, one local epoch and one evaluation a round. The
-plain loop trains the same model on the same tensors with the same shuffles, averages, evaluates and knows loss and
-accuracy, without messages, ledger, checkpoints or progress. Start-up is left out: a round's time runs from the end of
-the previous one. The plain loop takes one batch after another, as its writer would; this package takes several at a
-time (the same batches), which gives back a part of what messages cost. In process the two alternate round by round,
-and the median of the paired ratios counts: other work on the machine then meets both. `flower` puts Flower's own FedAvg
-and a ClientApp without anything of ours on the same grid: what Flower's messages cost by themselves, with no ledger,
-policy or checkpoints. `ray` compares with as many plain processes as there are actors, run by run.
+plain loop trains the same model on the same tensors with the same shuffles, averages, evaluates and computes loss and
+accuracy, without messages, ledger, checkpoints or progress. A round's time runs from the end of the previous round, so
+start-up is left out. The plain loop takes one batch after another. This package takes several of the same batches at a
+time, which offsets a part of the cost of messages.
+
+In process the two alternate round by round, and the median of the paired ratios counts, so that other work on the
+machine affects both. `flower` runs Flower's own FedAvg and a plain ClientApp on the same grid: the cost of Flower's
+messages alone, without ledger, policy or checkpoints. `ray` is compared with as many plain processes as there are
+actors, run by run.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Pairing(Display):
         self.start = time.perf_counter()
 
     def close(self) -> None:
-        """Forget the first round, which is start-up."""
+        """Drop the first round, which includes start-up."""
         self.ours, self.theirs = self.ours[1:], self.theirs[1:]
 
 
@@ -86,7 +88,7 @@ def shards(config: RunConfig) -> list[tuple[Shard, Shard]]:
 def one_by_one(
     x: torch.Tensor, y: torch.Tensor, batch_size: int, shuffle: torch.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the batches of an epoch as a plain loop takes them: the same as `flwr_replay.learning.training.batches`."""
+    """Yield the batches of an epoch one by one: the same batches as `flwr_replay.learning.training.batches`."""
     order = torch.randperm(len(y), generator=shuffle)
     for i in range(iterations(len(y), batch_size)):
         rows = order[i * batch_size : (i + 1) * batch_size]
@@ -178,7 +180,7 @@ def flower(config: RunConfig, overrides: list[str]) -> tuple[list[float], list[f
 
 
 def worker(overrides: list[str], jobs: multiprocessing.Queue[Any], answers: multiprocessing.Queue[Any]) -> None:
-    """Serve visits and evaluations in a process of its own."""
+    """Serve visits and evaluations in a worker process."""
     config = compose(overrides)
     torch.set_num_threads(config.threads)
     owned, model = shards(config), backbone(config.model, config.task)(0)
@@ -219,7 +221,7 @@ def parallel(config: RunConfig, overrides: list[str], actors: int) -> list[float
 
 
 def ray(overrides: list[str]) -> list[float]:
-    """Return seconds per round of a Ray simulation, as its run directory has them."""
+    """Return seconds per round of a Ray simulation, from its run directory."""
     _, folder = run_ray(Simulation.of(compose(overrides)), overrides)
     stamps = [json.loads(line)["seconds"] for line in (folder / "timings.jsonl").read_text().splitlines()]
     return [after - before for before, after in itertools.pairwise(stamps)]

@@ -1,10 +1,10 @@
-"""What a VQ-VAE-2 costs: images per second, memory, bytes of an image's codes.
+"""The cost of a VQ-VAE-2: images per second, memory, bytes of an image's codes.
 
     python benchmarks/generators.py
     python benchmarks/generators.py --size 256 --channels 3 --codes 512 --dim 64 --width 128 --blocks 2 --steps 3
 
-The first line is conf/generator/vqvae2.yaml's on MNIST's size, the second the paper's. Images are noise, which changes
-nothing about the work. Memory is the peak of PyTorch's tensors on a GPU, and of the whole process on a CPU.
+The first command is conf/generator/vqvae2.yaml at MNIST's size, the second is the paper's generator. Images are noise,
+which takes the same work. Memory is the peak of PyTorch's tensors on a GPU, and of the whole process on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flwr_replay.learning.training import select_device, step, torch_rng
 
 
 def rate(work: Callable[[], Any], images: int, repeats: int, device: torch.device) -> float:
-    """Images per second of some work, after one call that warms up."""
+    """Return images per second of some work, after one warm-up call."""
     work()
     begin = now(device)
     for _ in range(repeats):
@@ -33,7 +33,7 @@ def rate(work: Callable[[], Any], images: int, repeats: int, device: torch.devic
 
 
 def now(device: torch.device) -> float:
-    """Seconds, when all that was begun is done."""
+    """Return the time, in seconds, after waiting for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

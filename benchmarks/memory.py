@@ -2,8 +2,9 @@
 
 python benchmarks/memory.py [--institutions 2 4 8] [--chunk-mb 64 8] [--views 200]
 
-On Flower's simulation, whose main process holds the ServerApp and the messages under way; institutions are others, and
-not counted. Every institution uploads so many views of 175 digits after conv1 of a cnn of width 16: 200 are 143 MB.
+It uses Flower's simulation. Its main process holds the ServerApp and the messages on their way; the processes of the
+institutions are not counted. Every institution uploads the given number of views of 175 digits after conv1 of a cnn of
+width 16; 200 views are 143 MB.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ JOB = (
 
 
 def peak(institutions: int, chunk_mb: float, views: int) -> float:
-    """Return the most memory that the server's process has had, MB; pages of files, which the system drops, aside."""
+    """Return the peak memory of the server's process, MB, without pages of files, which the system can drop."""
     command = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()", "run", "--engine", "ray"]
     options = [f"nodes={institutions}", f"chunk-mb={chunk_mb:g}", f"upload-views={views}"]
     found = 0.0
@@ -50,8 +51,8 @@ if __name__ == "__main__":
     parser.add_argument("--institutions", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--chunk-mb", type=float, nargs="+", default=[64.0, 8.0])
     parser.add_argument("--views", type=int, default=200)
-    told = parser.parse_args()
-    for chunk_mb in told.chunk_mb:
-        for institutions in told.institutions:
-            found = peak(institutions, chunk_mb, told.views)
+    asked = parser.parse_args()
+    for chunk_mb in asked.chunk_mb:
+        for institutions in asked.institutions:
+            found = peak(institutions, chunk_mb, asked.views)
             print(f"{institutions} institutions, chunk-mb={chunk_mb:g}: {found:.0f} MB", flush=True)

@@ -1,14 +1,14 @@
-"""What Flower's rounds cost ProxyFL: this package's run beside a plain loop that takes the same steps in one process.
+"""The cost of Flower's rounds in ProxyFL: this package's run against a plain loop of the same steps in one process.
 
     python benchmarks/proxyfl.py inline --data ../shared/data/mnist [--rounds 30] [--batch-size 250]
     python benchmarks/proxyfl.py ray --data ../shared/data/mnist
 
 Kalra et al.'s settings on 8 x 900 digits, MLP and MLP: steps of both models, the proxy's by DP-SGD, and an evaluation
 of both. Batches of 250 give three steps a round; 225 give four, as a loader of 900 in batches of 250 does.
-The plain loop keeps all models and optimizers in memory; it draws, clips and noises by the same functions, and passes
-the proxies on. Left out there are messages, ledgers, accounts on the disk, the institutions' state, checkpoints,
-progress. In process the two alternate round by round and the median of the paired ratios counts; Ray's rounds are
-reported beside the same plain loop, which is one process.
+The plain loop keeps all models and optimizers in memory. It samples, clips and adds noise with the same functions, and
+passes the proxies on. It has no messages, ledgers, accounts on the disk, state of institutions, checkpoints or
+progress. In process the two alternate round by round, and the median of the paired ratios counts. Ray's rounds are
+compared with the same plain loop, which is one process.
 """
 
 from __future__ import annotations

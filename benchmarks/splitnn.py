@@ -1,13 +1,13 @@
-"""What SplitNN's messages cost: batches per second, and the share of the time that is spent outside PyTorch.
+"""The cost of SplitNN's messages: batches per second, and the share of time outside PyTorch.
 
     python benchmarks/splitnn.py inline --data ../shared/data/mnist
     python benchmarks/splitnn.py ray --data ../shared/data/mnist
 
 Four institutions x 640 MNIST images, a CNN cut after conv1, batch 32: 20 batches and 21 messages each way in a visit.
-The plain loop does with PyTorch what both parts do, the second forward pass of the institution's included, on the same
-tensors and in the same order, with no messages, files or ledgers. In process the two alternate visit by visit, and the
-median of the paired ratios counts; `--profile` says where the rest goes. On Ray the plain loop runs by itself. The time
-of a visit runs from the end of the previous one; those with an evaluation or start-up in it are left out.
+The plain loop takes the steps of both parts with PyTorch, including the institution's second forward pass, on the same
+tensors and in the same order, without messages, files or ledgers. In process the two alternate visit by visit, and the
+median of the paired ratios counts; `--profile` splits the remaining time. On Ray the plain loop runs separately. The
+time of a visit runs from the end of the previous visit. Visits with an evaluation or start-up are left out.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.runs.simulate import Simulation, run_inline, run_ray
 
 NODES, EXAMPLES, BATCH = 4, 640, 32
-BATCHES = EXAMPLES // BATCH  # of a visit
+BATCHES = EXAMPLES // BATCH  # in a visit
 WHERE = {  # what the profile adds up, by file and function, with all that these call
-    "part put down and taken up": [("splitnn.py", "save_part"), ("splitnn.py", "load_part")],
+    "part saved and loaded": [("splitnn.py", "save_part"), ("splitnn.py", "load_part")],
     "payloads to records": [("wire.py", "encode"), ("serve.py", "_metrics"), ("wire.py", "record")],
     "records to payloads": [("wire.py", "decode"), ("serve.py", "_received")],
     "ledgers": [("run.py", "travelled"), ("run.py", "flush"), ("institution.py", "record_release")],
@@ -62,7 +62,7 @@ class Pairing(Display):
         self.start = time.perf_counter()
 
     def exchange(self, server_round: int, metrics: object, total_bytes: int, seconds: float) -> None:
-        """Stop the clock, make a plain visit, start the clock."""
+        """Stop the clock, run a plain visit, start the clock."""
         middle = time.perf_counter()
         self.profile.disable()
         before = time.perf_counter()
@@ -75,7 +75,7 @@ class Pairing(Display):
 
 
 def plain_visits(config: RunConfig) -> Iterator[None]:
-    """Make the visits of a run with plain PyTorch; each step of the iterator is one."""
+    """Run the visits of a run with plain PyTorch; each step of the iterator is one visit."""
     part, task = dealt(config.task, config.partition, config.nodes, config.seed), make_task(config.task)
     shards = [Shard.of(part.examples(loaded(config.task), k).train, torch.device("cpu")) for k in range(config.nodes)]
     model = backbone(config.model, config.task)(derived_seed(config.seed, "model"))
@@ -86,7 +86,7 @@ def plain_visits(config: RunConfig) -> Iterator[None]:
         shuffle = torch_rng(config.seed, f"institution-{k + 1}", number)
         for x_B, y_B in batches(shards[k].x, shards[k].y, BATCH, shuffle):
             with torch.no_grad():
-                a_B = encoder(x_B)  # what is uploaded
+                a_B = encoder(x_B)  # the activations that are uploaded
             a_B.requires_grad_()
             task.loss(server(a_B), y_B).backward()
             encoder(x_B).backward(a_B.grad)
@@ -97,7 +97,7 @@ def plain_visits(config: RunConfig) -> Iterator[None]:
 
 
 def inline(config: RunConfig, overrides: list[str], profiled: bool) -> tuple[list[float], list[float]]:
-    """Return seconds per visit of the plain loop and of the in-process engine; print a profile if asked to."""
+    """Return seconds per visit of the plain loop and of the in-process engine; optionally print a profile."""
     pairing = Pairing(plain_visits(config))
     pairing.profiled = profiled
     run_inline(overrides, pairing)
@@ -112,7 +112,7 @@ def inline(config: RunConfig, overrides: list[str], profiled: bool) -> tuple[lis
 
 
 def ray(config: RunConfig, overrides: list[str]) -> tuple[list[float], list[float]]:
-    """Return seconds per visit of the plain loop and of a Ray simulation, as its run directory has them."""
+    """Return seconds per visit of the plain loop and of a Ray simulation, from its run directory."""
     _, folder = run_ray(Simulation.of(compose(overrides)), overrides)
     stamps = [json.loads(line)["seconds"] for line in (folder / "timings.jsonl").read_text().splitlines()]
     plain, theirs = plain_visits(config), []
@@ -131,7 +131,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=16, help="maps of conv1")
     parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--profile", action="store_true", help="in process: say where the time goes; slows it down")
+    parser.add_argument(
+        "--profile", action="store_true", help="in process: profile where the time goes, which slows it down"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as runs:
         overrides = ["strategy=splitnn", "task=mnist", "partition=iid", f"partition.size={EXAMPLES}", "model=cnn"]

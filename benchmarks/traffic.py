@@ -1,12 +1,12 @@
-"""What a round sends, by number of institutions: Kalra et al.'s Fig. 4 in bytes, as a table and a picture.
+"""The bytes of a round by number of institutions: Kalra et al.'s Fig. 4 in bytes, as a table and a picture.
 
     python benchmarks/traffic.py --data ../shared/data/mnist --picture docs/img/proxyfl-traffic.png
 
-Bytes between the server and the institutions are those of the forecast, which equals a run's ledger (the contract
-tests compare them): a round of MLPs (proxies, and FedAvg's model), no evaluation. Flower's envelopes are not counted.
-What a true peer-to-peer network would carry is computed, not measured: over a link one released model; from a sender
-that, once for each of its receivers in that round's graph. The paper shows seconds on its network, where a server is
-the bottleneck; through a relay all methods look alike, and bytes are what this package can say.
+Bytes between the server and the institutions are those of the forecast, which equals a run's ledger (the contract tests
+compare them): a round of MLPs (proxies, and FedAvg's model), without evaluation or Flower's envelopes. The bytes of a
+true peer-to-peer network are computed, not measured: one released model over a link; from a sender, one for each of its
+receivers in the round's graph. The paper shows seconds on its network, where a server is the bottleneck. This package
+sends everything through a server, so it can compare bytes only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flwr_replay.runs.forecast import forecast
 from flwr_replay.runs.simulate import Simulation
 
 INSTITUTIONS = (4, 8, 16, 32)
-METHODS = {  # options, and the graph over which models pass
+METHODS = {  # options, and the graph of the models' recipients
     "ProxyFL, exponential graph": (["strategy=proxyfl"], "exponential"),
     "ProxyFL, complete graph": (["strategy=proxyfl", "topology=complete"], "complete"),
     "FML": (["strategy=fml"], ""),
@@ -32,7 +32,7 @@ METHODS = {  # options, and the graph over which models pass
 
 
 def one_round(options: list[str], nodes: int, data: str) -> tuple[float, float]:
-    """Return the bytes of a round between the server and one institution, and those of one released model."""
+    """Return the bytes of a round between the server and one institution, and the bytes of one released model."""
     sizes = []
     for rounds in (1, 2):
         shared = ["task=mnist", f"task.data-dir={data}", "preset=paper", "partition.size=50", "batch_size=25"]
@@ -61,24 +61,27 @@ def main() -> None:
     for method, (options, graph) in METHODS.items():
         for nodes in INSTITUTIONS:
             own, released = one_round(options, nodes, str(Path(asked.data).absolute()))
-            sent, told = None, "–"
+            sent, shown = None, "–"
             if graph:
                 p = mixing_matrix(graph, nodes, 0)
                 sent = released / 1e6 * max(len(receivers(p, k)[0]) for k in range(nodes))
-                told = f"{released / 1e6:.2f}, {sent:.2f}"
+                shown = f"{released / 1e6:.2f}, {sent:.2f}"
             rows.setdefault(method, []).append((own / 1e6, own * nodes / 1e6, sent))
-            print(f"| {method} | {nodes} | {own / 1e6:.2f} | {own * nodes / 1e6:.1f} | {told} |")
+            print(f"| {method} | {nodes} | {own / 1e6:.2f} | {own * nodes / 1e6:.1f} | {shown} |")
     if asked.picture:
         draw(rows).savefig(asked.picture, dpi=110)
 
 
 def draw(rows: dict[str, list[tuple[float, float, float | None]]]) -> Figure:
-    """Draw what one institution and what the server carries, and what a sender would send without one."""
+    """Draw the bytes of an institution, of the server, and of a sender in a peer-to-peer network."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     titles = "an institution (forecast)", "the server (forecast)", "a sender, peer to peer (computed)"
     for place, (axes, title) in enumerate(zip(figure.subplots(1, 3, sharey=True), titles, strict=True)):
         for number, (method, found) in enumerate(rows.items()):
-            ys, size = [row[place] for row in found], 12 - 2 * number  # equal ones lie around each other
+            ys, size = (
+                [row[place] for row in found],
+                12 - 2 * number,
+            )  # markers of different sizes, so that equal points are visible
             if None not in ys:
                 axes.plot(INSTITUTIONS, ys, marker="os^Dv"[number], ms=size, label=method, color=f"C{number}")
         axes.set(xscale="log", yscale="log", xlabel="institutions", title=title)

@@ -1,10 +1,13 @@
-"""The contract that every strategy keeps: `check_strategy("cwt")` raises `AssertionError` where it does not.
+"""The contract of every strategy: `check_strategy("cwt")` raises `AssertionError` if it is broken.
 
-Third parties call it on a strategy of their own, installed as `flwr_replay.strategies.<name>` with its client and its
-YAML. It runs small jobs in process: two seeded runs are equal, a resumed run equals an uninterrupted one, dtypes are
-kept, one failing institution is tolerated, inputs stay unchanged, the ledger's bytes are the bytes that travelled, and
-the forecast is the ledger. What is trained by DP-SGD has declared passes; with `dp=...` among the overrides they are
-those that the institutions have charged.
+Third parties call it on their own strategy, installed as `flwr_replay.strategies.<name>` with its client and its YAML.
+It runs small jobs in process, and checks:
+
+- two runs with one seed are equal, and a resumed run equals an uninterrupted one
+- dtypes are kept, inputs are unchanged, one failing institution is tolerated
+- the ledger counts the bytes sent, and the forecast equals the ledger
+- every mechanism that can be trained by DP-SGD declares its passes; with `dp=...` among the overrides, the institutions
+  are charged for exactly these passes
 """
 
 from __future__ import annotations
@@ -43,17 +46,17 @@ from flwr_replay.wire.weights import to_arrays
 __all__ = ["check_strategy"]
 
 JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "device=cpu")
-REPEATABLE = ("model.norm=group", "privacy.noise=seeded")  # of methods that draw secret noise unless told otherwise
+REPEATABLE = ("model.norm=group", "privacy.noise=seeded")  # for methods that draw secret noise by default
 
 
 class WatchedGrid(InlineGrid):
-    """Counts the bytes that travel; one node can be made to fail its training, and the run to break off."""
+    """Counts the bytes sent in both directions; can make one node fail its training."""
 
     sent: int = 0
     failing: int | None = None
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send, and count both ways."""
+        """Send messages, and count the bytes of requests and replies."""
         asked = list(messages)
         ids = list(super().push_messages(asked))
         self.sent += sum(record.count_bytes() for message in asked for record in message.content.values())
@@ -70,13 +73,13 @@ class WatchedGrid(InlineGrid):
 
 
 class Breaking(Display):
-    """Shows nothing; breaks the run off after an exchange, if told to."""
+    """Shows nothing; interrupts the run after a given exchange, if any."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.stop_after = stop_after
 
     def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
-        """Break off where told."""
+        """Interrupt the run after the given exchange."""
         if server_round == self.stop_after:
             raise KeyboardInterrupt
 
@@ -87,14 +90,14 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
     Parameters
     ----------
     name : str
-        As in `strategy=<name>`.
+        The strategy's name, as in `strategy=<name>`.
     overrides : Sequence[str]
-        Further options of the small job, which is `JOB`.
+        Options added to those of the small job, `JOB`.
 
     Raises
     ------
     AssertionError
-        At the first clause that does not hold; the message says which.
+        At the first clause that does not hold; the message names it.
     """
     with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
         _check_declared(name)
@@ -132,7 +135,7 @@ def _same(one: StateDict, other: StateDict, what: str) -> None:
 
 def _check_bytes(folder: Path, grid: WatchedGrid, result: dict[str, Any]) -> None:
     counted = sum(json.loads(line)["bytes"] for line in (folder / "ledger.jsonl").read_text().splitlines())
-    assert counted == grid.sent, f"the ledger's bytes must be those that travelled; {counted} against {grid.sent}"
+    assert counted == grid.sent, f"the ledger's bytes must be those sent; it has {counted}, sent were {grid.sent}"
     assert result["bytes"]["up"] + result["bytes"]["down"] == grid.sent, "result.json must sum the ledger's bytes"
 
 
@@ -146,20 +149,22 @@ def _check_forecast(overrides: list[str], folder: Path) -> None:
         key = (entry["institution"], entry["direction"], entry["stage"], entry["field"], entry["kind"])
         found[key] += entry["bytes"]
     differing = {key: (expected[key], found[key]) for key in expected | found if expected[key] != found[key]}
-    assert not differing, f"the forecast must be the ledger; forecast and ledger differ in {differing}"
+    assert not differing, f"the forecast must equal the ledger; they differ in {differing}"
 
 
 def _check_declared(name: str) -> None:
-    trained = set(mechanisms_of(load_strategy(name)[0])) - {"generator", "prior"}  # whose passes are replay's
+    trained = set(mechanisms_of(load_strategy(name)[0])) - {"generator", "prior"}  # replay declares their passes
     declared = compose([f"strategy={name}"]).strategy.dp_passes(1)
     lacking = sorted(mechanism for mechanism in trained if declared.get(mechanism, 0) < 1)
-    assert not lacking, f"what a strategy can train by DP-SGD must be in its dp_passes; {', '.join(lacking)} is not"
+    assert not lacking, (
+        f"dp_passes must have every mechanism that can be trained by DP-SGD; missing: {', '.join(lacking)}"
+    )
 
 
 def _check_charges(job: list[str], folder: Path) -> None:
     simulation = Simulation.of(compose(job))
     plan, part = simulation.job.settings.privacy, simulation.part
-    if plan is None or plan.config.epsilon:  # a budget may end before the run does
+    if plan is None or plan.config.epsilon:  # a budget may be spent before the run ends
         return
     charged: Counter[str] = Counter()
     for name, own in zip(part.names, part.train, strict=True):
@@ -170,13 +175,13 @@ def _check_charges(job: list[str], folder: Path) -> None:
             steps[charge["mechanism"]] += charge["steps"]
         for mechanism, passes, _ in plan.passes:
             expected = plan.cost(mechanism, examples, passes).steps
-            assert steps[mechanism] in (0, expected), (  # 0: another trains it, such as FedReplay's encoder
-                f"dp_passes must be the passes that are made; {passes} of {mechanism} are {expected} steps, {name} "
-                f"has charged {steps[mechanism]}"
+            assert steps[mechanism] in (0, expected), (  # 0: another institution trains it, as FedReplay's encoder
+                f"dp_passes must be the passes made; {passes} of {mechanism} are {expected} steps, {name} was charged "
+                f"for {steps[mechanism]}"
             )
         charged += steps
     idle = [mechanism for mechanism, _, _ in plan.passes if not charged[mechanism]]
-    assert not idle, f"what dp= names must be trained by DP-SGD; nobody has charged for {', '.join(idle)}"
+    assert not idle, f"mechanisms in dp= must be trained by DP-SGD; no institution was charged for {', '.join(idle)}"
 
 
 def _check_dtypes(job: list[str], final: StateDict) -> None:
@@ -194,8 +199,8 @@ def _check_resumption(job: list[str], folder: Path, whole: StateDict, result: di
     files = [folder / name / "models" / "global.safetensors" for name in ("whole", "broken")]
     if whole:
         one, other = (file.read_bytes() for file in files)
-        assert one == other, "a resumed run's models/ must have the same bytes, the order of the weights included"
-    for key in ("final", "examples-seen"):  # the bytes are more: the roll is called again
+        assert one == other, "a resumed run's models/ must have the same bytes, with the weights in the same order"
+    for key in ("final", "examples-seen"):  # not the bytes, since the roll is called again
         assert ended[key] == result[key], f"a resumed run must report the same {key}; {ended[key]}, was {result[key]}"
 
 
@@ -203,7 +208,7 @@ def _check_failure(overrides: list[str]) -> None:
     _, _, result = _run([*overrides, "replay.missing=say"], failing=3)
     named = {failure["institution"] for failure in result["failures"]}
     assert named == {"institution-2"} or not named, f"only the failing institution may be reported; got {named}"
-    assert result["final"]["institutions"], "the others must go on"
+    assert result["final"]["institutions"], "the other institutions must continue"
 
 
 def _check_inputs(job: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The errors a user can cause: one line each, with the rule, the value received and what to do."""
+"""The errors a user can cause: one line each, with the rule, the value and what to do."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ConfigError(FlwrReplayError):
 
 
 class DataError(FlwrReplayError):
-    """Data that are missing, truncated, of the wrong shape or wrongly labelled."""
+    """Data that are missing, truncated, of the wrong shape or with wrong labels."""
 
 
 class PrivacyError(FlwrReplayError):
-    """A request that would break a privacy promise: a step beyond the budget, a secret key that others can read.
+    """A broken privacy promise: a step beyond the budget, or a secret key that others can read.
 
     Its text is sent to the server.
     """
@@ -51,11 +51,11 @@ class RefusedError(FlwrReplayError):
 
 
 class WireError(FlwrReplayError):
-    """A field that its payload does not declare, or whose form is not the declared one."""
+    """A field that its payload does not declare, or that has not the declared type or shape."""
 
 
 class TrainingError(FlwrReplayError):
-    """Training that cannot go on: saved state is gone, or batch norm gets a batch of one."""
+    """Training that cannot continue: saved state is missing, or batch norm gets a batch of one."""
 
 
 class DivergedError(TrainingError):
@@ -63,11 +63,11 @@ class DivergedError(TrainingError):
 
 
 class RunError(FlwrReplayError):
-    """A run that cannot go on: a file is damaged or cannot be written, or no institution is left."""
+    """A run that cannot continue: a file is damaged or cannot be written, or no institution is left."""
 
 
 def nearest(value: str, known: Iterable[str]) -> str:
-    """Suggest the known names nearest to a wrong one; list all of them where they are few or none is near.
+    """Suggest the known names nearest to a wrong one; list all names if they are few or none is near.
 
     >>> nearest("fedreplya", ["cwt", "fedreplay"])
     'did you mean fedreplay? known: cwt, fedreplay'
@@ -79,6 +79,6 @@ def nearest(value: str, known: Iterable[str]) -> str:
 
 
 def near_matches(value: str, known: Iterable[str]) -> str:
-    """Ask whether a near name was meant; empty if none is near."""
+    """Suggest near names, as a question; empty if none is near."""
     close = difflib.get_close_matches(value, sorted(known), n=2)
     return f"did you mean {' or '.join(close)}?" if close else ""

@@ -1,4 +1,4 @@
-"""What a process remembers of the world outside it, and one call that makes it forget."""
+"""Caches of files and models in a process, and one call that clears them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _forgetting: list[Callable[[], object]] = []
 
 
 def remembered(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator as `functools.lru_cache(maxsize)`, whose results `forget` drops.
+    """Return a decorator like `functools.lru_cache(maxsize)`, whose cache `forget` clears.
 
-    It is for what depends on files or takes much memory: data, models, what lies in a state directory. What follows
-    from the arguments alone, such as a composed configuration, stays in an `lru_cache`: forgetting it changes nothing.
+    Use it for results that depend on files or take much memory: data, models, files of a state directory. Use
+    `lru_cache` for results that depend on the arguments only, such as a composed configuration.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         cached = lru_cache(maxsize)(function)
         on_forget(cached.cache_clear)
-        return cast(Callable[P, T], cached)  # which still takes the function's own arguments only
+        return cast(Callable[P, T], cached)  # the function's signature is unchanged
 
     return decorate
 
 
 def on_forget(clear: Callable[[], object]) -> None:
-    """Have `forget` call this, too."""
+    """Let `forget` call this function, too."""
     _forgetting.append(clear)
 
 
 def forget() -> None:
-    """Forget all that this process has read or built, so that the next run begins as in a new process.
+    """Clear all caches of this process, so that the next run begins as in a new process.
 
-    Call it in a notebook once data on the disk have changed, or to free the memory; never while a run goes on.
+    Call it in a notebook after data on the disk have changed, or to free memory, but never during a run.
 
     Examples
     --------

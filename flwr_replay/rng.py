@@ -1,6 +1,6 @@
-"""Randomness as an argument: every seed is derived from its purpose, never from global state.
+"""Random generators, with seeds derived from the run's seed and a purpose, never from global state.
 
-Privacy noise does not come from here: it needs a secret key, which no seed reveals.
+Privacy noise is not drawn here: it needs a secret key, which no seed reveals.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ __all__ = ["derived_rng", "derived_seed"]
 
 
 def derived_seed(*parts: object) -> int:
-    """Hash (seed, round, institution, purpose) or the like to a seed.
+    """Hash parts, such as (seed, round, institution, purpose), to a seed.
 
-    Parts are separate and typed: `("a", "b")`, `("ab",)`, `(1,)` and `("1",)` give four different seeds. The same
-    parts give the same seed in every process and on every machine.
+    Number and types of the parts matter: `("a", "b")`, `("ab",)`, `(1,)` and `("1",)` give four different seeds. The
+    same parts give the same seed in every process and on every machine.
 
     Parameters
     ----------
     *parts : int or str
-        What the randomness is for. Other types are refused, since their text may differ between versions.
+        The run's seed, and the purpose. Other types are refused, since their text may differ between versions.
 
     Returns
     -------
@@ -32,7 +32,7 @@ def derived_seed(*parts: object) -> int:
     Raises
     ------
     TypeError
-        For a part that is neither an integer nor a text.
+        For a part that is neither an integer nor a string.
 
     Examples
     --------
@@ -44,14 +44,14 @@ def derived_seed(*parts: object) -> int:
     plain: list[int | str] = []
     for part in parts:
         if not isinstance(part, (str, int, np.integer)):
-            raise TypeError(f"a seed is derived from integers and texts; got {part!r}")
+            raise TypeError(f"a seed is derived from integers and strings; got {part!r}")
         plain.append(part if isinstance(part, str) else int(part))
     digest = hashlib.sha256(json.dumps(plain).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def derived_rng(seed: int, *names: object) -> np.random.Generator:
-    """Return a NumPy generator for one purpose.
+    """Return NumPy's random generator for one purpose.
 
     Parameters
     ----------

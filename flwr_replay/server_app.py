@@ -21,9 +21,9 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run what Flower's run config says; an error of the user's is one line, and the run counts as failed.
+    """Run the options of Flower's run config; a user's mistake is logged in one line, and the run fails.
 
-    Flower ends a run for an `Exception` only: of a process that exits it waits for news, and tells no reason.
+    It must end with an `Exception`: if the process just exits, Flower waits for it and reports no reason.
     """
     try:
         result, folder = execute(grid, from_run_config(context.run_config), LogDisplay())

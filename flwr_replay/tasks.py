@@ -1,4 +1,4 @@
-"""The kinds of task, for whoever writes a ServerApp or ClientApp: the same as `flwr_replay.learning.tasks`."""
+"""The kinds of task, for authors of a ServerApp or ClientApp; re-exported from `flwr_replay.learning.tasks`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Studies that run by hand."""
+"""Studies, which `flwr-replay study` runs."""

@@ -1,15 +1,15 @@
-"""What Qu et al. compare, on small public data: every method, from IID to severe skew, on three kinds of task.
+"""Qu et al.'s comparison of methods on small public data, from IID to severe skew, on three kinds of task.
 
 Sources: Qu et al. 2022, section 4.2, Figs. 2-5 (Retina and BoneAge: three partitions, four institutions), section 4.3,
 Fig. 6 (BraTS: a U-Net), Table 3, first row (accuracy by cut), Table 1 (the forgetting matrix).
 
-Where a visit has a few steps only (the tables, PneumoniaMNIST), every method keeps its momentum from visit to visit, as
-Central, Local and FedReplay always do: with two steps from rest, momentum would never build up, and the tables would
-show that and not skew. FedAvgM has its momentum at the server; with both it diverges. On MNIST a visit has 62 steps,
-and it makes no difference (docs/results.md).
+A visit on tables and PneumoniaMNIST has a few steps only. There every method keeps its momentum from visit to visit, as
+Central, Local and FedReplay always do. Without it, momentum would never build up in two steps, and the results would
+show this instead of skew. FedAvgM has its momentum at the server, and diverges with both. On MNIST a visit has 62
+steps, and keeping momentum makes no difference (docs/results.md).
 
-One set of hyperparameters for all methods of a part; FedProx's mu is the one that part `fedprox-mu` chose on the mild
-split. FedSGD takes one step a round, so it has 50 rounds and ten times the learning rate.
+All methods of a part have the same hyperparameters. FedProx's mu is the best of part `fedprox-mu`, on the mild split.
+FedSGD takes one step a round, so it has 50 rounds and ten times the learning rate.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def diabetes(name: str, *partition: str) -> Part:
     """Return a part on the diabetes data."""
     return Part(
         name=f"diabetes-{name}",
-        about="A number is learned: the progression of the disease.",
+        about="Regression: the progression of the disease.",
         methods=KEPT,
         options=[*DIABETES, *partition],
         group="Diabetes, MLP, four institutions",
@@ -73,7 +73,7 @@ PARTS = [
         against="fedavg",
         data="mnist",
     ),
-    mnist("iid", "Alike.", "partition=iid"),
+    mnist("iid", "No skew.", "partition=iid"),
     mnist("mild", "Mild skew.", "partition=ks", "ks=0.4"),
     mnist("severe", "As skewed as four equal institutions can be.", "partition=ks", "ks=0.93"),
     diabetes("iid", "partition=iid"),
@@ -106,14 +106,14 @@ PARTS = [
     ),
     Part(
         name="cut",
-        about="Table 3's accuracy by cut.",
+        about="Table 3: accuracy by cut.",
         methods=["fedavg", "fedreplay:cut=layer2", "fedreplay:cut=layer3", "fedreplay"],
         options=RESNET,
         data="mnist",
     ),
     Part(
         name="forgetting",
-        about="Table 1: the runs' `forgetting.png` are the matrices.",
+        about="Table 1: each run's `forgetting.png` is its matrix.",
         methods=["cwt", "fedavg", "fedreplay"],
         options=[*MNIST, "partition=ks", "ks=0.93", "rounds=5", "seeds=1", "forgetting=true"],
         data="mnist",

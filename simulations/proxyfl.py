@@ -2,12 +2,12 @@
 
 Sources: Kalra et al. 2023, sections 4.1 and 4.2, appendix B.
 
-`main` and `mlp` have the paper's settings (`preset=paper`) but for 900 examples each and distinct major classes: three
-steps a round with a sampling rate of 0.28. Their epsilon is no proof where a proxy learns from a private model. Parts
-`epsilon-...` have beta=0 and a proven epsilon (`preset=sound`): full batches, SGD, the complete graph, and private
-models that learn from the proxies in passes of their own. Beside them stand private models without a teacher
-(`no teacher`), with the same passes on shifted images and without them. The ablations have 50 rounds. Accuracy is the
-private models', each on a share of the test examples; parts named `-proxies` show the same runs' proxies.
+`main` and `mlp` have the paper's settings (`preset=paper`), except for 900 examples per institution and distinct major
+classes: three steps a round with a sampling rate of 0.28. Their epsilon is not proven, since proxies learn from private
+models. Parts `epsilon-...` have beta=0 and a proven epsilon (`preset=sound`): full batches, SGD, the complete graph,
+and separate passes in which private models learn from proxies. They are compared with private models without a teacher
+(`no teacher`), with and without the same passes on shifted images. The ablations have 50 rounds. Accuracy is that of
+the private models, each on a share of the test examples. Parts named `-proxies` show the proxies of the same runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALONE = ["no teacher := proxyfl:alpha=0", "no teacher, one pass := proxyfl:alpha
 def part(
     name: str, about: str, methods: Sequence[str], options: Sequence[str], metric: str = "", group: str = ""
 ) -> Part:
-    """Return a part whose first method is what the others are compared with."""
+    """Return a part whose first method is the one that the others are compared with."""
     first = methods[0].split(" := ")[0]
     return Part(
         name=name,
@@ -48,13 +48,13 @@ def part(
 
 
 def ablation(about: str, name: str, options: Sequence[str] = (), methods: Sequence[str] = (*PAIRS, *OTHERS)) -> Part:
-    """Return a part of 50 rounds with all models an MLP; parts of one figure have a picture together."""
+    """Return a part of 50 rounds in which all models are MLPs; the parts of a figure share a picture."""
     group = f"{name.partition('-')[0]}, {about.partition(':')[0]}"
     return part(name, about, methods, [*PAPER, "rounds=50", "seeds=3", *options], group=group)
 
 
 def sound(budget: int, metric: str = "") -> Part:
-    """Return a part with a proven epsilon; where it is 8, beside private models that learn from nobody."""
+    """Return a part with a proven epsilon; the part of epsilon 8 also has private models without a teacher."""
     name, other = f"epsilon-{budget}", ALONE if budget == max(BUDGETS) and not metric else []
     methods = [f"ProxyFL := proxyfl:target_epsilon={budget}{BUDGETS[budget]}", *other]
     if metric:
@@ -63,7 +63,7 @@ def sound(budget: int, metric: str = "") -> Part:
         )
     return part(
         name,
-        "A proven epsilon, and what it buys.",
+        "The accuracy at a proven epsilon.",
         methods,
         SOUND,
         group="Private models, by the proven epsilon of their proxies",
@@ -71,7 +71,7 @@ def sound(budget: int, metric: str = "") -> Part:
 
 
 def mutual(weight: float) -> Part:
-    """Return a part with another alpha and beta; at 0.5 they are the paper's."""
+    """Return a part with alpha and beta at a weight; the paper's is 0.5."""
     own = "" if weight == 0.5 else f":alpha={weight}:beta={weight}"
     return ablation("Fig. 13: alpha and beta.", f"dml-{weight}", methods=[f"{method}{own}" for method in PAIRS])
 
@@ -83,9 +83,9 @@ PARTS = [
     part("mlp-proxies", "The proxies of these runs.", PAIRS, [*PAPER, "seeds=5"], "proxy-accuracy"),
     part("main", "Fig. 3: private models are LeNet-5, all others MLPs.", [*LENET, *OTHERS], [*PAPER, "seeds=5"]),
     part("main-proxies", "The proxies of these runs.", LENET, [*PAPER, "seeds=5"], "proxy-accuracy"),
-    ablation("Fig. 5: skew, none.", "skew-0.1", ["p=0.1"]),
+    ablation("Fig. 5: skew, none (IID).", "skew-0.1", ["p=0.1"]),
     ablation("Fig. 5: skew, half of the examples of one class.", "skew-0.5", ["p=0.5"]),
-    ablation("Fig. 5: skew, as everywhere else.", "skew-0.8"),
+    ablation("Fig. 5: skew, as in all other parts.", "skew-0.8"),
     ablation(
         "Fig. 6: two institutions each have MLP, LeNet-5, CNN1 and CNN2.",
         "mixed",
@@ -94,7 +94,7 @@ PARTS = [
     ablation("Fig. 7: with differential privacy.", "privacy-on"),
     ablation("Fig. 7: no clipping, no noise.", "privacy-off", ["dp=none"]),
     ablation("Fig. 12: batch size.", "batch-100", ["batch_size=100"], PAIRS),
-    ablation("Fig. 12: batch size, as everywhere else.", "batch-250", methods=PAIRS),
+    ablation("Fig. 12: batch size, as in all other parts.", "batch-250", methods=PAIRS),
     ablation("Fig. 12: batch size.", "batch-450", ["batch_size=450"], PAIRS),
     *(mutual(weight) for weight in (0.1, 0.3, 0.5, 0.7, 0.9)),
 ]

@@ -1,15 +1,15 @@
-"""What generative replay gives back, and what its privacy costs: Qu et al.'s Table 2 in shape, on small public data.
+"""The gain from generative replay, and the cost of its privacy: Qu et al.'s Table 2 in shape, on small public data.
 
 Sources: Qu et al. 2022, section 4.2 (CWT+Replay and FedAVG+Replay under skew), section 4.4 and Table 2 (with and
 without differential privacy), Algorithm 1 and footnote 1.
 
-One small CNN with group norm for all methods, since DP-SGD cannot have batch norm. `central` is the reference; a gap is
-what lies between a plain method and it. Rows "DP generator" have Qu et al.'s noise (0.7) and claim nothing for codes,
-labels and the classifier; rows "end to end" keep a budget of epsilon 8 for all that depends on training examples, and
-take larger batches, as noise wants them. "DP; no replay" is what that budget gives to the classifier alone. On
-PneumoniaMNIST, where a visit has a few steps only, all keep their momentum from visit to visit, as in the study
-`partitions`; its images have more detail than digits, so the generator trains longer, and codes are made once more at
-the end.
+All methods use one small CNN with group norm, since DP-SGD cannot have batch norm. `central` is the reference; the gap
+is the difference between it and a plain method. Rows "DP generator" have Qu et al.'s noise (0.7); codes, labels and the
+classifier are not protected. Rows "end to end" have a budget of epsilon 8 for everything that depends on training
+examples, and larger batches, which suit the noise. "DP; no replay" spends that budget on the classifier alone. On
+PneumoniaMNIST a visit has a few steps only, so all methods keep their momentum from visit to visit, as in the study
+`partitions`. Its images have more detail than digits, so the generator trains longer, and images are encoded once more
+at the end.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def part(name: str, about: str, methods: Sequence[str], options: Sequence[str], 
 
 
 PARTS = [
-    part("mnist", "As skewed as four equal institutions can be.", [*REPLAY, *CODES], MNIST, seeds=3),
+    part("mnist", "The largest skew of four equal institutions.", [*REPLAY, *CODES], MNIST, seeds=3),
     part("pneumonia", "Chest X-rays, two classes, some of the larger one left out.", REPLAY, PNEUMONIA, seeds=3),
     part("mnist-private", "The same under differential privacy.", WITH_PRIVACY, MNIST, seeds=3),
     part("pneumonia-private", "The same under differential privacy.", WITH_PRIVACY, PNEUMONIA, seeds=1),

@@ -1,4 +1,4 @@
-"""Label skew on small public data, for the methods that the first release had.
+"""Label skew on small public data, for the methods of the first release.
 
 Source: Qu et al. 2022, section 4.2 (accuracy of each method as the label skew grows).
 """
@@ -23,14 +23,14 @@ PARTS = [
     ),
     Part(
         name="mnist-sorted",
-        about="As skewed as four equal institutions can be.",
+        about="The largest skew of four equal institutions.",
         methods=METHODS,
         options=[*MNIST, "ks=0.93"],
         data="mnist",
     ),
     Part(
         name="mnist-momentum",
-        about="Momentum that institutions keep between visits.",
+        about="Institutions keep their momentum between visits.",
         methods=[*KEEP, "fedavg", "cwt", "fedreplay"],
         options=[*MNIST, "ks=0.93"],
         data="mnist",
@@ -42,8 +42,8 @@ PARTS = [
         options=[*MNIST, "ks=0.93"],
         data="mnist",
     ),
-    Part(name="mnist-severe", about="Severe.", methods=METHODS, options=[*MNIST, "ks=0.9"], data="mnist"),
-    Part(name="mnist-mild", about="Mild.", methods=METHODS, options=[*MNIST, "ks=0.66"], data="mnist"),
+    Part(name="mnist-severe", about="Severe skew.", methods=METHODS, options=[*MNIST, "ks=0.9"], data="mnist"),
+    Part(name="mnist-mild", about="Mild skew.", methods=METHODS, options=[*MNIST, "ks=0.66"], data="mnist"),
     Part(
         name="pneumonia",
         about="Chest X-rays, two classes, examples of the larger one left out.",

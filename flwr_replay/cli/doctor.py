@@ -1,4 +1,4 @@
-"""What this machine has: versions, ports, write access, Ray, GPU."""
+"""Checks of this machine: versions, ports, write access, Ray, GPU."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ PORTS = {8000: "SuperLink", 9094: "SuperNode"}  # Flower's defaults
 
 
 def examine() -> tuple[bool, str]:
-    """Return whether a run can work here, and a line for each finding."""
+    """Return whether this machine can run, and one line for each finding."""
     findings: list[tuple[bool, str]] = []
     for name in PACKAGES:
         findings.append(_version(name))
     for port, who in PORTS.items():
         free = _free(port)
-        advice = "free" if free else "in use: a SuperLink may run already, or choose another with --port"
+        advice = "free" if free else "in use; if no SuperLink of yours runs there, choose another with --port"
         findings.append((True, f"port {port} ({who}): {advice}"))
     for folder, what in ((home(), "home"), (Path("runs").absolute(), "runs-dir")):
         existed = folder.exists()
         try:
             make_folder(folder, what)
-            findings.append(
-                (True, f"{what}: {folder} can be written, {shutil.disk_usage(folder).free / 1e9:.0f} GB free")
-            )
+            findings.append((True, f"{what}: {folder} is writable, {shutil.disk_usage(folder).free / 1e9:.0f} GB free"))
             if not existed:
                 folder.rmdir()
         except RunError as error:
@@ -54,7 +52,7 @@ def _version(name: str) -> tuple[bool, str]:
     try:
         return True, f"{name} {metadata.version(name)}"
     except metadata.PackageNotFoundError:
-        return False, f"{name} is missing: pip install {name}"
+        return False, f"{name} is not installed: pip install {name}"
 
 
 def _free(port: int) -> bool:
@@ -66,8 +64,8 @@ def _ray() -> tuple[bool, str]:
     try:
         importlib.import_module("ray")
     except ImportError as error:
-        return False, f"Ray does not load: {error}"
-    return True, f"Ray loads; {os.cpu_count()} cores for its actors"
+        return False, f"Ray cannot be imported: {error}"
+    return True, f"Ray can be imported; {os.cpu_count()} cores for its actors"
 
 
 def _gpu() -> tuple[bool, str]:

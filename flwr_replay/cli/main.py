@@ -1,6 +1,6 @@
 """The command line: flwr-replay run | compare | study | strategies | data show | privacy | doctor.
 
-Nothing heavy is imported before a command needs it, so that `--help` answers at once.
+Heavy modules are imported only by the commands that need them, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from flwr_replay.errors import ConfigError, FlwrReplayError
 
 __all__ = ["app", "main"]
 
-NO_MEMORY = re.compile("can't allocate memory|out of memory")  # PyTorch's words
+NO_MEMORY = re.compile("can't allocate memory|out of memory")  # in PyTorch's error messages
 
 app = typer.Typer(
-    help="Federated learning for institutions whose data differ, on Flower.",
+    help="Federated learning on Flower, for institutions whose data differ.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-data = typer.Typer(help="Look at data sets and how they are dealt.", no_args_is_help=True)
+data = typer.Typer(help="Show a data set and how it is split among institutions.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(privacy, name="privacy")
 
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
-RunsDir = Annotated[str, typer.Option("--runs-dir", help="Where run directories go.")]
+RunsDir = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Engine = Annotated[str, typer.Option("--engine", help="inline: in this process | ray: Flower's Ray simulation.")]
+Engine = Annotated[str, typer.Option("--engine", help="inline: in this process | ray: with Flower's Ray simulation.")]
 
 
 @app.command()
@@ -44,20 +44,21 @@ def run(
     options: Options = None,
     engine: Engine = "inline",
     runs_dir: RunsDir = "runs",
-    resume: Annotated[str | None, typer.Option("--resume", help="A run directory to go on with.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would travel; train nothing.")] = False,
+    resume: Annotated[str | None, typer.Option("--resume", help="Continue the run in this directory.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be sent, and train nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run one method on one task; without options FedReplay on the digits of scikit-learn.
+    """Run one method on one task. Without options: FedReplay on scikit-learn's digits.
 
-    An option is any of conf/: strategy=cwt task=mnist task.data-dir=DIR partition=ks ks=0.6 model=resnet18 rounds=5.
+    docs/options.md lists the options, for example: strategy=cwt task=mnist task.data-dir=DIR partition=ks ks=0.6
+    model=resnet18 rounds=5.
     """
     _refuse_empty(runs_dir=runs_dir, resume=resume)
     _engine(engine)
     _say("loading …")
     from flwr_replay.runs.options import resolve
 
-    overrides, config = resolve(options or [], runs_dir, resume or "")  # a wrong option is told before PyTorch loads
+    overrides, config = resolve(options or [], runs_dir, resume or "")  # reports a wrong option before PyTorch loads
     from flwr_replay.report.progress import TerminalDisplay
     from flwr_replay.runs.simulate import Simulation, run_ray, simulate
 
@@ -76,19 +77,23 @@ def compare(
     strategies: Annotated[str, typer.Argument()],
     options: Options = None,
     against: Annotated[
-        str | None, typer.Option("--against", help="Differences are to this one; default: the last.")
+        str | None, typer.Option("--against", help="The method that the others are compared with; default: the last.")
     ] = None,
     metric: Annotated[
-        str | None, typer.Option("--metric", help="accuracy, loss, …; default: the task's leading one.")
+        str | None, typer.Option("--metric", help="accuracy, loss, …; default: the task's main metric.")
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """Run several methods on the same seeds; seeds=3 means seeds 0, 1, 2. Finished runs are not repeated.
+    """Run several methods on the same seeds, and compare them. Finished runs are not repeated.
 
-    STRATEGIES are comma-separated, with options of their own after a colon: fedavg,cwt,fedreplay,fedreplay:cut=layer2.
-    Options are for all methods; fedreplay.cut=layer2 is for one. Exit code 1: some runs failed, the table says why.
+    STRATEGIES are separated by commas. A method's own options follow a colon: fedavg,cwt,fedreplay:cut=layer2.
+
+    All other options hold for every method. seeds=3 means the seeds 0, 1 and 2. fedreplay.cut=layer2 holds for
+    FedReplay only.
+
+    Exit code 1: some runs failed. The table says why.
     """
     _refuse_empty(runs_dir=runs_dir, against=against, metric=metric)
     _say("loading …")
@@ -104,14 +109,14 @@ def compare(
 @app.command()
 def study(
     name: Annotated[str, typer.Argument()],
-    data: Annotated[str | None, typer.Option("--data", help="The folder that the studies' data lie under.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="The folder with the studies' data sets.")] = None,
     only: Annotated[
-        str | None, typer.Option("--only", help="Parts of the study, comma-separated; default: all.")
+        str | None, typer.Option("--only", help="Parts of the study, separated by commas; default: all.")
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     runs_dir: RunsDir = "runs",
 ) -> None:
-    """Run a paper's table as several comparisons: one of those that simulations/ describes.
+    """Run one of the studies in simulations/: a paper's table as several comparisons.
 
     Finished runs are not repeated. Exit code 1: some runs failed.
     """
@@ -127,7 +132,7 @@ def study(
 
 @app.command()
 def strategies(as_json: AsJson = False) -> None:
-    """List the methods: what each does, and what travels."""
+    """List the methods: what each does, and what it sends."""
     from flwr_replay.runs.forecast import describe_strategies
 
     described = describe_strategies()
@@ -141,9 +146,9 @@ def strategies(as_json: AsJson = False) -> None:
 @data.command("show")
 def show(
     options: Options = None,
-    out: Annotated[str, typer.Option("--out", help="Where the plots go.")] = "data-show",
+    out: Annotated[str, typer.Option("--out", help="The folder for the plots.")] = "data-show",
 ) -> None:
-    """Print and plot each institution's label histogram and the KS and TV matrices."""
+    """Print and plot each institution's label counts, and how far the labels of any two differ (KS and TV)."""
     _refuse_empty(out=out)
     from flwr_replay.data.dealt import loaded
     from flwr_replay.data.show import show as describe
@@ -166,8 +171,8 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one line and exit code 2."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: what runs is put away
+    """Run the command line; a user's mistake is reported in one line, with exit code 2."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up, as after Ctrl-C
     try:
         code = app(standalone_mode=False)
     except NoArgsIsHelpError as error:
@@ -180,9 +185,9 @@ def main() -> None:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
             raise
-        text = " ".join(str(error).split()) or "no more is to be had"
+        text = " ".join(str(error).split()) or "allocation failed"
         print(
-            f"error: this machine's memory is not enough ({text[:200]}): choose smaller models, images or batches",
+            f"error: this machine has too little memory ({text[:200]}): choose smaller models, images or batches",
             file=sys.stderr,
         )
         sys.exit(2)
@@ -192,7 +197,7 @@ def main() -> None:
 
 
 def _refuse_empty(**options: str | None) -> None:
-    """Refuse an option that was given without a value, as an unset variable of a shell does."""
+    """Refuse an option with an empty value, such as from an unset shell variable."""
     for name, value in options.items():
         if value is not None and not value.strip(", "):
             raise ConfigError(
@@ -228,11 +233,11 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
     up = result["bytes-by-kind"]["up"]
     if count := up.get("per-sample", 0) + up.get("per-sample-raw", 0):
         raw = up.get("raw-bytes-they-stand-for")
-        place = f" in place of {shown_bytes(raw)} of raw data" if raw else ""
-        lines.append(f"of single patients: {shown_bytes(count)} went up{place}; they are not differentially private")
-    if told := {name: one for name, one in result["privacy"].items() if one}:
+        place = f", in place of {shown_bytes(raw)} of raw data" if raw else ""
+        lines.append(f"of single patients: {shown_bytes(count)} went up{place}; not differentially private")
+    if stated := {name: one for name, one in result["privacy"].items() if one}:
         lines.append(result["privacy-claim"])
-        for name, one in told.items():
+        for name, one in stated.items():
             bound = None if one["epsilon"] is None else (rounded_up(one["epsilon"]), rounded_up(one["delta"], 2))
             known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
             lines.append(f"  {name}: {known}{one['mechanism']}")

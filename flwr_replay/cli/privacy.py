@@ -1,4 +1,4 @@
-"""The command line's `privacy`: epsilon, the noise for an epsilon, epsilon against epochs."""
+"""The command `privacy`: epsilon, the noise for an epsilon, epsilon by epoch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ if TYPE_CHECKING:  # NumPy and Opacus take seconds to import
 
 __all__ = ["app"]
 
-# Qu et al. 2022, section 4.4 and Fig. 7: |D|, epochs, delta, the epsilon that they report; batch 32, noise 0.7.
+# Qu et al. 2022, section 4.4 and Fig. 7: |D|, epochs, delta, the epsilon they report; batch 32, noise 0.7.
 PAPER = ((1144, 225, 8.7e-4, 17.8), (10_000, 300, 1e-5, 5.0))
 
-app = typer.Typer(help="Epsilon of DP-SGD with Poisson sampling.", no_args_is_help=True)
+app = typer.Typer(help="Compute the epsilon of DP-SGD, or the noise for an epsilon.", no_args_is_help=True)
 
-Examples = Annotated[int, typer.Option("--examples", min=1, help="|D|, of one institution.")]
-Batch = Annotated[int, typer.Option("--batch", help="b: an example joins a step with probability b/|D|.")]
-Noise = Annotated[float, typer.Option("--noise", min=0.01, help="Sigma, in units of the clipping norm.")]
-Epochs = Annotated[int, typer.Option("--epochs", min=1, help="Of ⌊|D|/b⌋ steps each.")]
-Delta = Annotated[float, typer.Option("--delta", help="0: 1/|D|.")]
+Examples = Annotated[int, typer.Option("--examples", min=1, help="|D|: one institution's training examples.")]
+Batch = Annotated[int, typer.Option("--batch", help="b: a step samples each example with probability b/|D|.")]
+Noise = Annotated[
+    float, typer.Option("--noise", min=0.01, help="The noise multiplier sigma: noise over clipping norm.")
+]
+Epochs = Annotated[int, typer.Option("--epochs", min=1, help="Epochs, of ⌊|D|/b⌋ steps each.")]
+Delta = Annotated[float, typer.Option("--delta", help="0 means 1/|D|.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -35,7 +37,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 def show_epsilon(
     examples: Examples, batch: Batch, noise: Noise, epochs: Epochs, delta: Delta = 0.0, as_json: AsJson = False
 ) -> None:
-    """Print epsilon of DP-SGD by Rényi DP (RDP) and by privacy loss random variables (PRV), with the steps."""
+    """Print the epsilon of DP-SGD, by Rényi DP (RDP) and by privacy loss random variables (PRV)."""
     from flwr_replay.privacy.accounting import SampledGaussian
 
     _say("computing …")
@@ -45,12 +47,12 @@ def show_epsilon(
 
 @app.command("noise")
 def show_noise(
-    epsilon: Annotated[float, typer.Option("--epsilon", help="The target.")],
+    epsilon: Annotated[float, typer.Option("--epsilon", help="The epsilon to keep within.")],
     examples: Examples,
     batch: Batch,
     epochs: Epochs,
     delta: Delta = 0.0,
-    accountant: Annotated[str, typer.Option("--accountant", help="rdp | prv, which is tighter and slow.")] = "rdp",
+    accountant: Annotated[str, typer.Option("--accountant", help="rdp | prv; prv is tighter, but slow.")] = "rdp",
     as_json: AsJson = False,
 ) -> None:
     """Print the least noise that keeps DP-SGD within an epsilon."""
@@ -65,14 +67,14 @@ def show_noise(
 
 @app.command("plot")
 def plot(
-    examples: Annotated[str, typer.Option("--examples", help="|D| of several institutions, comma-separated.")],
+    examples: Annotated[str, typer.Option("--examples", help="|D| of several institutions, separated by commas.")],
     batch: Batch = 32,
     noise: Noise = 0.7,
     epochs: Epochs = 300,
     delta: Delta = 0.0,
     out: Annotated[str, typer.Option("--out", help="The picture's file.")] = "epsilon.png",
 ) -> None:
-    """Draw epsilon (RDP) against epochs for several |D|, as Fig. 7 of Qu et al. 2022, with their points beside ours."""
+    """Draw epsilon (RDP) by epoch for several |D|, as in Fig. 7 of Qu et al. 2022, with their points next to ours."""
     from flwr_replay.files.atomic import make_folder, write_atomic
     from flwr_replay.privacy.accounting import SampledGaussian, epsilon
     from flwr_replay.report.plots import epsilons
@@ -103,7 +105,7 @@ def plot(
 
 @app.command("digest")
 def show_digest(file: Annotated[Path, typer.Argument(help="A .safetensors file with an encoder's weights.")]) -> None:
-    """Print the digest by which an institution's policy (weights) allows these weights."""
+    """Print the digest of an encoder's weights, for `weights` in an institution's policy."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -129,7 +131,7 @@ def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta:
     found: dict[str, float | None] = {"rdp": bound}
     try:
         found["prv"] = epsilon([cost], delta, "prv")
-    except ConfigError as error:  # beyond its reach; RDP's bound stands
+    except ConfigError as error:  # PRV cannot compute it; RDP's bound holds
         found["prv"] = None
         _say(str(error))
     report: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Options of a run: sections that validate, how they are composed, and which a run is bound to."""
+"""Options of a run: sections that validate their values, their composition, and the options a run is bound to."""
 
 from __future__ import annotations
 

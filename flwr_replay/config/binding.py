@@ -1,9 +1,9 @@
-"""What a run is bound to: the options under which an institution has left state and charges.
+"""The options that a run is bound to at an institution.
 
-A server names runs, and may give one name to two of them. What the first has left at an institution (weights, an
-optimizer, an account of privacy) must not serve the second: weights that were trained without noise would leave under
-the epsilon of a few private steps. So the first message of a run writes its options down, and later ones must have the
-same.
+A server names runs, and may give two runs the same name. The second must not use what the first has left at an
+institution: weights, optimizer state, a privacy account. Otherwise weights trained without noise could leave under the
+epsilon of a few steps of DP-SGD. So an institution stores the options of a run's first message, and refuses later
+messages with other options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flwr_replay.config.run import RunConfig
 
 __all__ = ["FREE", "binding", "differing", "digest_of", "flat"]
 
-# What may differ when a run goes on; no promise rests on it.
+# May differ when a run is resumed; no promise depends on them.
 
 FREE = (
     "runs_dir",
@@ -37,30 +37,30 @@ FREE = (
 
 @lru_cache(maxsize=64)
 def binding(config: RunConfig) -> str:
-    """Write the options that a run keeps, its strategy and mechanisms among them, as JSON."""
+    """Write the options that a run is bound to as JSON, including its strategy and its mechanisms under DP."""
     values = flat({**asdict(config), "strategy": {"name": config.strategy.name, **asdict(config.strategy)}})
     return json.dumps({key: value for key, value in sorted(values.items()) if key not in FREE})
 
 
 def digest_of(bound: str) -> str:
-    """Return a digest of such options, which stands in every file of the run's state."""
+    """Return a digest of these options, which every file of the run's state contains."""
     return sha256(bound.encode()).hexdigest()[:16]
 
 
 def differing(before: str, now: str) -> str:
-    """Say in which option two of them differ: `strategy.name was 'avgpush', now 'proxyfl'`."""
+    """Say which option differs: `strategy.name was 'avgpush', now 'proxyfl'`."""
     try:
         was, become = dict(json.loads(before)), dict(json.loads(now))
     except (ValueError, TypeError):
-        return "what is written down of it is damaged, or of another version"
+        return "its stored options are damaged, or of another version"
     for key in sorted(was.keys() | become.keys(), key=lambda key: (key != "strategy.name", key)):
         if was.get(key) != become.get(key):
             return f"{key} was {was.get(key)!r}, now {become.get(key)!r}"
-    return "they are written otherwise"
+    return "only their spelling differs"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Name the values of nested mappings by their way: `strategy.name`."""
+    """Flatten nested mappings, with dotted keys: `strategy.name`."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

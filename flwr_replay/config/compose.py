@@ -1,11 +1,11 @@
-"""From what a user typed to a `RunConfig`, the same way on both sides of the wire.
+"""From a user's options to a `RunConfig`; server and institutions use the same code.
 
-Options come as Hydra overrides (`flwr-replay run task=mnist cut=layer2`) or in Flower's run config, whose key
-`overrides` holds any further Hydra overrides as one text. A hyphen in a key is an underscore, and an option may be
-named without its section where the name is unique: `cut=layer2` is `strategy.cut=layer2`.
+Options are Hydra overrides (`flwr-replay run task=mnist cut=layer2`), or they come in Flower's run config. Its key
+`overrides` holds further Hydra overrides as one text. A hyphen in a key is an underscore. The section may be left out
+if the option's name is unique: `cut=layer2` is `strategy.cut=layer2`.
 
-At an institution the options come from the server, which nobody there trusts: Hydra composes the files in `conf/`, and
-reads an option's value by its grammar alone, as a number, a text or a list. No interpolation and no function is known.
+An institution gets the options from the server, which it does not trust. So Hydra composes only the files in `conf/`.
+Of Hydra's grammar, an option's value may be a number, a text or a list; interpolations and functions are refused.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ __all__ = [
 ]
 
 GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset")
-BY_STRATEGY = "by_strategy"  # of a preset: by strategy, options by their full names, set where it is chosen
-DEFAULT = "default"  # the file of a preset for every task that has none of its own
+BY_STRATEGY = "by_strategy"  # a preset's options for one strategy, by strategy and full name
+DEFAULT = "default"  # a preset's file for every task without a file of its own
 COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
-COUNTS = ("nodes", "rounds", "seed")  # a study's file must give them some number: 0 is as conf/config.yaml has it
-LONGEST = 20_000  # characters of all options together; Hydra's parser takes time by their square, here seconds
+COUNTS = ("nodes", "rounds", "seed")  # Flower's run config needs a number for them; 0: as in conf/config.yaml
+LONGEST = 20_000  # characters of all options; the time of Hydra's parser grows with their square, here seconds
 WHOLE = 10**18
 CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 SHOWN = 80  # characters of a wrong value in an error line
@@ -67,21 +67,21 @@ SECTIONS: dict[str, type] = {
     "prior": PriorConfig,
     "privacy": PrivacyConfig,
 }
-SPELLED_OUT = ("generator", "prior")  # sections whose options are named in full where another section has the same
+SPELLED_OUT = ("generator", "prior")  # sections whose options need the full name if another section has the same one
 
 
 def conf_dir() -> Path:
-    """Return the folder of YAML choices, in a checkout, a FAB or a wheel."""
+    """Return the folder of YAML files, in a checkout, in Flower's app bundle or in a wheel."""
     return Path(next(iter(importlib.import_module("flwr_replay.conf").__path__)))
 
 
 def choices(group: str) -> list[str]:
-    """List what a config group offers: `choices("strategy")`."""
+    """List the choices of a config group: `choices("strategy")`."""
     return sorted({path.stem for path in (conf_dir() / group).iterdir() if path.is_dir() or path.suffix == ".yaml"})
 
 
 def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the choices of groups as Hydra overrides; a preset has a file for a task, or one for all others.
+    """Return the chosen groups as Hydra overrides, with the preset's file for the task, or its default file.
 
     A model that the user chose wins over the preset's.
     """
@@ -104,14 +104,14 @@ def load_strategy(name: str) -> tuple[type[Any], type[StrategyConfig]]:
     Raises
     ------
     ConfigError
-        If the latter is none that declares what its options mean.
+        If the config is not a `StrategyConfig`, which declares what its options mean.
     """
     module = importlib.import_module(f"flwr_replay.strategies.{name}")
     strategy: type[Any] = next(value for key, value in vars(module).items() if key.lower() == name)
     config = vars(module).get(f"{strategy.__name__}Config")
     if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
         raise ConfigError(
-            f"strategy={name} must declare what its options mean: let {strategy.__name__}Config of "
+            f"strategy={name} must declare what its options mean: let {strategy.__name__}Config in "
             f"flwr_replay/strategies/{name}.py extend flwr_replay.config.StrategyConfig"
         )
     return strategy, config
@@ -126,14 +126,14 @@ def load_client(name: str) -> type[Any]:
 
 
 def from_run_config(run_config: Mapping[str, Any]) -> RunConfig:
-    """Compose from Flower's run config; empty texts mean: not set, as does a 0 of `nodes`, `rounds` and `seed`.
+    """Compose from Flower's run config; an empty text is not set, and neither is a 0 of `nodes`, `rounds` or `seed`.
 
-    A plain key is an override of its own; the key `overrides` is split as a shell would and wins.
+    Every plain key is one override. The key `overrides` is split as a shell does, and wins over plain keys.
     """
     try:
         further = shlex.split(str(run_config.get("overrides", "")))
     except ValueError as error:
-        raise ConfigError(f"overrides must be words as in a shell; got {run_config['overrides']!r}: {error}") from None
+        raise ConfigError(f"overrides must be quoted as in a shell; got {run_config['overrides']!r}: {error}") from None
     unset = [key for key, value in run_config.items() if value == "" or (key in COUNTS and value == 0)]
     plain = [f"{key}={value}" for key, value in run_config.items() if key not in ("overrides", *unset)]
     return compose([*plain, *further])
@@ -153,7 +153,7 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 @lru_cache(maxsize=32)
 def _compose(overrides: tuple[str, ...]) -> RunConfig:
     if (length := sum(map(len, overrides))) > LONGEST:
-        raise ConfigError(f"all options together have at most {LONGEST} characters; got {length}: write fewer")
+        raise ConfigError(f"all options together may have {LONGEST} characters; got {length}: set fewer options")
     pairs = [_pair(override) for override in overrides]
     values = deepcopy(dict(_unset(tuple(_chosen(pairs)))))
     by_strategy = values.pop(BY_STRATEGY, {})
@@ -177,12 +177,12 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
 
 @cache
 def model_named(name: str) -> ModelConfig:
-    """Return a model as `conf/model/<name>.yaml` has it.
+    """Return a model as in `conf/model/<name>.yaml`.
 
     Raises
     ------
     ConfigError
-        If there is none of this name.
+        If no model has this name.
     """
     if name not in choices("model"):
         raise ConfigError(f"unknown model {name!r}: {nearest(name, choices('model'))}")
@@ -218,7 +218,7 @@ def overrides_of(path: Path) -> list[str]:
         if isinstance(value, dict):
             name = value.pop("name", None)
             found += [f"{key}={name}"] if name else []
-            # An option that the choice's YAML lacks cannot be set, and so has its default.
+            # An option that is not in the choice's YAML cannot be set, so it has its default.
             found += [f"{key}.{option}={quoted(item)}" for option, item in value.items() if option in base[key]]
         else:
             found.append(f"{key}={quoted(value)}")
@@ -239,7 +239,7 @@ def _pair(override: str) -> tuple[str, str]:
 
 
 def _value(key: str, text: str) -> Any:
-    """Read a value by Hydra's grammar, but without functions, sweeps and interpolations."""
+    """Parse a value with Hydra's grammar, without functions, sweeps and interpolations."""
     from hydra._internal.grammar.functions import Functions
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -252,16 +252,16 @@ def _value(key: str, text: str) -> Any:
         override = None
     if override is None or override.is_sweep_override():
         raise ConfigError(
-            f"the value of {option} must be a number, true, false, a word, or a list [a,b]; got {_short(text)}: put "
-            f"any other text into quotes, \"{option}='…'\""
+            f"the value of {option} must be a number, true, false, a word, or a list [a,b]; got {_short(text)}: quote "
+            f"any other text, \"{option}='…'\""
         )
-    if "${" in str(value):  # nothing would resolve it, and nobody writes it without hoping so
-        raise ConfigError(f"an option must be a plain value without ${{...}}; got it in {option!r}")
+    if "${" in str(value):  # an interpolation, which would never be resolved
+        raise ConfigError(f"an option must be a plain value without ${{...}}; got one in {option!r}: write the value")
     return value
 
 
 def _full_key(key: str, base: Mapping[str, Any]) -> str:
-    """Find the section of an option; the groups' `name` keys are chosen, not set."""
+    """Return an option's name with its section; a group's `name` is chosen, so it is no option."""
     known = {name: name for name, value in base.items() if not isinstance(value, dict)}
     for section, options in base.items():
         if isinstance(options, dict):
@@ -289,7 +289,7 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
 
 @cache
 def _own_options(strategy: str) -> frozenset[str]:
-    """Name the options of a strategy."""
+    """Return the names of a strategy's options."""
     import yaml
 
     values = yaml.safe_load((conf_dir() / "strategy" / f"{strategy}.yaml").read_text(encoding="utf-8"))
@@ -298,7 +298,7 @@ def _own_options(strategy: str) -> frozenset[str]:
 
 @lru_cache(maxsize=32)  # a study composes hundreds of times, and each takes Hydra 0.1 s
 def _unset(chosen: tuple[str, ...]) -> Mapping[str, Any]:
-    """Return what options are where only groups are chosen; not to be written to."""
+    """Return the options, read-only, with these groups chosen and no option set."""
     return MappingProxyType(_hydra(list(chosen)))
 
 
@@ -323,7 +323,7 @@ def _first(error: Exception) -> str:
 
 
 def _build(cls: type, values: Mapping[str, Any], section: str) -> Any:
-    """Construct a config dataclass, refusing unknown keys and values of the wrong type."""
+    """Construct a config dataclass; refuse unknown keys and values of the wrong type."""
     hints = get_type_hints(cls)
     known = [field.name for field in fields(cls)]
     prefix = f"{section}." if section else ""
@@ -348,7 +348,7 @@ def _typed(option: str, value: Any, hint: Any) -> Any:
         return str(value)
     if hint in (bool, int, float, str) and type(value) is not hint:
         raise ConfigError(f"{option} must be of type {hint.__name__}; got {_short(value)}")
-    if hint is str and CONTROL.search(value):  # a path or a name with one stands in no list and no line of a log
+    if hint is str and CONTROL.search(value):  # it would break lists and lines of logs
         raise ConfigError(f"{option} must be on one line, without control characters; got {_short(value)}")
     return value
 

@@ -1,4 +1,4 @@
-"""How a mechanism is made private: noise, clipping, the budget."""
+"""Options of training under DP: mechanisms, noise, clipping, the budget."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from flwr_replay.config.sections import FRACTION, NOT_NEGATIVE_FINITE, Range, on
 __all__ = ["MECHANISMS", "PrivacyConfig"]
 
 MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy")
-NOISE = Range(0.01, 1e6, "lies in [0.01, 1e6]")  # multipliers
+NOISE = Range(0.01, 1e6, "lies in [0.01, 1e6]")  # noise multipliers
 CLIP = Range(1e-9, 1e9, "lies in [1e-9, 1e9]")
-LEAST = 1e-3  # of an epsilon
+LEAST = 1e-3  # the smallest epsilon
 END_TO_END = ("generator", "prior", "classifier")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyConfig:
-    """DP-SGD at an institution (Qu et al. 2022, section 4.4: sigma 0.7, delta 1/|D|; its clip is not given)."""
+    """DP-SGD at an institution (Qu et al. 2022, section 4.4: sigma 0.7, delta 1/|D|; no clipping norm is given)."""
 
     dp: str = "none"  # none | generator, prior, encoder, classifier, proxy, joined by + | end-to-end
     sigma: float = 0.7  # noise multiplier
-    target_epsilon: float = 0.0  # sigma is the least with which the whole run keeps within it; 0: sigma is as given
-    clip: float = 1.0  # C, the L2 norm that an example's gradient may have: encoder, classifier, proxy
-    generator_clip: float = 1.0  # the same for the generator
-    prior_clip: float = 1.0  # the same for the prior
-    count_sigma: float = 10.0  # prior: noise on the number of examples of each label, their standard deviation
+    target_epsilon: float = 0.0  # choose the least sigma that keeps the whole run within it; 0: use sigma as given
+    clip: float = 1.0  # C, the largest L2 norm of an example's gradient: encoder, classifier, proxy
+    generator_clip: float = 1.0  # C for the generator
+    prior_clip: float = 1.0  # C for the prior
+    count_sigma: float = 10.0  # prior: standard deviation of the noise on the number of examples of each label
     epsilon: float = 0.0  # each institution's budget for a run; 0: no limit, epsilon is only reported
-    delta: float = 0.0  # 0: 1/|D|
-    noise: str = "secret"  # secret: by a key that the institution keeps | seeded: for tests, protects nothing
+    delta: float = 0.0  # delta; 0: 1/|D|
+    noise: str = "secret"  # secret: from a key that the institution keeps | seeded: for tests, protects nothing
 
     def __post_init__(self) -> None:
         one_of("privacy.noise", self.noise, ("secret", "seeded"))
@@ -47,35 +47,35 @@ class PrivacyConfig:
         for option, value in (("epsilon", self.epsilon), ("target-epsilon", self.target_epsilon)):
             require(
                 not 0 < value < LEAST,
-                f"privacy.{option} must be 0, for none, or at least {LEAST}: below it no noise makes a difference and "
-                f"delta alone says what leaks; got {value}",
+                f"privacy.{option} must be 0, for none, or at least {LEAST}; below that, delta alone says what leaks; "
+                f"got {value}",
             )
         require(
             not (self.epsilon and self.target_epsilon),
-            f"privacy.target-epsilon is the budget too; got {self.target_epsilon:g} and privacy.epsilon="
+            f"privacy.target-epsilon also sets the budget; got {self.target_epsilon:g} and privacy.epsilon="
             f"{self.epsilon:g}: leave one of them out",
         )
 
     @property
     def end_to_end(self) -> bool:
-        """Say whether all that depends on training examples is to be private."""
+        """Say whether everything that depends on training examples is under DP."""
         return self.dp == "end-to-end"
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """Return what is trained by DP-SGD."""
+        """Return the mechanisms that are trained by DP-SGD."""
         if self.end_to_end:
             return END_TO_END
         return () if self.dp == "none" else tuple(self.dp.split("+"))
 
     def clip_of(self, mechanism: str) -> float:
-        """Return C of a mechanism."""
+        """Return C, the clipping norm of a mechanism."""
         clips = {"generator": self.generator_clip, "prior": self.prior_clip}
         return clips.get(mechanism, self.clip)
 
     @property
     def limit(self) -> float:
-        """The budget; infinite where there is none."""
+        """The budget, an epsilon; infinite without one."""
         return self.epsilon or self.target_epsilon or inf
 
     def delta_for(self, examples: int) -> float:

@@ -1,4 +1,4 @@
-"""One run: its sections, its strategy's options, and what belongs to neither."""
+"""One run's configuration: its sections, its strategy's options, and all other options."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class RunConfig:
     generator: GeneratorConfig
     prior: PriorConfig
     privacy: PrivacyConfig
-    nodes: int  # institutions to wait for; 0: as many as are there, four when simulated in process
+    nodes: int  # institutions to wait for; 0: all that are connected, four when simulated in process
     rounds: int  # passes over the institutions' data
-    seed: int
+    seed: int  # of weights, orders and partitions
     evaluate_every: int  # rounds; the last round is always evaluated
-    external: bool  # whenever a model is tested, test it on other institutions' examples too
+    external: bool  # also test every model on examples of institutions outside the run
     forgetting: bool  # after every exchange, test the model on each institution's own training examples too
-    threads: int  # torch threads of every process; equal numbers give equal bits
+    threads: int  # torch threads of every process; equal numbers of threads give equal bits
     device: str  # auto | cpu | cuda | cuda:N
     runs_dir: str  # empty: $FLWR_REPLAY_HOME/runs, else ~/.flwr-replay/runs
     run_name: str  # empty: <date>-<strategy>-<task>-<seed>
-    resume: str  # a run directory to go on with
+    resume: str  # the directory of a run to continue
     timeout: float  # seconds to wait for an institution's answer
     wait: float  # seconds to wait for `nodes` institutions to join
 

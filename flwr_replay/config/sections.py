@@ -33,8 +33,8 @@ __all__ = [
     "within",
 ]
 
-# Far beyond what anybody needs, and within what a machine can try: memory, threads, hours. An institution composes what
-# a server sends, so these are also the most that it can be asked for. Its policy may allow less.
+# Upper limits, far above any use, within a machine's memory, threads and time. An institution composes the options that
+# a server sends, so these also limit what a server can ask for. The institution's policy may allow less.
 BATCH = 1_000_000  # examples
 CHANNELS = 65_536  # of an input: a table's features, a bag's vectors
 CLASSES = 4_096  # a confusion matrix has their square
@@ -43,9 +43,9 @@ NODES = 10_000
 PASSES = 1_000_000  # epochs
 ROUNDS = 1_000_000
 SECONDS = 366 * 86_400.0  # of waiting
-THREADS = 256  # more are not started everywhere, and OpenMP then ends the process without a word
+THREADS = 256  # if more cannot be started, OpenMP ends the process without a message
 VIEWS = 1_000  # uploads of one image
-WIDTH = 4_096  # of a model's first stage; some double it with every stage
+WIDTH = 4_096  # channels of a model's first stage; some models double it with every stage
 
 
 def require(rule: bool, message: str) -> None:
@@ -64,7 +64,7 @@ def one_of(option: str, value: str, known: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers between two ends, and what an error says of them; NaN is not among them."""
+    """Numbers between two ends, and the rule that an error states; NaN is not included."""
 
     low: float
     high: float
@@ -85,7 +85,7 @@ SHARE = Range(0, 1, "is a share in (0, 1]", "(]")
 
 
 def within(prefix: str, config: object, **ranges: Range | tuple[float, float]) -> None:
-    """Raise `ConfigError` unless each of these numbers of a configuration lies in its range, or between two numbers."""
+    """Raise `ConfigError` unless each named number of a configuration lies in its range, or between its two numbers."""
     for name, known in ranges.items():
         value = getattr(config, name)
         option = f"{prefix}{name}".replace("_", "-")
@@ -102,33 +102,33 @@ MODELS = ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "deepset", "resnet18", "resnet
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """A data set and what is learned from it."""
+    """A data set, and the task learned from it."""
 
     name: str
     kind: str = "classification"  # classification | regression | segmentation
     format: str  # which reader in flwr_replay.data.datasets
-    data_dir: str = ""  # a folder, or one .npz file; empty: the data set's package brings it
-    download: bool = False  # may the data be fetched from the network?
+    data_dir: str = ""  # a folder, or one .npz file; empty: the data come with a Python package
+    download: bool = False  # allow downloading the data?
     channels: int  # of an image; a table's features
     size: int  # height and width of an image, pixels; a table's rows have 1
     classes: int = 1  # classification: C >= 2; otherwise 1
-    mean: tuple[float, ...] = ()  # of each channel of images, where bytes are numbers in [0, 1]: what models subtract
-    std: tuple[float, ...] = ()  # and divide by; known numbers, since private data's own would not be private
-    unit: str = ""  # regression: of the label
-    class_names: tuple[str, ...] = ()  # of a manifest, or class folders, in the order of the labels; empty: sorted
-    class_groups: tuple[str, ...] = ()  # one for each class, where classes of a group are told apart; empty: not so
+    mean: tuple[float, ...] = ()  # per channel of images in [0, 1]: models subtract it; empty: nothing
+    std: tuple[float, ...] = ()  # per channel: models divide by it; use public numbers, those of the data reveal them
+    unit: str = ""  # regression: the unit of the label
+    class_names: tuple[str, ...] = ()  # classes of a manifest or folder, in the order of the labels; empty: sorted
+    class_groups: tuple[str, ...] = ()  # a group for each class, for accuracy within groups; empty: no groups
     site_column: str = "site"  # the manifest's column that names the institution
-    train_size: int = 0  # clinical sets: subjects to train on; 0: all that are left
+    train_size: int = 0  # clinical sets: subjects to train on; 0: all that remain
     val_size: int = 0  # clinical sets: subjects to validate on
-    test_size: int = 0  # clinical sets: subjects to test on; 0: the set's own test part, else one in five
-    balanced: bool = False  # retina: equally many of every class in every split
+    test_size: int = 0  # clinical sets: subjects to test on; 0: the set's own test split, else one in five
+    balanced: bool = False  # retina: equally many examples of every class in every split
 
     def __post_init__(self) -> None:
         one_of("task.kind", self.kind, ("classification", "regression", "segmentation"))
         within("task.", self, channels=(1, CHANNELS), size=(1, int(EXAMPLE**0.5)))
         require(
             self.channels * self.size**2 <= EXAMPLE,
-            f"task.channels x task.size x task.size is at most {EXAMPLE:,} numbers; got {self.channels} x {self.size} "
+            f"task.channels x task.size x task.size must be at most {EXAMPLE:,}; got {self.channels} x {self.size} "
             f"x {self.size}",
         )
         within("task.", self, train_size=NOT_NEGATIVE, val_size=NOT_NEGATIVE, test_size=NOT_NEGATIVE)
@@ -165,17 +165,17 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionConfig:
-    """How one data set is dealt to simulated institutions."""
+    """How one data set is split among simulated institutions."""
 
     name: str
-    p: float = 0.8  # majority: the share that the major class has
+    p: float = 0.8  # majority: the share of the major class
     majors: str = "distinct"  # majority: distinct | random
     ks: float = 0.9  # ks: target mean pairwise Kolmogorov-Smirnov statistic
-    drop: bool = False  # ks: may examples of the most frequent class be left out to reach the target?
+    drop: bool = False  # ks: allow leaving out examples of the most frequent class to reach the target?
     alpha: float = 0.5  # dirichlet: concentration
-    size: int = 0  # examples per institution; 0: as many as there are
-    test: str = "iid"  # iid: each test shard is a sample of all; mirror: it has its institution's label mix
-    contrast: float = 0.0  # images of institution 1..K have their contrast scaled by 1 - contrast .. 1 + contrast
+    size: int = 0  # examples per institution; 0: as many as possible
+    test: str = "iid"  # iid: each test shard is a sample of all; mirror: it has its institution's label distribution
+    contrast: float = 0.0  # scale the contrast of institution 1..K's images by 1 - contrast .. 1 + contrast
 
     def __post_init__(self) -> None:
         one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet"))
@@ -187,13 +187,13 @@ class PartitionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A backbone; every one is an ordered list of named stages."""
+    """A backbone: an ordered list of named stages."""
 
     name: str
     width: int = 64  # channels after the first stage (mlp: units per hidden layer; unet: 32 in the paper)
     stem: str = "small"  # resnet: published = 7x7/2 + pool, small = 3x3/1 + pool
     norm: str = "batch"  # batch | group
-    weights: str = ""  # a file of pretrained weights to begin with, read by the server; empty: fresh weights
+    weights: str = ""  # a file with the initial weights, read by the server; empty: fresh weights
 
     def __post_init__(self) -> None:
         one_of("model.name", self.name, MODELS)
@@ -204,7 +204,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How a model is trained, wherever it is trained (Qu et al. 2022, section 4.1: SGD, 0.001, batch 32)."""
+    """How models are trained, at institutions and at the server (Qu et al. 2022, section 4.1: SGD, 0.001, batch 32)."""
 
     optimizer: str = "sgd"  # sgd | adam
     lr: float = 0.01
@@ -221,13 +221,13 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
-    """What stands in for the other institutions' images in every batch (Qu et al. 2022, Algorithm 1)."""
+    """Replayed examples, which represent the other institutions in every batch (Qu et al. 2022, Algorithm 1)."""
 
     name: str = "none"  # none | vqvae2: codes of real images | pixelcnn: codes that priors draw
-    codes: str = "paper"  # vqvae2: paper: of the union, anew at every visit | last-pass: once more at the end | stale
-    ratio: float = 1.0  # replayed examples for each real one of a batch; paper: 1
-    cache_mb: float = 512.0  # what decoded images may take in memory; more are decoded whenever they are drawn
-    missing: str = "stop"  # an institution's images are replayed nowhere: stop before the last round | say so
+    codes: str = "paper"  # vqvae2: paper: encoded at every visit | last-pass: and once at the end | stale: encoded once
+    ratio: float = 1.0  # replayed examples for each real one in a batch; paper: 1
+    cache_mb: float = 512.0  # memory for decoded images, 10^6 bytes; images beyond it are decoded at every draw
+    missing: str = "stop"  # if an institution's images are not replayed in the last round: stop the run | say so
 
     def __post_init__(self) -> None:
         one_of("replay.name", self.name, ("none", "vqvae2", "pixelcnn"))
@@ -238,7 +238,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
-    """What replays images, and how it is trained (Qu et al. 2022, section 4.1; Razavi et al. 2019)."""
+    """The generator, a VQ-VAE-2, and its training (Qu et al. 2022, section 4.1; Razavi et al. 2019)."""
 
     name: str
     codes: int = 128  # vectors in each of the two codebooks
@@ -247,7 +247,7 @@ class GeneratorConfig:
     blocks: int = 1  # residual blocks of every part
     beta: float = 0.25  # weight of the commitment loss
     codebook: str = "ema"  # ema: running means, dead codes revived | gradient: learned by the loss, as DP-SGD needs it
-    decay: float = 0.99  # ema: what a step leaves of the running means
+    decay: float = 0.99  # ema: the share of the running means that a step keeps
     lr: float = 4e-4  # of Adam
     lr_halving: int = 150  # epochs after which the learning rate is halved; 0: never
     batch_size: int = 32
@@ -263,12 +263,12 @@ class GeneratorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PriorConfig:
-    """What draws new codes instead of codes of real images (Qu et al. 2022, footnote 1), and how it is trained."""
+    """The prior, which draws new codes in place of codes of real images (Qu et al. 2022, footnote 1)."""
 
     name: str
     width: int = 32  # channels of both stacks
     layers: int = 4  # gated layers
-    bins: int = 10  # regression: into how many labels are dealt, over three standard deviations either side
+    bins: int = 10  # regression: bins of labels, over three standard deviations to either side of their mean
     lr: float = 3e-3  # of Adam
     batch_size: int = 32
     epochs: int = 12  # at each institution

@@ -1,4 +1,4 @@
-"""What a strategy's options say of themselves to the rest of a run."""
+"""What a strategy's options declare to the rest of a run."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["StrategyConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """Base of every strategy's `<Name>Config`: its fields are the options, what stands here it declares beside them.
+    """Base of every strategy's `<Name>Config`. Fields are options; attributes and methods here are declarations.
 
-    The rest of the package knows a strategy's options by these declarations alone. What is not declared does not
-    happen: a mechanism without `dp_passes` is never trained by DP-SGD, it is refused.
+    The rest of the package knows a strategy's options by these declarations alone. Nothing is guessed: a mechanism
+    without `dp_passes` is refused, not trained by DP-SGD.
 
     Attributes
     ----------
     name : str
-        The strategy's, as in `strategy=<name>`.
+        The strategy's name, as in `strategy=<name>`.
     dp_by_default : str
-        What `dp=auto` stands for, where no preset says it.
+        The meaning of `dp=auto` if no preset sets `dp`.
     pooled : bool
-        Whether one institution trains on the examples of all, in a simulation.
+        Whether, in a simulation, one institution trains on the examples of all.
     files : tuple of str
-        Options that name files of the user's, found again from wherever the run is resumed.
+        Options that name a user's files. Their paths are made absolute, so that a resumed run finds them.
     chosen_later : tuple of str
-        Options whose value in a request may be another than the run's: an institution refuses any other that differs.
+        Options whose value in a request may differ from the run's. An institution refuses any other difference.
     """
 
     name: ClassVar[str]
@@ -42,19 +42,19 @@ class StrategyConfig:
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """Return how many passes an institution makes over its examples, by mechanism: encoder, classifier, proxy.
 
-        They are those of a whole run of so many rounds, of what the method itself can train by DP-SGD; the passes of
-        generator and prior are replay's. Noise, charge and forecast follow from them.
+        The passes are those of a whole run of `rounds` rounds, for every mechanism that the method can train by
+        DP-SGD. Replay declares those of generator and prior. Noise, charges and forecast follow from them.
         """
         return {}
 
     @property
     def unproven(self) -> str:
-        """Why the epsilon that is computed of these passes is no proof, in a sentence; empty: it is one."""
+        """Why the epsilon computed from these passes is not proven, in a sentence; empty: it is proven."""
         return ""
 
     @property
     def private_models(self) -> tuple[str, ...]:
-        """Models of conf/model that never leave, by turns over the institutions."""
+        """Names in conf/model of models that never leave the institutions, which take them in turn."""
         return ()
 
     def check_task(self, task: TaskConfig) -> None:
@@ -63,5 +63,5 @@ class StrategyConfig:
         Raises
         ------
         ConfigError
-            With the rule, the value and what to do.
+            If an option does not fit.
         """

@@ -1,4 +1,4 @@
-"""Data sets, how they are dealt to institutions, and how much those differ."""
+"""Data sets, their partitions among institutions, and how much the institutions differ."""
 
 from __future__ import annotations
 

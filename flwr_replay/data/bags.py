@@ -3,9 +3,9 @@
     <data-dir>/manifest.csv      columns bag,label[,site][,split]; bags relative to it
     <data-dir>/<bag>.npz         one array `features`, (n, task.channels), n from 1 to task.size squared
 
-A bag becomes an image of task.channels channels and task.size x task.size places, one for each vector, in the order of
-the file; places that are left over are all zero, which `flwr_replay.models.deepset` takes for nobody there. The split
-may also be `external`: test examples of other institutions, for `external=true`.
+A bag becomes an image with task.channels channels and task.size x task.size places. Each place holds one vector, in the
+order of the file. Unused places are all zero; `flwr_replay.models.deepset` takes such places for empty. The split may
+also be `external`: test examples of institutions outside the run, for `external=true`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["read_bags"]
 
 
 def read_bags(task: TaskConfig) -> dict[str, Raw]:
-    """Read a folder of bags as the module's docstring lays it out.
+    """Read a folder of bags, laid out as in the module's docstring.
 
     Raises
     ------
     DataError
-        For a row, label or bag that is not as said; the line names it.
+        For a wrong row, label or bag, which the error names.
     ConfigError
         Without `task.data_dir`.
     """
@@ -64,7 +64,7 @@ def _read_bag(row: Row, task: TaskConfig) -> NDArray[np.float32]:
     features_nF = features_nF.astype(np.float32)
     if not features_nF.any(axis=1).all():
         raise DataError(
-            f"a vector of a bag must not be all zero, which stands for none; one of {row.file} is: leave it out"
+            f"a vector of a bag must not be all zero, which means an empty place; {row.file} has one: leave it out"
         )
     x_FP = np.zeros((task.channels, places), np.float32)
     x_FP[:, : len(features_nF)] = features_nF.T

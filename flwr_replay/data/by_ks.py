@@ -1,11 +1,11 @@
-"""A partition of a chosen skew: the mean pairwise Kolmogorov-Smirnov statistic of the institutions' labels.
+"""A partition with a given skew: the mean pairwise Kolmogorov-Smirnov statistic of the institutions' labels.
 
-A share of the examples, drawn at random, is sorted by label and dealt in K consecutive blocks; the rest is dealt
-IID. With no share sorted the institutions differ by chance only; with all sorted they differ as much as equal sizes
-allow. The share is found by bisection.
+A random share of the examples is sorted by label and dealt in K consecutive blocks. The rest is dealt IID. If none are
+sorted, the institutions differ by chance only. If all are sorted, they differ as much as equal sizes allow. Bisection
+finds the share.
 
-What equal sizes allow depends on the labels: with a rare class most blocks look alike. `partition.drop` then leaves
-out examples of the most frequent class, as few as needed.
+The largest possible skew depends on the labels: with a rare class, most blocks have the same labels. `partition.drop`
+then leaves out examples of the most frequent class, as few as needed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from flwr_replay.rng import derived_rng
 
 __all__ = ["deal_by_ks"]
 
-TOLERANCE = 0.02  # of the achieved KS
-DRAWS = 8  # small data: one order of the examples may step over the target, another may not
+TOLERANCE = 0.02  # between achieved and target KS
+DRAWS = 8  # random orders to try: with few examples, some orders step over the target
 CAPS = 2048  # coarse steps in the search for the fewest examples to drop
 
 Indices = NDArray[np.int64]
@@ -38,24 +38,24 @@ def deal_by_ks(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) 
     y : ndarray, shape (N,)
         Labels, classes or continuous.
     config : PartitionConfig
-        Its `ks` is the target; `drop` allows to leave out examples of the most frequent class; `size` is the number
-        of examples per institution, 0 for all.
+        `ks` is the target; `drop` allows leaving out examples of the most frequent class; `size` is the number of
+        examples per institution, 0 for as many as possible.
     nodes : int
-        Institutions, at least 2.
+        The number of institutions, at least 2.
     seed : int
         The run's seed.
 
     Returns
     -------
     parts : list of K int64 arrays
-        Indices; sizes differ by at most one.
+        Indices into `y`; sizes differ by at most one.
     dropped : int
         Examples left out to reach the target.
 
     Raises
     ------
     ConfigError
-        If the target cannot be reached; the line says what can.
+        If the target cannot be reached; the error states the possible range.
     """
     require(nodes >= 2, "partition=ks compares institutions two by two; got nodes=1: choose partition=iid")
     require(not (config.drop and is_continuous(y)), "partition.drop=true needs classes; got continuous labels")
@@ -92,7 +92,7 @@ def deal_by_ks(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) 
 
 
 def _deal(order: Indices, codes: Indices, share: int, nodes: int) -> list[Indices]:
-    """Deal the first `share` of an order in sorted blocks, the rest as it comes; sizes differ by at most one."""
+    """Deal the first `share` examples of an order in sorted blocks, the rest in order; sizes differ by at most one."""
     by_label = order[:share][np.argsort(codes[order[:share]], kind="stable")]
     blocks = np.array_split(by_label, nodes)
     sizes = [len(part) for part in np.array_split(order, nodes)]
@@ -102,7 +102,7 @@ def _deal(order: Indices, codes: Indices, share: int, nodes: int) -> list[Indice
 
 
 def _bisect(achieved: Callable[[int], float], target: float, total: int) -> tuple[int, float]:
-    """Find the number of sorted examples whose KS is nearest to the target: KS grows with it but for chance."""
+    """Find the number of sorted examples with the KS nearest to the target; apart from chance, KS grows with it."""
     low, high = 0, total
     found = {0: achieved(0), total: achieved(total)}
     while high - low > 1 and found[0] < target < found[total]:
@@ -114,7 +114,7 @@ def _bisect(achieved: Callable[[int], float], target: float, total: int) -> tupl
 
 
 def _most(counts_C: Indices, nodes: int) -> float:
-    """Compute the KS of classes that are sorted and dealt in equal blocks: the most that equal sizes allow."""
+    """Compute the KS if all examples are sorted and dealt in equal blocks, the largest for equal sizes."""
     sizes = np.full(nodes, counts_C.sum() // nodes)
     sizes[: counts_C.sum() % nodes] += 1
     ends_K, ends_C = np.cumsum(sizes)[:, None], np.cumsum(counts_C)[None]
@@ -123,9 +123,9 @@ def _most(counts_C: Indices, nodes: int) -> float:
 
 
 def _cap(counts_C: Indices, nodes: int, target: float) -> tuple[int, float]:
-    """Find the highest cap on the examples of a class at which the target can be reached, and the KS it allows.
+    """Find the highest cap on a class's examples that allows the target, and the KS that it allows.
 
-    Where no cap reaches the target, the cap that comes nearest is returned.
+    If no cap allows the target, return the cap that comes nearest.
     """
     top = int(counts_C.max())
     step = max(1, top // CAPS)

@@ -1,4 +1,4 @@
-"""Data sets in memory, and `load`, which checks whatever a reader brings before anything trains on it.
+"""Data sets in memory, and `load`, which checks a reader's data before any training.
 
 Letters: N examples, C channels, H and W height and width in pixels.
 """
@@ -48,8 +48,8 @@ class Examples:
     Parameters
     ----------
     x : ndarray of uint8 or float32, shape (N, C, H, W)
-        Images: bytes 0..255, which models see as 0..1, or numbers as they are. A table's rows have the shape
-        (features, 1, 1), bags of vectors (features, H, W) with a vector at each place.
+        Images. Models get bytes 0..255 as numbers 0..1, and floats unchanged. A table's row has the shape
+        (features, 1, 1), a bag the shape (features, H, W) with a vector at each place.
     y : ndarray, shape (N,), int64 (classes) or float32 (continuous labels); or (N, H, W), uint8 (masks of 0 and 1)
         Labels.
     sites : ndarray of str, shape (N,), or None
@@ -58,7 +58,7 @@ class Examples:
     Raises
     ------
     DataError
-        If shapes, lengths or dtypes are others.
+        If shapes, lengths or dtypes are wrong.
     """
 
     x: NDArray[np.uint8] | NDArray[np.float32]
@@ -87,7 +87,7 @@ class Examples:
 
     @property
     def labels(self) -> NDArray[np.int64] | NDArray[np.float32]:
-        """One label per example, shape (N,), by which institutions may differ; of a mask, the share that is 1."""
+        """One label per example, shape (N,), to measure skew by; for a mask, the share of its pixels that are 1."""
         labels: NDArray[Any] = self.y if self.y.ndim == 1 else self.y.mean(axis=(1, 2), dtype=np.float32)
         return labels
 
@@ -103,7 +103,7 @@ class Examples:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Examples to train on, to test on and, where the source has them, to validate on, and of other institutions."""
+    """Examples to train and test on; if the source has them, examples to validate on, and external test examples."""
 
     name: str
     train: Examples
@@ -120,20 +120,20 @@ def load(task: TaskConfig) -> Dataset:
     Parameters
     ----------
     task : TaskConfig
-        Its `format` chooses the reader, its `channels`, `size` and `classes` are what the data must have.
+        Its `format` chooses the reader. The data must have its `channels`, `size` and `classes`.
 
     Returns
     -------
     Dataset
-        Train and test hold at least one example; `val` is None where there is no such split.
+        Train and test have at least one example each; `val` and `external` are None without such a split.
 
     Raises
     ------
     DataError
-        Files that are missing, truncated or of another format; images of another size; labels that are no class;
-        an empty split. One line with the file, the value and what to do.
+        If files are missing, truncated or of another format, if images have another size, if labels are not classes,
+        or if a split is empty. The error names the file, the value and what to do.
     ConfigError
-        A format that needs an option, or a package, that is not there.
+        If an option or a package that the format needs is missing.
     """
     one_of("task.format", task.format, tuple(READERS))
     raws = READERS[task.format](task)
@@ -184,7 +184,7 @@ def _checked(raw: Raw, task: TaskConfig) -> Examples:
         raise DataError(
             f"labels of task={task.name} must {rule}; got {value} (example {first} of {raw.labels}): correct the label"
         )
-    # Writable, since torch shares memory with what it is given.
+    # Writable, since torch shares the array's memory.
     return Examples(np.require(raw.x, requirements=["C", "W"]), y, raw.sites)
 
 

@@ -1,4 +1,4 @@
-"""A data set and how it is dealt to simulated institutions, read once per process."""
+"""A data set and its partition among simulated institutions, read once per process."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def loaded(task: TaskConfig) -> Dataset:
 
 @remembered(maxsize=2)
 def dealt(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int) -> Partition:
-    """Deal a data set to simulated institutions, once per process."""
+    """Split a data set among simulated institutions, once per process."""
     return partition(loaded(task), how, nodes, seed)
 
 
-@remembered(maxsize=1)  # one copy, however many institutions ask how many examples there are
+@remembered(maxsize=1)  # one copy, although every institution asks for the number of examples
 def pooled(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int) -> Dataset:
-    """Return the union of all institutions' training examples, as strategy=central owns it."""
+    """Return the union of all institutions' training examples, for strategy=central."""
     part, dataset = dealt(task, how, nodes, seed), loaded(task)
     owned = [part.examples(dataset, k).train for k in range(nodes)]
     return replace(

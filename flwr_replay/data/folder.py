@@ -3,7 +3,7 @@
     <data-dir>/<class>/<image>                       or below <data-dir>/train/, test/ and val/
     <data-dir>/manifest.csv                          columns image,label[,site][,split]; images relative to it
 
-`flwr_replay/data/manifest.py` says what a manifest may hold, and how examples are divided without given splits.
+`flwr_replay/data/manifest.py` describes the manifest, and how examples are divided if no splits are given.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MODES = {1: "L", 3: "RGB"}
 
 
 def read_folder(task: TaskConfig) -> dict[str, Raw]:
-    """Read a folder of images as the module's docstring lays it out.
+    """Read a folder of images, laid out as in the module's docstring.
 
     Raises
     ------
     DataError
-        For a file, row, label or image that is not as said; the line names it.
+        For a wrong file, row, label or image, which the error names.
     ConfigError
-        Without `task.data_dir`, or with a number of channels that images do not have.
+        Without `task.data_dir`, or if `task.channels` is neither 1 nor 3.
     """
     if not task.data_dir:
         raise ConfigError(f"task={task.name} reads a folder of images: set task.data-dir=FOLDER")
@@ -40,7 +40,7 @@ def read_folder(task: TaskConfig) -> dict[str, Raw]:
         raise ConfigError(f"images of a folder have task.channels=1 (grey) or 3 (colour); got {task.channels}")
     root = Path(task.data_dir).expanduser().absolute()
     if not root.is_dir():
-        raise DataError(f"task.data-dir must be a folder; got {root}: there is none")
+        raise DataError(f"task.data-dir must be a folder; {root} is not: set it to the folder with the images")
     manifest = root / "manifest.csv"
     rows = manifest_rows(manifest, task, "image") if manifest.is_file() else _folder_rows(root)
     return raws_of(rows, task, str(manifest if manifest.is_file() else root), _read_image)
@@ -69,7 +69,7 @@ def _class_rows(root: Path, split: str | None) -> list[Row]:
 
 
 def _read_image(row: Row, task: TaskConfig) -> NDArray[np.uint8]:
-    """Read one image as (C, H, W); nothing is resized, since that would change the data silently."""
+    """Read one image as (C, H, W); it is never resized, since that would change the data silently."""
     image = picture(row.file, MODES[task.channels], row.where)
     if image.size != (task.size, task.size):
         raise DataError(

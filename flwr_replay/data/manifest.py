@@ -1,9 +1,9 @@
-"""What a `manifest.csv` says of the files in a folder: which there are, their labels, their sites, their splits.
+"""A `manifest.csv` lists the files in a folder, with their labels, sites and splits.
 
-Without given splits about one in five patients is for testing: by a hash of the column `patient` where a row has one,
-else of its file's bytes, so that all examples of a patient lie on one side. Who else there is does not matter: one
-patient more moves nobody from training to testing, which differential privacy rests on, and an institution that holds
-its own rows gets the bits that a simulation over all rows gets.
+If no splits are given, about one in five patients is for testing. A hash decides: of the column `patient` if a row has
+one, else of the file's bytes. So all examples of a patient are in one split. The hash does not depend on other
+patients. So an additional patient moves no other from training to testing, which differential privacy requires, and an
+institution with its own rows gets the same bits as a simulation over all rows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from flwr_replay.rng import derived_seed
 __all__ = ["SPLITS", "Row", "manifest_rows", "raws_of"]
 
 SPLITS = ("train", "test", "val")
-TESTED = 0.2  # of the patients, where no split is given
-DIGITS = 19  # of a label that is a number
+TESTED = 0.2  # share of the patients to test on, if no split is given
+DIGITS = 19  # the most digits of a label that is a number
 INTEGER = re.compile(r"[+-]?\d+(\.0+)?")  # spreadsheets write 1 as 1.0
 
 
@@ -49,18 +49,19 @@ def manifest_rows(path: Path, task: TaskConfig, column: str, known: Sequence[str
     Parameters
     ----------
     path : Path
-        Of the manifest; files are relative to its folder.
+        The manifest; file names are relative to its folder.
     task : TaskConfig
-        Its `site_column` names the institution.
+        Its `site_column` is the column with the institution.
     column : str
-        That names the file: image or bag.
+        The column with the file: image or bag.
     known : sequence of str
-        What the column split may say.
+        The allowed values of the column `split`.
 
     Raises
     ------
     DataError
-        For an empty cell, an unknown split, or a file that is listed twice, however it is spelled; the line names it.
+        For an empty cell, an unknown split, or a file that is listed twice, even under two spellings; the error names
+        it.
     """
     wanted = [column, "label", *([task.site_column] if task.site_column != "site" else [])]
     lines = csv_rows(path, wanted)
@@ -94,22 +95,22 @@ def raws_of(
     Parameters
     ----------
     rows : list of Row
-        Of a manifest, or of folders.
+        The rows of a manifest, or of class folders.
     task : TaskConfig
-        Labels are numbers, or names: resolved by its `class_names`, else numbered in sorted order.
+        Labels are numbers, or names: numbered by its `class_names`, else in sorted order.
     source : str
-        Where the rows come from, for error lines.
+        The origin of the rows, for error lines.
     read : Callable
         Reads a row's file as (C, H, W).
     dtype : dtype
-        Of what it reads.
+        The dtype that `read` returns.
     known : sequence of str
         The splits.
 
     Raises
     ------
     DataError
-        For a label that is not as said, or if there are no rows.
+        For a wrong label, or if there are no rows.
     """
     if not rows:
         raise DataError(f"task={task.name} needs examples; got none in {source}")
@@ -118,7 +119,7 @@ def raws_of(
     splits = _splits(rows, sites)
     found = {}
     for split in known:
-        # Row order within a split: restricted to one site it is the order that this site's own folder gives.
+        # Keep the order of rows within a split, so that a site's examples are in the order of the site's own folder.
         members = np.flatnonzero(splits == split)
         x = np.empty((len(members), task.channels, task.size, task.size), dtype)
         for n, member in enumerate(members):
@@ -137,9 +138,9 @@ def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[np.int64]
             row = next(row for row in rows if INTEGER.fullmatch(row.label))
             raise DataError(
                 f"labels must be all numbers or all names; got {shortened(words[0])} and {shortened(row.label)} "
-                f"({row.where}): write one way only, or set task.class-names"
+                f"({row.where}): use one form only, or set task.class-names"
             )
-        # With fewer names than classes, an institution that lacks a class would number the others differently.
+        # With fewer names than classes, an institution that lacks a class would number the other classes differently.
         if len(found) != task.classes:
             raise DataError(
                 f"task={task.name} has {task.classes} classes; got {len(found)} class names in {source} "
@@ -171,7 +172,7 @@ def _splits(rows: list[Row], sites: NDArray[np.str_] | None) -> NDArray[np.str_]
     splits = np.where(places < TESTED, "test", "train")
     for site in [None] if sites is None else np.unique(sites):
         members = np.arange(len(rows)) if sites is None else np.flatnonzero(sites == site)
-        # A handful of patients may all lie on one side, and both must have some; the last one left is to train on.
+        # All of a few patients may fall into one split, but both need some; a single patient is for training.
         for split, end in (("test", places[members].min()), ("train", places[members].max())):
             if not (splits[members] == split).any():
                 splits[members[places[members] == end]] = split
@@ -179,7 +180,7 @@ def _splits(rows: list[Row], sites: NDArray[np.str_] | None) -> NDArray[np.str_]
 
 
 def _place(row: Row) -> float:
-    """Return where a row's patient lies in [0, 1): a hash that does not depend on any other row, nor on folders."""
+    """Return a number in [0, 1) for a row's patient: a hash that depends on no other row, and on no folder."""
     if row.patient:
         return derived_seed(SPLIT_SEED, "patient", row.patient) / 2**63
     try:

@@ -1,7 +1,7 @@
-"""How one data set is dealt to simulated institutions.
+"""Partitions of one data set among simulated institutions.
 
-Letters: N examples, K institutions, C classes. A partition holds indices into the data set, ascending; no training
-example has two owners, and every test example has exactly one.
+Letters: N examples, K institutions, C classes. A partition holds ascending indices into the data set. Each training
+example has at most one owner, each test example exactly one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Who owns which examples, and how much the institutions differ.
+    """The examples of each institution, and how much the institutions differ.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Partition:
     train, test : tuple of K int64 arrays
         Indices into the data set's splits.
     val : tuple of K int64 arrays, or None
-        The same for the validation split, where the data set has one.
+        The same for the validation split, if the data set has one.
     ks, tv : float
         Mean pairwise Kolmogorov-Smirnov statistic and total variation of the training labels, in [0, 1].
     dropped : int
@@ -58,24 +58,24 @@ class Partition:
 
     @property
     def skew(self) -> dict[str, float]:
-        """How far the institutions differ, and at what price: KS, TV and the number of examples left out."""
+        """KS, TV, and the number of training examples left out to reach the KS."""
         return {"ks": round(self.ks, 6), "tv": round(self.tv, 6), "dropped": self.dropped}
 
     def examples(self, dataset: Dataset, k: int) -> Dataset:
-        """Return the data of the k-th institution, named after it."""
+        """Return the k-th institution's data set, named after the institution."""
         val = None if self.val is None or dataset.val is None else self._taken(dataset.val, self.val[k], k)
         train, test = self._taken(dataset.train, self.train[k], k), self._taken(dataset.test, self.test[k], k)
         return Dataset(self.names[k], train, test, val)
 
     def external(self, dataset: Dataset, k: int) -> Examples:
-        """Return the test examples of all institutions but the k-th, as their devices show them."""
+        """Return the test examples of all institutions but the k-th, with each one's contrast."""
         others = [self._taken(dataset.test, own, at) for at, own in enumerate(self.test) if at != k]
         if not others:
             return dataset.test.take(np.arange(0))
         return Examples(np.concatenate([one.x for one in others]), np.concatenate([one.y for one in others]))
 
     def _taken(self, examples: Examples, indices: Indices, k: int) -> Examples:
-        """Take the k-th institution's examples, as its devices would show them."""
+        """Return the k-th institution's examples, with its contrast."""
         own = examples.take(indices)
         if not self.contrast:
             return own
@@ -84,12 +84,12 @@ class Partition:
 
 
 def scaled_contrast(x: NDArray[Any], factor: float) -> NDArray[np.uint8]:
-    """Scale the distance of every pixel, a byte, from mid-grey, 127.5; what leaves 0..255 is cut off there."""
+    """Scale every pixel's distance from mid-grey, 127.5; the result is clipped to 0..255."""
     return np.clip(np.rint((x - 127.5) * factor + 127.5), 0, 255).astype(np.uint8)
 
 
 def institution_name(k: int, nodes: int) -> str:
-    """Name the k-th of several simulated institutions so that names sort as numbers do.
+    """Name the k-th simulated institution, with leading zeros so that names sort as numbers do.
 
     >>> institution_name(0, 4), institution_name(0, 12)
     ('institution-1', 'institution-01')
@@ -103,30 +103,30 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     - iid: equal shards of a random order.
     - majority: one class makes up a share p of an institution's data, the rest is drawn from the other classes
       (Kalra et al. 2023, section 4.1).
-    - ks: as skewed as a mean pairwise KS statistic says (Qu et al. 2022, section 4.1); see `by_ks`.
+    - ks: with a given mean pairwise KS statistic (Qu et al. 2022, section 4.1); see `by_ks`.
     - natural: by the sites that the data name.
     - dirichlet: flwr-datasets' `DirichletPartitioner`.
 
-    Test and validation examples are dealt IID in equal shards, or (`config.test="mirror"`) in the proportions that
-    the training examples of their class, or of their decile of a continuous label, have; natural deals them by site.
+    Test and validation examples are dealt IID in equal shards. With `config.test="mirror"`, each class (or decile of a
+    continuous label) is dealt in the proportions of its training examples. natural deals them by site.
 
     Parameters
     ----------
     dataset : Dataset
-        What is dealt.
+        The data set.
     config : PartitionConfig
-        How.
+        The kind of partition, and its options.
     nodes : int
-        Institutions, K.
+        The number of institutions, K.
     seed : int
         The run's seed; the same seed gives the same partition.
 
     Raises
     ------
     ConfigError
-        What cannot be: more distinct majors than classes, an unreachable KS, more examples than there are.
+        For more distinct majors than classes, an unreachable KS, or more examples than there are.
     DataError
-        If an institution would hold no training or no test examples.
+        If an institution would have no training or no test examples.
     """
     require(nodes >= 1, f"nodes must be at least 1; got {nodes}")
     require(
@@ -220,7 +220,7 @@ def _deal_majority(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: i
             used += major
         left.append(members[used:])
     pool = rng.permutation(np.concatenate(left))
-    # Deal the rest blindly, then swap whatever an institution got of its own major class for another class.
+    # Deal the rest at random. Then swap the examples that an institution got of its own major class.
     owner = np.full(len(pool), -1)
     owner[: nodes * rest] = np.repeat(np.arange(nodes), rest)
     major_of = np.where(owner >= 0, majors_K[owner], -1)
@@ -238,14 +238,15 @@ def _majority_counts(size: int, p: float) -> tuple[int, int]:
 
 
 def _largest_majority(counts_C: Indices, majors_K: Indices, p: float) -> int:
-    """Find the largest size for which the majors and then the rest can be dealt without using an example twice."""
+    """Find the largest size at which majors and rest can be dealt without using an example twice."""
     N, K = int(counts_C.sum()), len(majors_K)
     owners_C = np.bincount(majors_K, minlength=len(counts_C))
 
     def too_large(size: int) -> bool:
         major, rest = _majority_counts(size, p)
         left_C = counts_C - owners_C * major
-        # Hall's condition: each class serves its owners, all left serve all, and all but c serve the owners of c.
+        # Hall's condition: each class has enough for its owners' majors; what remains has enough for all institutions'
+        # rest; without class c, it has enough for the rest of c's owners.
         others = left_C.sum() - left_C
         return bool((left_C < 0).any() or left_C.sum() < K * rest or (others < owners_C * rest).any())
 
@@ -271,7 +272,7 @@ def _deal_dirichlet(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: 
     dealer.dataset = tables.Dataset.from_dict({"label": y, "index": np.arange(len(y))})
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns of each new draw; we say it once, below
+            warnings.simplefilter("ignore")  # it warns at each new draw; the error below says it once
             parts = [np.asarray(dealer.load_partition(k)["index"][:], np.int64) for k in range(nodes)]
     except ValueError:
         raise ConfigError(
@@ -289,7 +290,7 @@ DEALERS: dict[str, Callable[[NDArray[Any], PartitionConfig, int, int], list[Indi
 
 
 def site_names(dataset: Dataset) -> tuple[str, ...]:
-    """Return the names of the sites that the data come from, sorted.
+    """Return the sorted names of the sites in the data.
 
     Raises
     ------
@@ -309,8 +310,8 @@ def _institutions_of(dataset: Dataset, config: PartitionConfig, nodes: int) -> t
     for name in names:
         require(
             NAME.fullmatch(name) is not None,
-            "a site's name has at most 160 letters, digits, spaces, dots, hyphens and underscores and begins with a "
-            f"letter or digit; got {name!r}: rename it in the manifest",
+            "a site's name must be at most 160 letters, digits, spaces, dots, hyphens and underscores, a letter or "
+            f"digit first; got {name!r}: rename it in the manifest",
         )
     require(config.size == 0, f"partition=natural takes every example of a site; got partition.size={config.size}")
     require(
@@ -341,7 +342,7 @@ def _shards(
     for group in np.unique(groups):
         members = rng.permutation(np.flatnonzero(groups == group))
         owned_K = np.asarray([np.count_nonzero(groups_train[part] == group) for part in parts])
-        if not owned_K.any():  # nobody trains on this class: by size
+        if not owned_K.any():  # no institution trains on this class: deal it by size
             owned_K = np.asarray([len(part) for part in parts])
         ends = np.cumsum(_apportion(len(members), owned_K, rng))
         for shard, dealt in zip(shards, np.split(members, ends[:-1]), strict=True):
@@ -350,8 +351,8 @@ def _shards(
 
 
 def _apportion(total: int, weights_K: Indices, rng: np.random.Generator) -> Indices:
-    """Divide a count in proportion to weights: whole parts first, then the largest remainders, ties at random."""
-    # In integers: shares such as 1/3 would leave remainders that differ by rounding alone.
+    """Divide a count in proportion to weights by largest remainders, with ties at random."""
+    # In integers, since floating-point remainders of shares such as 1/3 would differ by rounding only.
     whole_K, remainder_K = np.divmod(total * weights_K.astype(np.int64), weights_K.sum())
     ranked = np.lexsort((rng.permutation(len(weights_K)), -remainder_K))
     whole_K[ranked[: total - whole_K.sum()]] += 1

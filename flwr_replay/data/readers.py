@@ -1,7 +1,7 @@
-"""Readers of public data sets: digits, idx files, CIFAR-10, MedMNIST. They import what they need when they run.
+"""Readers of public data sets: digits, idx files, CIFAR-10, MedMNIST. They import their packages when they run.
 
-A reader returns the splits train, test and perhaps val as they are in the files, or the one split "all", which
-`datasets.load` divides; `load` also checks everything against the task.
+A reader returns the splits train, test and, if there is one, val, as in the files. Or it returns one split "all", which
+`datasets.load` divides. `load` also checks the data against the task.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ SPLIT_SEED = 0  # a fixed split: the run's seed must not move examples between t
 
 @dataclass(frozen=True, eq=False)
 class Raw:
-    """One split as read, and where both come from, for error lines.
+    """One split as read, and the origins of examples and labels, for error lines.
 
-    x is (N, C, H, W), bytes or float32; y is (N,), or (N, H, W) where labels are masks.
+    x is (N, C, H, W), bytes or float32; y is (N,), or (N, H, W) if labels are masks.
     """
 
     x: NDArray[np.uint8] | NDArray[np.float32]
@@ -69,7 +69,7 @@ class Raw:
 
 
 def read_digits(task: TaskConfig) -> dict[str, Raw]:
-    """Read scikit-learn's 1,797 digits of 8 x 8 pixels, shuffled once and for all; grey levels 0..16 become 0..255."""
+    """Read scikit-learn's 1,797 digits of 8 x 8 pixels, in a fixed random order; grey levels 0..16 become 0..255."""
     bunch = importlib.import_module("sklearn.datasets").load_digits()
     x = np.rint(bunch.images[:, None] * (255 / 16)).astype(np.uint8)
     order = derived_rng(SPLIT_SEED, "digits", "split").permutation(len(x))
@@ -81,14 +81,14 @@ def read_digits(task: TaskConfig) -> dict[str, Raw]:
 
 
 def read_idx(task: TaskConfig) -> dict[str, Raw]:
-    """Read the idx files of MNIST and its kin, plain or .gz; where only the t10k split lies, divide it four to one."""
+    """Read idx files as of MNIST, plain or .gz; if there is only the t10k split, divide it four to one."""
     root, inner = data_root(task), TORCHVISION_FOLDER.get(task.name, "")
     places = [root, root / inner / "raw"] if inner else [root]
     found = {split: _idx_pair(places, prefix) for split, prefix in (("train", "train"), ("test", "t10k"))}
     if not found["test"] and task.download:
         if not inner:
             known = " and task=".join(TORCHVISION_FOLDER)
-            raise ConfigError(f"task.download=true fetches idx files of task={known} only; got task={task.name}")
+            raise ConfigError(f"task.download=true downloads idx files of task={known} only; got task={task.name}")
         vision = getattr(importlib.import_module("torchvision.datasets"), inner)
         _fetch(root, inner, lambda scratch: vision(str(scratch), download=True))
         found = {split: _idx_pair(places, prefix) for split, prefix in (("train", "train"), ("test", "t10k"))}
@@ -99,13 +99,17 @@ def read_idx(task: TaskConfig) -> dict[str, Raw]:
 
 
 def _idx_pair(places: list[Path], prefix: str) -> tuple[Path, Path] | None:
-    """Find the images and, beside them, the labels of one split."""
+    """Find the images and the labels of one split, which must be in one folder."""
     for place in places:
         pair = [_plain_or_gz(place / f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1")]
         if pair[0] and not pair[1]:
-            raise DataError(f"images need labels; got {pair[0]} without {prefix}-labels-idx1-ubyte beside it: add it")
+            raise DataError(
+                f"images need labels; got {pair[0]} without {prefix}-labels-idx1-ubyte in its folder: add it"
+            )
         if pair[1] and not pair[0]:
-            raise DataError(f"labels need images; got {pair[1]} without {prefix}-images-idx3-ubyte beside it: add it")
+            raise DataError(
+                f"labels need images; got {pair[1]} without {prefix}-images-idx3-ubyte in its folder: add it"
+            )
         if pair[0] and pair[1]:
             return pair[0], pair[1]
     return None
@@ -124,18 +128,18 @@ def _read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, zlib.error, OSError) as error:
-        raise DataError(f"idx files must be whole; {path} cannot be read ({error}): fetch it anew") from None
+        raise DataError(f"idx files must be complete; {path} cannot be read ({error}): download it again") from None
     header = 4 + 4 * dims
     if len(data) < header or data[:4] != bytes([0, 0, IDX_UBYTE, dims]):
         raise DataError(
             f"an idx file of bytes in {dims} dimensions must start with 0000080{dims}; {path} starts with "
-            f"{data[:4].hex() or 'nothing'}: it is another file, or broken"
+            f"{data[:4].hex() or 'nothing'}: it is another file, or damaged"
         )
     shape = tuple(int(n) for n in np.frombuffer(data, ">u4", dims, 4))
     if len(data) - header != math.prod(shape):
         raise DataError(
             f"{path} must hold {math.prod(shape)} bytes after its header, as that says; got {len(data) - header}: "
-            "it is truncated or broken, fetch it anew"
+            "it is truncated or damaged, download it again"
         )
     return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
 
@@ -144,7 +148,7 @@ def _read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
 
 
 def read_cifar10(task: TaskConfig) -> dict[str, Raw]:
-    """Read CIFAR-10's Python batches from `cifar-10-batches-py` in, or as, the data folder."""
+    """Read CIFAR-10's Python batches; the data folder contains `cifar-10-batches-py`, or is it."""
     root = data_root(task)
     places = [root / "cifar-10-batches-py", root]
     folder = next((place for place in places if (place / "test_batch").is_file()), None)
@@ -162,7 +166,7 @@ def read_cifar10(task: TaskConfig) -> dict[str, Raw]:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads lists and arrays and nothing else: a pickle from elsewhere could run any code."""
+    """Reads lists and arrays only, since a foreign pickle could run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray, "dtype": np.dtype}
@@ -179,8 +183,8 @@ def _read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
             batch = _ArrayUnpickler(file, encoding="latin1").load()
         return np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32), np.asarray(batch["labels"], np.int64)
     except FileNotFoundError:
-        raise DataError(f"CIFAR-10 is five training batches and a test batch; {path} is missing: fetch it") from None
-    except Exception as error:  # a broken pickle can raise anything
+        raise DataError(f"CIFAR-10 is five training batches and a test batch; {path} is missing: download it") from None
+    except Exception as error:  # a damaged pickle can raise any error
         raise DataError(f"{path} must be one of CIFAR-10's batches; it cannot be read ({line_of(error)})") from None
 
 
@@ -188,21 +192,21 @@ def _read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def read_medmnist(task: TaskConfig) -> dict[str, Raw]:
-    """Read a MedMNIST file `<name>.npz`: `task.data-dir` is the file, or the folder where `<task.name>.npz` lies."""
+    """Read a MedMNIST file `<name>.npz`: `task.data-dir` is the file, or the folder with `<task.name>.npz`."""
     path = data_root(task)
     path = path if path.suffix == ".npz" else path / f"{task.name}.npz"
     if not path.is_file() and task.download:
         _fetch_medmnist(path)
     if not path.is_file():
         raise _missing(task, path.name, [path.parent])
-    broken = f"{path} must be a MedMNIST .npz file; it is truncated, not readable or another file"
+    broken = f"{path} must be a MedMNIST .npz file; it is truncated, unreadable or another file"
     if not zipfile.is_zipfile(path):
-        raise DataError(f"{broken}: fetch it anew")
+        raise DataError(f"{broken}: download it again")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{broken} ({line_of(error)}): fetch it anew") from None
+        raise DataError(f"{broken} ({line_of(error)}): download it again") from None
     for key in ("train_images", "train_labels", "test_images", "test_labels"):
         if key not in arrays:
             raise DataError(f"{path} must hold {key}, as MedMNIST files do; got {', '.join(arrays) or 'nothing'}")
@@ -235,7 +239,7 @@ def _fetch_medmnist(path: Path) -> None:
     except ModuleNotFoundError:
         raise ConfigError(
             f"task.download=true for {path.name} needs the package medmnist: pip install 'flwr-replay[medmnist]', or "
-            "fetch the file yourself and set task.data-dir"
+            "download the file yourself and set task.data-dir"
         ) from None
     name, _, pixels = path.stem.partition("_")  # "pathmnist" has 28 pixels, "pathmnist_64" has 64
     if name not in medmnist.INFO or not re.fullmatch(r"(64|128|224)?", pixels):
@@ -249,26 +253,26 @@ def _fetch_medmnist(path: Path) -> None:
 
 
 def data_root(task: TaskConfig) -> Path:
-    """Return where a task's files are looked for."""
+    """Return the folder in which a task's files are searched."""
     return Path(task.data_dir).expanduser().absolute() if task.data_dir else home() / "data"
 
 
 def picture(path: Path, mode: str, where: str = "") -> Image.Image:
-    """Read an image with 8 bits per channel and nothing transparent.
+    """Read an opaque image with 8 bits per channel.
 
     Parameters
     ----------
     path : Path
         The file.
     mode : str
-        Pillow's name of the wanted form: L (grey) or RGB.
+        Pillow's name of the mode to return: L (grey) or RGB.
     where : str
         The place that lists the file, for error lines.
 
     Raises
     ------
     DataError
-        If it is missing, truncated, no image, has more bits or pixels that one can see through; the line names it.
+        If it is missing, truncated, not an image, not opaque, or has more bits; the error names it.
     """
     from PIL import Image
 
@@ -279,8 +283,8 @@ def picture(path: Path, mode: str, where: str = "") -> Image.Image:
                 raise DataError(f"images must have 8 bits per channel; {named} has mode {image.mode}: convert it")
             if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] != 255:
                 raise DataError(
-                    f"images must be opaque; {named} has pixels that are not, and what lies behind them is not said: "
-                    "save it without an alpha channel"
+                    f"images must be opaque; {named} has transparent pixels, whose background is unknown: save it "
+                    "without an alpha channel"
                 )
             return image.convert(mode)
     except FileNotFoundError:
@@ -295,13 +299,14 @@ def csv_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, st
     Returns
     -------
     list of (str, dict)
-        For every row its place, for error lines, and its cells by column: no spaces around them, and empty where the
-        row ends early.
+        For every row, its place, for error lines, and its cells by column, stripped of spaces. Missing cells at the
+        end of a row are empty.
 
     Raises
     ------
     DataError
-        If the file is missing or not readable, lacks one of `columns`, names one twice, or a row has too many cells.
+        If the file is missing or unreadable, if it lacks one of `columns` or names one twice, or if a row has too
+        many cells.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -316,7 +321,7 @@ def csv_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, st
         if column not in header:
             raise DataError(f"{path} must have a column {column!r}: {nearest(column, header)}")
     if repeated := [column for column in header if header.count(column) > 1]:
-        raise DataError(f"every column of {path} must have a name of its own; two are named {repeated[0]!r}")
+        raise DataError(f"every column of {path} must have its own name; two are named {repeated[0]!r}: rename one")
     for where, row in rows:
         if None in row:
             raise DataError(f"every row must have {len(header)} cells, as the first line says; {where} has more")
@@ -324,7 +329,7 @@ def csv_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, st
 
 
 def _missing(task: TaskConfig, what: str, places: list[Path]) -> DataError:
-    tried = "; the download did not bring it" if task.download else ", or task.download=true to fetch it"
+    tried = "; the download did not contain it" if task.download else ", or task.download=true to download it"
     return DataError(
         f"task={task.name} needs {what}; not found in {' or '.join(map(str, places))}: "
         f"set task.data-dir to where it is{tried}"
@@ -332,17 +337,17 @@ def _missing(task: TaskConfig, what: str, places: list[Path]) -> DataError:
 
 
 def _fetch(root: Path, what: str, download: Callable[[Path], object]) -> None:
-    """Download beside the target, then move: an interrupted or a second download leaves nothing half-written."""
+    """Download to a temporary folder, then move: so no interrupted or concurrent download leaves a partial file."""
     make_folder(root, "the data folder")
     with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as scratch:
         try:
             download(Path(scratch))
         except (OSError, RuntimeError) as error:
             raise DataError(
-                f"{what} could not be downloaded ({line_of(error)}): fetch it by hand into {root}"
+                f"{what} could not be downloaded ({line_of(error)}): download it by hand into {root}"
             ) from None
         for entry in Path(scratch).iterdir():
-            with contextlib.suppress(OSError):  # another process was faster: its copy is as good
+            with contextlib.suppress(OSError):  # another process was faster, with the same files
                 entry.rename(root / entry.name)
 
 
@@ -352,5 +357,5 @@ def line_of(error: Exception) -> str:
 
 
 def shortened(cell: str) -> str:
-    """Quote a cell for an error line, cut where it is long."""
+    """Quote a cell for an error line, shortened if it is long."""
     return repr(cell if len(cell) <= SHOWN else f"{cell[:SHOWN]}…")

@@ -3,10 +3,11 @@
     <data-dir>/image_00.png … image_29.png      grey, 512 x 512 pixels
     <data-dir>/label_00.png … label_29.png      0 = membrane, 255 = inside a cell
 
-A pixel's label is 1 on a membrane: four in five are inside a cell, so that a Dice of cells would say little.
+A pixel's label is 1 on a membrane. Four in five pixels are inside a cell, so the Dice score of cells would be high for
+any model.
 
-Neighbouring sections look alike, so a random division would test on what was trained on: the last sections are for
-testing, and a gap of sections before them is used for nothing.
+Neighbouring sections look alike. A random split would test on near-copies of training examples. So the last sections
+are for testing, and a gap of sections before them is unused.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def read_isbi2012(task: TaskConfig) -> dict[str, Raw]:
     ConfigError
         Without `task.data_dir`, or if patches of this size do not fill a section.
     DataError
-        For a section without its mask, an image that cannot be read or has another size, a mask of other values.
+        For a section without its mask, an unreadable image or one of another size, or a mask with other values.
     """
     if not task.data_dir:
         raise ConfigError(f"task={task.name} reads PNG sections: set task.data-dir to the folder of image_00.png …")

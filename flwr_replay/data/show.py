@@ -1,4 +1,4 @@
-"""What a partition looks like, as text and as a picture: `flwr-replay data show task=... partition=...`.
+"""A partition as text and as a picture: `flwr-replay data show task=... partition=...`.
 
 Letters: K institutions, C classes or decile groups.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["show"]
 
-WIDEST = 20  # columns of numbers that a terminal and a heat map still show legibly
+WIDEST = 20  # the most columns of numbers that are legible in a terminal and a heat map
 PICTURE = "partition.png"
 
 
@@ -33,16 +33,16 @@ def show(dataset: Dataset, part: Partition, out: Path) -> str:
     Parameters
     ----------
     dataset : Dataset
-        The data set that was dealt.
+        The data set.
     part : Partition
-        How it was dealt.
+        Its partition.
     out : Path
-        The folder, made if need be, where `partition.png` is written whole or not at all.
+        The folder for `partition.png`; created if missing.
 
     Returns
     -------
     str
-        The same as text, with the path of the picture in the last line.
+        The description, with the path of the picture in the last line.
 
     Raises
     ------
@@ -60,8 +60,8 @@ def show(dataset: Dataset, part: Partition, out: Path) -> str:
     unused = len(dataset.train) - used - part.dropped
     lines = [
         f"{dataset.name}: {len(part.names)} institutions, {used} training examples"
-        + f", {part.dropped} dropped to reach the KS" * bool(part.dropped)
-        + f", {unused} not dealt" * bool(unused),
+        + f", {part.dropped} left out to reach the KS" * bool(part.dropped)
+        + f", {unused} unused" * bool(unused),
         f"mean pairwise KS {part.ks:.3f}, mean pairwise total variation {part.tv:.3f}",
     ]
     tables = [_histogram(part, names, counts_KC)]
@@ -71,7 +71,7 @@ def show(dataset: Dataset, part: Partition, out: Path) -> str:
 
 
 def _histogram(part: Partition, values: list[str], counts_KC: NDArray[np.int64]) -> Table:
-    """Tabulate training labels; of many classes only the five that are most frequent at each institution."""
+    """Tabulate training labels; of many classes, only the five most frequent at each institution."""
     from rich.table import Table
 
     table = Table(title="training labels")
@@ -107,7 +107,7 @@ def _matrix(title: str, part: Partition, matrix_KK: NDArray[np.float64]) -> Tabl
 def _text(table: Table) -> str:
     from rich.console import Console
 
-    # As wide as the table needs: cut numbers would be wrong numbers.
+    # As wide as the table needs, so that no number is truncated.
     console = Console(file=io.StringIO(), width=10_000, color_system=None, force_terminal=False)
     width = console.measure(table).maximum
     with console.capture() as capture:
@@ -122,7 +122,7 @@ def _picture(
     counts_KC: NDArray[np.int64],
     matrices: dict[str, NDArray[np.float64]],
 ) -> bytes:
-    """Draw the stacked histogram and the heat maps; without pyplot, so that no global state is touched."""
+    """Draw the stacked histogram and the heat maps, without pyplot, which has global state."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -155,7 +155,7 @@ def _picture(
 
 
 def _name_axis(axes: Axes, part: Partition, which: str) -> None:
-    """Label an axis with the institutions; of very many only every n-th, as matplotlib chooses."""
+    """Label an axis with the institutions; of very many, matplotlib labels only every n-th."""
     if len(part.names) > WIDEST:
         return
     short = [name.removeprefix("institution-") for name in part.names]

@@ -35,7 +35,7 @@ def is_continuous(labels: NDArray[Any]) -> bool:
 
 
 def label_groups(labels: NDArray[Any], reference: NDArray[Any]) -> NDArray[np.int64]:
-    """Sort labels into groups: a class is its own group, continuous labels fall into deciles of a reference.
+    """Group labels: each class is a group; continuous labels are grouped by the deciles of a reference.
 
     Parameters
     ----------
@@ -86,14 +86,14 @@ def label_histogram(labels: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], NDArr
 
 
 def ks_matrix(labels: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
-    """Compute the two-sample Kolmogorov-Smirnov statistic between every two institutions.
+    """Compute the two-sample Kolmogorov-Smirnov statistic between any two institutions.
 
     KS_ij = max over v of |F_i(v) - F_j(v)|, with F_k the share of institution k's labels that are at most v.
 
     Parameters
     ----------
     labels : sequence of K ndarrays, shape (n_k,)
-        Each institution's labels; classes count by their number.
+        Each institution's labels; classes are ordered by their number.
 
     Returns
     -------
@@ -110,16 +110,16 @@ def ks_matrix(labels: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
 
 
 def ks_of_counts(counts_KC: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Compute KS between every two institutions from their counts (K, C) over ascending label values."""
+    """Compute KS between any two institutions from their counts (K, C) over ascending label values."""
     shares_KC = np.cumsum(counts_KC, axis=1) / counts_KC.sum(axis=1, keepdims=True)
     return np.stack([np.abs(shares_KC - row_C).max(axis=1) for row_C in shares_KC])
 
 
 def tv_matrix(labels: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
-    """Compute the total variation distance between every two institutions' labels.
+    """Compute the total variation distance between the labels of any two institutions.
 
-    TV_ij = 1/2 sum over c of |p_i(c) - p_j(c)|: it does not depend on the order of the classes. Continuous labels are
-    compared over the deciles of the union.
+    TV_ij = 1/2 sum over c of |p_i(c) - p_j(c)|, which does not depend on the order of the classes. Continuous labels
+    are compared over the deciles of the union.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def tv_matrix(labels: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
 
 
 def mean_pairwise(matrix_KK: NDArray[np.float64]) -> float:
-    """Average a symmetric matrix, such as KS (Qu et al. 2022, section 4.1), over the K(K-1)/2 pairs; 0 without any."""
+    """Average a symmetric matrix, such as KS (Qu et al. 2022, section 4.1), over the K(K-1)/2 pairs; 0 for K = 1."""
     pairs = np.triu_indices(len(matrix_KK), k=1)
     return float(matrix_KK[pairs].mean()) if len(pairs[0]) else 0.0
 
@@ -155,7 +155,7 @@ def _union(labels: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def _counts(codes: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.int64]:
-    """Count codes 0..C-1 of institutions that lie one after another."""
+    """Count codes 0..C-1 by institution; `codes` holds the institutions one after another."""
     K, C = len(sizes), int(codes.max()) + 1
     owner = np.repeat(np.arange(K), sizes)
     return np.bincount(owner * C + codes, minlength=K * C).reshape(K, C)

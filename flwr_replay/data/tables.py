@@ -1,7 +1,7 @@
 """Readers of tables: a row is one patient, an example of shape (features, 1, 1).
 
-Every feature is brought to about zero mean and unit spread by constants that are written here, so that no institution
-learns anything of another's patients by it.
+Constants in this file bring every feature to about zero mean and unit spread. They come from no institution's data, so
+they reveal nothing about patients.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["read_diabetes", "read_heart_disease"]
 
 
 def read_diabetes(task: TaskConfig) -> dict[str, Raw]:
-    """Read scikit-learn's 442 diabetes patients (Efron et al. 2004), shuffled once and for all.
+    """Read scikit-learn's 442 diabetes patients (Efron et al. 2004), in a fixed random order.
 
-    Ten features, which scikit-learn has standardised over all patients; the label is a measure of the disease's
-    progression one year later, 25 to 346.
+    There are ten features, which scikit-learn has standardised over all patients. The label is a measure of the
+    disease's progression one year later, 25 to 346.
     """
     bunch = importlib.import_module("sklearn.datasets").load_diabetes()
     x = (bunch.data * np.sqrt(len(bunch.data))).astype(np.float32)[:, :, None, None]
@@ -37,8 +37,8 @@ def read_diabetes(task: TaskConfig) -> dict[str, Raw]:
 
 # -------------------------------------------------------------------------------------------------- heart disease
 
-# Column of the UCI files: (name, centre, spread) of numbers, (name, codes) of categories. The constants are round
-# numbers near those of adults who are examined for chest pain; they come from none of the files.
+# Columns of the UCI files: numbers have (name, centre, spread), categories (name, codes). The constants are round
+# numbers typical of adults examined for chest pain; they come from none of the files.
 NUMBERS = {
     0: ("age", 54, 9),
     1: ("sex", 0.5, 0.5),
@@ -53,22 +53,22 @@ NUMBERS = {
 CATEGORIES = {2: ("cp", (1, 2, 3, 4)), 6: ("restecg", (0, 1, 2)), 10: ("slope", (1, 2, 3)), 12: ("thal", (3, 6, 7))}
 LABEL, COLUMNS = 13, 14
 MISSING = ("?", "-9", "-9.0", "")
-ZERO_IS_MISSING = (3, 4, 12)  # nobody has a blood pressure or a cholesterol of 0, and thal has no code 0
+ZERO_IS_MISSING = (3, 4, 12)  # blood pressure and cholesterol are never 0, and thal has no code 0
 
 
 def read_heart_disease(task: TaskConfig) -> dict[str, Raw]:
-    """Read UCI's heart disease files, `processed.<hospital>.data`: a site for every file that is there.
+    """Read UCI's heart disease files, `processed.<hospital>.data`; every file is a site.
 
-    The label is binary: 0, or any of 1 to 4. One in five patients of every hospital is for testing, as a fixed shuffle
-    of the hospital's rows says. Missing values are imputed from the training patients of the same hospital (the median
-    of numbers, the most frequent category); a feature that a hospital never measured is 0, the centre.
+    The label is binary: 0, or any of 1 to 4. One in five patients of every hospital is for testing, by a fixed shuffle
+    of the hospital's rows. Missing values are imputed from the hospital's training patients: by the median of numbers,
+    and by the most frequent category. A feature that a hospital never measured is 0, the centre.
 
     Raises
     ------
     ConfigError
         Without `task.data_dir`.
     DataError
-        If no such file is there, or a row is not as said; the line names it.
+        If there is no such file, or for a wrong row, which the error names.
     """
     if not task.data_dir:
         raise ConfigError(f"task={task.name} reads UCI's files: set task.data-dir to the folder of processed.*.data")
@@ -123,7 +123,7 @@ def _read_table(path: Path) -> NDArray[np.float64]:
 
 
 def _number(cell: str, where: str) -> float:
-    """Read a value; NaN where the file says that it is missing."""
+    """Read a value; NaN if the file marks it as missing."""
     if cell.strip() in MISSING:
         return np.nan
     try:
@@ -136,7 +136,7 @@ def _number(cell: str, where: str) -> float:
 
 
 def _features(table: NDArray[np.float64], train: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Impute from the training rows, standardise numbers, and give every category a column of its own."""
+    """Impute from the training rows, standardise numbers, and encode every category as a column."""
     columns = []
     for column, (_, centre, spread) in NUMBERS.items():
         known = table[train, column][~np.isnan(table[train, column])]

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, their owner's only, with checksums; named arrays among them."""
+"""Files written completely or not at all, with checksums, for their owner only; JSON, JSON lines and named arrays."""
 
 from __future__ import annotations
 

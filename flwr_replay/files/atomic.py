@@ -1,6 +1,6 @@
-"""Writing files so that nothing a user has is ever half-written, and reading them so that no damage goes unnoticed.
+"""Write files completely or not at all, and read them so that no damage goes unnoticed.
 
-Whatever is made here only its owner may read: models, examples and latents lie in these files.
+Files made here are readable by their owner only, since they hold models, examples and latents.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from zlib import crc32
 from flwr_replay.errors import RunError
 from flwr_replay.files.disk import claimed, lock, locked, make, opener, reading, shut, writing
 
-NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run, which name folders
-LEFT = re.compile(r"\..+\.tmp|\.write-.+")  # what a process that is killed leaves of a file that it was making
+NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run; folders are named after them
+LEFT = re.compile(r"\..+\.tmp|\.write-.+")  # a temporary file that a killed process has left
 DAY = 86_400  # seconds
-BLOCK = 2**20  # bytes that are read at a time
+BLOCK = 2**20  # bytes per read
 CHECKSUM = "crc32"  # the key of a JSON file's own checksum
-Form = Mapping[str, Any]  # of a JSON object: key to the type that its value has, or to the values that it may have
+Form = Mapping[str, Any]  # of a JSON object: key to its value's type, or to a tuple of allowed values
 
 __all__ = [
     "NAME",
@@ -61,12 +61,12 @@ def home() -> Path:
 
 
 def make_folder(folder: Path, what: str) -> Path:
-    """Create a folder that can be written, or say in one line why it cannot be; one that exists stays as it is.
+    """Create a writable folder; an existing one stays as it is. `what` names the folder in an error.
 
     Raises
     ------
     RunError
-        If it cannot be made or written.
+        If it cannot be created or is not writable.
     """
     try:
         make(folder)
@@ -78,12 +78,12 @@ def make_folder(folder: Path, what: str) -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """Create a folder that only its owner may enter, and shut others out of one that exists.
+    """Create a folder for its owner only; from an existing one, remove the permissions of others.
 
     Raises
     ------
     RunError
-        If it cannot be made.
+        If it cannot be created.
     """
     with writing(folder):
         make(folder)
@@ -92,7 +92,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def tighten(folder: Path) -> None:
-    """Shut others out of a folder and all that lies in it, as older versions have left it."""
+    """Remove the permissions of others from a folder and everything below it; older versions granted them."""
     for place, _, names in os.walk(folder):
         for path in (Path(place), *(Path(place, name) for name in names)):
             if not path.is_symlink():
@@ -100,13 +100,14 @@ def tighten(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove, in a folder and below it, what killed processes have left of files that they were making.
+    """Remove the temporary files of killed processes from a folder and everything below it.
 
-    Who makes a file holds its lock until it has its name. Where there are no locks, what is a day old is removed.
+    A process that writes a file holds its lock until the file has its final name. On a file system without locks,
+    only files older than a day are removed.
     """
     for place, _, names in os.walk(folder):
         for path in (Path(place, name) for name in names if LEFT.fullmatch(name)):
-            with suppress(OSError), open(path, "rb") as file:  # another process makes it, or has removed it
+            with suppress(OSError), open(path, "rb") as file:  # another process is writing it, or has removed it
                 if lock(file, wait=False) or time.time() - path.stat().st_mtime > DAY:
                     path.unlink()
 
@@ -118,7 +119,7 @@ def alone(folder: Path, wait: bool = False) -> Iterator[None]:
     Raises
     ------
     RunError
-        If another holds it, and this process is not to wait; or if it is, and there are no locks here.
+        Without `wait`: if another process holds the lock. With `wait`: if the file system has no locks.
     """
     with writing(folder / ".lock"):
         file = open(folder / ".lock", "a", opener=opener())  # noqa: SIM115 - closed below
@@ -127,15 +128,15 @@ def alone(folder: Path, wait: bool = False) -> Iterator[None]:
             held = lock(file, wait)
         except BlockingIOError:
             raise RunError(f"only one process may work in {folder}; another does: wait until it ends") from None
-        if wait and not held:  # an account that two write at once would allow both what one of them may have
+        if wait and not held:  # without a lock, two processes could each spend what is left of one budget
             raise RunError(
-                f"accounts and keys of privacy need a lock, and {folder} has none: put the state directory on a file "
+                f"privacy accounts and keys need file locks; {folder} has none: put the state directory on a file "
                 "system with locks"
             )
         yield
 
 
-# --- whole files ------------------------------------------------------------------------------------------------------
+# --- writing and reading files ----------------------------------------------------------------------------------------
 
 
 def write_atomic(
@@ -145,16 +146,26 @@ def write_atomic(
     mode: int = 0o600,
     over: Path | None = None,
 ) -> None:
-    """Write a file, given whole or in parts, whole or not at all: temporary file, flushed, renamed, its folder flushed.
+    """Write a file completely or not at all: write a temporary file, flush it, rename it, flush its folder.
 
-    Without `to_disk` that holds as long as the machine does not lose power; nothing then waits for the disk. The file
-    has at most the permissions `mode` from its first byte on. `over` names a file that is no longer needed: it is
-    written over, which is ten times as fast as a new one, unless it has other names, such as a backup's.
+    Parameters
+    ----------
+    path : Path
+        The file.
+    data : bytes, str, or sequence of bytes and memoryviews
+        Its content; the parts of a sequence are joined.
+    to_disk : bool
+        Wait for the disk. Without it, a loss of power may damage the file.
+    mode : int
+        The most permissions that the file has from its first byte on.
+    over : Path | None
+        An unneeded file to overwrite, which is ten times as fast as a new file. One with further hard links, such as a
+        backup's, is not overwritten.
 
     Raises
     ------
     RunError
-        If it cannot be written; nothing is left of it then.
+        If it cannot be written; no part of it is left.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     parts = [data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
@@ -172,7 +183,7 @@ def write_atomic(
                 if to_disk:
                     os.fsync(file.fileno())
                 if os.name != "posix":
-                    file.close()  # Windows renames no open file
+                    file.close()  # Windows cannot rename an open file
                 os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -182,11 +193,11 @@ def write_atomic(
 
 
 def write_once(path: Path, text: str) -> str:
-    """Write a file unless there is one, and return what it holds; of several that write at once, one is the first."""
+    """Write a file unless it exists, and return its content; of several concurrent writers, the first wins."""
     mine = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     while not path.exists():
         write_atomic(mine, text)
-        with suppress(FileExistsError, FileNotFoundError):  # another was first; a sweep took it for left behind
+        with suppress(FileExistsError, FileNotFoundError):  # another process was first; or `sweep` has removed `mine`
             os.link(mine, path)
         mine.unlink(missing_ok=True)
         sync(path.parent)
@@ -194,22 +205,22 @@ def write_once(path: Path, text: str) -> str:
 
 
 def sync(folder: Path) -> None:
-    """Put a folder's entries on the disk, which its files' own flushes do not."""
+    """Flush a folder's entries to the disk; flushing its files does not."""
     if os.name == "posix":
         entries = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(entries)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that does not know this for folders
+            if error.errno != errno.EINVAL:  # a file system that cannot flush folders
                 raise
         finally:
             os.close(entries)
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """Return what changes when a file is written, by whomever; nothing if there is none.
+    """Return a file's inode, size and time of change, which differ after any write; empty if there is no file.
 
-    The file is opened for it: a network's file system may answer `stat` from what it knew some seconds ago.
+    The file is opened, since a network file system may answer `stat` from a cache that is seconds old.
     """
     with reading(path):
         try:
@@ -221,7 +232,7 @@ def stamp(path: Path) -> tuple[int, ...]:
 
 
 def tally(path: Path, before: tuple[int, int] = (0, 0), end: int | None = None) -> tuple[int, int]:
-    """Count a file's bytes, up to `end` of them, and compute their CRC-32, going on from what was counted before."""
+    """Count a file's bytes, up to `end` of them, and compute their CRC-32; continue from the tally `before`."""
     size, found = before
     with reading(path), open(path, "rb") as file:
         file.seek(size)
@@ -247,14 +258,14 @@ def read_text(path: Path) -> str:
     try:
         return read_bytes(path).decode()
     except UnicodeDecodeError:
-        raise RunError(f"{path} must be text; it is damaged: put it back as it was, or begin a new run") from None
+        raise RunError(f"{path} must be text; it is damaged: restore it from a backup, or begin a new run") from None
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
 def fits(values: object, form: Form) -> bool:
-    """Say whether a value is a JSON object with these keys, and values of these types.
+    """Say whether a value is a JSON object with these keys and allowed values.
 
     >>> fits({"round": 1, "direction": "up"}, {"round": int, "direction": ("up", "down")})
     True
@@ -266,7 +277,7 @@ def fits(values: object, form: Form) -> bool:
 
 
 def _parsed(text: bytes) -> Any:
-    """Return what JSON says; None if it is none."""
+    """Parse JSON; return None if it is not valid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -274,12 +285,12 @@ def _parsed(text: bytes) -> Any:
 
 
 def read_lines(path: Path, form: Form | None = None) -> list[dict[str, Any]]:
-    """Read JSON lines, but for a last one that a crash tore; who goes on writing cuts that off.
+    """Read JSON lines, without an incomplete last line, which a crash leaves; `Lines` removes it before it appends.
 
     Raises
     ------
     RunError
-        If another line is damaged, or has not the form: no crash of a run does that.
+        If any other line is damaged or does not have the form; no crash of a run does that.
     """
     if not path.exists():
         return []
@@ -290,28 +301,28 @@ def read_lines(path: Path, form: Form | None = None) -> list[dict[str, Any]]:
         if isinstance(record, dict) and fits(record, form or {}):
             records.append(record)
         elif line and (record is not None or number < len(lines)):
-            told = f" with {', '.join(form)}" if form else ""
-            raise RunError(f"every line of {path} must be JSON{told}; line {number} is not: mend or remove it")
+            keys = f" with {', '.join(form)}" if form else ""
+            raise RunError(f"every line of {path} must be JSON{keys}; line {number} is not: repair or remove it")
     return records
 
 
 def write_json(path: Path, values: Mapping[str, Any], indent: int | None = None) -> None:
-    """Write a JSON file whole, with its own checksum."""
+    """Write a JSON file completely or not at all, with a checksum among its keys."""
     write_atomic(path, json.dumps({**values, CHECKSUM: _checksum(values)}, indent=indent) + "\n")
 
 
 def read_json(path: Path, form: Form | None = None) -> dict[str, Any]:
-    """Read one of the files that a run writes whole; those of older versions have no checksum.
+    """Read a file of `write_json`; files of older versions have no checksum.
 
     Raises
     ------
     RunError
-        If it is damaged, or has not the form.
+        If it is damaged or does not have the form.
     """
     values = _parsed(read_bytes(path))
-    told = values.pop(CHECKSUM, None) if isinstance(values, dict) else None
-    if not fits(values, form or {}) or told not in (None, _checksum(values)):
-        raise RunError(f"{path} must be whole; it is damaged: remove it to have it made anew")
+    checksum = values.pop(CHECKSUM, None) if isinstance(values, dict) else None
+    if not fits(values, form or {}) or checksum not in (None, _checksum(values)):
+        raise RunError(f"{path} must be as it was written; it is damaged: remove it, and it is written again")
     return dict(values)
 
 
@@ -320,9 +331,9 @@ def _checksum(values: Mapping[str, Any]) -> int:
 
 
 class Lines:
-    """A file of JSON lines, open while it grows; what is added reaches the file with the next `flush`.
+    """A file of JSON lines, open for appending; added lines reach the file with the next `flush`.
 
-    A flush writes all or nothing, and several processes may write. What a crash tore is cut off at opening.
+    A flush writes all lines or none, and several processes may append. Opening removes an incomplete last line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -343,12 +354,13 @@ class Lines:
         self._added.append(text)
 
     def flush(self, to_disk: bool = False) -> None:
-        """Hand the lines to the system, so that they outlive this process, or wait until they are on the disk.
+        """Write the added lines to the file, so that they outlive this process; with `to_disk`, wait for the disk.
 
         Raises
         ------
         RunError
-            If they cannot be written. None of them is, and they are forgotten: what they tell of must not happen.
+            If they cannot be written. Then none of them is, and they are dropped: the caller must not do what they
+            record.
         """
         data = memoryview("".join(self._added).encode())
         self._added.clear()
@@ -362,7 +374,7 @@ class Lines:
                 if to_disk:
                     os.fsync(self._file.fileno())
             except OSError:
-                with suppress(OSError):  # then it is cut off at the next opening
+                with suppress(OSError):  # if this fails, the next opening removes the incomplete line
                     self._file.truncate(size)
                 raise
 
@@ -374,7 +386,7 @@ class Lines:
             self._file.close()
 
     def _mend(self) -> None:
-        """Cut off what a crash left of a last line; one that lacks its end only is given it."""
+        """Remove an incomplete last line; if only its line end is missing, add that."""
         size = self._file.seek(0, os.SEEK_END)
         if not size:
             return

@@ -1,4 +1,4 @@
-"""What the system does with files, with errors that name them: permissions, locks, reasons and remedies."""
+"""File permissions and locks, and system errors as one line with file, reason and remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REMEDIES = {
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say in one line what cannot be written, why, and what to do: the system's error of a full disk names no file.
+    """Turn an error of writing into one line with file, reason and remedy; the system's own may not name the file.
 
     Raises
     ------
@@ -41,25 +41,24 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Say in one line what cannot be read; as `writing`."""
+    """Turn an error of reading into one line, as `writing` does."""
     try:
         yield
     except OSError as error:
         raise RunError(
-            f"{path} must be a file that can be read; {error.strerror or error}: put it back as it was, or begin a new "
-            "run"
+            f"{path} must be a readable file; {error.strerror or error}: restore it from a backup, or begin a new run"
         ) from None
 
 
 def make(folder: Path) -> None:
-    """Create a folder and those above it, whatever the umask for their owner only."""
+    """Create a folder and its missing parents, for their owner only, whatever the umask."""
     missing = list(takewhile(lambda place: not place.is_dir(), [folder, *folder.parents]))
     for place in reversed(missing):
         place.mkdir(0o700, exist_ok=True)
 
 
 def shut(path: Path) -> None:
-    """Take from others what they may do with a file or folder, unless it has another owner, who has arranged that."""
+    """Remove the permissions of others from a file or folder, unless it belongs to another user."""
     mode = path.stat().st_mode
     if mode & 0o077 and os.name == "posix" and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         with suppress(PermissionError):
@@ -67,17 +66,17 @@ def shut(path: Path) -> None:
 
 
 def opener(mode: int = 0o600) -> Callable[[str, int], int]:
-    """Return how `open` makes a file of these permissions at most; one that exists is not emptied."""
+    """Return an opener for `open` that creates files with at most these permissions and truncates none."""
     return lambda name, flags: os.open(name, flags & ~os.O_TRUNC, mode)
 
 
 def lock(file: IO[Any], wait: bool) -> bool:
-    """Lock a file until it is closed; say whether there are locks here.
+    """Lock a file until it is closed; return False if the file system has no locks.
 
     Raises
     ------
     BlockingIOError
-        If another holds it, and this process is not to wait.
+        Without `wait`, if another process holds the lock.
     """
     try:
         import fcntl
@@ -92,7 +91,7 @@ def lock(file: IO[Any], wait: bool) -> bool:
 
 @contextmanager
 def locked(file: IO[Any]) -> Iterator[None]:
-    """Hold a file's lock for a while."""
+    """Hold a file's lock within a `with` block."""
     held = lock(file, wait=True)
     try:
         yield
@@ -104,7 +103,7 @@ def locked(file: IO[Any]) -> Iterator[None]:
 
 
 def claimed(path: Path, mode: int) -> IO[bytes]:
-    """Open a file to be written and lock it: then it is no leftover, and nobody's `sweep` removes it."""
+    """Open a file for writing and lock it, so that no `sweep` removes it."""
     while True:
         file = open(path, "wb", opener=opener(mode))  # noqa: SIM115 - its lock ends with it
         lock(file, wait=True)
@@ -114,4 +113,4 @@ def claimed(path: Path, mode: int) -> IO[bytes]:
                 if os.name == "posix" and found.st_mode & 0o777 & ~mode:
                     os.fchmod(file.fileno(), mode)
                 return file
-        file.close()  # it was swept away before it was locked
+        file.close()  # `sweep` removed it before it was locked

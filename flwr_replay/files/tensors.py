@@ -1,7 +1,7 @@
 """Named arrays as files, in safetensors' format: https://github.com/huggingface/safetensors (Format).
 
-The library's own `save` copies all arrays before they are written, which took half of the time of a save; so files are
-laid out here, and the library reads them. The header begins with a checksum of all other bytes of the file.
+The library's own `save` copies all arrays first, which took half the time of a save. So files are laid out here, and
+the library reads them. The header begins with a checksum of all other bytes of the file.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 StateDict = dict[str, NDArray[Any]]  # a model's weights and buffers, or other named arrays
 
-HEAD = b'{"__metadata__": {"crc32": "'  # how the header begins, after eight bytes with its length
-AT = slice(8 + len(HEAD), 16 + len(HEAD))  # of the checksum, eight hexadecimal digits
+HEAD = b'{"__metadata__": {"crc32": "'  # the header's first bytes, after eight bytes with its length
+AT = slice(8 + len(HEAD), 16 + len(HEAD))  # the checksum's place, eight hexadecimal digits
 
 CODES = {  # safetensors' names of NumPy's dtypes
     "bool": "BOOL",
@@ -49,31 +49,31 @@ def write_tensors(
     to_disk: bool = True,
     over: Path | None = None,
 ) -> None:
-    """Write named arrays to a file, whole or not at all.
+    """Write named arrays to a file, completely or not at all.
 
     Parameters
     ----------
     path : Path
-        Of the file.
+        The file.
     arrays : Mapping[str, NDArray[Any]]
-        Numbers of any shape and order.
+        Arrays of any shape and memory order.
     metadata : Mapping[str, str] | None
-        Texts beside them.
+        Texts for the file's metadata.
     to_disk, over
         As for `flwr_replay.files.write_atomic`.
 
     Raises
     ------
     TypeError
-        If the format has no such dtype.
+        If the format lacks an array's dtype.
     """
-    laid = [  # the largest numbers first, so that all begin at multiples of their sizes
+    laid = [  # the largest item sizes first, so that every array begins at a multiple of its item size
         (name, np.asarray(array, array.dtype.newbyteorder("<"), order="C"))
         for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     ]
-    told = f'"__metadata__": {json.dumps({"crc32": "", **(metadata or {})})}'
+    texts = f'"__metadata__": {json.dumps({"crc32": "", **(metadata or {})})}'
     entries = _entries(tuple((name, array.dtype, array.shape) for name, array in laid))
-    header = f"{{{', '.join([told, *entries])}}}".encode()
+    header = f"{{{', '.join([texts, *entries])}}}".encode()
     header += b" " * ((len(_digits(0)) - len(header)) % 8)
     before = (len(header) + len(_digits(0))).to_bytes(8, "little") + HEAD
     parts: list[bytes | memoryview] = [header.removeprefix(HEAD), *(array.data for _, array in laid)]
@@ -84,35 +84,35 @@ def write_tensors(
 
 
 def read_tensors(path: Path) -> StateDict:
-    """Read named arrays, which may be written to.
+    """Read named arrays, which are writable.
 
     Raises
     ------
     RunError
-        If the file is damaged. Those of older versions have no checksum: of them only the form is known.
+        If the file is damaged. Files of older versions have no checksum; only their format is checked.
     """
     return read_with_texts(path)[0]
 
 
 def read_with_texts(path: Path) -> tuple[StateDict, dict[str, str]]:
-    """Read named arrays and the texts beside them; as `read_tensors`."""
+    """Read named arrays and the metadata's texts, as `read_tensors` does."""
     data = read_bytes(path)
     try:
         if data[8 : AT.start] == HEAD:
-            told, view = data[AT], memoryview(data)
-            if told != _digits(crc32(view[AT.stop :], crc32(view[: AT.start]))):
-                raise ValueError("its checksum is another")
+            stored, view = data[AT], memoryview(data)
+            if stored != _digits(crc32(view[AT.stop :], crc32(view[: AT.start]))):
+                raise ValueError("its checksum differs")
         arrays = load(data)
         texts = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{path} must be as it was written; it is damaged ({error}): put it back as it was, or begin a new run"
+            f"{path} must be as it was written; it is damaged ({error}): restore it from a backup, or begin a new run"
         ) from None
     return arrays, texts
 
 
 def nested(parts: Mapping[str, Mapping[str, T]], *, mark: str = ".") -> dict[str, T]:
-    """Lay named arrays of several parts together, in the order of the parts.
+    """Join the named arrays of several parts into one mapping, in the order of the parts.
 
     Examples
     --------
@@ -123,15 +123,15 @@ def nested(parts: Mapping[str, Mapping[str, T]], *, mark: str = ".") -> dict[str
 
 
 def unnested(arrays: Mapping[str, T], *, mark: str = ".", only: Sequence[str] = ()) -> dict[str, dict[str, T]]:
-    """Take apart what `nested` has laid together; a part that is not there is empty.
+    """Split a mapping of `nested` into its parts; a missing part is empty.
 
-    Names without the mark belong to no part. Parts in `only` are all that there may be: whoever sends arrays must not
-    slip in others.
+    Names without the mark belong to no part. If `only` is given, other parts and names are refused, so that a sender
+    cannot add arrays.
 
     Raises
     ------
     WireError
-        If a name lies outside of these parts.
+        If a name is in none of the parts in `only`.
 
     Examples
     --------
@@ -143,14 +143,14 @@ def unnested(arrays: Mapping[str, T], *, mark: str = ".", only: Sequence[str] = 
     for name, array in arrays.items():
         part, found, rest = name.partition(mark)
         if only and not (found and part in only):
-            raise WireError(f"arrays must be those of {' and '.join(only)}, each under its name; got {name!r}")
+            raise WireError(f"arrays must be named {' or '.join(f'{part}{mark}…' for part in only)}; got {name!r}")
         if found:
             parts[part][rest] = array
     return parts
 
 
 def digest(arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Return the SHA-256 of names, dtypes, shapes and numbers, `sha256:` and 64 hexadecimal digits."""
+    """Return the SHA-256 of names, dtypes, shapes and numbers: `sha256:` and 64 hexadecimal digits."""
     found = sha256()
     for name, array in sorted(arrays.items()):
         found.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
@@ -162,7 +162,7 @@ def _digits(checksum: int) -> bytes:
     return f"{checksum:08x}".encode()
 
 
-@lru_cache(maxsize=256)  # the same models are written again and again
+@lru_cache(maxsize=256)  # the same models are written many times
 def _entries(form: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> list[str]:
     """Return the header's entry of each array, by name, dtype and shape."""
     entries, end = [], 0

@@ -1,4 +1,4 @@
-"""Backbones: every model is an ordered list of named stages, so that it can be cut at a name.
+"""Backbones: every model is an ordered list of named stages, and can be cut after each of them.
 
 >>> from flwr_replay.config.sections import ModelConfig, TaskConfig
 >>> task = TaskConfig(name="digits", format="digits", channels=1, size=8, classes=10)

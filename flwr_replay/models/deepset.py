@@ -1,7 +1,7 @@
-"""DeepSet: a classifier of bags, whatever the order of their vectors (Zaheer et al. 2017, arXiv 1703.06114).
+"""DeepSet: a classifier of bags that ignores the order of their vectors (Zaheer et al. 2017, arXiv 1703.06114).
 
-Kalra et al. 2023 (ProxyFL), appendix A.3: units of 512 (private) or 256 (proxy) on each vector, their mean, then units
-of 128, 64 and one for each class.
+Kalra et al. 2023 (ProxyFL), appendix A.3: a layer of 512 (private model) or 256 units (proxy) on each vector, the mean
+over vectors, layers of 128 and 64 units, and one unit for each class.
 
 Legend: B bags, F features, H x W places, D units on each vector.
 """
@@ -21,7 +21,7 @@ __all__ = ["deepset"]
 
 
 class Elements(nn.Module):
-    """Units with ReLU on each vector of a bag, and their mean over the vectors that are there."""
+    """A layer with ReLU on each vector of a bag, and its mean over the bag's vectors."""
 
     def __init__(self, features: int, units: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Elements(nn.Module):
 
 
 def deepset(model: ModelConfig, task: TaskConfig) -> StagedModel:
-    """Build one; the units on each vector are `model.width`."""
+    """Build a DeepSet with `model.width` units on each vector."""
     return StagedModel(
         OrderedDict(
             elements=stage(mean=Elements(task.channels, model.width)),

@@ -1,4 +1,4 @@
-"""Small parts that several models are made of."""
+"""Layers that several models share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Standardize", "as_input", "norm_layer", "stage"]
 
 
 class Standardize(nn.Module):
-    """Subtract each channel's mean and divide by its standard deviation, numbers that are given and no data's own.
+    """Subtract a mean from each channel and divide by a standard deviation; both are given, not computed from data.
 
     Parameters
     ----------
     mean, std : sequence of float
-        Of each channel, where bytes are numbers in [0, 1].
+        One number for each channel, for images in [0, 1].
     """
 
     mean_C11: Tensor
@@ -42,10 +42,9 @@ def norm_layer(kind: str, channels: int) -> nn.Module:
     """Return a norm layer for `channels` feature maps; `kind` is ``batch`` or ``group``.
 
     Group norm has the largest number of groups that divides `channels`, is at most 32 (Wu and He 2018,
-    arXiv 1803.08494) and leaves
-    four channels to a group. With one channel, a map of one pixel (ResNet's last stages on small images) would be
-    normalised to zero; with two, to plus or minus one, whose gradient vanishes: resnet18 of width 16 then stays at
-    chance on 8x8 digits.
+    arXiv 1803.08494) and has at least four channels in a group. ResNet's last stages on small images have maps of one
+    pixel. With one channel in a group, such a map would be normalised to zero. With two, it would be plus or minus
+    one, with a vanishing gradient: resnet18 of width 16 then stays at chance on 8x8 digits.
     """
     if kind == "batch":
         return nn.BatchNorm2d(channels)
@@ -54,5 +53,5 @@ def norm_layer(kind: str, channels: int) -> nn.Module:
 
 
 def as_input(x: Tensor) -> Tensor:
-    """Turn stored bytes 0..255 into float32 in [0, 1]; other numbers into float32 as they are."""
+    """Convert bytes 0..255 to float32 in [0, 1], and other numbers to float32."""
     return x.float().div_(255) if x.dtype == torch.uint8 else x.float()

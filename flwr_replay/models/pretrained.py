@@ -1,4 +1,4 @@
-"""Weights to begin with, from a user's file; nothing is ever downloaded."""
+"""Initial weights from a user's file; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flwr_replay.memory import remembered
 
 __all__ = ["load_pretrained"]
 
-# Others' names of layers, and ours: torchvision's ResNet, and Buda et al.'s U-Net for brain MRI.
+# Foreign names of layers, and ours: torchvision's ResNet, and Buda et al.'s U-Net for brain MRI.
 NAMES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"^conv1\.weight$", lambda m: "conv1.conv.weight"),
     (r"^bn1\.", lambda m: "conv1.norm."),
@@ -31,12 +31,12 @@ NAMES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
 
 
 def load_pretrained(model: nn.Module, file: str) -> nn.Module:
-    """Copy a file's weights into a model, in place; the head stays fresh where it has another shape.
+    """Copy a file's weights into a model, in place; a head of another shape keeps its fresh weights.
 
     Parameters
     ----------
     model : nn.Module
-        A backbone with named stages, of which the last is `head`.
+        A backbone with named stages; the last is `head`.
     file : str
         A .safetensors file, or a .pt or .pth file of a state dict, with the model's names, torchvision's
         (ResNet) or those of Buda et al. 2019 (U-Net).
@@ -49,7 +49,7 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
     Raises
     ------
     ConfigError
-        If the file cannot be read, or lacks a weight outside the head, or has it in another shape.
+        If the file cannot be read, or if a weight outside the head is missing or has another shape.
     """
     found, own = _read(Path(file).expanduser().absolute()), model.state_dict()
     for name, tensor in own.items():
@@ -57,7 +57,7 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
         if fits:
             tensor.copy_(found[name])
         elif name.startswith("head."):
-            logging.getLogger("flwr").info("%s: %s stays fresh", file, name)
+            logging.getLogger("flwr").info("%s: %s keeps its fresh weights", file, name)
         elif not name.endswith("num_batches_tracked"):  # older files lack it
             has = f"has {tuple(found[name].shape)}" if name in found else "lacks it"
             raise ConfigError(f"model.weights must hold {name!r} with shape {tuple(tensor.shape)}; {file} {has}")
@@ -69,7 +69,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
         weights = {str(name): torch.as_tensor(value) for name, value in loaded.items()}
-    except Exception as error:  # a broken file can raise anything
+    except Exception as error:  # a damaged file can raise any error
         line = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"model.weights must be a .safetensors or .pth file of weights; got {path}: {line}") from None
     for pattern, ours in NAMES:

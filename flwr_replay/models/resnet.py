@@ -1,7 +1,6 @@
-"""ResNet-18 and ResNet-34 as named stages, of torchvision's blocks (He et al. 2016, arXiv 1512.03385).
+"""ResNet-18 and ResNet-34 as named stages of torchvision's blocks (He et al. 2016, arXiv 1512.03385).
 
-A module of its own, since torchvision takes seconds to import: `flwr_replay.models.zoo` imports it when it is asked
-for a ResNet.
+torchvision takes seconds to import. So `flwr_replay.models.zoo` imports this module only to build a ResNet.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _BLOCKS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}  # per layer; He 
 class Block(BasicBlock):  # type: ignore[misc]
     """torchvision's block, computed without changing a layer's output in place.
 
-    torchvision adds the identity, and applies ReLU, to the norm layers' outputs in place; with the backward hooks
-    that per-example gradients need, PyTorch refuses that.
+    torchvision adds the identity to the norm layers' outputs, and applies ReLU, in place. PyTorch refuses this with the
+    backward hooks of per-example gradients.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,8 +38,8 @@ class Block(BasicBlock):  # type: ignore[misc]
 def resnet(model: ModelConfig, task: TaskConfig) -> StagedModel:
     """Build a ResNet from PyTorch's global generator, as `flwr_replay.models.build` does for a seed.
 
-    With width 64, the published stem, batch norm and three channels, both the outputs and, under one seed, the
-    weights are those of torchvision's model; its ``bn1`` is called ``conv1.norm`` here and its ``fc`` ``head.fc``.
+    With width 64, the published stem, batch norm and three channels, the outputs are those of torchvision's model; so
+    are the weights for the same seed. Its ``bn1`` is ``conv1.norm`` here, and its ``fc`` is ``head.fc``.
 
     Parameters
     ----------
@@ -58,7 +57,7 @@ def resnet(model: ModelConfig, task: TaskConfig) -> StagedModel:
     """
     norm, width = partial(norm_layer, model.norm), model.width
     kernel, stride = (7, 2) if model.stem == "published" else (3, 1)
-    # Layers are created in torchvision's order, which makes the weights its weights for the same seed.
+    # In torchvision's order, so that a seed gives the same weights as in torchvision.
     stages: OrderedDict[str, nn.Module] = OrderedDict()
     stages["conv1"] = stage(
         conv=nn.Conv2d(task.channels, width, kernel, stride, padding=kernel // 2, bias=False),

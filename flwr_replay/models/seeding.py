@@ -1,4 +1,4 @@
-"""What draws from PyTorch's global generators, made to depend on a seed alone."""
+"""Seeding of library code that draws from PyTorch's global generators."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
-    """Let the global generators give, inside, what a seed says; outside they are as if nothing had been drawn.
+    """Seed PyTorch's global generators inside a `with` block; restore their state afterwards.
 
     Parameters
     ----------
     seed : int
         0 to 2**64 - 1, of which PyTorch's CPU generator reads the lower 32 bits.
     device : torch.device
-        Whose generator is seeded beside the CPU's.
+        The device whose generator is seeded in addition to the CPU's.
     """
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
-        # Not torch.manual_seed: it would seed every accelerator's generator, and fork_rng restores only these.
+        # Not torch.manual_seed, which seeds every accelerator's generator: fork_rng restores only these two.
         torch.default_generator.manual_seed(seed)
         for gpu in gpus:
             torch.cuda.default_generators[gpu.index].manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A model as an ordered list of named stages, and what it means to cut it at one of them.
+"""A model as an ordered list of named stages, and how to cut it after one of them.
 
 `B` batch, `C` channels, `H` height, `W` width.
 """
@@ -25,18 +25,18 @@ class StagedModel(nn.Sequential):
     A stage's name is the first part of its parameters' names in the state dict (``layer1.0.conv1.weight``).
     """
 
-    channels_last = False  # whether it is faster on a CPU with its weights in that order; `placed` asks
+    channels_last = False  # whether it is faster on a CPU with weights in this memory order; `placed` uses it
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Names of the stages, in the order in which data pass them."""
+        """Names of the stages, from input to output."""
         return tuple(self._modules)
 
 
 def placed(model: Module, device: torch.device | str) -> Module:
-    """Move a whole model, before it is split, to where it computes, its weights in the order that is fastest there.
+    """Move a whole model to a device, with its weights in the memory order that is fastest there.
 
-    The order changes results by rounding only.
+    Call it before the model is split. The order changes results by rounding only.
     """
     if torch.device(device).type == "cpu" and getattr(model, "channels_last", False):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -44,16 +44,16 @@ def placed(model: Module, device: torch.device | str) -> Module:
 
 
 def split(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel]:
-    """Cut a model after one of its stages, as Qu et al. 2022, Fig. 4, cut ResNet-34 after conv1.
+    """Cut a model after one of its stages; Qu et al. 2022, Fig. 4, cut ResNet-34 after conv1.
 
-    ``primary(encoder(x))`` is ``model(x)``, operation by operation.
+    ``primary(encoder(x))`` performs the same operations as ``model(x)``.
 
     Parameters
     ----------
     model : StagedModel, or any torch.nn.Sequential
-        The whole model; it stays as it is. A module that is no sequence has no place to cut.
+        The whole model; it is not changed. Only a sequence can be cut.
     cut : str
-        The encoder's last stage: any stage but the model's last one, the head. Empty: the first stage.
+        The encoder's last stage: any stage except the model's last, the head. Empty: the first stage.
 
     Returns
     -------
@@ -64,7 +64,7 @@ def split(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel]:
     Raises
     ------
     ConfigError
-        `cut` is no stage of `model`, or it is the head; `model` is no sequence.
+        If `cut` is not a stage of `model` or is the head, or if `model` is not a sequence.
     """
     require(
         isinstance(model, nn.Sequential),
@@ -79,7 +79,7 @@ def split(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel]:
 
 
 def split_before_head(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel, StagedModel]:
-    """Cut a model after one of its stages and once more before its head, as U-shaped split learning does.
+    """Cut a model after one of its stages and again before its head, for U-shaped split learning.
 
     Returns
     -------
@@ -89,20 +89,20 @@ def split_before_head(model: nn.Module, cut: str) -> tuple[StagedModel, StagedMo
     Raises
     ------
     ConfigError
-        As `split` does; or nothing is left between the two cuts.
+        As `split`, and if no stage is left between the two cuts.
     """
     encoder, rest = split(model, cut)
     require(
-        len(rest) > 1, f"a cut before the head too must leave a stage between; got cut={cut!r}: cut at an earlier stage"
+        len(rest) > 1, f"encoder and head must leave a stage between them; got cut={cut!r}: cut at an earlier stage"
     )
     middle, head = split(rest, rest.stages[-2])
     return encoder, middle, head
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Say whether a module contains batch norm: training then mixes the examples of a batch and keeps statistics.
+    """Say whether a module contains batch norm, which mixes the examples of a batch and keeps statistics.
 
-    Such a module has no per-example gradients (so no DP-SGD) and cannot be trained on a batch of one where its
-    feature map is one pixel.
+    Such a module has no per-example gradients, so it cannot be trained by DP-SGD. If its feature map is one pixel, it
+    cannot be trained on a batch of one.
     """
     return any(isinstance(layer, _BatchNorm) for layer in module.modules())

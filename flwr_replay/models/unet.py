@@ -1,7 +1,7 @@
 """U-Net as named stages (Ronneberger et al. 2015, arXiv 1505.04597), with norm layers as Qu et al. 2022, section 4.3.
 
-The encoder half after the cut `enc1` needs one tensor only: the block's output, which is also its skip connection.
-What the next level sees is pooled from it where the rest of the network runs, so nothing travels twice.
+At the cut `enc1` only one tensor is sent: the block's output, which is also its skip connection. The rest of the
+network pools it for the next level.
 
 `B` batch, `C` channels, `H` height, `W` width.
 """
@@ -29,10 +29,10 @@ def unet(model: ModelConfig, task: TaskConfig) -> StagedModel:
     Parameters
     ----------
     model : ModelConfig
-        `width` is the number of channels of the first level, which every further level doubles: 32 gives the paper's
-        512 in the bottleneck.
+        `width` is the number of channels of the first level. Every further level doubles it: 32 gives the paper's 512
+        in the bottleneck.
     task : TaskConfig
-        Channels, and a size that four poolings halve without remainder.
+        Gives the channels and the size, a multiple of 16, since four poolings halve it.
 
     Returns
     -------
@@ -42,7 +42,7 @@ def unet(model: ModelConfig, task: TaskConfig) -> StagedModel:
     Raises
     ------
     ConfigError
-        If the size is no multiple of 16.
+        If the size is not a multiple of 16.
     """
     multiple = 2**LEVELS
     require(
@@ -83,7 +83,7 @@ class Rest(nn.Module):
         self.join = nn.ModuleList(_block(2 * inputs, inputs, norm) for inputs, _ in pairs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Go down to the bottleneck, and up again past every skip connection."""
+        """Compute the levels down to the bottleneck, and up again with the skip connections."""
         skips = []
         for block in self.down:
             skips.append(x)

@@ -1,4 +1,4 @@
-"""The models that `conf/model/` names, built with weights that depend on a seed alone.
+"""The models of `conf/model/`, with weights that depend on a seed only.
 
 ===========  =========================================  =====================================================
 model        stages                                     source
@@ -16,10 +16,9 @@ model        stages                                     source
 
 ProxyFL: arXiv 2111.11343. He et al.: arXiv 1512.03385. LeCun et al.: doi 10.1109/5.726791.
 
-LeNet-5, CNN1 and CNN2 pool before ReLU, which gives the same numbers, bit for bit, and leaves ReLU a quarter of them.
-Weights start as PyTorch's layers (torchvision's ResNet) start. No stage changes its input in place, so the codes at
-a cut may be kept; and no layer changes another layer's output in place, which the hooks of per-example gradients
-do not allow.
+LeNet-5, CNN1 and CNN2 pool before ReLU. The outputs have the same bits, and ReLU has a quarter of the numbers. Initial
+weights are those of PyTorch's layers (torchvision's ResNet). No stage changes its input in place, so activations at a
+cut may be kept. No layer changes another's output in place, which the hooks of per-example gradients do not allow.
 
 `B` batch, `C` channels, `H` height, `W` width.
 """
@@ -43,8 +42,8 @@ from flwr_replay.models.unet import unet
 
 __all__ = ["backbone", "build"]
 
-# Steps take 0.7 to 0.9 of the time so; ResNets' 1.1. Not where norms sum over an image: behind a cut the sum would have
-# another order, and so other last bits.
+# With this memory order, steps take 0.7 to 0.9 of the time; those of ResNets take 1.1. Models with norm layers are left
+# out: a norm after a cut would sum over an image in another order, with other last bits.
 CHANNELS_LAST = ("lenet5", "cnn1", "cnn2")
 
 
@@ -54,14 +53,14 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
     Parameters
     ----------
     model : ModelConfig
-        Which model, and its options.
+        The model's name and options.
     task : TaskConfig
-        Gives the input, float (B, C, H, W) in [0, 1] with C = ``task.channels`` and H = W = ``task.size``, which the
-        first stage standardises where ``task.mean`` is given, and the output, logits (B, ``task.classes``); of a
-        U-Net (B, 1, H, W).
+        Gives the input, float (B, C, H, W) in [0, 1] with C = ``task.channels`` and H = W = ``task.size``, and the
+        output, logits (B, ``task.classes``) or, for a U-Net, (B, 1, H, W). With ``task.mean``, the first stage
+        standardises the input.
     seed : int
-        The weights depend on it alone: not on PyTorch's global generator, which is left as it was, nor on the
-        default device. 0 to 2**64 - 1, of which PyTorch's CPU generator reads the lower 32 bits.
+        0 to 2**64 - 1; PyTorch's CPU generator uses the lower 32 bits. The weights depend on it only, not on the
+        default device or PyTorch's global generator, whose state is restored.
 
     Returns
     -------
@@ -71,13 +70,12 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
     Raises
     ------
     ConfigError
-        The images are too small for the model.
+        If the images are too small for the model, or if the model does not fit the kind of task.
     """
     smallest = _smallest(model)
     require(
         (model.name == "unet") == (task.kind == "segmentation"),
-        f"model=unet is for tasks of kind segmentation, and they need it; got model={model.name} and "
-        f"task.kind={task.kind}",
+        f"model=unet and segmentation tasks go together; got model={model.name} and task.kind={task.kind}",
     )
     stem = f" with the {model.stem} stem" if model.name.startswith("resnet") else ""
     require(
@@ -114,7 +112,7 @@ def _fresh(model: ModelConfig, task: TaskConfig) -> StagedModel:
 
 
 def _smallest(model: ModelConfig) -> int:
-    """Return the smallest image, pixels, of which the poolings (ResNet: the stem) leave at least one pixel."""
+    """Return the smallest image size, in pixels, at which the poolings (ResNet: the stem) leave at least one pixel."""
     if model.name in ("mlp", "deepset", "unet"):
         return 1
     if model.name in ("cnn1", "cnn2"):
@@ -137,10 +135,10 @@ def _mlp(model: ModelConfig, task: TaskConfig) -> StagedModel:
 def _lenet5(task: TaskConfig) -> StagedModel:
     """LeNet-5: 6 and 16 maps of 5x5 convolutions, 120 and 84 units, with ReLU and 2x2 max-pool.
 
-    ProxyFL names LeNet5 and refers to Shen et al. 2020, but neither prints its layers; these are the published ones.
-    A 32x32 image needs no padding and ends in 5x5 maps. At 28 to 31 pixels conv1 pads by 2, as is usual for MNIST
-    (5x5 again). Below 28 conv2 pads by 2 too, so that 8x8 digits end in 2x2 maps. Maps larger than 5x5 are averaged
-    down to 5x5, so that the head does not grow with the image.
+    ProxyFL uses LeNet5 and refers to Shen et al. 2020, but neither lists its layers; these are the published ones. A
+    32x32 image needs no padding and ends in 5x5 maps. At 28 to 31 pixels conv1 pads by 2, as is usual for MNIST (5x5
+    again). Below 28 pixels conv2 pads by 2, too, so that 8x8 digits end in 2x2 maps. Larger maps are averaged to 5x5,
+    so that the head does not grow with the image.
     """
     pads = 0 if task.size >= 32 else 2, 0 if task.size >= 28 else 2
     side = ((task.size + 2 * pads[0] - 4) // 2 + 2 * pads[1] - 4) // 2
@@ -179,8 +177,7 @@ def _proxyfl_cnn(name: str, task: TaskConfig) -> StagedModel:
 def _cnn(model: ModelConfig, task: TaskConfig) -> StagedModel:
     """Two 3x3 convolutions of `model.width` maps, each with norm, ReLU and 2x2 max-pool, and a linear head.
 
-    Differs from CNN2 in the norm layers and in padding by 1, with which an image of s pixels ends in maps
-    of s // 4.
+    It differs from CNN2 in its norm layers and in padding by 1. An image of s pixels ends in maps of s // 4.
     """
 
     def block(inputs: int) -> nn.Sequential:
@@ -202,5 +199,5 @@ def _cnn(model: ModelConfig, task: TaskConfig) -> StagedModel:
 
 @remembered(maxsize=4)
 def backbone(model: ModelConfig, task: TaskConfig) -> Callable[[int], nn.Module]:
-    """Return the one builder of a configuration's backbone: seed to fresh weights."""
+    """Return the builder of a configuration's backbone, a function from seed to model; cached."""
     return partial(build, model, task)

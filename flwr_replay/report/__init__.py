@@ -1,1 +1,1 @@
-"""What is said about runs once they are over: statistics, tables, pictures."""
+"""Reports on runs: statistics, tables, pictures, progress."""

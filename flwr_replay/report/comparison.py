@@ -1,4 +1,4 @@
-"""What a comparison says: means, paired differences with their intervals, a table, and what the words in it mean.
+"""The report of a comparison: means, paired differences with intervals, a table, and notes that explain it.
 
 Letters: S seeds.
 """
@@ -19,11 +19,11 @@ __all__ = ["interval", "markdown", "notes", "overview", "paired_difference", "su
 
 CONFIDENCE = 0.95
 WORDS = {
-    "central": "central trains one model on all data pooled: the reference that needs sharing the data",
-    "local": "local is the institutions' own models, each on its own test shard, which no one else uses",
+    "central": "central trains one model on all data pooled: the reference, which needs the data in one place",
+    "local": "local is each institution's own model, tested on that institution's test examples only",
     **{
-        name: f"{name}'s metrics are its private models', which no epsilon covers; an epsilon beside them is that of "
-        "its proxies, whose metrics are named proxy-…"
+        name: f"{name}'s metrics are those of its private models, which no epsilon covers; an epsilon in the same "
+        "column covers its proxies, whose metrics are named proxy-…"
         for name in ("proxyfl", "fml")
     },
 }
@@ -44,7 +44,7 @@ def interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, 
     Returns
     -------
     tuple of float, or None
-        The ends; None for fewer than two values, which have no spread to speak of.
+        Lower and upper end; None for fewer than two values.
 
     Examples
     --------
@@ -62,7 +62,7 @@ def interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, 
 
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[str, Any] | None:
-    """Compare two methods seed by seed, over the seeds that both finished.
+    """Compare two methods seed by seed, over the seeds that both have finished.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     Returns
     -------
     dict or None
-        `mean` (ours less theirs), `interval` (95 %, or None), `seeds`; None where no seed is in both.
+        `mean` (ours minus theirs), `interval` (95 %, or None), `seeds`; None if no seed is in both.
     """
     seeds = sorted(ours.keys() & theirs.keys())
     if not seeds:
@@ -84,32 +84,32 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
 def summarise(
     cells: Sequence[Mapping[str, Any]], labels: Sequence[str], against: str, metric: str, higher_is_better: bool
 ) -> dict[str, dict[str, Any]]:
-    """Sum up the cells of every method.
+    """Summarise the cells of every method.
 
     Parameters
     ----------
     cells : sequence of mappings
-        `label`, `seed` and, where the run ended well, `result` as `result.json` holds it.
+        `label`, `seed` and, if the run finished, `result`, the content of its `result.json`.
     labels : sequence of str
         The methods, in the order of the table.
     against : str
-        The label that differences are to.
+        The label of the method that the others are compared with.
     metric : str
         A name under `final.global` of the results.
     higher_is_better : bool
-        Which institution is the worst: the one with the lowest metric, or with the highest.
+        If true, the worst institution is the one with the lowest metric, otherwise the one with the highest.
 
     Returns
     -------
     dict
         By label: `values` by seed, `mean`, `sd`, `interval`, `difference`, `worst-institution` (mean over seeds),
-        `bytes-up`, `bytes-down`, `examples-seen`, `seconds` (means over seeds); `epsilon`: the largest that anybody
-        states, and whether it is proven. None where no run ended well, or nobody states one.
+        `bytes-up`, `bytes-down`, `examples-seen`, `seconds` (means over seeds); `epsilon`: the largest that any
+        institution states, and whether it is proven. A value is None if no run finished or no epsilon is stated.
     """
     worst = min if higher_is_better else max
     done: dict[str, dict[int, Mapping[str, Any]]] = {label: {} for label in labels}
     for cell in cells:
-        # external-… is missing where no answer to the last such test came
+        # external-… is missing if no institution answered the last external test
         if cell.get("result") and metric in cell["result"]["final"]["global"]:
             done[cell["label"]][cell["seed"]] = cell["result"]
     values = {
@@ -140,7 +140,7 @@ def summarise(
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """Write a comparison as plain text: one row for each method, then what the words mean and what went wrong.
+    """Write a comparison as plain text: a row for each method, then notes on the columns and on failures.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def table(report: Mapping[str, Any]) -> str:
         grid.add_column(column, justify="right")
     for row in rows:
         grid.add_row(*row)
-    # As wide as the table needs: cut numbers would be wrong numbers.
+    # As wide as the table needs, so that no number is truncated.
     console = Console(file=io.StringIO(), width=10_000, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(grid, width=console.measure(grid).maximum)
@@ -171,12 +171,12 @@ def markdown(report: Mapping[str, Any]) -> list[str]:
 
 
 def overview(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Write several comparisons of the same methods side by side: mean and standard deviation of the metric.
+    """Write several comparisons of the same methods as one table: mean and standard deviation of the metric.
 
     Parameters
     ----------
     reports : Mapping
-        Column heading to a report of `flwr_replay.studies.compare.compare_strategies`.
+        By column heading: a report of `flwr_replay.studies.compare.compare_strategies`.
     """
     labels = list(dict.fromkeys(label for report in reports.values() for label in report["strategies"]))
     rows = []
@@ -224,10 +224,10 @@ def _mean_sd(row: Mapping[str, Any]) -> str:
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
-    """Say what the columns mean, where the methods are not alike, and what went wrong."""
+    """Explain the columns, say how the methods differ, and list failures."""
     lines = [
-        f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is their standard deviation, [ ] a 95 % t interval; "
-        "worst institution, bytes, examples (repetitions counted) and seconds are means over seeds"
+        f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is the standard deviation over seeds, [ ] a 95 % t "
+        "interval; worst institution, bytes, examples (with repetitions) and seconds are means over seeds"
     ]
     skews = {cell["seed"]: cell["result"]["skew"] for cell in report["cells"] if "skew" in cell.get("result", {})}
     if skews:
@@ -237,7 +237,7 @@ def notes(report: Mapping[str, Any]) -> list[str]:
             f"{dropped:,.0f} examples left out"
         )
     if len(report["seeds"]) == 1:
-        lines.append("one seed says nothing about chance: there are no intervals")
+        lines.append("one seed cannot show the variation by chance: there are no intervals")
     strategies = {cell["strategy"] for cell in report["cells"]}
     lines += [words for name, words in WORDS.items() if name in strategies]
     lines += [f"{label}: {claim}" for label, claim in _claims(report).items()]
@@ -249,13 +249,13 @@ def notes(report: Mapping[str, Any]) -> list[str]:
         lines += [f"{where}: {name} did not always take part: {reason}" for name, reason in absent.items()]
     found = {tuple(sorted(cell["result"]["versions"].items())) for cell in report["cells"] if "result" in cell}
     if len(found) > 1:
-        apart = sorted({name for pairs in found for name, _ in pairs if len({dict(p).get(name) for p in found}) > 1})
-        lines.append(f"cells were made with different versions of {', '.join(apart)}: see compare.json")
+        differing = sorted({n for pairs in found for n, _ in pairs if len({dict(p).get(n) for p in found}) > 1})
+        lines.append(f"the runs used different versions of {', '.join(differing)}: see compare.json")
     return lines
 
 
 def _claims(report: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the runs with differential privacy claim, by method."""
+    """Return the privacy claim of the runs with differential privacy, by method."""
     found: dict[str, str] = {}
     for label in dict.fromkeys(cell["label"] for cell in report["cells"]):
         results = [cell["result"] for cell in report["cells"] if cell["label"] == label and "result" in cell]

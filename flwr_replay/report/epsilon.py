@@ -1,4 +1,4 @@
-"""How the epsilon of a run stands beside its metrics, so that nobody reads one without the other."""
+"""A run's epsilon, written next to its metrics, so that nobody reads one without the other."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from flwr_replay.privacy.accounting import rounded_up
 
 __all__ = ["Stated", "epsilon_suffix", "largest", "shown_epsilon"]
 
-OLD_NO_PROOF = "as the paper counts it; not a proof"  # how runs of older versions, without `proven`, end the mechanism
+OLD_NO_PROOF = "as the paper counts it; not a proof"  # ends the mechanism in runs of older versions without `proven`
 
 
 class Stated(NamedTuple):
-    """An epsilon, and what it is worth."""
+    """An epsilon, whether it is proven, and what it covers."""
 
     epsilon: float | None  # None: not known, or the noise is not secret
     proven: bool
-    dp: str  # of what it is, as the option dp= says it: proxy, generator+prior, …
+    dp: str  # the mechanisms it covers, as in the option dp=: proxy, generator+prior, …
 
 
 def largest(stated: Iterable[Mapping[str, Any] | None]) -> Stated | None:
-    """Return the largest epsilon of what institutions state.
+    """Return the largest epsilon that institutions state.
 
     Parameters
     ----------
     stated : iterable of mappings
-        As under `privacy` in `result.json`; None: this institution states nothing.
+        As under `privacy` in `result.json`; None: this institution states none.
 
     Returns
     -------
     Stated or None
-        Proven if all are; None where nobody states anything.
+        Proven if all are; None if no institution states any.
     """
-    told = [one for one in stated if one]
-    if not told:
+    given = [one for one in stated if one]
+    if not given:
         return None
-    epsilons = [one["epsilon"] for one in told]
-    return Stated(None if None in epsilons else max(epsilons), all(map(_proven, told)), told[0].get("dp", ""))
+    epsilons = [one["epsilon"] for one in given]
+    return Stated(None if None in epsilons else max(epsilons), all(map(_proven, given)), given[0].get("dp", ""))
 
 
 def _proven(one: Mapping[str, Any]) -> bool:
-    """Say whether a stated epsilon is proven; where none is stated, nothing is left to prove."""
+    """Say whether a stated epsilon is proven; an unknown one needs no proof."""
     if one["epsilon"] is None:
         return True
     if "proven" in one:
@@ -53,19 +53,19 @@ def _proven(one: Mapping[str, Any]) -> bool:
 def shown_epsilon(found: Sequence[Stated | None]) -> str:
     """Write one epsilon, or several in order unless all are equal: `epsilon 28.6, none (dp=proxy), no proof`.
 
-    None stands for a run in which nothing is private; nothing is written where all are.
+    None is a run without differential privacy. If all are None, the text is empty.
     """
-    told = [one for one in found if one]
-    if not told:
+    stated = [one for one in found if one]
+    if not stated:
         return ""
     values = [rounded_up(inf if one.epsilon is None else one.epsilon) if one else "none" for one in found]
-    covered = " and ".join(dict.fromkeys(f"dp={one.dp}" for one in told if one.dp))
-    proof = "" if all(one.proven for one in told) else ", no proof"
+    covered = " and ".join(dict.fromkeys(f"dp={one.dp}" for one in stated if one.dp))
+    proof = "" if all(one.proven for one in stated) else ", no proof"
     shown = ", ".join(values if len(set(values)) > 1 else values[:1])
     return f"epsilon {shown}{f' ({covered})' if covered else ''}{proof}"
 
 
 def epsilon_suffix(result: Mapping[str, Any]) -> str:
-    """Return what stands behind a metric of a run: `, epsilon 7.97 (dp=proxy)`; nothing where nothing is private."""
+    """Return the suffix of a run's metric: `, epsilon 7.97 (dp=proxy)`; empty without differential privacy."""
     found = largest(result.get("privacy", {}).values())
     return f", {shown_epsilon([found])}" if found else ""

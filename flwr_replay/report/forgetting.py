@@ -1,4 +1,4 @@
-"""The forgetting matrix: how good the current model is on every institution's own training examples.
+"""The forgetting matrix: the current model's metric on each institution's own training examples.
 
 Source: Qu et al. 2022, Table 1, for CWT. A row is an exchange (a visit or a round), a column an institution.
 """
@@ -20,25 +20,25 @@ FORM = {"round": int, "taught": list, "own": dict}
 
 
 class Forgetting:
-    """The matrix of a run, on the disk as it grows: `forgetting.jsonl`."""
+    """A run's matrix, written row by row to `forgetting.jsonl`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def add(self, server_round: int, taught: Sequence[str], own: dict[str, float]) -> None:
-        """Add a row: whose data the exchange trained on, and the leading metric on each institution's own data."""
+    def add(self, server_round: int, trained_on: Sequence[str], own: dict[str, float]) -> None:
+        """Add a row: the institutions the exchange trained on, and the main metric on each institution's own data."""
         lines = Lines(self.path)
-        lines.append([{"round": server_round, "taught": list(taught), "own": own}])
+        lines.append([{"round": server_round, "taught": list(trained_on), "own": own}])
         lines.close()
 
     def rewind(self, server_round: int) -> None:
-        """Forget the rows that came after a checkpoint."""
+        """Drop the rows written after a checkpoint."""
         if self.path.exists():
             kept = [row for row in read_lines(self.path, FORM) if row["round"] <= server_round]
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def summary(self, metric: str, higher_is_better: bool) -> dict[str, Any] | None:
-        """Return what `result.json` holds, and draw the heat map beside the file; None if nothing was recorded."""
+        """Return the summary for `result.json`, and draw the heat map; None if nothing was recorded."""
         rows = read_lines(self.path, FORM)
         if not rows:
             return None
@@ -57,11 +57,11 @@ class Forgetting:
 
 
 def drops(rows: Sequence[dict[str, Any]], higher_is_better: bool = True) -> list[tuple[int, str, float]]:
-    """List what the model lost on the institutions that each exchange left behind.
+    """List the drop of the model's metric on each institution that an exchange did not train on.
 
-    Left behind is whom the exchange did not train on, or everybody where it trained on all at once or on nobody. What
-    is lost is the best value since the institution was first trained on, less the value now (Chaudhry et al. 2018,
-    arXiv:1801.10112, eq. 3); nothing is lost on an institution that the model has not met yet.
+    If an exchange trained on all institutions at once, or on none, every institution counts. The drop is the best value
+    since the institution was first trained on, minus the value now (Chaudhry et al. 2018, arXiv:1801.10112, eq. 3).
+    An institution has no drop before its first training.
 
     >>> own = [{"a": 0.9, "b": 0.1}, {"a": 0.3, "b": 0.8}]
     >>> rows = [{"round": 1, "taught": ["a"], "own": own[0]}, {"round": 2, "taught": ["b"], "own": own[1]}]

@@ -1,4 +1,4 @@
-"""How much of the gap between a plain method and the reference replay gives back, and at which epsilon."""
+"""The share of the gap between a plain method and the reference that replay closes, and at which epsilon."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def gaps(report: Mapping[str, Any]) -> list[str]:
     Parameters
     ----------
     report : Mapping
-        Of `flwr_replay.studies.compare.compare_strategies`; its `against` is the reference.
+        A report of `flwr_replay.studies.compare.compare_strategies`; its `against` is the reference.
 
     Returns
     -------
     list of str
-        A row for each method with replay: the mean of the metric, the share (metric - plain) / (reference - plain) of
-        the gap, by means over the seeds, and the largest epsilon of any institution in any run.
+        A row for each method with replay: the mean of the metric over seeds, the closed share of the gap,
+        (metric - plain) / (reference - plain) of these means, and the largest epsilon of any institution in any run.
     """
     found: dict[str, list[float]] = {}
     stated: dict[str, list[dict[str, Any]]] = {}
@@ -56,5 +56,5 @@ def _epsilon(stated: list[dict[str, Any]], whole: bool) -> str:
     if len(known) < len(stated):
         return "not protected"
     worst = max(known, key=lambda one: one["epsilon"])
-    what = "all that depends on training examples" if whole else "these weights only"
+    what = "everything that depends on training examples" if whole else "these weights only"
     return f"{rounded_up(worst['epsilon'])} at δ = {rounded_up(worst['delta'], 2)}, {what}"

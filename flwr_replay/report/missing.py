@@ -1,4 +1,4 @@
-"""How what replay lacks stands beside a run's metrics, so that nobody takes it for whole."""
+"""What a run's replay lacks, written next to its metrics, so that nobody takes the replay for complete."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["missing_suffix"]
 
 
 def missing_suffix(result: Mapping[str, Any]) -> str:
-    """Return what stands behind a metric of a run: `, replay is not whole: b is not replayed`; nothing where it is.
+    """Return the suffix of a run's metric that says what replay lacks; empty if it lacks nothing.
 
     >>> missing_suffix({"replay-lacks": {"b": "is not replayed", "c": "has received no replays"}})
-    ', replay is not whole: b is not replayed, c has received no replays'
+    ', replay is incomplete: b is not replayed, c has received no replays'
     """
     found = [f"{name} {what}" for name, what in result.get("replay-lacks", {}).items()]
-    return f", replay is not whole: {', '.join(found)}" if found else ""
+    return f", replay is incomplete: {', '.join(found)}" if found else ""

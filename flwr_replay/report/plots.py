@@ -1,4 +1,4 @@
-"""Pictures of comparisons and of epsilon, drawn without pyplot, so that no global state is touched."""
+"""Pictures of comparisons, losses and epsilon, drawn without pyplot, which has global state."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["curves", "epsilons", "heat_map", "lines", "losses", "points"]
 
-# Okabe and Ito's palette without yellow: told apart by the colour-blind, and in grey by their markers.
+# Okabe and Ito's palette without yellow: distinct for the colour-blind; markers distinguish methods in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-SPREAD = 0.36  # the seeds of a method lie this wide about its place
+SPREAD = 0.36  # width of a method's seeds on the x axis, where methods are 1 apart
 History = Sequence[tuple[float, float]]  # (round, metric)
 
 
@@ -42,7 +42,7 @@ def points(report: Mapping[str, Any]) -> bytes:
         if row["mean"] is None:
             axes.annotate("failed", (place, 0.5), xycoords=("data", "axes fraction"), ha="center", color="grey")
             continue
-        # A seed stands at the same offset in every method, so that its points can be followed across.
+        # A seed has the same offset in every method, so that its points can be followed across methods.
         offsets = np.linspace(-SPREAD, 0, len(seeds)) if len(seeds) > 1 else np.zeros(1)
         xs = [place + offset for seed, offset in zip(seeds, offsets, strict=True) if seed in row["values"]]
         ys = [row["values"][seed] for seed in seeds if seed in row["values"]]
@@ -72,16 +72,16 @@ def points(report: Mapping[str, Any]) -> bytes:
 
 
 def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]], axis: str = "round") -> bytes:
-    """Draw each method's metric against the round: the mean over seeds, and a band from the least to the most.
+    """Draw each method's metric by round: the mean over seeds, and a band from the lowest to the highest.
 
     Parameters
     ----------
     report : Mapping
         As `flwr_replay.studies.compare.compare_strategies` returns it.
     histories : Mapping
-        By label, for each seed that ended well: (round, metric) in order.
+        By label, for each finished run: (round, metric) in order.
     axis : str
-        What stands in place of the round, if anything does.
+        The x axis, if it is not the round.
 
     Returns
     -------
@@ -105,7 +105,7 @@ def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]]
         axes.fill_between(rounds, values_SR.min(0), values_SR.max(0), color=colour, alpha=0.15, linewidth=0)
     _scale(axes, shown)
     axes.xaxis.set_major_locator(MaxNLocator(integer=axis == "round"))
-    axes.set(xlabel=f"{axis}; line: mean over seeds, band: least to most", ylabel=report["metric"])
+    axes.set(xlabel=f"{axis}; line: mean over seeds, band: lowest to highest", ylabel=report["metric"])
     axes.set_title(report["title"], fontsize="medium")
     if shown:
         figure.legend(loc="outside right center", frameon=False)
@@ -118,9 +118,9 @@ def lines(reports: Mapping[str, Mapping[str, Any]], title: str) -> bytes:
     Parameters
     ----------
     reports : Mapping
-        Name on the axis to a report of `flwr_replay.studies.compare.compare_strategies`.
+        By name on the x axis: a report of `flwr_replay.studies.compare.compare_strategies`.
     title : str
-        Of the picture.
+        The picture's title.
 
     Returns
     -------
@@ -154,16 +154,16 @@ def lines(reports: Mapping[str, Mapping[str, Any]], title: str) -> bytes:
 
 
 def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, float, float]], title: str) -> bytes:
-    """Draw epsilon against epochs; returns a PNG.
+    """Draw epsilon by epoch; returns a PNG.
 
     Parameters
     ----------
     lines : Mapping
         By label: (epochs, epsilon) in order.
     marks : Mapping
-        By the place of a line: epochs, the epsilon that a paper reports there, ours.
+        By the index of a line: epochs, the epsilon that a paper reports there, ours.
     title : str
-        Above the picture.
+        The picture's title.
     """
     from matplotlib.figure import Figure
 
@@ -188,7 +188,7 @@ def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, floa
 
 
 def losses(found: Mapping[str, History], title: str) -> bytes:
-    """Draw the loss of every epoch, a line for each institution; returns a PNG."""
+    """Draw the loss by epoch, a line for each institution; returns a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")
@@ -239,7 +239,7 @@ def heat_map(found: Mapping[str, Any]) -> bytes:
 
 
 def _named(label: str, reports: Sequence[Mapping[str, Any]]) -> str:
-    """Return a method's name with the epsilon that it has at the end, in each of the reports that have the method."""
+    """Return a method's label with its final epsilon in each of the reports that include the method."""
     rows = [report["strategies"].get(label) for report in reports]
     epsilon = shown_epsilon([row["epsilon"] for row in rows if row and row["mean"] is not None])
     return f"{label}\n{epsilon}" if epsilon else label
@@ -250,7 +250,7 @@ def _look(place: int) -> tuple[str, str]:
 
 
 def _scale(axes: Axes, shown: Sequence[float]) -> None:
-    """Fit the y axis to the points, and a share to [0, 1]: an interval may reach beyond what can be."""
+    """Fit the y axis to the points; a metric between 0 and 1 stays there, though an interval may reach beyond."""
     if not shown:
         return
     low, high = min(shown), max(shown)

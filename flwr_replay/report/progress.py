@@ -11,7 +11,7 @@ __all__ = ["Display", "LogDisplay", "Progress", "TerminalDisplay"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run has before it."""
+    """The length of a run, and where it starts."""
 
     strategy: str
     rounds: int
@@ -20,25 +20,25 @@ class Progress:
 
 
 class Display:
-    """Where progress is shown; this one shows nothing."""
+    """Shows a run's progress; this base class shows nothing."""
 
     def begin(self, progress: Progress) -> None:
-        """A run begins."""
+        """Show that a run begins."""
 
     def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
-        """An exchange is over; `metrics` are the latest pooled ones."""
+        """Show that an exchange has ended; `metrics` are the latest pooled ones."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Show that the run has ended."""
 
 
 def shown_rounds(progress: Progress) -> str:
-    """Say what is before a run: `10 rounds`, `1 round, resumed`."""
+    """Write the length of a run: `10 rounds`, `1 round, resumed`."""
     return f"{progress.rounds} round{'s' * (progress.rounds > 1)}{', resumed' * (progress.done > 0)}"
 
 
 def shown_metrics(metrics: dict[str, float]) -> str:
-    """Name the leading metric, the loss and an epsilon: `accuracy 0.9472, loss 0.1831`."""
+    """Write the main metric, the loss and an epsilon: `accuracy 0.9472, loss 0.1831`."""
     leading = [name for name in metrics if name != "loss"][:1]
     epsilon = [name for name in metrics if name.startswith("epsilon")]
     return (
@@ -66,7 +66,7 @@ class LogDisplay(Display):
     """A line in Flower's log for every exchange, as `flwr run --stream` shows it."""
 
     def begin(self, progress: Progress) -> None:
-        """Log what runs."""
+        """Log the strategy and the number of rounds."""
         self.progress, self.start = progress, time.monotonic()
         logging.getLogger("flwr").info("%s: %s", progress.strategy, shown_rounds(progress))
 
@@ -91,10 +91,10 @@ class LogDisplay(Display):
 
 
 class TerminalDisplay(LogDisplay):
-    """One live line on the terminal, and plain lines where output is not one."""
+    """A progress bar on a terminal, and plain lines elsewhere."""
 
     def begin(self, progress: Progress) -> None:
-        """Open the bar."""
+        """Show the bar."""
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
@@ -108,7 +108,7 @@ class TerminalDisplay(LogDisplay):
         self.bar.start()
 
     def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
-        """Move the bar; where it cannot be drawn, print a line."""
+        """Move the bar; if there is no terminal, print a line."""
         progress = self.progress
         text = (
             f"round {server_round / progress.per_round:.3g}/{progress.rounds}  {shown_metrics(metrics)}  "
@@ -120,6 +120,6 @@ class TerminalDisplay(LogDisplay):
             self.console.print(text, soft_wrap=True)
 
     def close(self) -> None:
-        """Close the bar, if it was opened."""
+        """Close the bar, if there is one."""
         if hasattr(self, "bar"):
             self.bar.stop()

@@ -1,7 +1,7 @@
-"""The last two checkpoints of a run, written beside its next exchange.
+"""The last two checkpoints of a run, each written while the next exchange runs.
 
-Each also says how long the files were that only grow, with their checksums, so that a resumed run notices what was
-damaged meanwhile. These files are on the disk before the checkpoint is.
+Some files of a run only grow. Each checkpoint records their lengths and checksums, so that a resumed run notices
+damage. These files are on the disk before the checkpoint is.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ FORM = {
 
 
 class Checkpoints:
-    """Named arrays and plain values, as they stood after the last two exchanges.
+    """Named arrays and plain values, as they were after each of the last two exchanges.
 
     Parameters
     ----------
     folder : Path
         The run directory.
     growing : Sequence[str]
-        Names of its files to which lines are added only; some may not be there.
+        Names of its files that only grow, line by line; some may not exist.
     """
 
     def __init__(self, folder: Path, growing: Sequence[str]) -> None:
         self.folder = private_folder(folder / "checkpoints")
         self._tallies = dict.fromkeys((folder / name for name in growing), (0, 0))
-        self._writer = ThreadPoolExecutor(max_workers=1)  # the next round need not wait for the disk
+        self._writer = ThreadPoolExecutor(max_workers=1)  # so that the next round need not wait for the disk
         self._writing: Future[None] = self._writer.submit(lambda: None)
 
     def write(self, server_round: int, arrays: StateDict, values: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint, of arrays that do not change any more, once the one before is on the disk.
+        """Wait for the previous checkpoint, then begin to write this one. Its arrays must not change any more.
 
         Raises
         ------
         RunError
-            If the one before, or what has grown, could not be written.
+            If the previous checkpoint or a growing file could not be written.
         """
         self.wait()
         grown = {path: tally(path, before) for path, before in self._tallies.items() if path.exists()}
@@ -70,16 +70,16 @@ class Checkpoints:
         self._writing.result()
 
     def close(self) -> None:
-        """End the writing."""
+        """Finish writing."""
         self._writer.shutdown()
 
     def read(self, log: Callable[[str], None]) -> tuple[StateDict, dict[str, Any]] | None:
-        """Return the last checkpoint that is whole; None if there is none at all.
+        """Return the last complete checkpoint; None if there is no checkpoint file.
 
         Raises
         ------
         RunError
-            If there are some and none is whole, or if a file that had grown until then has changed since.
+            If there are checkpoints but none is complete, or if a growing file no longer begins as it did then.
         """
         found = sorted(self.folder.glob("*.safetensors"), reverse=True)
         for path in found:
@@ -87,24 +87,24 @@ class Checkpoints:
                 arrays, texts = read_with_texts(path)
                 values = json.loads(texts.get("values", ""))
             except (RunError, ValueError) as error:
-                log(f"{error}; the run goes on from the checkpoint before it")
+                log(f"{error}; the run continues from the previous checkpoint")
                 continue
             if fits(values, FORM):
                 self._check(values.get("files", {}))
                 return arrays, values
-            log(f"{path} is no checkpoint; the run goes on from the one before it")
+            log(f"{path} is not a checkpoint; the run continues from the previous one")
         if found:
-            raise RunError(f"a run goes on from a checkpoint; {self.folder} has none that is whole: begin a new run")
+            raise RunError(f"a run resumes from a checkpoint; {self.folder} has no complete one: begin a new run")
         return None
 
     def _check(self, grown: Mapping[str, Sequence[int]]) -> None:
-        """Refuse files whose beginning is not what it was at a checkpoint; those of older versions tell nothing."""
+        """Refuse files that no longer begin as they did at the checkpoint; older versions recorded no lengths."""
         for path in self._tallies:
             size, checksum = grown.get(path.name, (0, 0))
             if size and (not path.exists() or tally(path, end=size) != (size, checksum)):
                 raise RunError(
-                    f"{path} must begin with the {size} bytes that it had at the checkpoint; it is damaged: put it "
-                    "back as it was, or begin a new run"
+                    f"{path} must begin with the {size} bytes that it had at the checkpoint; it is damaged: restore "
+                    "it from a backup, or begin a new run"
                 )
 
 

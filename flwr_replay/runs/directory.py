@@ -2,24 +2,24 @@
 
 `<runs-dir>/<date>-<strategy>-<task>-<seed>/` holds
 
-- `config.yaml`: fully resolved
-- `run-id`: what the institutions know the run by
-- `SHA256SUMS`: of these two, which never change
+- `config.yaml`: all options, resolved
+- `run-id`: the run's id at the institutions
+- `SHA256SUMS`: of these two files, which never change
 - `environment.json`: versions, device, cores
-- `metrics.jsonl`: a line per round, institution ("" = pooled) and metric
+- `metrics.jsonl`: a line per round, institution ("" is pooled over all) and metric
 - `timings.jsonl`: a line per exchange, seconds since the run began
-- `shared/`, `latents/`: what institutions uploaded, as long as the directory lives
+- `shared/`, `latents/`: examples or latents that institutions uploaded; they stay until the directory is deleted
 - `privacy.jsonl`: a line per answer that states an epsilon, with its exchange
-- `ledger.jsonl`: a line per message and field that travelled, repeated ones included
+- `ledger.jsonl`: a line per message and field sent, repeated messages included
 - `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`
 - `generator.jsonl`, `generator.png`, `prior.png`: the losses of replay's generator and priors
-- `mailbox/`: of gossip, models that wait for an institution to fetch them
-- `replay/`: with replay, what each visit of the generator left: weights, codes, priors
-- `pictures/`: with replay, of a simulation: each institution's real images, reconstructions and replays
+- `mailbox/`: in gossip, models that their recipients have not fetched yet
+- `replay/`: with replay, the weights, codes and priors after each visit of the generator
+- `pictures/`: with replay, in a simulation: each institution's real, reconstructed and replayed images
 - `failures.jsonl`: who refused, failed or did not answer, and why
-- `checkpoints/`: the last two exchanges
-- `models/`: the global weights at the end, where the server has any
-- `result.json`
+- `checkpoints/`: the run's state after the last two exchanges
+- `models/`: the final global weights, if the server has any
+- `result.json`: final metrics, bytes, privacy, failures
 
 Only its owner may read it.
 """
@@ -57,7 +57,7 @@ from flwr_replay.wire.records import StateDict
 
 __all__ = ["PACKAGES", "RunDirectory", "resumable"]
 
-FORMS: dict[str, Form] = {  # of the lines of its files
+FORMS: dict[str, Form] = {  # of a line in each file
     "ledger": {"round": int, "institution": str, "direction": ("up", "down"), "stage": str, "kind": str, "bytes": int},
     "timings": {"round": int, "seconds": int | float},
     "metrics": {"round": int, "institution": str, "metric": str, "value": int | float},
@@ -71,31 +71,31 @@ PACKAGES = ("flwr-replay", "flwr", "ray", "torch", "torchvision", "numpy", "hydr
 
 @contextmanager
 def resumable(folder: Path) -> Iterator[None]:
-    """Say how to go on with a run that its user interrupts, or that is asked to end by SIGTERM."""
+    """Say how to resume a run that Ctrl-C or SIGTERM interrupts."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):  # of SIGTERM the command line makes the latter
-        print(f"interrupted; go on with: flwr-replay run --resume {folder}", file=sys.stderr)
+    except (KeyboardInterrupt, SystemExit):  # the command line turns SIGTERM into SystemExit
+        print(f"interrupted; to continue: flwr-replay run --resume {folder}", file=sys.stderr)
         raise
 
 
 @dataclass
 class Counters:
-    """What a run adds up; checkpoints hold it."""
+    """A run's running totals; checkpoints hold them."""
 
     examples_seen: int = 0
     seconds: float = 0.0
 
 
 class RunDirectory(Recorder):
-    """Keeps a run on disk as it goes.
+    """Writes a run to its directory while it runs.
 
     Parameters
     ----------
     config : RunConfig
         As `open_run` returned it.
     display : Display
-        Where progress is shown.
+        Shows the progress.
     """
 
     def __init__(self, config: RunConfig, display: Display) -> None:
@@ -122,7 +122,7 @@ class RunDirectory(Recorder):
     # --- Recorder -----------------------------------------------------------------------------------------------------
 
     def begin(self, strategy: str, num_rounds: int, per_round: int, done: int) -> None:
-        """Show the progress from here on."""
+        """Begin to show the progress."""
         self.per_round = per_round
         self.display.begin(Progress(strategy, num_rounds, per_round, done))
 
@@ -142,11 +142,11 @@ class RunDirectory(Recorder):
         self.bytes[direction] += sum(row.bytes for row in found)
 
     def flush(self) -> None:
-        """Write the ledger's lines out."""
+        """Write the ledger's buffered lines to the file."""
         self._ledger.flush()
 
     def saw(self, examples: int) -> None:
-        """Add to the training examples used."""
+        """Add to the number of training examples used."""
         self.counters.examples_seen += examples
 
     def evaluated(self, server_round: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
@@ -164,19 +164,19 @@ class RunDirectory(Recorder):
     def forgetting_row(self, server_round: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
         """Write a row of the forgetting matrix."""
         leading = {name: metrics[self.leading] for name, metrics in own.items() if self.leading in metrics}
-        self.forgetting.add(server_round, data_of, leading)  # a ClientApp of somebody's own may lack it
+        self.forgetting.add(server_round, data_of, leading)  # a user's own ClientApp may not report it
 
     def spent(
         self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool
     ) -> None:
-        """Remember what an institution has released; the ledger has it message by message."""
+        """Record what epsilon an institution has spent; the ledger records its messages."""
         super().spent(server_round, name, epsilon, delta, mechanism, proven=proven)
         self.released[name]["dp"] = self.config.privacy.dp
         with closing(Lines(self.path / "privacy.jsonl")) as lines:
             lines.append([{"round": server_round, "institution": name, **self.released[name]}])
 
     def generated(self, name: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
-        """Write how the training of a generator or prior went, in place of an attempt before a resumption."""
+        """Write the losses of a generator or prior; they replace those of an attempt before the run was resumed."""
         super().generated(name, losses, perplexity)
         path = self.path / "generator.jsonl"
         rows = [{"institution": name, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)]
@@ -186,13 +186,13 @@ class RunDirectory(Recorder):
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in [*before, *rows]))
 
     def failed(self, server_round: int, name: str, reason: str) -> None:
-        """Write down who takes no part, and why."""
+        """Record which institution takes no part, and why."""
         super().failed(server_round, name, reason)
         with closing(Lines(self.path / "failures.jsonl")) as lines:
             lines.append([self.failures[-1]])
 
     def end_exchange(self, snapshot: Snapshot) -> None:
-        """Write a checkpoint, forget all but the last two, show progress."""
+        """Write a checkpoint, delete all but the last two, show progress."""
         seconds = self.counters.seconds + time.monotonic() - self.started
         values = {
             "server-round": snapshot.server_round,
@@ -205,7 +205,7 @@ class RunDirectory(Recorder):
             "bindings": snapshot.bindings,
         }
         self._timings.append([{"round": snapshot.server_round, "seconds": seconds}])
-        for lines in (self._ledger, self._metrics, self._timings):  # a resumed run finds them with the checkpoint
+        for lines in (self._ledger, self._metrics, self._timings):  # the checkpoint records their length
             lines.flush()
         state = {name: array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
         named = nested({"arrays": snapshot.arrays, "state": state}, mark="/")
@@ -214,18 +214,19 @@ class RunDirectory(Recorder):
         self.display.exchange(snapshot.server_round, metrics | self.spent_then, sum(self.bytes.values()), seconds)
 
     def restore(self) -> Snapshot | None:
-        """Return the last checkpoint of a resumed run and forget the metrics that came after it.
+        """Return the last checkpoint of a resumed run, and drop the metrics written after it.
 
         Raises
         ------
         RunError
-            If the checkpoints, or what was written beside them, are damaged or gone.
+            If the checkpoints or the run's other files are damaged or missing.
         """
         found = self._checkpoints.read(self.log)
         if found is None:
             if len(self._lines("timings")) > 2:  # the first checkpoint is on the disk before the third is begun
                 raise RunError(
-                    f"{self.path / 'checkpoints'} must hold the run's last two; they are gone: put them back"
+                    f"{self.path / 'checkpoints'} must hold the run's last two checkpoints; they are missing: restore "
+                    "them from a backup, or begin a new run"
                 )
             self._rewind(-1)
             return None
@@ -246,7 +247,7 @@ class RunDirectory(Recorder):
         )
 
     def folder(self, name: str, fresh: bool = False) -> Path:
-        """Return a folder inside the run directory."""
+        """Return a folder inside the run directory; if `fresh`, an empty one."""
         if fresh:
             shutil.rmtree(self.path / name, ignore_errors=True)
         return private_folder(self.path / name)
@@ -256,7 +257,7 @@ class RunDirectory(Recorder):
     def finish(
         self, arrays: StateDict, metric: str, higher_is_better: bool, claim: str, missing: dict[str, str]
     ) -> dict[str, Any]:
-        """Write the final weights, if the server has any, and `result.json`; return what the latter holds."""
+        """Write the final weights, if the server has any, and `result.json`; return its content."""
         self._checkpoints.wait()
         if arrays:
             write_tensors(self.folder("models") / "global.safetensors", arrays)
@@ -266,7 +267,7 @@ class RunDirectory(Recorder):
                 f"{self.path / 'metrics.jsonl'} must hold the last round's metrics; it has none: begin a new run"
             )
         server_round, pooled, own = self.history[-1]
-        if metric not in pooled:  # nobody runs this package's ClientApp
+        if metric not in pooled:  # no institution runs this package's ClientApp
             metric, higher_is_better = next(iter(pooled), metric), False
         sign = 1 if higher_is_better else -1
         best = max(self.history, key=lambda entry: sign * entry[1].get(metric, float("-inf")))
@@ -299,7 +300,7 @@ class RunDirectory(Recorder):
         return result
 
     def _draw_losses(self) -> None:
-        """Draw how generators and priors were trained, where any were and their losses are told."""
+        """Draw the losses of generators and priors, if any were reported."""
         from flwr_replay.report.plots import losses
 
         found: dict[str, list[tuple[float, float]]] = {}
@@ -311,25 +312,25 @@ class RunDirectory(Recorder):
                 write_atomic(self.path / f"{what}.png", losses(chosen, f"{what}: loss by epoch"))
 
     def bytes_by_kind(self) -> dict[str, dict[str, int]]:
-        """Sum the ledger by direction and kind; beside per-sample uploads, the raw bytes they stand for."""
+        """Sum the ledger by direction and kind, and the raw bytes that per-sample uploads represent."""
         sums: dict[str, dict[str, int]] = {"up": {}, "down": {}}
         for entry in self._lines("ledger"):
             by_kind = sums[entry["direction"]]
-            if entry["bytes"]:  # none of an answer that was lost
+            if entry["bytes"]:  # a lost answer has none
                 by_kind[entry["kind"]] = by_kind.get(entry["kind"], 0) + entry["bytes"]
             if "raw-bytes" in entry:
                 by_kind["raw-bytes-they-stand-for"] = by_kind.get("raw-bytes-they-stand-for", 0) + entry["raw-bytes"]
         return sums
 
     def close(self) -> None:
-        """Close the ledger and the display, once the last checkpoint is on the disk."""
+        """Wait for the last checkpoint, then close the ledger and the display."""
         self._checkpoints.close()
         for lines in (self._ledger, self._metrics, self._timings):
             lines.close()
         self.display.close()
 
     def _rewind(self, server_round: int) -> None:
-        """Reload metrics up to a checkpoint, and the bytes that really travelled, repeated ones included."""
+        """Reload the metrics up to a checkpoint, and the bytes of all messages sent, repeated ones included."""
         metrics = self.path / "metrics.jsonl"
         kept = [entry for entry in self._lines("metrics") if entry["round"] <= server_round]
         self._metrics.close()
@@ -349,7 +350,7 @@ class RunDirectory(Recorder):
         self.failures = self._lines("failures")
         self.earlier = len(self.failures)
         for row in self._lines("privacy"):  # what was released stays released
-            row.pop("round", None)  # which older versions did not write
+            row.pop("round", None)  # older versions wrote none
             self.released[row.pop("institution")] = row
 
     def _lines(self, name: str) -> list[dict[str, Any]]:

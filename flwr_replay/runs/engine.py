@@ -1,11 +1,10 @@
 """A Flower `Grid` that calls the ClientApp in this process, one node after another: no Ray, no ports.
 
-For tests, notebooks and `flwr-replay run` on small data. The messages, the records and the apps are Flower's own; with
-the same seed and the same number of torch threads the results have the same bits as a simulation's.
+For tests, notebooks and `flwr-replay run` on small data. The messages, records and apps are Flower's own. With the same
+seed and the same number of torch threads, the results have the same bits as a simulation's.
 
-A call of the ClientApp cannot be broken off here. It goes on to its end, and an answer that has taken longer than the
-message's time to live, which is the run's timeout, is then dropped, as Flower's SuperLink drops it. What an institution
-has written by then stays with it, as there.
+A call of the ClientApp cannot be interrupted here. A message's time to live is the run's timeout. An answer that took
+longer is dropped, as Flower's SuperLink does; files that the institution has written stay, as they do there.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from flwr_replay.wire.payload import CLIENT_APP_RAISED
 __all__ = ["InlineGrid"]
 
 RUN_ID = 1
-EXPIRED = 4  # Flower's code for an answer that is no longer there
+EXPIRED = 4  # Flower's code for an answer that has expired
 SUPERLINK = 1  # Flower's node id of the server
 
 
@@ -37,7 +36,7 @@ class InlineGrid(Grid):
     app : ClientApp
         Serves every node.
     run_config : Mapping[str, Any]
-        What Flower would ship to every node.
+        Flower's run config, which every node gets.
     node_configs : list[Mapping[str, Any]]
         One for each node; a simulation's hold partition-id and num-partitions.
     """
@@ -61,8 +60,8 @@ class InlineGrid(Grid):
 
     @property
     def run(self) -> Any:
-        """Flower's run information, which needs a SuperLink."""
-        raise RuntimeError("an InlineGrid has no SuperLink and so no run information")
+        """Flower's run information, which only a SuperLink has."""
+        raise RuntimeError("an InlineGrid has no SuperLink, and so no run information")
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
@@ -71,11 +70,11 @@ class InlineGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of the nodes that are there."""
+        """Return the ids of all nodes."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Answer messages at once; the replies wait to be pulled."""
+        """Answer messages at once; keep the replies until they are pulled."""
         ids = []
         for message in messages:
             message.metadata.__dict__["_message_id"] = uuid4().hex  # as Flower's grids do when they push
@@ -85,7 +84,7 @@ class InlineGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Hand out the replies."""
+        """Return the replies to these messages."""
         return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -107,7 +106,7 @@ class InlineGrid(Grid):
 
 
 def _identify_process() -> None:
-    """Tell Flower who sends: since 1.40 a `Message` takes its sender from the process, which has none outside a run."""
+    """Give this process a sender id, which a `Message` takes from the process since Flower 1.40."""
     try:
         from flwr.supercore.task_identity import TaskIdentity
     except ImportError:

@@ -36,21 +36,21 @@ __all__ = ["Job", "claim", "execute", "run_job", "settings_of"]
 
 @dataclass(frozen=True)
 class Job:
-    """One run, composed, checked and planned: made once and handed on."""
+    """One run, composed, checked and planned."""
 
     config: RunConfig
     settings: Settings
 
     @classmethod
     def of(cls, config: RunConfig, names: Sequence[str] = ()) -> Self:
-        """Plan a run, and refuse what can be refused without any institution.
+        """Plan a run, and refuse whatever can be refused before the institutions join.
 
         Parameters
         ----------
         config : RunConfig
-            Resolved.
+            The resolved options.
         names : Sequence[str]
-            Of the institutions, where they are known before the roll call: in a simulation.
+            The institutions' names, which only a simulation knows before the roll call.
 
         Raises
         ------
@@ -62,13 +62,13 @@ class Job:
         return job
 
     def strategy(self, run_id: str, recorder: Recorder | None = None) -> Movement:
-        """Build the run's strategy; `run_id` is what the institutions know the run by."""
+        """Build the run's strategy; `run_id` is the run's id at the institutions."""
         strategy_type: type[Movement] = load_strategy(self.config.strategy.name)[0]
         return strategy_type(self.config.strategy, replace(self.settings, run=run_id), recorder)
 
 
 def settings_of(config: RunConfig) -> Settings:
-    """Return what a run's strategy needs beside its own options."""
+    """Return what a run's strategy needs in addition to its own options."""
     return Settings(
         training=config.training,
         nodes=config.nodes,
@@ -89,18 +89,18 @@ def settings_of(config: RunConfig) -> Settings:
 
 
 def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
-    """Return the builder of the backbone as the server begins with it: fresh, or with the user's weights."""
+    """Return the builder of the server's initial model: fresh, or with the user's weights."""
     fresh, file = backbone(config.model, config.task), config.model.weights
     require(
         not file or load_strategy(config.strategy.name)[0].begins_at_server,
-        f"model.weights is read by the server, and strategy={config.strategy.name} begins at the institutions: leave "
-        "one of them out",
+        f"model.weights is read by the server, but strategy={config.strategy.name} begins with models of the "
+        "institutions: remove one of the two options",
     )
     return (lambda seed: load_pretrained(fresh(seed), file)) if file else fresh
 
 
 def claim(strategy: Movement) -> str:
-    """Say in plain words what of a run is differentially private, from what its stages declare."""
+    """Say in a sentence what in a run is differentially private, by the declarations of its stages."""
     privacy = strategy.settings.privacy
     if privacy is None:
         return NOTHING
@@ -108,23 +108,23 @@ def claim(strategy: Movement) -> str:
 
 
 def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, Any], Path]:
-    """Plan one configuration, run it over a grid; parameters and answer are those of `run_job`."""
+    """Plan a run and run it over a grid; it returns what `run_job` returns."""
     return run_job(grid, Job.of(config), display)
 
 
 def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Path]:
-    """Run what is planned over a grid; return what `result.json` holds, and the run directory.
+    """Run a planned run over a grid; return the content of `result.json`, and the run directory.
 
-    What can be refused without any institution has been refused: only now the run directory is made.
+    The directory is made only here, once all checks that need no institution have passed.
 
     Parameters
     ----------
     grid : Grid
         Flower's, or `flwr_replay.runs.engine.InlineGrid`.
     job : Job
-        Its option `resume` names a run directory to go on with.
+        The planned run; its option `resume` names the directory of a run to continue.
     display : Display
-        Where progress is shown.
+        Shows the progress.
     """
     torch.set_num_threads(job.config.threads)
     config, run_id = open_run(job.config)

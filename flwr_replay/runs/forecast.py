@@ -1,4 +1,4 @@
-"""The ledger to come: what a run would send, before any training, on one page."""
+"""The forecast: the ledger that a run would write, computed before any training, on one page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["describe_strategies", "forecast", "forecast_page"]
 
 @dataclass(frozen=True)
 class Line:
-    """One field of all messages of one stage between the server and one institution."""
+    """One field, summed over all messages of one stage between the server and one institution."""
 
     institution: str
     direction: str
@@ -39,10 +39,10 @@ class Line:
 
 
 def forecast(simulation: Simulation) -> list[Line]:
-    """Compute the ledger of a simulated run: every institution present, none failing.
+    """Compute the ledger of a simulated run in which every institution is present and none fails.
 
-    The encoded messages are weighed, with zeros in place of weights and data, so that the bytes are those that the
-    run's own ledger will show.
+    Real messages are encoded and counted, with zeros in place of weights and data. So the bytes are those that the
+    run's own ledger will have.
     """
     job, part = simulation.job, simulation.part
     config, strategy = job.config, job.strategy(new_run_id(job.config))
@@ -50,9 +50,9 @@ def forecast(simulation: Simulation) -> list[Line]:
     present: dict[str, Present] = {}
     for k, name in enumerate(part.names):
         own = part.examples(loaded(config.task), k).train
-        told = strategy.task.label_sums(torch.from_numpy(own.y))
-        strategy.members.add(Member(name, k, len(own), own.nbytes, told.get("label_sum"), told.get("label_squares")))
-        present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, proof="0" * 64, **told)
+        sums = strategy.task.label_sums(torch.from_numpy(own.y))
+        strategy.members.add(Member(name, k, len(own), own.nbytes, sums.get("label_sum"), sums.get("label_squares")))
+        present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, proof="0" * 64, **sums)
     strategy.scale_labels(strategy.members.label_scale())
     strategy.begin_run(config.rounds)
     lines: dict[tuple[str, str, str, str, str, str], tuple[int, int]] = {}
@@ -77,7 +77,7 @@ def forecast(simulation: Simulation) -> list[Line]:
 
 
 def forecast_page(simulation: Simulation) -> str:
-    """Write the ledger to come as a page that a data-protection officer can read."""
+    """Write the forecast as a page that a data-protection officer can read."""
     job, lines = simulation.job, forecast(simulation)
     config = job.config
     names = sorted({line.institution for line in lines})
@@ -85,11 +85,11 @@ def forecast_page(simulation: Simulation) -> str:
     raw = sum(train.take(own).nbytes for own in simulation.part.train)
     what = f"{config.strategy.name} on {config.task.name}, {len(names)} institutions, {config.rounds} rounds"
     text = [
-        f"Ledger to come: {what}",
+        f"Forecast of the ledger: {what}",
         "",
         _idea(config.strategy.name)[0],
         "",
-        "What leaves, and what arrives, all institutions together",
+        "Sent by all institutions (up) and to all institutions (down)",
         f"{'direction':10}{'stage':17}{'field':18}{'kind':13}{'messages':>9}{'bytes':>14}  protection",
     ]
     merged: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
@@ -117,24 +117,24 @@ def forecast_page(simulation: Simulation) -> str:
     shared = sum(size for (_, kind), size in leaves.items() if kind == "per-sample-raw")
     leaving = ["all labels, as they are"] if ("labels", "per-sample") in leaves else []
     leaving += [f"{shown_bytes(shared)} of examples, to every other institution"] if shared else []
-    stay = "; of these leave: " + ", ".join(leaving) if leaving else "; they never leave"
-    text += ["", f"The raw training data of all institutions have {shown_bytes(raw)}{stay}."]
+    stay = " Of these, the institutions send: " + ", ".join(leaving) if leaving else " They never leave an institution"
+    text += ["", f"The raw training data of all institutions are {shown_bytes(raw)}.{stay}."]
     if samples:
         text.append(
-            f"{shown_bytes(samples)} that go up are functions of single patients (kind per-sample). Who holds them and "
-            "the part of the model that made them may try to reconstruct the images."
+            f"{shown_bytes(samples)} of what is sent up are functions of single patients (kind per-sample). Anyone who "
+            "holds them and the part of the model that computed them may try to reconstruct the images."
         )
     text += [
         f"{claim(job.strategy(new_run_id(config)))} TLS protects messages on the network, not from the server.",
         "Kinds: model = weights; per-sample = one row per patient; per-sample-raw = patients' "
         "examples as they are; statistic = numbers computed from the data; "
-        "instruction = what the server asks; notice = the institution's name.",
+        "instruction = what the server asks for; notice = the institution's name and proof of identity.",
     ]
     return "\n".join(text)
 
 
 def describe_strategies() -> dict[str, tuple[str, str]]:
-    """Return each method's idea and what travels, as its file states them."""
+    """Return each method's idea and what it sends, as its file states them."""
     return {name: _idea(name) for name in choices("strategy")}
 
 

@@ -1,4 +1,4 @@
-"""Making a run directory, or finding the one to resume."""
+"""Make a run directory, or find the one to resume."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from flwr_replay.files.atomic import (
 __all__ = ["check_unchanged", "default_name", "new_run_id", "open_run", "read_result", "read_run_id"]
 
 SUMS = "SHA256SUMS"
-UNBORN = re.compile(r"\.\w[\w .-]*\.[0-9a-f]{8}\.new")  # a run directory that is being made
+UNBORN = re.compile(r"\.\w[\w .-]*\.[0-9a-f]{8}\.new")  # a run directory that is not yet complete
 RESULT = {"strategy": str, "rounds": int, "metric": str, "final": dict, "best": dict, "bytes": dict}
 
 
@@ -47,12 +47,12 @@ def open_run(config: RunConfig) -> tuple[RunConfig, str]:
     config : RunConfig
         With `runs_dir` and `run_name` set.
     run_id : str
-        What the institutions know the run by; no other run has it, whatever its directory is called.
+        The run's id at the institutions, unique whatever its directory is called.
 
     Raises
     ------
     RunError
-        If the folder cannot be written, exists already, or holds no run to resume.
+        If the folder cannot be written, if it exists already, or if it holds no run to resume.
     """
     if config.resume:
         folder = Path(config.resume).expanduser().absolute()
@@ -61,7 +61,7 @@ def open_run(config: RunConfig) -> tuple[RunConfig, str]:
         return replace(config, runs_dir=str(folder.parent), run_name=folder.name), read_run_id(folder)
     if config.run_name and not NAME.fullmatch(config.run_name):
         raise RunError(
-            "run-name has letters, digits, spaces, dots, hyphens and underscores and begins with a letter or digit; "
+            "run-name must have letters, digits, spaces, dots, hyphens and underscores only, a letter or digit first; "
             f"got {config.run_name!r}"
         )
     root = make_folder(Path(config.runs_dir or home() / "runs").expanduser().absolute(), "runs-dir")
@@ -79,7 +79,7 @@ def open_run(config: RunConfig) -> tuple[RunConfig, str]:
 
 
 def _born(folder: Path, texts: Mapping[str, str]) -> bool:
-    """Make a run directory with its first files, whole or not at all; say whether there was none of its name."""
+    """Make a run directory with its first files, completely or not at all; return False if the name is taken."""
     unborn = private_folder(folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.new"))
     with alone(unborn):
         for name, text in texts.items():
@@ -87,7 +87,7 @@ def _born(folder: Path, texts: Mapping[str, str]) -> bool:
         sums = "".join(f"{sha256(text.encode()).hexdigest()}  {name}\n" for name, text in texts.items())
         write_atomic(unborn / SUMS, sums)
         try:
-            os.rename(unborn, folder)  # an empty folder is no run, and not in the way
+            os.rename(unborn, folder)  # replaces an empty folder, which is no run
         except OSError as error:
             shutil.rmtree(unborn)
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
@@ -98,7 +98,7 @@ def _born(folder: Path, texts: Mapping[str, str]) -> bool:
 
 
 def _sweep_unborn(root: Path) -> None:
-    """Remove run directories that killed processes were making."""
+    """Remove the incomplete run directories of killed processes."""
     for folder in root.glob(".*.new"):
         if UNBORN.fullmatch(folder.name):
             with suppress(RunError), alone(folder):
@@ -106,12 +106,12 @@ def _sweep_unborn(root: Path) -> None:
 
 
 def check_unchanged(folder: Path) -> None:
-    """Refuse to go on with a run whose options or id have changed; those of older versions have no checksums.
+    """Refuse to resume a run whose options or id were changed; runs of older versions have no checksums.
 
     Raises
     ------
     RunError
-        If one has, or if there is no run.
+        If a file was changed, or if the folder holds no run.
     """
     if not (folder / "config.yaml").exists():
         raise RunError(f"resume must be a run directory with a config.yaml; got {folder}")
@@ -122,18 +122,18 @@ def check_unchanged(folder: Path) -> None:
         line = f"{sha256(read_bytes(folder / name)).hexdigest()}  {name}"
         if line not in read_text(folder / SUMS).splitlines():
             raise RunError(
-                f"{folder / name} must be as the run wrote it; it was changed or is damaged, or {SUMS} beside it is: "
-                "put it back as it was, or begin a new run"
+                f"{folder / name} must be as the run wrote it; either it or {SUMS} was changed or is damaged: "
+                "restore it from a backup, or begin a new run"
             )
 
 
 def read_run_id(folder: Path) -> str:
-    """Return what the institutions know a run by.
+    """Return a run's id at the institutions.
 
     Raises
     ------
     RunError
-        If it is gone or damaged.
+        If it is missing or damaged.
     """
     file = folder / "run-id"
     run_id = read_text(file).strip() if file.exists() else ""
@@ -143,7 +143,7 @@ def read_run_id(folder: Path) -> str:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Return what a run's `result.json` holds.
+    """Return the content of a run's `result.json`.
 
     Raises
     ------
@@ -154,7 +154,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def _same_options(config: RunConfig, file: Path) -> None:
-    """Refuse a resumption under other options; more rounds, other places and waiting times are no such difference."""
+    """Refuse to resume a run with other options; rounds, folders, device and waiting times may differ."""
     import yaml
 
     try:

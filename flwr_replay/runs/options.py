@@ -20,7 +20,7 @@ INLINE_NODES = 4
 
 
 def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[str], RunConfig]:
-    """Turn a command line into overrides and the configuration they give; a resumed run keeps its own options.
+    """Turn a command line into overrides and the configuration that they give; a resumed run keeps its own options.
 
     Raises
     ------
@@ -35,8 +35,8 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
             key = option.partition("=")[0].replace("-", "_")
             if key.removeprefix("task.") not in ("rounds", "timeout", "wait", "device", "data_dir", "replay.missing"):
                 raise ConfigError(
-                    "a resumed run keeps its options, but for rounds, device, timeout, wait, replay.missing and "
-                    f"task.data-dir; got {option!r} beside --resume: leave it out"
+                    "a resumed run keeps its options, except rounds, device, timeout, wait, replay.missing and "
+                    f"task.data-dir; got {option!r} with --resume: leave it out"
                 )
         overrides = [*_overrides_of_run(Path(resume).expanduser()), *options]
         overrides.append(f"resume={_quoted(Path(resume).expanduser().absolute())}")
@@ -47,9 +47,9 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
     files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights}
     files |= {f"strategy.{name}": own[name] for name in config.strategy.files}
     for option, file in files.items():
-        if file:  # found again from wherever the run is resumed
+        if file:  # absolute, since the run may be resumed from another working directory
             overrides.append(f"{option}={_quoted(Path(file).expanduser().absolute())}")
-    config = compose(overrides)  # the same again, unless there were files
+    config = compose(overrides)  # changes only the paths of files
     nodes = config.nodes or (_sites(config.task) if config.partition.name == "natural" else INLINE_NODES)
     return [*overrides, f"nodes={nodes}"], replace(config, nodes=nodes)
 

@@ -1,8 +1,8 @@
-"""Processes that end with the one that started them, however that ends.
+"""Processes that end when the process that started them ends, for whatever reason.
 
-Flower and Ray put what they start into sessions of its own, and what outlives its parent belongs to nobody. So a family
-is told by a mark in its environment, which every child inherits. A watchdog process holds the end of a pipe: it closes
-with the process that opened the family, after a SIGKILL too, and what still has the mark is then ended.
+Flower and Ray start their processes in new sessions, and a process that outlives its parent has no link to it. So the
+members of a family carry a mark in their environment, which every child inherits. A watchdog process reads from a pipe.
+The pipe closes when the process that opened the family ends, even by SIGKILL; the watchdog then ends every member.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import psutil
 __all__ = ["MARK", "end", "end_with_parent", "family", "members"]
 
 MARK = "FLWR_REPLAY_FAMILY"
-GRACE = 5  # seconds between asking and killing
-WAVES = 5  # who is being started while the others end is found by the next look
+GRACE = 5  # seconds between SIGTERM and SIGKILL
+WAVES = 5  # a process started while others end is found in the next wave
 
 
 @contextmanager
 def family() -> Iterator[str]:
-    """Open a family; yield the value that its members' environment has under `MARK`, and end them all afterwards."""
+    """Open a family; yield its mark, the value of the variable `MARK`, and end all its members afterwards."""
     mark = secrets.token_hex(8)
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     watchdog = subprocess.Popen(
@@ -36,7 +36,7 @@ def family() -> Iterator[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the one that it watches
+        start_new_session=True,  # Ctrl-C is for the process that it watches
     )
     try:
         yield mark
@@ -46,7 +46,7 @@ def family() -> Iterator[str]:
 
 
 def members(mark: str) -> list[psutil.Process]:
-    """Return the processes of a family that live, with all that they have started."""
+    """Return the living processes of a family, with all their children."""
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -56,7 +56,7 @@ def members(mark: str) -> list[psutil.Process]:
 
 
 def end(mark: str) -> None:
-    """End a family: ask its members first, kill who stays."""
+    """End a family: SIGTERM to its members, then SIGKILL to those that remain."""
     for _ in range(WAVES):
         if not (living := members(mark)):
             return
@@ -69,7 +69,7 @@ def end(mark: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Have this process, which `multiprocessing` started, end as soon as its parent has."""
+    """End this process, which `multiprocessing` started, as soon as its parent has ended."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -33,24 +33,24 @@ from flwr_replay.runs.superlink import flwr_run, superlink
 
 __all__ = ["Simulation", "run_inline", "run_ray", "simulate"]
 
-FAILED = re.compile(r"\W*(?:\[\d+m)?ERROR\W.*?: +error: (.*)")  # how Flower shows what the ServerApp logs in the end
+FAILED = re.compile(r"\W*(?:\[\d+m)?ERROR\W.*?: +error: (.*)")  # how Flower prints the ServerApp's last error
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated run, planned, and who has which examples."""
+    """A simulated and planned run, with the examples of each institution."""
 
     job: Job
     part: Partition
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Deal a simulated run's data and plan it; refuse what data, model and institutions do not allow.
+        """Split a simulated run's data and plan the run.
 
         Raises
         ------
         FlwrReplayError
-            Before anything runs, and before anything is written.
+            If data, model and institutions do not fit each other; nothing has run or been written by then.
         """
         part = dealt(config.task, config.partition, config.nodes, config.seed)
         job = Job.of(config, part.names)
@@ -61,7 +61,7 @@ class Simulation:
 
 
 def _refuse_poor(plan: PrivacyPlan, sizes: Sequence[int]) -> None:
-    """Refuse a run whose every institution would refuse; the roll call leaves out a few that would."""
+    """Refuse a run that every institution would refuse; if only some would, the roll call leaves those out."""
     faults: list[PrivacyError] = []
     for examples in dict.fromkeys(sizes):
         try:
@@ -84,25 +84,25 @@ def simulate(simulation: Simulation, overrides: Sequence[str], display: Display)
     Parameters
     ----------
     simulation : Simulation
-        What the overrides come to.
+        Planned from the overrides.
     overrides : Sequence[str]
-        From which every institution composes its options, as in a deployment.
+        Every institution composes its options from them, as in a deployment.
     display : Display
-        Where progress is shown.
+        Shows the progress.
     """
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, simulation.job.config.nodes)
     return _with_skew(*run_job(grid, simulation.job, display), simulation.part)
 
 
 def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
-    """Run on Flower's Ray simulation: a SuperLink of this run's own on a free port, then `flwr run`.
+    """Run on Flower's Ray simulation: start a SuperLink for this run on a free port, then `flwr run`.
 
-    Its parameters are those of `simulate`. The ServerApp is a process of its own and plans the run anew.
+    The parameters are those of `simulate`. The ServerApp runs in its own process and plans the run again.
 
     Raises
     ------
     RunError
-        If the run does not end well; Flower's log has gone to the error stream.
+        If the run fails; Flower's log is on stderr.
     """
     config = simulation.job.config
     if config.resume:
@@ -117,20 +117,20 @@ def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str,
     if gpus := _gpus(config.device):
         resources["client-resources-num-gpus"] = round(gpus / min(config.nodes, cpus), 3)
     federation = " ".join(f"{key}={value}" for key, value in resources.items())
-    reason = f"the simulation ended without a result; its log is above: flwr-replay run --resume {folder} goes on"
+    reason = f"the simulation ended without a result; see its log above; to continue: flwr-replay run --resume {folder}"
     scratch = tempfile.TemporaryDirectory(prefix="flwr-replay-")
     with resumable(folder), scratch, superlink(Path(scratch.name)) as link:
         for line in flwr_run(link, overrides, "--federation-config", federation):
             print(line, end="", file=sys.stderr, flush=True)
-            if said := FAILED.match(line):
-                reason = said[1]
+            if error := FAILED.match(line):
+                reason = error[1]
     if not (folder / "result.json").exists():
         raise RunError(reason)
     return _with_skew(read_result(folder), folder, simulation.part)
 
 
 def _with_skew(result: dict[str, Any], folder: Path, part: Partition) -> tuple[dict[str, Any], Path]:
-    """Add to a simulated run how skewed its institutions were, and their pictures; a deployment cannot know either."""
+    """Add the skew and the pictures of a simulated run's institutions; a deployment knows neither."""
     run_id = read_run_id(folder)
     gather({name: home() / "state" / "simulation" / name / RUNS / run_id for name in part.names}, folder)
     result = {**result, "skew": part.skew}

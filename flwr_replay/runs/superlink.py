@@ -1,4 +1,4 @@
-"""A SuperLink of one's own on the loopback, and `flwr run` on it."""
+"""A private SuperLink on the loopback interface, and `flwr run` on it."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ overrides = ""
 
 @dataclass(frozen=True)
 class SuperLink:
-    """A SuperLink of one's own on the loopback."""
+    """A private SuperLink on the loopback interface."""
 
     port: int
     folder: Path  # its FLWR_HOME, with config.toml and superlink.log
-    environment: dict[str, str]  # reaches it, and finds Flower's programs
+    environment: dict[str, str]  # for Flower's programs: how to reach it, and PATH
 
 
 @contextmanager
 def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
-    """Start a SuperLink on the loopback; afterwards, or should this process be killed, all that it started is stopped.
+    """Start a SuperLink on the loopback; end it and its processes afterwards, even if this process is killed.
 
     Parameters
     ----------
     scratch : Path
-        An empty folder that becomes FLWR_HOME; its connection `replay` leads to this SuperLink.
+        An empty folder to use as FLWR_HOME; its connection `replay` leads to this SuperLink.
     simulation : bool
-        Simulate the SuperNodes with Ray; otherwise `flower-supernode` processes join.
+        If true, Ray simulates the SuperNodes; otherwise `flower-supernode` processes join.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
         deadline = time.monotonic() + 60
         while not _answers(port):
             if server.poll() is not None or time.monotonic() > deadline:
-                raise RunError(f"the SuperLink must start; it said: {(scratch / 'superlink.log').read_text()[-500:]}")
+                raise RunError(f"the SuperLink must start; its log: {(scratch / 'superlink.log').read_text()[-500:]}")
             time.sleep(0.1)
         yield SuperLink(port, scratch, environment)
 
@@ -95,7 +95,7 @@ def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
 def flwr_run(link: SuperLink, overrides: Sequence[str], *arguments: str) -> Iterator[str]:
     """Run this package's apps with `flwr run`; yield its output, line by line.
 
-    The bundle that travels holds no code: the apps are those of the package installed at each place.
+    The app bundle holds no code: server and institutions run the apps of their installed package.
     """
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=link.folder))
     (folder / "app").mkdir()
@@ -105,7 +105,7 @@ def flwr_run(link: SuperLink, overrides: Sequence[str], *arguments: str) -> Iter
 
 
 def streamed(link: SuperLink, app: Path, *arguments: str) -> Iterator[str]:
-    """Run an app of anyone's with `flwr run … --stream`; yield its output, line by line."""
+    """Run any app with `flwr run … --stream`; yield its output, line by line."""
     command = [flower("flwr"), "run", str(app), "replay", "--stream", *arguments]
     stream = subprocess.Popen(
         command, env=link.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -116,7 +116,7 @@ def streamed(link: SuperLink, app: Path, *arguments: str) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """Return a port of the loopback that nothing uses."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -130,6 +130,6 @@ def _answers(port: int) -> bool:
 
 
 def flower(name: str) -> str:
-    """Find one of Flower's programs beside this interpreter, else on PATH."""
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else name
+    """Find one of Flower's programs in this interpreter's folder, else on PATH."""
+    program = Path(sys.executable).parent / name
+    return str(program) if program.exists() else name

@@ -1,6 +1,6 @@
-"""The cells of a comparison: one method with one seed is one run, brought to its end wherever it stands.
+"""The cells of a comparison: one run for each method and seed.
 
-A cell that has its result.json is not repeated, one with a checkpoint goes on, any other begins anew.
+A cell with a result.json is finished and not repeated. One with a checkpoint is resumed. Any other starts from scratch.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ A_RUN_WRITES = re.compile(
     r"(config|environment|metrics|timings|ledger|failures|forgetting|generator|prior|privacy)\.(yaml|json|jsonl|png)|run-id|SHA256SUMS|"
     r"checkpoints|models|latents|shared|replay|mailbox|pictures|\.lock|\..*\.tmp"
 )
-KILLED = "a process was killed while it ran, perhaps for want of memory: lower --jobs; the same command goes on"
+KILLED = (
+    "its process was killed, perhaps for lack of memory: lower --jobs, and repeat the command to run what is missing"
+)
 
 
 @dataclass(frozen=True)
 class Method:
-    """One column of a comparison: a strategy, and the options that are its own."""
+    """One method of a comparison: a strategy with options of its own."""
 
     label: str  # as the user wrote it: fedreplay:cut=layer2
     strategy: str
@@ -50,7 +52,7 @@ class Method:
 
     @property
     def slug(self) -> str:
-        """A folder's name; a hash tells apart options that look alike without their special characters."""
+        """A folder's name; a hash distinguishes options that differ only in special characters."""
         if not self.options:
             return self.strategy
         text = "-".join(option.removeprefix("strategy.") for option in self.options)
@@ -67,7 +69,7 @@ class Cell:
     seed: int
     folder: Path
     overrides: tuple[str, ...]  # of a fresh run
-    metric: str = ""  # that is told when it ends
+    metric: str = ""  # printed when the cell ends
     part: str = ""  # of a study
 
     @property
@@ -77,25 +79,25 @@ class Cell:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a checkpoint to go on from."""
+        """Whether there is a checkpoint to resume from."""
         return (self.folder / "config.yaml").exists() and any((self.folder / "checkpoints").glob("*.safetensors"))
 
 
 def run_all(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Run what is not done yet; yield each cell's folder with its `result` or `error`, as they end."""
+    """Run the cells that are not finished; yield each cell's folder with its `result` or `error`, as they end."""
     todo = [cell for cell in cells if not cell.done]
     for cell in cells:
         if cell.done:
             yield cell.folder, run_cell(cell, Display())
     resumed = sum(cell.begun for cell in todo)
-    _say(f"{len(cells)} runs: {len(cells) - len(todo)} are there, {resumed} go on, {len(todo) - resumed} to begin")
+    _say(f"{len(cells)} runs: {len(cells) - len(todo)} finished, {resumed} to resume, {len(todo) - resumed} to start")
     try:
         for count, (cell, outcome) in enumerate(_in_turn(todo) if jobs == 1 else _at_once(todo, jobs), 1):
             named = f"{f'{cell.part}, ' if cell.part else ''}{cell.method.label} seed {cell.seed}"
             _say(f"[{count}/{len(todo)}] {named}: {_outcome_line(outcome, cell.metric)}")
             yield cell.folder, outcome
     except (KeyboardInterrupt, SystemExit):
-        _say("interrupted; the same command goes on")
+        _say("interrupted; repeat the command to continue")
         raise
 
 
@@ -105,7 +107,7 @@ def _in_turn(cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
 
 
 def _at_once(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Run cells in processes of their own; a process that dies takes down its cell, not the comparison."""
+    """Run cells in worker processes; if one dies, its cell fails and the comparison continues."""
     waiting = list(cells)
     while waiting:
         others = set(multiprocessing.active_children())
@@ -122,14 +124,14 @@ def _at_once(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str,
                     break
                 ended.append(cell)
                 yield cell, outcome
-        except BaseException:  # interrupted: a worker would go on with the next cell
+        except BaseException:  # interrupted: without this, a worker would start the next cell
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
             raise
         finally:
             pool.shutdown(cancel_futures=True)
         waiting = [cell for cell in waiting if cell not in ended]
-        if waiting:  # nobody knows which cell killed its process; those that had begun are told by their folders
+        if waiting:  # which cell's process died is unknown: one of those that have a folder but no result
             suspects = [cell for cell in waiting if cell.folder.exists() and not cell.done] or waiting
             for cell in suspects:
                 yield cell, {"error": KILLED}
@@ -146,14 +148,14 @@ def _outcome_line(outcome: dict[str, Any], metric: str) -> str:
 
 
 def run_cell(cell: Cell, display: Display) -> dict[str, Any]:
-    """Bring one cell to its end: read it, go on with it, or run it; return its `result` or its `error`."""
+    """Read, resume or run one cell; return its `result` or its `error`."""
     log, level = logging.getLogger("flwr"), logging.getLogger("flwr").level
     log.setLevel(logging.WARNING)
     try:
         return {"result": read_result(cell.folder) if cell.done else _run(cell, display)}
     except FlwrReplayError as error:
         return {"error": " ".join(str(error).split())}
-    except Exception as error:  # a fault of this program: the other cells' hours are not lost to it
+    except Exception as error:  # a bug must not cost the other cells their results
         _say(traceback.format_exc())
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
@@ -161,7 +163,7 @@ def run_cell(cell: Cell, display: Display) -> dict[str, Any]:
 
 
 def _give_back() -> None:
-    """Return freed memory to the system: a process lives through many runs, and each leaves holes in its heap."""
+    """Return freed memory to the system: the runs of one process fragment its heap."""
     gc.collect()
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc has it
         trim(0)
@@ -180,15 +182,15 @@ def _run(cell: Cell, display: Display) -> dict[str, Any]:
 
 
 def _remove_unborn(folder: Path) -> None:
-    """Remove a run that broke off before its first checkpoint; anything that no run writes stops this."""
+    """Remove a run that ended before its first checkpoint; refuse if the folder has files that no run writes."""
     for path in folder.iterdir():
         if not A_RUN_WRITES.fullmatch(path.name):
-            raise RunError(f"{folder} holds no run to go on with, but a file of somebody's, {path.name}: move it away")
+            raise RunError(f"{folder} has no run to resume, but a file that no run writes, {path.name}: move it away")
     shutil.rmtree(folder)
 
 
 def short_hash(value: object) -> str:
-    """Return eight hexadecimal digits that stand for plain values."""
+    """Return eight hexadecimal digits of the SHA-256 of a value's JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -1,17 +1,17 @@
 """Several methods on the same seeds: `flwr-replay compare fedavg,cwt,fedreplay task=mnist seeds=3`.
 
-A cell is one method with one seed, and one run directory. The same seed deals the same data in every method and begins
-with the same weights (but FedReplay's primary, trained at the server, FML's private models and ProxyFL's proxies have
-their own): differences are taken seed by seed.
+A cell is one method with one seed, in one run directory. The same seed gives every method the same split of the data
+and the same initial weights, so differences are taken seed by seed. Three kinds of model have other initial weights:
+FedReplay's primary, which the server trains, FML's private models, and ProxyFL's proxies.
 
 <runs-dir>/compare-<task>-<partition>-<hash of the shared options>/
 <method>-seed<k>/   a run directory
 compare.json        every cell's result, versions, options
 compare.png         a point per seed, means with intervals
 curves.png          the metric by round
-epsilon.png         the metric by the epsilon spent, where any is stated
+epsilon.png         the metric by the epsilon spent, if any is stated
 
-A cell that has its result.json is not repeated, one with a checkpoint goes on, any other begins anew.
+A cell with a result.json is finished and not repeated. One with a checkpoint is resumed. Any other starts from scratch.
 """
 
 from __future__ import annotations
@@ -55,44 +55,44 @@ def compare_strategies(
     Parameters
     ----------
     strategies : list of str
-        Methods: a strategy's name, or a variant with options of its own, `fedreplay:cut=layer2`, of which several
-        are joined by colons.
+        Methods: a strategy's name, or a variant with its own options, `fedreplay:cut=layer2`. Several options are
+        separated by colons.
     options : list of str
-        For all methods, as `flwr-replay run` takes them; `seeds=3` (0, 1, 2) or `seeds=0,5,7`; and
+        Options for all methods, as `flwr-replay run` takes them; `seeds=3` (0, 1, 2) or `seeds=0,5,7`; and
         `fedreplay.cut=layer2` for every method of that strategy.
     against : str
-        The method that differences are to; empty: the last.
+        The method that the others are compared with; empty: the last.
     jobs : int
-        Cells at the same time, each in a process of its own; 1: one after another in this process.
+        How many cells run at the same time, each in its own process; 1: one after another in this process.
     runs_dir : Path
-        Where the comparison's folder goes.
+        The folder for the comparison's folder.
     metric : str
-        One of the task's metrics; empty: the leading one.
+        One of the task's metrics; empty: the main one.
 
     Returns
     -------
     table : str
         Plain text.
     report : dict
-        What `compare.json` holds.
+        The content of `compare.json`.
 
     Raises
     ------
     ConfigError
-        For anything that can be seen to be wrong before the first run.
+        For every mistake that can be found before the first run.
     RunError
-        If the folder cannot be written, or another comparison works in it.
+        If the folder cannot be written, or if another comparison is running in it.
     """
     return run_comparisons([planned(strategies, options, against, runs_dir, metric)], jobs)[0]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Methods and seeds that could be run; nothing has been written yet."""
+    """Methods and seeds, checked and ready to run; nothing has been written yet."""
 
     folder: Path
     cells: Sequence[Cell]
-    about: dict[str, Any]  # what the report says beside the cells
+    about: dict[str, Any]  # the report without the cells
 
     @property
     def labels(self) -> list[str]:
@@ -103,9 +103,9 @@ class Comparison:
 def planned(
     strategies: list[str], options: list[str], against: str, runs_dir: Path, metric: str = "", part: str = ""
 ) -> Comparison:
-    """Read what is to be compared, as `compare_strategies` does, and refuse what can be refused.
+    """Parse and check a comparison; the parameters are those of `compare_strategies`.
 
-    `part` says where in a study it belongs.
+    `part` is the part of a study that it belongs to.
     """
     shared, own, seeds = options_of(options, [named(name)[1].partition(":")[0] for name in strategies])
     methods = methods_of(strategies, own)
@@ -116,12 +116,12 @@ def planned(
     folder, config, cells = _plan(methods, shared, seeds, runs_dir)
     task = make_task(config.task)
     metric = metric or task.metric
-    told = [load_strategy(method.strategy)[0].evaluated.metrics(task) for method in methods]
-    known = [name for name in told[0] if all(name in names for names in told)]
+    reported = [load_strategy(method.strategy)[0].evaluated.metrics(task) for method in methods]
+    known = [name for name in reported[0] if all(name in names for names in reported)]
     if config.external:
         known += [f"external-{name}" for name in known]
     if metric not in known:
-        raise ConfigError(f"--metric must be one that all methods have; got {metric!r}: {nearest(metric, known)}")
+        raise ConfigError(f"--metric must be one that all methods report; got {metric!r}: {nearest(metric, known)}")
     about = {
         "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config)}: {config.model.name}, "
         f"{config.rounds} round{'s' * (config.rounds > 1)}",
@@ -136,7 +136,7 @@ def planned(
 
 
 def run_comparisons(comparisons: Sequence[Comparison], jobs: int) -> list[tuple[str, dict[str, Any]]]:
-    """Run the cells of several comparisons, each once, as one list; return what `compare_strategies` does, for each."""
+    """Run the cells of several comparisons as one list, each cell once; return each one's table and report."""
     if jobs < 1:
         raise ConfigError(f"--jobs must be at least 1; got {jobs}")
     cells: dict[Path, Cell] = {}
@@ -148,34 +148,34 @@ def run_comparisons(comparisons: Sequence[Comparison], jobs: int) -> list[tuple[
             first = cells.setdefault(cell.folder, cell)
             if first.overrides != cell.overrides and compose(list(first.overrides)) != compose(list(cell.overrides)):
                 raise ConfigError(
-                    f"every run needs a folder of its own; {first.part} and {cell.part} have different ones in "
-                    f"{cell.folder.name}: write the options in which they differ with their methods"
+                    f"every run needs its own folder; {first.part} and {cell.part} have different runs in "
+                    f"{cell.folder.name}: give the options in which they differ as options of the methods"
                 )
         outcomes: dict[Path, dict[str, Any]] = {}
         written: dict[int, tuple[str, dict[str, Any]]] = {}
         for folder, outcome in run_all(list(cells.values()), jobs):
             outcomes[folder] = outcome
-            for number, comparison in enumerate(comparisons):  # each as soon as all of its cells have ended
+            for number, comparison in enumerate(comparisons):  # write each one as soon as all its cells have ended
                 if number not in written and all(cell.folder in outcomes for cell in comparison.cells):
                     written[number] = _written(comparison, outcomes)
     return [written[number] for number in range(len(comparisons))]
 
 
-# --- what was asked for -----------------------------------------------------------------------------------------------
+# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
 def _plan(
     methods: Sequence[Method], shared: Sequence[str], seeds: Sequence[int], runs_dir: Path
 ) -> tuple[Path, RunConfig, list[Cell]]:
-    """Resolve every cell and refuse what can be refused; nothing is written yet."""
+    """Resolve and check every cell; nothing is written yet."""
     given = [f"strategy={methods[0].strategy}", *shared]
-    _, common = resolve(given, ".", "")  # the options of all, without those of one method
+    _, common = resolve(given, ".", "")  # the shared options, without any method's own
     alike = {key: value for key, value in asdict(common).items() if key not in NOT_THE_RESULT}
     name = f"compare-{common.task.name}-{common.partition.name}-{short_hash(alike)}"
     folder = runs_dir.expanduser().absolute() / name
     resolved = [resolve([f"strategy={m.strategy}", *shared, *m.options], str(folder), "") for m in methods]
     cells = []
-    for seed in seeds:  # seed by seed, so that an interrupted comparison has whole pairs
+    for seed in seeds:  # seed by seed, so that an interrupted comparison has complete pairs
         for method, (overrides, config) in zip(methods, resolved, strict=True):
             place = folder / f"{method.slug}-seed{seed}"
             _refuse_other(place, replace(config, seed=seed))
@@ -185,7 +185,7 @@ def _plan(
 
 
 def _refuse_other(folder: Path, config: RunConfig) -> None:
-    """Refuse a cell that was begun with other options, those of older versions aside."""
+    """Refuse a cell that was begun with other options; options that only one version has are not compared."""
     if not (folder / "config.yaml").exists():
         return
     ours = yaml.safe_load(to_yaml(config))
@@ -195,7 +195,7 @@ def _refuse_other(folder: Path, config: RunConfig) -> None:
         pairs = (theirs[key], ours[key]) if isinstance(ours[key], dict) else ({"": theirs[key]}, {"": ours[key]})
         if differing := [k for k in pairs[0].keys() & pairs[1].keys() if pairs[0][k] != pairs[1][k]]:
             option = ".".join(filter(None, (key, differing[0])))
-            raise RunError(f"{folder} was begun with another {option}: move it, or choose another --runs-dir")
+            raise RunError(f"{folder} was begun with another value of {option}: move it, or choose another --runs-dir")
 
 
 def _dealt(config: RunConfig) -> str:
@@ -208,7 +208,7 @@ def _dealt(config: RunConfig) -> str:
 
 
 def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Put the cells together with their statistics; write table, data and pictures."""
+    """Collect the cells with their statistics; write table, data and pictures."""
     from flwr_replay.report.comparison import summarise, table
     from flwr_replay.report.plots import curves, points
 
@@ -252,16 +252,16 @@ def _history(folder: Path, metric: str) -> list[tuple[int, float]]:
 
 
 def _by_round(folder: Path, metric: str) -> list[tuple[float, float]]:
-    """Read it by round, of which each may take several exchanges."""
+    """Read a run's pooled metric by round; a round may have several exchanges."""
     rounds, found = read_result(folder)["rounds"], _history(folder, metric)
     return [(at * rounds / found[-1][0], value) for at, value in found]
 
 
 def _by_epsilon(folders: Sequence[Path], metric: str) -> list[list[tuple[float, float]]]:
-    """Read it by the largest epsilon that any institution of any of these runs had stated by then."""
+    """Read the runs' pooled metric by the largest epsilon that any institution of any of them had stated by then."""
     rows = [row for folder in folders for row in read_lines(folder / "privacy.jsonl")]
     stated = sorted((row["round"], row["epsilon"]) for row in rows if row["epsilon"] is not None and "round" in row)
     most = dict(zip((at for at, _ in stated), accumulate((epsilon for _, epsilon in stated), max), strict=True))
-    exchanges = list(most)  # runs of older versions do not say any
+    exchanges = list(most)  # empty for runs of older versions
     found = [[(bisect_right(exchanges, at), value) for at, value in _history(folder, metric)] for folder in folders]
     return [[(most[exchanges[i - 1]], value) for i, value in history if i] for history in found]

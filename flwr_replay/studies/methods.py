@@ -1,4 +1,4 @@
-"""What is compared, as it is typed: methods with their own options, options of all, seeds."""
+"""Parse a comparison as typed: methods with their own options, options for all methods, seeds."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["methods_of", "named", "options_of"]
 
 SEEDS = (0, 1, 2)
 MOST_SEEDS = 1000
-OF_A_METHOD = ("prior", "generator", "privacy", "replay", "training")  # sections that methods compared may differ in
-OURS = {  # options that a comparison sets itself, and what to write instead
+OF_A_METHOD = ("prior", "generator", "privacy", "replay", "training")  # sections in which the methods may differ
+OURS = {  # options that a comparison sets itself, with what to write instead
     "strategy": "name the strategies before the options",
     "seed": "write seeds=3, or seeds=0,5,7",
     "runs_dir": "write --runs-dir DIR",
     "run_name": "cells are named by method and seed",
-    "resume": "the same command goes on where it stopped",
+    "resume": "repeat the same command to continue",
 }
 
 
 def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, list[str]], tuple[int, ...]]:
-    """Tell apart the options of all methods, those of one strategy (`fedreplay.cut=layer2`), and the seeds."""
+    """Return the options of all methods, those of each strategy (`fedreplay.cut=layer2`), and the seeds."""
     known, listed = choices("strategy"), list(dict.fromkeys(names))
     for name in listed:
         if name not in known:
@@ -49,7 +49,9 @@ def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str],
             own[prefix].append(f"{rest}={value}")
         elif dot and prefix not in sections:
             known = [*listed, *sections]
-            raise ConfigError(f"{option!r} begins with no method compared and no section: {nearest(prefix, known)}")
+            raise ConfigError(
+                f"{option!r} must begin with a compared method or a section of options: {nearest(prefix, known)}"
+            )
         else:
             _refuse_of_some(key, value, listed)
             shared.append(option)
@@ -79,7 +81,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _refuse_of_some(key: str, value: str, names: Sequence[str]) -> None:
-    """Refuse for all methods what only some of them know."""
+    """Refuse an option for all methods that only some of them have."""
     plain = key.removeprefix("strategy.")
     knowing = [name for name in names if plain in _own_fields(name)]
     if knowing and len(knowing) < len(names):
@@ -105,19 +107,19 @@ def methods_of(names: Sequence[str], own: dict[str, list[str]]) -> list[Method]:
         merged = dict(_own_option(strategy, option) for option in [*own[strategy], *variants])
         method = Method(label, strategy, tuple(f"{key}={value}" for key, value in merged.items()))
         if any(method.slug == other.slug or label == other.label for other in methods):
-            raise ConfigError(f"every method is compared once; got {name.strip()!r} twice")
+            raise ConfigError(f"every method is compared once; got {name.strip()!r} twice: remove one")
         methods.append(method)
     return methods
 
 
 def named(name: str) -> tuple[str, str]:
-    """Return a method's label and what it is: `label := strategy:option=value`; without a label, it is its own."""
+    """Split `label := strategy:option=value` into label and method; without a label, the method is the label."""
     label, given, spec = name.partition(":=")
     return (label.strip(), spec.strip()) if given else (name.strip(), name.strip())
 
 
 def _own_option(strategy: str, option: str) -> tuple[str, str]:
-    """Give an option of one method its section: its own, how it trains, what it replays, how privately, how long."""
+    """Return an option of one method under its full name with its section, and its value."""
     key, _, value = option.partition("=")
     plain = key.replace("-", "_")
     sections = {name: [field.name for field in fields(SECTIONS[name]) if field.name != "name"] for name in OF_A_METHOD}

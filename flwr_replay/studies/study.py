@@ -1,7 +1,8 @@
 """A paper's table or figure as one command: `flwr-replay study partitions --data ../shared/data`.
 
-A study is a list of comparisons, found by name in `flwr_replay.simulations`; it goes on where it stopped, cell by cell,
-and leaves `study-<name>.md` with all tables, and a picture for each group of parts, in the folder of runs.
+A study is a list of comparisons, found by name in `flwr_replay.simulations`. An interrupted study continues with its
+first unfinished cell. It writes `study-<name>.md` with all tables, and a picture for each group of parts, to the folder
+of runs.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class Part:
     methods: Sequence[str]  # as `flwr-replay compare` takes them
     options: Sequence[str]
     against: str = "fedreplay"
-    metric: str = ""  # empty: the task's leading one
+    metric: str = ""  # empty: the task's main one
     data: str = ""  # a folder or file under --data
-    group: str = ""  # parts of one group have an overview together
+    group: str = ""  # parts of one group share an overview
 
 
 def studies() -> list[str]:
-    """List the studies that there are."""
+    """List the names of all studies."""
     package = importlib.import_module("flwr_replay.simulations")
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
 
@@ -51,27 +52,27 @@ def run_study(name: str, data: str, jobs: int, runs_dir: Path, only: Sequence[st
     name : str
         One of `studies()`.
     data : str
-        The folder that the parts' data lie under.
+        The folder with the parts' data sets.
     jobs : int
-        Runs at the same time.
+        How many runs at the same time.
     runs_dir : Path
-        Where the comparisons' folders and `study-<name>.md` go.
+        The folder for the comparisons' folders and `study-<name>.md`.
     only : sequence of str
         Names of parts; empty: all.
 
     Returns
     -------
     text : str
-        The report, Markdown, as it was written.
+        The report, in Markdown.
     whole : bool
-        Whether every run ended well.
+        Whether every run finished.
 
     Raises
     ------
     ConfigError
         For an unknown study or part.
     DataError
-        If a part's data are missing; nothing has run then.
+        If a part's data are missing; nothing has run by then.
     """
     if name not in studies():
         raise ConfigError(f"unknown study {name!r}: {nearest(name, studies())}")
@@ -120,7 +121,7 @@ def _report(name: str, document: str, parts: Sequence[Part], reports: dict[str, 
 
 
 def _groups(parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the reports that belong together, by group and part."""
+    """Return the reports by group and part."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for part in parts:
         if part.group:
@@ -133,7 +134,7 @@ def _picture(name: str, group: str) -> str:
 
 
 def _forgotten(report: dict[str, Any]) -> list[str]:
-    """Write what runs with `forgetting=true` lost on institutions that an exchange left behind."""
+    """Write how much runs with `forgetting=true` lost on institutions that an exchange did not train on."""
     found = [(cell, cell["result"].get("forgetting")) for cell in report["cells"] if "result" in cell]
     return [
         f"- {cell['label']} seed {cell['seed']}: mean drop {matrix['mean-drop']:+.3f}, largest "

@@ -1,6 +1,6 @@
-"""What travels: payloads whose fields say what they are, and Flower's records.
+"""Messages: payloads with declared fields, and their translation to Flower's records.
 
-A payload's author imports from here; `flwr_replay.wire.ledger` and `.weights` stand by themselves.
+Authors of payloads import from here. `flwr_replay.wire.ledger` and `flwr_replay.wire.weights` are imported by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a payload declares its fields: what each is about, its form and its unit."""
+"""Declarations of a payload's fields: kind, shape, unit and protection."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ RECORD_OF: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Field:
-    """The declaration of one field: what it is about, its form and its unit."""
+    """The declaration of one field: kind, shape, unit and protection."""
 
     kind: Kind
     shape: str = ""  # letters as in the code, e.g. "N C H W"; "state dict" for named weights; "" for a scalar
     dtypes: tuple[str, ...] = ()  # of a per-sample or synthetic array; empty: any
     unit: str = ""
-    part: bool = False  # of the model that came, not all of it
-    dp: str = ""  # the mechanism that makes it differentially private, where that is switched on; never inherited
-    withheld: bool = False  # not sent where another field of its payload is made private
-    public: bool = False  # declared public wherever a claim is made: it says how many examples there are
-    counted: bool = False  # of a test: a number of examples or pixels, which a policy may let leave where no more may
+    part: bool = False  # weights: a part of the received model, not all of it
+    dp: str = ""  # the mechanism under DP that makes it differentially private, if it is on; never inherited
+    withheld: bool = False  # not sent if another field of its payload is under DP
+    public: bool = False  # a number of examples, which every privacy claim declares public
+    counted: bool = False  # a test's number of examples or pixels; a policy may release these counts only
 
 
 def _declare(declaration: Field, default: Any) -> Any:
@@ -42,12 +42,12 @@ def _declare(declaration: Field, default: Any) -> Any:
 
 
 def model(part: bool = False, dp: str = "") -> Any:
-    """Declare weights: a state dict, name to array; `part` if it is not the whole model that came."""
+    """Declare weights: a state dict, name to array; `part` if they are a part of the received model."""
     return _declare(Field("model", "state dict", part=part, dp=dp), dataclasses.MISSING)
 
 
 def per_sample(shape: str, *dtypes: str, raw: bool = False, default: Any = dataclasses.MISSING) -> Any:
-    """Declare an array with one row per patient's example: a function of single patients; `raw`: the example itself."""
+    """Declare an array with one row for each example, a function of single patients; `raw`: the examples themselves."""
     return _declare(Field("per-sample-raw" if raw else "per-sample", shape, dtypes), default)
 
 
@@ -59,15 +59,15 @@ def statistic(
     public: bool = False,
     counted: bool = False,
 ) -> Any:
-    """Declare a number, or a list of numbers, computed from an institution's data; what else is as in `Field`."""
+    """Declare a number, or a list of numbers, computed from an institution's data; all else is as in `Field`."""
     return _declare(Field("statistic", unit=unit, dp=dp, withheld=withheld, public=public, counted=counted), default)
 
 
 def instruction(unit: str = "", default: Any = dataclasses.MISSING) -> Any:
-    """Declare what the server asks for; it carries nothing of any institution's data."""
+    """Declare an instruction of the server's; it depends on no institution's data."""
     return _declare(Field("instruction", unit=unit), default)
 
 
 def notice(default: Any = dataclasses.MISSING) -> Any:
-    """Declare a text or fact about the institution itself: its name, why it refuses."""
+    """Declare a text about the institution itself: its name, its reason to refuse."""
     return _declare(Field("notice"), default)

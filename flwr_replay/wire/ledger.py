@@ -16,34 +16,34 @@ SAMPLE_KINDS = ("per-sample", "per-sample-raw", "synthetic")
 
 
 class Ledger(Lines):
-    """A ledger on the disk, to which lines are added only."""
+    """A ledger file, which only grows."""
 
     def record(self, message: dict[str, Any], found: Iterable[Row], raw_bytes: int | None = None) -> None:
-        """Write down what one message holds.
+        """Record the fields of one message.
 
         Parameters
         ----------
         message : dict[str, Any]
-            Whose it is, and which exchange it belongs to: the beginning of every line.
+            The beginning of every line: the message's exchange, institution, direction and stage.
         found : Iterable[Row]
-            Its fields.
+            The message's fields.
         raw_bytes : int | None
-            The size of the raw examples that its samples stand for, written beside the first field of samples.
+            The bytes of the raw examples that its per-sample fields represent, written with the first of these fields.
         """
         head, lines = json.dumps(message)[:-1], []
         for row in found:
-            beside = raw_bytes is not None and row.kind in SAMPLE_KINDS
-            stand_for = f', "raw-bytes": {raw_bytes}' if beside else ""
-            lines.append(f"{head}, {_field(row)}{stand_for}}}\n")
-            raw_bytes = None if beside else raw_bytes
+            samples = raw_bytes is not None and row.kind in SAMPLE_KINDS
+            raw = f', "raw-bytes": {raw_bytes}' if samples else ""
+            lines.append(f"{head}, {_field(row)}{raw}}}\n")
+            raw_bytes = None if samples else raw_bytes
         self.write("".join(lines))
 
 
 def unanswered(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a line for each message of the last exchange whose answer the ledger lacks: it may have left all the same.
+    """Return a line for each request of the last exchange without an answer in the ledger.
 
-    An exchange that breaks off loses the answers that were on their way. What they held stands in the ledgers of the
-    institutions only.
+    An interrupted exchange loses answers that institutions may have sent. Only the institutions' own ledgers have
+    their fields.
     """
     waiting: dict[str, dict[str, Any]] = {}
     for entry in entries:
@@ -61,5 +61,5 @@ def unanswered(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=4096)
 def _field(row: Row) -> str:
-    """Write the end of a line; the same fields travel again and again."""
+    """Write the end of a line; cached, since the same fields are sent many times."""
     return json.dumps({"field": row.field, "kind": row.kind, "bytes": row.bytes, "protection": row.protection})[1:-1]

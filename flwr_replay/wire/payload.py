@@ -1,9 +1,9 @@
-"""What travels: payload declarations, and their translation to and from Flower's records.
+"""Payloads, and their translation to and from Flower's records.
 
-A payload is a frozen dataclass whose every field declares its kind. What is not declared cannot be encoded, and
-what arrives undeclared is refused. One payload fills at most three Flower records: `arrays` (weights under the
-names of their state dict, or one array per field), `metrics` (statistics) and `config` (instructions, notices),
-so that a ClientApp which knows nothing of this package reads `message.content["arrays"]` as ever.
+A payload is a frozen dataclass. Every field declares its kind. An undeclared value cannot be encoded, and is refused
+when it arrives. A payload fills at most three Flower records: `arrays` (weights under the names of their state dict, or
+one array per field), `metrics` (statistics) and `config` (instructions, notices). So any ClientApp of Flower's can read
+`message.content["arrays"]`, without knowing this package.
 """
 
 from __future__ import annotations
@@ -34,42 +34,43 @@ from flwr_replay.wire.scalars import ScalarType
 
 __all__ = ["CLIENT_APP_RAISED", "REQUESTS", "Payload", "Request", "Row", "request_of", "rows"]
 
-CLIENT_APP_RAISED = 2  # Flower's code for a handler that raised, or that is not there
+CLIENT_APP_RAISED = 2  # Flower's error code if a ClientApp's function raises or does not exist
 
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """Base of everything that travels; subclasses are frozen keyword-only dataclasses."""
+    """Base of every message's content; subclasses are frozen keyword-only dataclasses."""
 
     @classmethod
     @cache
     def declared(cls) -> dict[str, Field]:
-        """Return field name to declaration; a field without one is an error of the payload's author.
+        """Return the declarations by field name; a field without one is an error of the payload's author.
 
-        What protects a field holds for the class that declares it. A subclass is the answer of another method, which
-        may not train by DP-SGD at all, so there the field is unprotected until it is declared anew.
+        A field's `dp` holds only for the class that declares the field. A subclass may be the answer of a method that
+        does not train by DP-SGD. So an inherited field is unprotected unless the subclass declares it again.
         """
         fields, own = {}, inspect.get_annotations(cls)
         for field in dataclasses.fields(cls):
             if "wire" not in field.metadata:
-                raise WireError(f"{cls.__name__}.{field.name} does not declare what it is; use model(), per_sample() …")
+                raise WireError(f"{cls.__name__}.{field.name} must declare its kind: use model(), per_sample() …")
             declaration = field.metadata["wire"]
             fields[field.name] = declaration if field.name in own else dataclasses.replace(declaration, dp="")
         in_arrays = [field for field in fields.values() if RECORD_OF[field.kind] == "arrays"]
         if len(in_arrays) > 1 and any(field.shape == "state dict" for field in in_arrays):
             raise WireError(
-                f"{cls.__name__} must hold either one state dict or arrays of its own: the ledger tells them apart"
+                f"{cls.__name__} must declare either one state dict or separate arrays, since the ledger counts them "
+                "differently: split the payload"
             )
         return fields
 
     @classmethod
     @cache
     def by_key(cls) -> dict[str, Field]:
-        """Return the declarations under the fields' keys in records."""
+        """Return the declarations by the fields' keys in records."""
         return {_key(name): field for name, field in cls.declared().items()}
 
     def encode(self) -> RecordDict:
-        """Translate to Flower's records; arrays are copied, the payload stays as it is."""
+        """Translate to Flower's records; arrays are copied, and the payload is unchanged."""
         arrays, metrics, config = self.parts()
         content = RecordDict()
         if arrays is not None:
@@ -81,7 +82,7 @@ class Payload:
         return content
 
     def parts(self) -> tuple[Weights | None, dict[str, Any], dict[str, Any]]:
-        """Split into named arrays (None if the payload declares none), metrics and config, keys hyphenated."""
+        """Split into named arrays (None if the payload declares none), metrics and config, with hyphens in keys."""
         arrays: Weights | None = None
         metrics: dict[str, Any] = {}
         config: dict[str, Any] = {}
@@ -93,7 +94,7 @@ class Payload:
                     arrays = value
                 elif value is not None:
                     arrays = {**opened(arrays or {}), _key(name): _checked(type(self).__name__, name, field, value)}
-            elif value not in (None, "", [], ()):  # Flower cannot count the bytes of nothing
+            elif value not in (None, "", [], ()):  # Flower cannot count the bytes of an empty value
                 target = metrics if record == "metrics" else config
                 target[_key(name)] = list(value) if isinstance(value, (list, tuple)) else value
         return arrays, metrics, config
@@ -105,7 +106,7 @@ class Payload:
         Raises
         ------
         WireError
-            If a record or key arrived that this payload does not declare, or a declared one is missing.
+            If the payload does not declare a record or key that arrived, or if a declared one is missing.
         """
         list(rows(content, cls))
         cls.check_scalars(content)
@@ -113,18 +114,23 @@ class Payload:
 
     @classmethod
     def check_scalars(cls, content: RecordDict) -> None:
-        """Refuse metrics, instructions and notices of another type than declared, and numbers that cannot be.
+        """Check the types and values of metrics, instructions and notices.
 
-        Raises a `WireError` if one is of another type, not finite, or a count that is negative.
+        Raises
+        ------
+        WireError
+            If one is undeclared, of another type than declared, not finite, or a negative count.
         """
         scalars = {**config_in(content), **metrics_in(content)}
         known = cls.by_key()
         for record, names in (("metrics", metrics_in(content)), ("config", config_in(content))):
-            for name in names:  # beyond what is declared, a user's own ServerApp may add instructions only
+            for name in names:  # a user's own ServerApp may add undeclared instructions, but no metrics
                 if (name in known or record == "metrics") and (
                     name not in known or RECORD_OF[known[name].kind] != record
                 ):
-                    raise WireError(f"{cls.__name__} does not declare {name!r} in {record}: it is refused")
+                    raise WireError(
+                        f"{cls.__name__} does not declare {name!r} in {record}: declare it, or leave it out"
+                    )
         for name, (field, kind) in cls.scalar_types().items():
             value = scalars.get(_key(name))
             if value is None:
@@ -132,20 +138,20 @@ class Payload:
             listed = isinstance(value, list)
             if listed != kind.listed or not kind.fits(value if listed else [value], field.kind != "notice"):
                 raise WireError(
-                    f"{cls.__name__}.{name} must be {kind}, finite, and no count below 0; got {str(value)[:40]}"
+                    f"{cls.__name__}.{name} must be {kind}, finite, and not negative if a count; got {str(value)[:40]}"
                 )
 
     @classmethod
     @cache
     def scalar_types(cls) -> dict[str, tuple[Field, ScalarType]]:
-        """Return declaration and type of every field that is no array."""
+        """Return declaration and type of every field that is not an array."""
         hints = get_type_hints(cls)
         fields = {name: field for name, field in cls.declared().items() if RECORD_OF[field.kind] != "arrays"}
         return {name: (field, ScalarType.of(hints[name])) for name, field in fields.items()}
 
     @classmethod
     def of(cls, arrays: StateDict, scalars: Mapping[str, Any]) -> Self:
-        """Build from named arrays and hyphenated scalars; scalars of other payloads are left aside."""
+        """Build from named arrays and scalars with hyphens in their keys; undeclared scalars are ignored."""
         values: dict[str, Any] = {}
         for name, field in cls.declared().items():
             if field.shape == "state dict":
@@ -166,7 +172,7 @@ REQUESTS: dict[str, type[Request]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Payload):
-    """What the server sends; every request names its stage and knows the payload that answers it."""
+    """Base of the server's requests; every request declares its stage and the payload that answers it."""
 
     stage_name: ClassVar[str]
     answer: ClassVar[type[Payload]]
@@ -184,12 +190,12 @@ class Request(Payload):
 
 
 def request_of(message: Message) -> type[Request] | None:
-    """Return the declaration of the request that a message is; None if it is not one of ours."""
+    """Return the class of a message's request; None if it is not a request of this package."""
     return REQUESTS.get(str(config_in(message.content).get("stage", ""))) if message.has_content() else None
 
 
 class Row(NamedTuple):
-    """One field of one message, as the ledger counts it."""
+    """One field of one message, as in the ledger."""
 
     field: str
     kind: Kind
@@ -198,14 +204,14 @@ class Row(NamedTuple):
 
 
 def rows(content: RecordDict, declared: type[Payload] | None, extra: frozenset[str] = frozenset()) -> Iterator[Row]:
-    """Yield what a message holds, field by field; the bytes sum to those of its records.
+    """Yield a message's fields; their bytes sum to those of its records.
 
     Parameters
     ----------
     content : RecordDict
         A message's records.
     declared : type[Payload] | None
-        The payload it must be; None takes any message and names kinds by the record a value lies in.
+        The payload's class. None accepts any message, and takes a value's kind from its record.
     extra : frozenset[str]
         Keys that a user's own ServerApp added to the config record.
 
@@ -219,7 +225,7 @@ def rows(content: RecordDict, declared: type[Payload] | None, extra: frozenset[s
     defaults: dict[str, Kind] = {"arrays": "model", "metrics": "statistic", "config": "instruction"}
     for record_name, record in content.items():
         if record_name not in defaults:
-            raise WireError(f"record {record_name!r} is not declared; a message holds arrays, metrics and config only")
+            raise WireError(f"a message may have the records arrays, metrics and config only; got {record_name!r}")
         if record_name == "arrays" and (weights or not declared):
             yield Row(weights or "arrays", "model", sum(len(name) + _bytes(array) for name, array in record.items()))
             continue
@@ -241,7 +247,7 @@ def _key(name: str) -> str:
 
 
 def _bytes(value: object) -> int:
-    """Count as Flower does: a bool 1, a number 8, a text or array its length, a list the sum."""
+    """Count bytes as Flower does: a bool has 1, a number 8, a text or array its length, a list the sum."""
     if isinstance(value, Array):
         return len(value.data)
     if isinstance(value, list):

@@ -26,12 +26,12 @@ __all__ = [
     "opened",
 ]
 Record = TypeVar("Record", ArrayRecord, MetricRecord, ConfigRecord)
-Weights = StateDict | ArrayRecord  # a record that the server only hands on stays unopened
+Weights = StateDict | ArrayRecord  # the server does not decode a record that it only passes on
 NUMPY_FORMAT = "numpy.ndarray"  # Flower's name for arrays in NumPy's file format
 
 
 class NamedArrays(list[NDArray[Any]]):
-    """A NumPyClient's list of arrays that remembers the names they travel under, and their bytes if it has them."""
+    """A NumPyClient's list of arrays, with the arrays' names and, if decoded from a record, their bytes."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         super().__init__(arrays.values())
@@ -47,18 +47,18 @@ class NamedArrays(list[NDArray[Any]]):
         return named
 
     def state_dict(self) -> StateDict:
-        """Give the arrays back under their names."""
+        """Return the arrays by name."""
         return dict(zip(self.names, self, strict=True))
 
     def record(self) -> ArrayRecord:
-        """Encode; read-only views that nobody replaced travel as the bytes that they are."""
+        """Encode the arrays; if all are still the record's read-only views, return the record."""
         if self._record and all(a is b and not a.flags.writeable for a, b in zip(self, self._views, strict=True)):
             return self._record
         return array_record(self.state_dict())
 
 
 def arrays_in(content: RecordDict) -> NamedArrays:
-    """Decode a message's arrays; none if it holds no such record."""
+    """Decode a message's arrays; empty without such a record."""
     record = _record(content, "arrays", ArrayRecord)
     return NamedArrays.of(record) if record is not None else NamedArrays({})
 
@@ -74,7 +74,7 @@ def config_in(content: RecordDict) -> dict[str, Any]:
 
 
 def _record(content: RecordDict, name: str, kind: type[Record]) -> Record | None:
-    """Return a record under its name; of another type it would be read by one side of a check and not by the other."""
+    """Return a record by name; a record of another type is refused, since not all checks would read it."""
     record = content.get(name)
     if record is not None and type(record) is not kind:
         raise WireError(f"record {name!r} must be of type {kind.__name__}; got {type(record).__name__}")
@@ -82,24 +82,24 @@ def _record(content: RecordDict, name: str, kind: type[Record]) -> Record | None
 
 
 def array_record(arrays: Weights) -> ArrayRecord:
-    """Encode named arrays as a record of its own; what is encoded already is shared, with the hashes Flower caches."""
+    """Encode named arrays as a new record; a record is copied, with the same arrays and Flower's cached hashes."""
     if isinstance(arrays, ArrayRecord):
         return arrays.copy()
-    record = ArrayRecord()  # filled here: its constructor would copy every Array once more
+    record = ArrayRecord()  # filled item by item: the constructor would copy every array again
     for name, value in arrays.items():
         record[name] = _encoded(np.asarray(value))
     return record
 
 
 def opened(weights: Weights) -> StateDict:
-    """Decode weights, if they are not decoded already."""
+    """Decode weights, unless they are decoded already."""
     return NamedArrays.of(weights).state_dict() if isinstance(weights, ArrayRecord) else weights
 
 
 def _encoded(array: NDArray[Any]) -> Array:
     """Encode an array as Flower does, in NumPy's file format, with one copy of the values instead of three."""
     if array.dtype.hasobject:
-        raise WireError(f"arrays that travel must hold numbers or texts; got dtype {array.dtype}")
+        raise WireError(f"arrays in messages must hold numbers or texts; got dtype {array.dtype}")
     array = np.ascontiguousarray(array).reshape(array.shape)
     data = b"".join([_header(array.dtype.str, array.shape), array.data])
     return Array(str(array.dtype), array.shape, NUMPY_FORMAT, data)
@@ -113,7 +113,7 @@ def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _decoded(array: Array) -> NDArray[Any]:
-    """Decode an array as a read-only view of its bytes; parsing NumPy's header would cost more than a small array."""
+    """Decode an array as a read-only view of its bytes; comparing the header is faster than parsing it."""
     try:
         dtype, size = np.dtype(array.dtype), math.prod(array.shape)
         start = len(array.data) - size * dtype.itemsize
@@ -121,10 +121,10 @@ def _decoded(array: Array) -> NDArray[Any]:
             return np.frombuffer(array.data, dtype, size, start).reshape(array.shape)
         decoded = array.numpy()
         whole = len(_encoded(decoded).data)
-    except Exception as error:  # of any kind, since somebody else has made the bytes
+    except Exception as error:  # of any kind, since the bytes come from another machine
         raise WireError(f"an array must be in NumPy's file format; it cannot be read: {error}") from None
     if len(array.data) != whole:
-        raise WireError(f"an array must bring its numbers and nothing else, {whole} bytes; got {len(array.data)}")
+        raise WireError(f"an array's bytes must be its header and numbers only, {whole} bytes; got {len(array.data)}")
     if decoded.shape != tuple(array.shape) or decoded.dtype != dtype:
-        raise WireError(f"an array must be what it says, {array.dtype} {tuple(array.shape)}; got {decoded.shape}")
+        raise WireError(f"an array must be as declared, {array.dtype} {tuple(array.shape)}; got {decoded.shape}")
     return decoded

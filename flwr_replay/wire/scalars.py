@@ -1,4 +1,4 @@
-"""Which plain values a field of a payload may hold."""
+"""The types of a payload's plain values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ScalarType"]
 
 @dataclass(frozen=True)
 class ScalarType:
-    """What a field that is no array may hold."""
+    """The type of a field that is not an array: a plain value, or a list of them."""
 
     base: type
     listed: bool
@@ -27,7 +27,7 @@ class ScalarType:
         return cls.of(parts[0]) if optional else cls(parts[0], True)
 
     def fits(self, values: Sequence[Any], statistic: bool) -> bool:
-        """Say whether values are all of this type, and if they are a statistic, ones that can be."""
+        """Say whether all values are of this type; a statistic's must be finite, and its counts not negative."""
         types = (int, float) if self.base is float else (self.base,)
         for found in set(map(type, values)):
             if not issubclass(found, types) or (found is bool and self.base is not bool):

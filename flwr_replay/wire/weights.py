@@ -26,8 +26,8 @@ __all__ = [
     "to_arrays",
 ]
 
-LARGEST = 1e6  # size of a weight: one beyond it is wrong, and what it makes of data may be no number
-LARGEST_STATISTIC = 1e12  # of a norm layer's running mean or variance, which have the square of the inputs' unit
+LARGEST = 1e6  # the largest size of a weight; larger ones are wrong, and may give outputs that are not finite
+LARGEST_STATISTIC = 1e12  # of a norm layer's running mean or variance; the variance is a square
 
 
 def optimizer_arrays(optimizer: torch.optim.Optimizer) -> StateDict:
@@ -45,10 +45,10 @@ def optimizer_arrays(optimizer: torch.optim.Optimizer) -> StateDict:
 
 
 def load_optimizer_arrays(optimizer: torch.optim.Optimizer, arrays: StateDict) -> None:
-    """Put named arrays back into an optimizer of the same parameters, which goes on writing into them.
+    """Load named arrays into an optimizer of the same parameters, which then writes into these arrays.
 
-    Learning rate and the like stay as they are. An array comes to lie in memory in its parameter's order: PyTorch's
-    fused Adam goes through both side by side without looking (2.15).
+    The optimizer's settings, such as the learning rate, are unchanged. Each array is laid out in its parameter's memory
+    order, since PyTorch's fused Adam (2.15) assumes equal orders and does not check.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     slots: dict[int, dict[str, torch.Tensor]] = {}
@@ -68,7 +68,7 @@ def to_arrays(module: nn.Module) -> StateDict:
 
 
 def encoded(module: nn.Module) -> ArrayRecord:
-    """Encode a module's weights and buffers to travel, with one copy; they may change afterwards."""
+    """Encode a module's weights and buffers for a message, with one copy; the module may change afterwards."""
     return array_record({name: value.detach().cpu().numpy() for name, value in module.state_dict().items()})
 
 
@@ -83,16 +83,16 @@ def _digest(form: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]) -> str
 
 
 def check_weights(arrays: StateDict) -> None:
-    """Refuse weights that nobody can go on from, before they meet data: what they make of these would tell of them.
+    """Refuse unusable weights before they are applied to data, since their outputs could reveal the data.
 
     Raises
     ------
     DivergedError
-        If they are not finite, or absurdly large.
+        If they are not finite, or too large.
     """
     for name, array in arrays.items():
         most = LARGEST_STATISTIC if name.endswith(("running_mean", "running_var")) else LARGEST
-        if np.issubdtype(array.dtype, np.floating) and not largest({name: array}) <= most:  # nor NaN
+        if np.issubdtype(array.dtype, np.floating) and not largest({name: array}) <= most:  # NaN fails, too
             raise DivergedError(
                 f"weights must be finite and at most {most:g} in size; {name!r} is not: lower training.lr"
             )
@@ -108,7 +108,7 @@ def load_arrays(module: nn.Module, weights: Weights) -> None:
     """Copy weights into a module; the names and shapes must be the module's own."""
     arrays, own = opened(weights), module.state_dict()
     if faults := sorted(own.keys() ^ arrays.keys()) or [n for n in own if own[n].shape != arrays[n].shape]:
-        raise WireError(  # which a deployed institution tells the server
+        raise WireError(  # a deployed institution sends this text to the server
             f"weights must have the model's own names and shapes; they differ at {faults[0]!r}: use the same model.*, "
             "task.channels, task.size and task.classes everywhere"
         )

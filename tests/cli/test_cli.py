@@ -127,7 +127,7 @@ def test_a_memory_that_is_not_enough_is_told_in_one_line(flwr_replay, monkeypatc
     monkeypatch.setattr("flwr_replay.runs.simulate.Simulation.of", huge)
     code, _, err = flwr_replay("run", *SMALL)
     assert code == 2
-    assert err.splitlines()[-1].startswith("error: this machine's memory is not enough (")
+    assert err.splitlines()[-1].startswith("error: this machine has too little memory (")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_resumed_run_keeps_its_options(flwr_replay, tmp_path):
     assert flwr_replay("run", *SMALL, "run-name=first")[0] == 0
     code, _, err = flwr_replay("run", "--resume", "runs/first", "lr=0.5")
     assert code == 2
-    assert "a resumed run keeps its options, but for rounds" in err
+    assert "a resumed run keeps its options, except rounds" in err
     code, out, _ = flwr_replay("run", "--resume", "runs/first", "rounds=2", "--json")
     assert code == 0
     assert json.loads(out)["rounds"] == 2
@@ -278,7 +278,7 @@ def test_dry_run_as_json_has_the_same_bytes(flwr_replay):
 def test_dry_run_prints_the_ledger_and_trains_nothing(flwr_replay, tmp_path):
     code, out, _ = flwr_replay("run", "--dry-run", "strategy=cwt")
     assert code == 0
-    for text in ("Ledger to come", "arrays", "model", "protection", "none", "differentially private"):
+    for text in ("Forecast of the ledger", "arrays", "model", "protection", "none", "differentially private"):
         assert text in out
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 

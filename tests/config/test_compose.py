@@ -46,12 +46,12 @@ from flwr_replay.runs.options import resolve
         ("=3", "an option is written key=value; got '=3'"),
         ("rounds=[1", "the value of rounds must be a number, true, false, a word, or a list [a,b]; got '[1'"),
         ("rounds=1=2", "the value of rounds must be a number, true, false, a word, or a list [a,b]; got '1=2'"),
-        ("run-name=ü", "got 'ü': put any other text into quotes, \"run-name='…'\""),
+        ("run-name=ü", "got 'ü': quote any other text, \"run-name='…'\""),
         (
             "strategy=fedavg beta=0",
             "beta is an option of strategy=fml, proxyfl; for the other one write generator.beta",
         ),
-        ("run-name=${oc.env:HOME}", "without ${...}; got it in 'run-name'"),
+        ("run-name=${oc.env:HOME}", "without ${...}; got one in 'run-name'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(override, says):
@@ -121,7 +121,7 @@ def test_escapes_within_quotes_are_text():
     [
         ("model.width=1000000", "model.width must be at most 4096; got 1000000"),
         ("task.size=100000", "task.size must be at most 8192; got 100000"),
-        ("task.size=8192 task.channels=2", "is at most 67,108,864 numbers; got 2 x 8192 x 8192"),
+        ("task.size=8192 task.channels=2", "must be at most 67,108,864; got 2 x 8192 x 8192"),
         ("task.channels=10000000", "task.channels must be at most 65536; got 10000000"),
         ("task.classes=1000000", "task.classes must be at most 4096; got 1000000"),
         ("task.mean=[nan] task.std=[1]", "task.mean and task.std must be finite numbers; got [nan] and [1.0]"),
@@ -148,7 +148,10 @@ def test_escapes_within_quotes_are_text():
         ("strategy=fedavg local-epochs=99999999999", "strategy.local-epochs must be at most 1000000"),
         ("strategy=splitnn micro-batches=99999999999", "strategy.micro-batches must be at most 1000000"),
         ("strategy=proxyfl private-epochs=99999999999", "strategy.private-epochs must be at most 1000000"),
-        ("strategy=cwt dp=classifier target-epsilon=1e-9", "or at least 0.001: below it no noise makes a difference"),
+        (
+            "strategy=cwt dp=classifier target-epsilon=1e-9",
+            "or at least 0.001; below that, delta alone says what leaks",
+        ),
         ("strategy=cwt dp=classifier epsilon=1e-9", "privacy.epsilon must be 0, for none, or at least 0.001"),
         ("run-name='a\x1bb'", "run-name must be on one line, without control characters"),
     ],
@@ -242,5 +245,5 @@ def test_a_zero_is_a_value_where_a_studys_file_need_not_give_one():
 
 def test_overrides_win_over_plain_keys_and_must_be_words():
     assert from_run_config({"rounds": 5, "overrides": "rounds=2"}).rounds == 2
-    with pytest.raises(ConfigError, match=r"overrides must be words as in a shell; got \"seed='1\""):
+    with pytest.raises(ConfigError, match=r"overrides must be quoted as in a shell; got \"seed='1\""):
         from_run_config({"overrides": "seed='1"})

@@ -95,7 +95,7 @@ def test_what_is_wrong_is_named(folder):
     write_csv(folder / TRUTH, TRUTH_COLUMNS.replace("MEL", "MELANOMA"), [])
     refused("isic", folder, folder / TRUTH, "'MEL'", overrides=SIZE)
     write_csv(folder / TRUTH, TRUTH_COLUMNS, [diagnosed(4), diagnosed(99)])
-    refused("isic", folder, folder / METADATA, name(99), "are both whole?", overrides=SIZE)
+    refused("isic", folder, folder / METADATA, name(99), "are both files complete?", overrides=SIZE)
     write_csv(folder / TRUTH, TRUTH_COLUMNS, [diagnosed(4)])
     write_csv(folder / METADATA, METADATA_COLUMNS, [(name(4), 55.0, "", "XYZ_0000001", "male")])
     refused("isic", folder, folder / METADATA, "'XYZ_0000001'", name(4), overrides=SIZE)

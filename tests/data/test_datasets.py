@@ -131,7 +131,7 @@ def test_idx_files_that_are_missing_or_broken(tmp_path: Path, task: Task, monkey
     for broken in (gzip.compress(whole)[:-20], b"no gzip"):
         write_idx(tmp_path, "t10k", images(4, 28, 28), [1, 2, 3, 4], gz=True)
         file.with_name(file.name + ".gz").write_bytes(broken)
-        refused(mnist, f"{file}.gz", "whole")
+        refused(mnist, f"{file}.gz", "complete")
 
 
 def test_download_only_if_said_and_whole_or_not_at_all(
@@ -264,7 +264,7 @@ def test_medmnist_broken(tmp_path: Path, task: Task) -> None:
     refused(some, str(path), "another file")
     np.savez(path, **arrays)
     path.write_bytes(whole[:5000] + b"broken" + whole[5006:])
-    refused(some, str(path), "anew")
+    refused(some, str(path), "download it again")
 
 
 def test_medmnist_download(tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def test_colour_and_grey_follow_the_channels(tmp_path: Path, make: Task) -> None
 def test_folders_that_are_not_there_or_empty(tmp_path: Path, make: Task) -> None:
     with pytest.raises(ConfigError, match="data-dir=FOLDER"):
         load(make(data_dir=""))
-    refused(make(data_dir=str(tmp_path / "nowhere")), "nowhere", "there is none")
+    refused(make(data_dir=str(tmp_path / "nowhere")), "nowhere", "is not")
     refused(make(), str(tmp_path), "manifest.csv", "a folder of images for each class")
     manifest(tmp_path, "image,label", [])
     refused(make(), "manifest.csv", "got none")

@@ -39,7 +39,7 @@ def test_every_count_stands_in_the_table(dataset: Make, tmp_path: Path) -> None:
     data = dataset(400, classes=5)
     part = partition(data, PartitionConfig(name="majority", p=0.7, size=50), 4, 0)
     lines = show(data, part, tmp_path).splitlines()
-    assert "200 not dealt" in lines[0]
+    assert "200 unused" in lines[0]
     for k, name in enumerate(part.names):
         counts = np.bincount(data.train.y[part.train[k]], minlength=5)
         row = next(line for line in lines if f" {name} " in line)
@@ -53,8 +53,8 @@ def test_dropped_examples_are_said(examples: Make, tmp_path: Path) -> None:
     data = Dataset("rare", examples(np.repeat([0, 1], [40, 360])), examples(np.arange(40) % 2))
     part = partition(data, PartitionConfig(name="ks", ks=0.5, drop=True), 4, 0)
     first = show(data, part, tmp_path).splitlines()[0]
-    assert f"{part.dropped} dropped" in first
-    assert "not dealt" not in first
+    assert f"{part.dropped} left out" in first
+    assert "unused" not in first
 
 
 def test_a_folder_that_cannot_be_written(dataset: Make, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(starte
 
 def test_a_killed_comparison_leaves_no_worker(started, tmp_path):
     run = start(started, tmp_path, "compare", "cwt,fedavg", *SMALL, "seeds=1", "--jobs", "2")
-    wait_for("to begin", run.stderr)
+    wait_for("to start", run.stderr)
     for _ in range(600):
         if len(list(tmp_path.glob("*/*/checkpoints/*.safetensors"))) >= 2:
             break

@@ -65,7 +65,7 @@ def test_a_file_that_does_not_fit_is_refused_before_the_run(tmp_path):
 
 
 def test_local_begins_at_the_institutions():
-    with pytest.raises(ConfigError, match="strategy=local begins at the institutions"):
+    with pytest.raises(ConfigError, match="strategy=local begins with models of the institutions"):
         settings_of(compose([*JOB, "strategy=local", "model.weights=w.pth"])).model(0)
 
 

@@ -191,7 +191,7 @@ def test_a_parcel_that_went_back_and_is_acknowledged_late_goes_to_nobody_again()
         (["topology=file", "topology-file={folder}/p.npy", "nodes=3"], "4 x 4 for 3 institutions"),
         (["topology=file", "topology-file={folder}/q.npy", "nodes=4"], "column 1 .* sums to 0.5"),
         (["topology=file", "topology-file={folder}/p.npy"], "set nodes to their number"),
-        (["model.weights=w.safetensors"], "begins at the institutions"),
+        (["model.weights=w.safetensors"], "begins with models of the institutions"),
     ],
 )
 def test_a_graph_that_cannot_be_is_refused_before_any_training(folder, options, says):

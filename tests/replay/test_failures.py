@@ -64,7 +64,7 @@ def test_who_fails_the_generators_visit_is_left_out_and_the_others_go_on(folder,
     assert ran.result["replay-lacks"] == {"b": "is not replayed"}
     skew = {"ks": 0.0, "tv": 0.0, "dropped": 0}
     first, *_ = _summary({**ran.result, "skew": skew}, ran.folder).splitlines()
-    assert first.endswith(", replay is not whole: b is not replayed")
+    assert first.endswith(", replay is incomplete: b is not replayed")
     assert ran.grid.who("train") == ["a", "b", "c"]
     if stage != "keep-codes":  # it replays what the others have
         what = "codes-00" if kind == "vqvae2" else "codes-01"

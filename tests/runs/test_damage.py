@@ -139,7 +139,7 @@ def test_both_checkpoints_damaged_are_told_and_nothing_begins_anew(resume, way):
         return folder / "checkpoints"
 
     path, told = resume("fedreplay", damaged)
-    assert f"{path} has none that is whole" in told
+    assert f"{path} has no complete one" in told
 
 
 def test_checkpoints_that_are_gone_are_told(resume):

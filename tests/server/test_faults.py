@@ -76,10 +76,10 @@ def test_sigterm_says_how_to_go_on(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             ran(tmp_path)
         assert (
-            f"interrupted; go on with: flwr-replay run --resume {tmp_path / 'runs' / 'x'}\n" in capsys.readouterr().err
+            f"interrupted; to continue: flwr-replay run --resume {tmp_path / 'runs' / 'x'}\n" in capsys.readouterr().err
         )
         with pytest.raises(SystemExit):
             compare_strategies(["fedavg", "cwt"], [*JOB[1:], "seeds=1"], "", 1, tmp_path)
-        assert "interrupted; the same command goes on\n" in capsys.readouterr().err
+        assert "interrupted; repeat the command to continue\n" in capsys.readouterr().err
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -135,6 +135,6 @@ def test_the_forecast_says_that_raw_examples_leave():
         )
         for name in ("fedavg", "fedavgshare", "fedreplay")
     }
-    assert "they never leave" in page["fedavg"]
+    assert "They never leave" in page["fedavg"]
     assert "of examples, to every other institution" in page["fedavgshare"]
-    assert "of these leave: all labels, as they are" in page["fedreplay"]
+    assert "the institutions send: all labels, as they are" in page["fedreplay"]

@@ -213,7 +213,7 @@ def test_the_noise_for_a_target_keeps_the_whole_run_within_it(folder):
     ("options", "says"),
     [
         (["private-models=[mlp,lenet6]"], "unknown model 'lenet6'.*lenet5"),
-        (["private-models=[unet]"], "unet is for tasks of kind segmentation"),
+        (["private-models=[unet]"], "unet and segmentation tasks go together"),
         (["model=cnn", "dp=proxy"], "no layer may mix examples"),
         (["topology=hypercube"], r"strategy\.topology"),
         (["dp=classifier"], "can have dp=proxy"),

@@ -332,7 +332,7 @@ def test_more_than_one_micro_batch_is_not_cwt(start, shards):
     ("options", "told"),
     [
         (["cut=conv9"], "cut must be one of conv1, conv2; got 'conv9'"),
-        (["cut=conv2", UNLABELLED], "must leave a stage between; got cut='conv2'"),
+        (["cut=conv2", UNLABELLED], "must leave a stage between them; got cut='conv2'"),
         (["micro-batches=0"], "strategy.micro-batches must be at least 1; got 0"),
         (["optimizer-state=kept"], "strategy.optimizer-state must be one of keep, reset"),
         (["batch_size=1"], "batch norm needs batches of at least two examples"),

@@ -255,7 +255,7 @@ def test_a_summary_and_its_pictures_stand_one_seed_and_no_result() -> None:
         ("fedavg,cwt", ["seeds=many"], {}, "got 'many'"),
         ("fedavg,cwt", ["rounds"], {}, "key=value"),
         ("fedavg,cwt", ["ruonds=3"], {}, "did you mean rounds"),
-        ("fedavg,cwt", ["fedreplay.cut=conv1"], {}, "no method compared"),
+        ("fedavg,cwt", ["fedreplay.cut=conv1"], {}, "a compared method"),
         ("fedavg,fedreplay", ["cut=hidden1"], {}, "write fedreplay.cut=hidden1"),
         ("fedavg,fedreplay:cutt=hidden1", [], {}, "did you mean cut"),
         ("fedavg,fedreplay:seed=1", [], {}, "unknown option 'seed'"),
@@ -285,7 +285,7 @@ def test_a_cell_of_other_options_is_not_taken_for_ours(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"config\.yaml must be as the run wrote it"):
         compare(tmp_path, "fedavg,local", "seeds=1", "rounds=1")
     (config.parent / "SHA256SUMS").unlink()
-    with pytest.raises(RunError, match=r"another training\.lr"):
+    with pytest.raises(RunError, match=r"another value of training\.lr"):
         compare(tmp_path, "fedavg,local", "seeds=1", "rounds=1")
 
 

@@ -84,7 +84,7 @@ def test_parts_with_different_runs_in_one_folder_are_refused(tmp_path, monkeypat
         for name in ("ring", "complete")
     ]
     monkeypatch.setattr(skew, "PARTS", parts)
-    with pytest.raises(ConfigError, match="ring and complete have different ones in avgpush-seed0"):
+    with pytest.raises(ConfigError, match="ring and complete have different runs in avgpush-seed0"):
         run_study("skew", "", 1, tmp_path)
     assert not list(tmp_path.rglob("result.json"))
 

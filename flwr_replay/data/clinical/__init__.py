@@ -1,7 +1,7 @@
-"""Readers of public clinical data sets, each from a folder as the original download unpacks it.
+"""Readers of public clinical data sets, each from the folder of the unpacked original download.
 
-Sizes and splits count subjects (patients, lesions); all images of a subject lie in one split. An institution that holds
-its own part of such a folder, rows and images, reads it with the same reader.
+Sizes and splits count subjects (patients, lesions). All images of a subject are in one split. An institution that has
+only its own rows and images of such a folder uses the same reader.
 """
 
 from __future__ import annotations

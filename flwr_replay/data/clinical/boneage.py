@@ -5,12 +5,12 @@
     <data-dir>/Bone age ground truth.csv                 Case ID,Sex,Ground truth bone age (months): M or F
     <data-dir>/boneage-test-dataset/4360.png …
 
-The ground truth of the test images comes as a spreadsheet, `Bone age ground truth.xlsx`: save it as CSV. Kaggle's copy
-wraps each folder in another of the same name, which is found too. Hands of girls are left out, and their images need
-not be there; RSNA's validation images are not used.
+The ground truth of the test images is a spreadsheet, `Bone age ground truth.xlsx`: save it as CSV. In Kaggle's copy
+each folder is inside another of the same name, which works too. Girls' hands are left out, and their images may be
+missing. RSNA's validation images are not used.
 
-`task.test_size=0` tests on the set's own test images, any other number on so many training images. An institution's own
-part are the same files with its own rows and images.
+`task.test_size=0` tests on the set's own test images; any other number is taken from the training images. An
+institution with its own part has the same files with its own rows and images.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ __all__ = ["read_boneage"]
 TRAINING, TEST = "boneage-training-dataset", "boneage-test-dataset"
 TRUTH = "Bone age ground truth.csv"
 MALE = {"true": True, "false": False, "m": True, "f": False}
-MONTHS = 300  # nobody who is examined for bone age is older
+MONTHS = 300  # the oldest age examined for bone age
 
 
 def read_boneage(task: TaskConfig) -> dict[str, Raw]:
-    """Read male hands as the module's docstring lays it out, grey, resized to a square; the label is in months.
+    """Read male hands, laid out as in the module's docstring: grey, resized to a square; the label is in months.
 
     Raises
     ------
     ConfigError
         Without `task.data_dir`, or with `task.channels` other than 1.
     DataError
-        For a missing or unreadable file, a sex or an age that is none, or fewer images than `task` asks for.
+        For a missing or unreadable file, an invalid sex or age, or fewer images than `task` asks for.
     """
     require(task.channels == 1, f"task={task.name} has grey images, task.channels=1; got {task.channels}")
     root = root_of(task, f"{TRAINING}.csv and {TRAINING}/")
@@ -55,7 +55,7 @@ def read_boneage(task: TaskConfig) -> dict[str, Raw]:
             "CSV, or set task.test-size to the number of training images to test on"
         )
     own_test = [] if task.test_size else _cases(truth, "Case ID", "Sex", "Ground truth bone age (months)", root / TEST)
-    # No strata: a class is needed to divide in proportion, and an age is none.
+    # No strata: they would need classes, and ages are continuous.
     splits = divide([case.subject for case in cases], [""] * len(cases), task, table, test_share=0)
     read = partial(_read, size=task.size)
     raws = {split: pictures([cases[n] for n in rows], read, task, table) for split, rows in splits.items()}

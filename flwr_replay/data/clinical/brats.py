@@ -4,17 +4,16 @@
     <data-dir>/HGG/Brats17_CBICA_AAB_1/Brats17_CBICA_AAB_1_seg.nii.gz       0 none, 1, 2 and 4 parts of the tumour
     <data-dir>/institutions.csv                                             optional: subject,institution
 
-The institution stands in a subject's name: 2013, CBICA, TCIA. BraTS 2018 has the same subjects under finer names
-(Brats18_TCIA01_231_1 …: nine institutions with high-grade gliomas) and may take the place of 2017's folder. The paper's
-ten were told to its authors in person; `institutions.csv` is for who knows better than the names. Other sequences and
-the low-grade gliomas (LGG) are left out.
+A subject's name contains its institution: 2013, CBICA, TCIA. BraTS 2018 may be used in place of 2017. It has the same
+subjects under more specific names (Brats18_TCIA01_231_1 …), with nine institutions for high-grade gliomas. The paper's
+authors learned of ten institutions by personal communication; with better knowledge than the names, write
+`institutions.csv`. Other sequences and the low-grade gliomas (LGG) are left out.
 
-A volume's axial slices are taken in consecutive threes that do not overlap: an example has the three slices as
-channels, and the middle one's mask as label. Threes whose middle slice shows no brain are left out, those without
-tumour are kept. The paper does not say how its intensities were scaled: here 0 stays 0, and the 99.5th percentile of a
-volume's brain is 255.
+A volume's axial slices are taken three at a time, without overlap. An example has the three slices as channels, and the
+middle one's mask as label. Triples whose middle slice shows no brain are left out; those without tumour are kept. The
+paper does not say how intensities were scaled. Here 0 stays 0, and the 99.5th percentile of a volume's brain is 255.
 
-An institution's own part is a folder HGG with its own subjects.
+An institution with its own part has a folder HGG with its own subjects.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ __all__ = ["read_brats"]
 
 SUBJECT = re.compile(r"Brats1[78]_([A-Za-z0-9]+)_\w+")
 SLICES = 3  # consecutive, as the channels of one example
-RESIZED, CROPPED = 256, 224  # pixels: a slice is resized to the one, its middle of the other is kept
+RESIZED, CROPPED = 256, 224  # pixels: a slice is resized to 256, and its central 224 are kept
 TUMOUR = (1, 2, 4)
 BRIGHTEST = 99.5  # percentile of the voxels that are not 0
 
 
 def read_brats(task: TaskConfig) -> dict[str, Raw]:
-    """Read subjects as the module's docstring lays it out; sizes count subjects, and no subject is in two splits.
+    """Read subjects, laid out as in the module's docstring; sizes count subjects, and no subject is in two splits.
 
-    `task.size` pixels are kept of a slice that is resized to 256/224 of it.
+    A slice is resized to 256/224 of `task.size`; its central `task.size` pixels are kept.
 
     Raises
     ------
     ConfigError
         Without `task.data_dir` or the package nibabel, or with `task.channels` other than 3.
     DataError
-        For a subject of an unknown name or without its files, a file that is truncated or no NIfTI volume, a volume and
-        a segmentation of different shapes, or a segmentation of other values.
+        For a subject with another form of name or without its files, a file that is truncated or not a NIfTI volume, a
+        volume and a segmentation of different shapes, or a segmentation with other values.
     """
     require(task.channels == SLICES, f"task={task.name} has {SLICES} slices as channels; got {task.channels}")
     try:
@@ -80,7 +79,7 @@ def read_brats(task: TaskConfig) -> dict[str, Raw]:
 
 
 def _sites(subjects: list[str], root: Path) -> list[str]:
-    """Name every subject's institution."""
+    """Return every subject's institution."""
     table = root / "institutions.csv"
     named = keyed_rows(table, "subject", ["institution"]) if table.is_file() else {}
     sites = []
@@ -126,16 +125,18 @@ def _volume(path: Path, nibabel: ModuleType) -> NDArray[Any]:
     try:
         volume: NDArray[Any] = np.asanyarray(nibabel.load(path).dataobj)
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist: add it, or take the subject's folder away") from None
+        raise DataError(f"{path} does not exist: add it, or remove the subject's folder") from None
     except (*broken, OSError, EOFError, ValueError, zlib.error) as error:
-        raise DataError(f"{path} must be a NIfTI volume; it cannot be read: {line_of(error)}: fetch it anew") from None
+        raise DataError(
+            f"{path} must be a NIfTI volume; it cannot be read: {line_of(error)}: download it again"
+        ) from None
     if volume.ndim != 3:
         raise DataError(f"{path} must be a volume of three dimensions; got {volume.shape}")
     return volume
 
 
 def _slice(pixels: NDArray[np.uint8], size: int, filter_name: str) -> NDArray[np.uint8]:
-    """Resize an axial slice and keep its middle, rows from front to back."""
+    """Resize an axial slice and keep its centre, with rows from front to back."""
     from PIL import Image
 
     resized = round(size * RESIZED / CROPPED)

@@ -1,14 +1,14 @@
-"""Reader of ISIC 2019's training photographs of skin lesions: melanoma, or another lesion.
+"""Reader of ISIC 2019's training photographs of skin lesions: melanoma, or any other lesion.
 
     <data-dir>/ISIC_2019_Training_Input/ISIC_0000000.jpg …
     <data-dir>/ISIC_2019_Training_GroundTruth.csv        image,MEL,NV,BCC,AK,BKL,DF,VASC,SCC,UNK: one of them is 1
     <data-dir>/ISIC_2019_Training_Metadata.csv           image,…,lesion_id,…
 
-Where an image was taken is told from its lesion's id: BCN (Hospital Clínic de Barcelona), HAM (Medical University of
-Vienna, HAM10000), MSK4 (Memorial Sloan Kettering). Images without a lesion id, 2,084 of 25,331, are left out: neither
-their source nor whether two of them show one lesion is known. All images of a lesion lie in one split.
+The lesion's id says where an image was taken: BCN (Hospital Clínic de Barcelona), HAM (Medical University of Vienna,
+HAM10000), MSK4 (Memorial Sloan Kettering). Images without a lesion id, 2,084 of 25,331, are left out: their source is
+unknown, and two of them may show the same lesion. All images of a lesion are in one split.
 
-An institution's own part are the same three with its own rows and images.
+An institution with its own part has the same three, with its own rows and images.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ LESION = re.compile(r"(BCN|HAM|MSK4)_\w+")
 
 
 def read_isic(task: TaskConfig) -> dict[str, Raw]:
-    """Read lesions as the module's docstring lays it out; the shorter side is resized, the middle square kept.
+    """Read lesions, laid out as in the module's docstring; the shorter side is resized, and the central square kept.
 
     Raises
     ------
     ConfigError
         Without `task.data_dir`, or with `task.channels` other than 3.
     DataError
-        For a missing or unreadable file, an image without metadata, a row that is not of exactly one diagnosis, or a
-        lesion id of an unknown source.
+        For a missing or unreadable file, an image without metadata, a row without exactly one diagnosis, or a lesion
+        id from an unknown source.
     """
     require(task.channels == 3, f"task={task.name} has colour images, task.channels=3; got {task.channels}")
     root = root_of(task, f"{SET}_Input/, {SET}_GroundTruth.csv and {SET}_Metadata.csv")
@@ -51,7 +51,9 @@ def read_isic(task: TaskConfig) -> dict[str, Raw]:
     cases = []
     for name, row in keyed_rows(table, "image", DIAGNOSES).items():
         if name not in lesions:
-            raise DataError(f"every image of {table} needs a row in {metadata}; {name} has none: are both whole?")
+            raise DataError(
+                f"every image of {table} needs a row in {metadata}; {name} has none: are both files complete?"
+            )
         values = [row[diagnosis] for diagnosis in DIAGNOSES]
         if not set(values) <= set(NUMBERS) or sum(NUMBERS[value] for value in values) != 1:
             raise DataError(

@@ -5,11 +5,11 @@
     <data-dir>/retinopathy_solution.csv          image,level,Usage: the test part's grades, published afterwards
     <data-dir>/test/1_left.jpeg …
 
-Either part may be missing; both together are one pool. The grade (level) is 0 none, 1 mild, 2 moderate, 3 severe or 4
-proliferative. Labels: 0 healthy (grade 0), 1 diseased (grades 2 to 4). Grade 1 is left out, as are right eyes: there is
-one image for each patient. The paper calls healthy "positive"; here the AUC is that of diseased.
+The train or the test part may be missing; both are pooled. The grade (level) is 0 none, 1 mild, 2 moderate, 3 severe or
+4 proliferative. Labels: 0 healthy (grade 0), 1 diseased (grades 2 to 4). Grade 1 is left out. Right eyes are left out,
+so there is one image for each patient. The paper calls healthy "positive"; here the AUC is that of diseased.
 
-An institution's own part is a `trainLabels.csv` with its own rows and a folder `train/` with its own images.
+An institution with its own part has a `trainLabels.csv` with its own rows, and a folder `train/` with its own images.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ LABELS = {"0": 0, LEFT_OUT: None, "2": 1, "3": 1, "4": 1}
 # Graham 2015, competition report: the constants of his preprocessing.
 RADIUS = 300  # pixels of the rescaled eye
 SIGMA = RADIUS / 30  # of the Gaussian that gives the local average colour, pixels
-GAIN, GREY = 4, 128  # what the difference to the local average is multiplied by, and the grey it is added to
-KEPT = 0.9  # of the radius; the rim outside is grey
+GAIN, GREY = 4, 128  # factor of the difference to the local average, and the grey that it is added to
+KEPT = 0.9  # share of the radius that is kept; the rim is grey
 DARK = 10  # a column of the middle row shows the eye if brighter than a tenth of that row's mean
 SMALLEST = 8  # an eye is at least an eighth as wide as the image's shorter side
 
 
 def read_retina(task: TaskConfig) -> dict[str, Raw]:
-    """Read left eyes as the module's docstring lays it out, preprocessed as Graham 2015.
+    """Read left eyes, laid out as in the module's docstring, and preprocess them as Graham 2015.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def read_retina(task: TaskConfig) -> dict[str, Raw]:
         Without `task.data_dir`, or with `task.channels` other than 3.
     DataError
         For a missing or unreadable file, an unknown image name or grade, an image without an eye, or fewer images
-        than `task` asks for; the line names it.
+        than `task` asks for; the error names it.
     """
     require(task.channels == 3, f"task={task.name} has colour images, task.channels=3; got {task.channels}")
     root = root_of(task, "trainLabels.csv and train/")
@@ -88,13 +88,13 @@ def _read(path: Path, size: int) -> NDArray[np.uint8]:
 def graham(pixels_HWC: NDArray[np.uint8], size: int) -> NDArray[np.uint8] | None:
     """Preprocess a photograph of an eye as Graham 2015, cropped to the kept disc.
 
-    The eye is rescaled to a radius of 300 pixels; 4 (image - local average) + 128 takes the place of the image, and 128
-    that of all farther than 270 pixels from the centre; the square around that disc is resized.
+    The eye is rescaled to a radius of 300 pixels. Pixels become 4 (image - local average) + 128, and 128 if they are
+    more than 270 pixels from the centre. The square around this disc is resized.
 
     Parameters
     ----------
     pixels_HWC : uint8 array, shape (H, W, 3)
-        The photograph, eye in the middle on a dark ground.
+        The photograph, with the eye in the centre of a dark background.
     size : int
         Height and width of the result, pixels.
 

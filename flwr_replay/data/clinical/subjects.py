@@ -1,4 +1,4 @@
-"""What the clinical readers share: a table of cases, a division by subject, and decoding of what was chosen only.
+"""Shared by the clinical readers: tables of cases, splits by subject, and decoding of the chosen images only.
 
 Letters: N examples, C channels, H and W height and width in pixels.
 """
@@ -22,7 +22,7 @@ from flwr_replay.rng import derived_seed
 
 __all__ = ["TEST_SHARE", "Case", "divide", "each", "keyed_rows", "pictures", "root_of", "splits_of"]
 
-TEST_SHARE = 0.2  # of the subjects of every stratum, where `task.test_size` is 0
+TEST_SHARE = 0.2  # of the subjects of every stratum, if `task.test_size` is 0
 
 Indices = NDArray[np.int64]
 Item = TypeVar("Item")
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Case:
-    """One image, before it is read: its file, its label, whose it is and, where the data say so, where it was taken."""
+    """One image, before it is read: its file, label, subject and, if known, institution."""
 
     image: Path
     label: float
@@ -40,9 +40,9 @@ class Case:
 
 
 def root_of(task: TaskConfig, holds: str) -> Path:
-    """Return the data folder; `holds` says what must lie in it, for error lines."""
+    """Return the data folder; `holds` is what it must contain, for error lines."""
     if not task.data_dir:
-        raise ConfigError(f"task={task.name} reads a folder of yours: set task.data-dir to the one that holds {holds}")
+        raise ConfigError(f"task={task.name} reads a folder: set task.data-dir to the folder that holds {holds}")
     root = data_root(task)
     if not root.is_dir():
         raise DataError(f"task.data-dir must be the folder that holds {holds}; got {root}: there is none")
@@ -55,7 +55,7 @@ def keyed_rows(path: Path, key: str, columns: Sequence[str]) -> dict[str, dict[s
     Raises
     ------
     DataError
-        As `csv_rows`, and for a row without a key or with that of another row.
+        As `csv_rows`, and for a row without a key, or with the same key as another row.
     """
     found: dict[str, dict[str, str]] = {}
     for where, row in csv_rows(path, [key, *columns]):
@@ -72,23 +72,23 @@ def divide(
 ) -> dict[str, Indices]:
     """Divide examples into train, val and test, so that no subject is in two of them.
 
-    Within a stratum, subjects are ranked by a hash of their name: neither the run's seed nor the order of the files
-    matters, nor which other subjects there are. The first are for testing, the next for validation, then come those
-    to train on, in the same proportion in every stratum.
+    Within a stratum, subjects are ranked by a hash of their name. The ranking does not depend on the run's seed, the
+    order of the files or other subjects. The first subjects are for testing, the next for validation, the next for
+    training, in the same proportion in every stratum.
 
     Parameters
     ----------
     subjects : sequence of N str
-        Whose each example is.
+        The subject of each example.
     strata : sequence of N hashable
-        Institution or class; a subject's is that of its first example.
+        The institution or class of each example; a subject has that of its first example.
     task : TaskConfig
-        Its sizes, in subjects; with `balanced` every split holds equally many subjects of every stratum, to within one.
+        Its sizes count subjects. With `balanced`, numbers of subjects per stratum differ by at most one in a split.
     source : Path
-        Where the examples are listed, for the error line.
+        The list of examples, for the error line.
     test_share : float
-        Share of every stratum to test on where `task.test_size` is 0. Whether a subject is tested on then depends on
-        the subjects of its own stratum only.
+        Share of every stratum to test on if `task.test_size` is 0. Then the split of a subject depends on its own
+        stratum only.
 
     Returns
     -------
@@ -98,7 +98,7 @@ def divide(
     Raises
     ------
     DataError
-        If there are fewer subjects than the sizes ask for, or none is left to train on.
+        If there are fewer subjects than the sizes ask for, or none remains to train on.
     """
     strata_of: dict[str, object] = {}
     for subject, stratum in zip(subjects, strata, strict=True):
@@ -120,7 +120,7 @@ def divide(
     if held + train > len(order):
         kind = f" in {len(groups)} classes of equal size" if task.balanced else ""
         raise DataError(
-            f"task={task.name} is to train on {train}, validate on {task.val_size} and test on {test} subjects; got "
+            f"task={task.name} must train on {train}, validate on {task.val_size} and test on {test} subjects; got "
             f"{len(order)}{kind} in {source}: lower task.train-size, task.val-size or task.test-size, or add data"
         )
     chosen = {"test": order[:test], "val": order[test:held], "train": order[held : held + train]}
@@ -130,7 +130,7 @@ def divide(
 
 
 def each(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Read items in as many threads as there are cores; the results are in their order, as is the first error."""
+    """Read items in as many threads as there are cores; results are in the items' order, and so is the first error."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(read, items))
 
@@ -151,6 +151,6 @@ def pictures(cases: Sequence[Case], read: Callable[[Path], NDArray[np.uint8]], t
 def splits_of(
     cases: Sequence[Case], read: Callable[[Path], NDArray[np.uint8]], task: TaskConfig, source: Path
 ) -> dict[str, Raw]:
-    """Divide cases with classes as labels, every class of every site in the same proportion, and decode the chosen."""
+    """Divide cases in the same proportion for every class of every site, and decode the chosen ones."""
     splits = divide([case.subject for case in cases], [(case.site, case.label) for case in cases], task, source)
     return {split: pictures([cases[n] for n in rows], read, task, source) for split, rows in splits.items()}

@@ -5,9 +5,9 @@
     <data-dir>/ChinaSet_AllFiles/CXR_png/CHNCXR_0001_0.png …        662 images
     <data-dir>/ChinaSet_AllFiles/ClinicalReadings/CHNCXR_0001_0.txt …
 
-Two institutions, montgomery and shenzhen; one of the two folders is enough, and is all that either would hold itself.
-The last digit of a name is the label: 0 normal, 1 with manifestations of tuberculosis. The readings are used for
-nothing but to notice a missing image, and may be left out, as may the Montgomery set's lung masks.
+There are two institutions, montgomery and shenzhen. One of the two folders is enough; each institution has its own. The
+last digit of a name is the label: 0 normal, 1 with manifestations of tuberculosis. The readings only serve to notice a
+missing image. They may be left out, and so may the Montgomery set's lung masks.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SETS = {"montgomery": ("MontgomerySet", "MCUCXR"), "shenzhen": ("ChinaSet_AllFil
 
 
 def read_tuberculosis(task: TaskConfig) -> dict[str, Raw]:
-    """Read radiographs as the module's docstring lays it out, grey, resized to a square.
+    """Read radiographs, laid out as in the module's docstring: grey, resized to a square.
 
     Raises
     ------
     ConfigError
         Without `task.data_dir`, or with `task.channels` other than 1.
     DataError
-        If neither folder is there; for an unreadable image, one whose name holds no label, or a reading without image.
+        If both folders are missing; for an unreadable image, a name without a label, or a reading without its image.
     """
     require(task.channels == 1, f"task={task.name} has grey images, task.channels=1; got {task.channels}")
     root = root_of(task, "MontgomerySet/ or ChinaSet_AllFiles/")
