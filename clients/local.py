@@ -8,7 +8,7 @@ from __future__ import annotations
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.payloads.common import Evaluation
-from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
+from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn, TrainOwn
 from flwr_replay.wire.weights import to_arrays
 
 __all__ = ["LocalClient"]
@@ -19,7 +19,7 @@ class LocalClient(InstitutionClient):
 
     dp_mechanisms = ("classifier",)
 
-    def train_own(self, request: TrainOwn) -> Trained:
+    def train_own(self, request: TrainOwn) -> TrainedOwn:
         """Train the institution's own model for one pass."""
         data, kept = self.training_data(), self.kept("model", request)
         model = self.scratch_model(kept or to_arrays(self.fresh(request.init_seed)))
@@ -31,7 +31,7 @@ class LocalClient(InstitutionClient):
         self.suspend(request, learner.optimizer)
         self.save("model", request, to_arrays(model), give=True)
         spent = self.spent(request.run)
-        return Trained(num_examples=len(data), examples_seen=learner.seen, train_loss=loss, **spent)
+        return TrainedOwn(num_examples=len(data), examples_seen=learner.seen, train_loss=loss, **spent)
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
         """Test the institution's own model after this round's training."""

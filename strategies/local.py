@@ -22,7 +22,7 @@ from flwr_replay.config.sections import one_of
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.relay import Relay
-from flwr_replay.payloads.local import EvaluateOwn, Trained, TrainOwn
+from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn, TrainOwn
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.members import Member
 from flwr_replay.wire.records import StateDict, Weights
@@ -53,7 +53,7 @@ class Local(Relay):
     config: LocalConfig
     stages = ("train-own", "evaluate-own")
     dp_mechanisms = ("classifier",)
-    answer = Trained
+    answer = TrainedOwn
 
     def train_request(self, server_round: int, member: Member) -> TrainOwn:
         """Ask for one pass."""
@@ -67,7 +67,7 @@ class Local(Relay):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One exchange with every institution in every round; no weights."""
-        answer = Trained(num_examples=0, examples_seen=0, train_loss=0.0)
+        answer = TrainedOwn(num_examples=0, examples_seen=0, train_loss=0.0)
         return [(member, self.train_request(0, member), answer, num_rounds) for member in self.members]
 
     def evaluation(self, server_round: int, arrays: Weights) -> EvaluateOwn:

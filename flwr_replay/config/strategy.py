@@ -49,7 +49,10 @@ class StrategyConfig:
 
     @property
     def unproven(self) -> str:
-        """Why the epsilon computed from these passes is not proven, in a sentence; empty: it is proven."""
+        """Why the epsilon computed from these passes is not proven, in a sentence; empty: it is proven.
+
+        A strategy that trains a proxy under DP declares it in any case.
+        """
         return ""
 
     @property

@@ -122,7 +122,7 @@ def nested(parts: Mapping[str, Mapping[str, T]], *, mark: str = ".") -> dict[str
     return {f"{part}{mark}{name}": array for part, arrays in parts.items() for name, array in arrays.items()}
 
 
-def unnested(arrays: Mapping[str, T], *, mark: str = ".", only: Sequence[str] = ()) -> dict[str, dict[str, T]]:
+def unnested(arrays: Mapping[str, T], *, mark: str = ".", only: Sequence[str] | None = None) -> dict[str, dict[str, T]]:
     """Split a mapping of `nested` into its parts; a missing part is empty.
 
     Names without the mark belong to no part. If `only` is given, other parts and names are refused, so that a sender
@@ -142,8 +142,11 @@ def unnested(arrays: Mapping[str, T], *, mark: str = ".", only: Sequence[str] = 
     parts: dict[str, dict[str, T]] = defaultdict(dict)
     for name, array in arrays.items():
         part, found, rest = name.partition(mark)
-        if only and not (found and part in only):
-            raise WireError(f"arrays must be named {' or '.join(f'{part}{mark}…' for part in only)}; got {name!r}")
+        if only is not None and not (found and part in only):
+            allowed = " or ".join(f"{part}{mark}…" for part in only)
+            raise WireError(
+                f"arrays must be named {allowed}; got {name!r}" if only else f"no arrays belong here; got {name!r}"
+            )
         if found:
             parts[part][rest] = array
     return parts

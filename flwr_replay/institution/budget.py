@@ -75,7 +75,9 @@ class PrivacyBudget:
         cost = self.plan.cost(mechanism, self.examples, epochs)
         stream = self.stream(mechanism, request)  # first: a key that cannot be read costs nothing
         self.charge(mechanism, cost, request)
-        return DPTraining(self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream)
+        return DPTraining(
+            self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream, epochs
+        )
 
     def charge(self, mechanism: str, cost: SampledGaussian, request: ChargedRequest) -> None:
         """Charge the account, unless it states less than the institution stated before."""
@@ -135,10 +137,13 @@ class DPTraining:
         Sampling rate, noise and steps of one epoch.
     stream : Stream
         Draws masks and noise.
+    epochs : int
+        Number of epochs that were charged.
     """
 
-    def __init__(self, clip: float, epoch_cost: SampledGaussian, stream: Stream) -> None:
+    def __init__(self, clip: float, epoch_cost: SampledGaussian, stream: Stream, epochs: int = 1) -> None:
         self.clip, self.epoch_cost, self.stream = clip, epoch_cost, stream
+        self.charged = self.left = epochs * epoch_cost.steps  # steps
 
     def rows(self, examples: int) -> Iterator[Tensor]:
         """Yield the row numbers of each batch of an epoch."""
@@ -171,7 +176,18 @@ class DPTraining:
             b, the expected number of the institution's examples.
         num_replayed : int
             Replayed examples at the beginning of the batch.
+
+        Raises
+        ------
+        PrivacyError
+            If all charged steps have been taken.
         """
+        if not self.left:
+            raise PrivacyError(
+                f"a training under DP takes the steps that were charged, {self.charged}, and no more; it goes on: "
+                "charge every epoch"
+            )
+        self.left -= 1
         noisy_step(
             model,
             optimizer,

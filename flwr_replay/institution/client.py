@@ -269,9 +269,20 @@ class InstitutionClient(NumPyClient):
         return Learner(model, optimizer, self.task, self.batch_size, sampler, rng, dp)
 
     def replay_sampler(self, request: RunRequest) -> ReplaySampler | None:
-        """Return a sampler of the replayed examples in every batch; None without replay."""
-        if self.replay is None or not isinstance(request, ExpectsReplay):
+        """Return a sampler of the replayed examples in every batch; None without replay.
+
+        Raises
+        ------
+        TrainingError
+            If the run replays, and the request cannot say how many examples are kept for it.
+        """
+        if self.replay is None:
             return None
+        if not isinstance(request, ExpectsReplay):
+            raise TrainingError(
+                f"the run has replay={self.replay.replay_plan.replay.name}; {type(request).__name__} trains without "
+                "it: choose replay=none, or a method that replays"
+            )
         return self.replay.sampler(request.run, request.server_round, request.replayed or 0)
 
     def spent(self, run: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 from flwr_replay.errors import TrainingError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
-from flwr_replay.learning.pushsum import mixed, parcel
+from flwr_replay.learning.pushsum import mixed, parcel, sender_name
 from flwr_replay.payloads.common import ReleaseRequest, RunRequest
 from flwr_replay.payloads.relay import Committed, Deliver, TrainPeer
 from flwr_replay.wire.records import StateDict, opened
@@ -68,9 +68,10 @@ class PeerClient(InstitutionClient):
                     f"that of run {request.run!r} is gone: restore the state directory, or begin a new run"
                 )
             theta, w, _ = unpack_state(released)
-            models = unnested(opened(request.arrays))
-            senders = zip(sorted(models), request.weights, request.shares, strict=True)
-            arrived = [parcel(models[number], w_k, share) for number, w_k, share in senders]
+            senders = [sender_name(i) for i in range(len(request.parcels))]
+            models = unnested(opened(request.arrays), only=senders)
+            parcels = zip(senders, request.weights, request.shares, strict=True)
+            arrived = [parcel(models[sender], w_k, share) for sender, w_k, share in parcels]
             done = pack_state(*mixed(theta, w, request.kept, arrived), request.parcels)
             self.state.save("mixed", request.run, request.exchange, done, self.institution.durable, give=True)
         return Committed(num_examples=len(self.institution.train), parcels=unpack_state(done)[2])

@@ -17,9 +17,14 @@ from flwr_replay.errors import RunError, WireError
 if TYPE_CHECKING:
     from flwr_replay.wire.records import StateDict
 
-__all__ = ["mixed", "parcel"]
+__all__ = ["mixed", "parcel", "sender_name"]
 
 VANISHED = 1e-12  # below it a weight w is refused; they are 1 on average
+
+
+def sender_name(i: int) -> str:
+    """Name the model of parcel i in a delivery's arrays; names sort as the parcels do."""
+    return f"{i:05d}"
 
 
 def parcel(theta: StateDict, w: float, share: float) -> tuple[StateDict, float]:

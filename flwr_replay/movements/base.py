@@ -26,6 +26,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_replay.config.sections import require
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import RefusedError, RunError
 from flwr_replay.learning.training import learning_rate, refuse_single_batches
 from flwr_replay.movements.observers import ExternalTests, Forgetting, Observer, TestOn
@@ -39,7 +40,7 @@ from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
 from flwr_replay.server.replay import GenerativeReplay
 from flwr_replay.server.replay_forecast import exchanges_of
-from flwr_replay.server.settings import Settings, StrategyConfig
+from flwr_replay.server.settings import Settings
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 

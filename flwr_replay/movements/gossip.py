@@ -35,6 +35,7 @@ from flwr_replay.config.sections import one_of, require
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.files.tensors import nested
+from flwr_replay.learning.pushsum import sender_name
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.topology import TOPOLOGIES, Matrix, checked, mixing_matrix, read_matrices, receivers
@@ -226,7 +227,7 @@ class Gossip(Relay):
         """Return the request that delivers an institution's parcels."""
         parcels = waiting.parcels
         models = ArrayRecord()
-        models.update(nested({f"{i:05d}": self.mailbox.models[parcel.number] for i, parcel in enumerate(parcels)}))
+        models.update(nested({sender_name(i): self.mailbox.models[parcel.number] for i, parcel in enumerate(parcels)}))
         return Deliver(
             server_round=server_round,
             arrays=models,

@@ -1,7 +1,7 @@
 """Serial: an exchange is a visit to one institution; a cycle, which is one pass, visits all.
 
 for each cycle:
-    for each institution k of the itinerary, in the order of this cycle:        `turns`
+    for each institution k of the itinerary, in the order of this cycle:        `whose_turn`
         θ ← train θ at k                                                        one visit, one exchange
 """
 
@@ -27,7 +27,6 @@ class Serial(Movement):
     """Base of the methods in which one model goes from institution to institution."""
 
     itinerary: Sequence[str] = ()  # names of the institutions in a cycle, fixed when the run begins
-    turns: Sequence[str]  # the institution visited in each exchange of the run
     missed: int = 0  # failed visits in a row
 
     @abstractmethod
@@ -39,9 +38,8 @@ class Serial(Movement):
         return names
 
     def begin_run(self, num_rounds: int) -> None:
-        """Fix the itinerary (all institutions present, unless it is known already) and all turns of the run."""
+        """Fix the itinerary: all institutions present, unless a checkpoint has named it."""
         self.itinerary = self.itinerary or self.members.names
-        self.turns = [name for cycle in range(num_rounds) for name in self.order(cycle, list(self.itinerary))]
 
     def exchanges_per_round(self) -> int:
         """One visit for each institution of the itinerary."""
@@ -49,7 +47,8 @@ class Serial(Movement):
 
     def whose_turn(self, server_round: int) -> Member | None:
         """Return the institution that is visited in an exchange; None if it is not present."""
-        return self.members.get(self.turns[server_round - 1])
+        cycle, turn = divmod(server_round - 1, len(self.itinerary))
+        return self.members.get(self.order(cycle, list(self.itinerary))[turn])
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -75,8 +74,8 @@ class Serial(Movement):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One visit to each institution of the itinerary in every round."""
-        request, answer = self.train_request(0, arrays), Trained.empty(arrays)
-        return [(member, request, answer, num_rounds) for member in self.cycle_members()]
+        answer = Trained.empty(arrays)
+        return [(member, self.train_request(0, arrays), answer, num_rounds) for member in self.cycle_members()]
 
     def cycle_members(self) -> list[Member]:
         """Return the institutions of the itinerary that are present."""

@@ -8,11 +8,11 @@ from flwr_replay.payloads.common import Evaluation, LabelScale, Spending, Spent
 from flwr_replay.wire.fields import instruction, statistic
 from flwr_replay.wire.payload import Request
 
-__all__ = ["EvaluateOwn", "TrainOwn", "Trained"]
+__all__ = ["EvaluateOwn", "TrainOwn", "TrainedOwn"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained(Spent):
+class TrainedOwn(Spent):
     """Counts and a loss of a training; the model stays at the institution."""
 
     num_examples: int = statistic("examples", public=True)
@@ -23,7 +23,7 @@ class Trained(Spent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOwn(Spending, LabelScale, Request, stage="train-own", answer=Trained):
+class TrainOwn(Spending, LabelScale, Request, stage="train-own", answer=TrainedOwn):
     """Train your own model."""
 
     run: str = instruction()

@@ -11,6 +11,7 @@ from typing import Any, Self
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import BudgetError, ConfigError, PrivacyError
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for, rounded_up
@@ -102,6 +103,11 @@ class PrivacyPlan:
         require(
             "encoder" not in wanted or "encoder" in declared,
             "dp=encoder needs an encoder that an institution trains: choose strategy=fedreplay, encoder=institution",
+        )
+        require(
+            "proxy" not in wanted or type(strategy).unproven is not StrategyConfig.unproven,
+            f"a proxy may learn from a model trained without noise, and then its epsilon is not proven; "
+            f"{type(strategy).__name__} does not say so or otherwise: let it declare `unproven`",
         )
         passes = {name: (epochs, config.training.batch_size) for name, epochs in declared.items()}
         passes["generator"] = config.generator.epochs, config.generator.batch_size

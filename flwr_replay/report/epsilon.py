@@ -45,9 +45,7 @@ def _proven(one: Mapping[str, Any]) -> bool:
     """Say whether a stated epsilon is proven; an unknown one needs no proof."""
     if one["epsilon"] is None:
         return True
-    if "proven" in one:
-        return bool(one["proven"])
-    return not str(one["mechanism"]).endswith(OLD_NO_PROOF)
+    return one.get("proven", True) is True and not str(one["mechanism"]).endswith(OLD_NO_PROOF)
 
 
 def shown_epsilon(found: Sequence[Stated | None]) -> str:

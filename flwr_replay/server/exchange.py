@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, DivergedError, FlwrReplayError, RefusedError, RunError, WireError
 from flwr_replay.files.atomic import NAME
 from flwr_replay.learning.tasks import Task
@@ -22,7 +23,7 @@ from flwr_replay.server.answers import check_answer, check_foreign, legible, rea
 from flwr_replay.server.asking import ask, failure_of, reason_of
 from flwr_replay.server.members import Member, Members, present
 from flwr_replay.server.recorder import Recorder
-from flwr_replay.server.settings import Settings, StrategyConfig
+from flwr_replay.server.settings import Settings
 from flwr_replay.wire.payload import CLIENT_APP_RAISED, Payload, Request, Row, request_of, rows
 from flwr_replay.wire.records import config_in, opened
 from flwr_replay.wire.weights import form_of, to_arrays
@@ -287,8 +288,9 @@ class Exchanging(Strategy):
         except FlwrReplayError as error:
             return WireError(f"sent an invalid answer: {error}")
         if (plan := self.settings.privacy) and "delta" in metrics:
-            stated = metrics.get("epsilon"), metrics["delta"]
-            self.recorder.spent(server_round, member.name, *stated, plan.mechanism, proven=not plan.unproven)
+            epsilon, delta = metrics.get("epsilon"), metrics["delta"]
+            proven = epsilon is not None and not plan.unproven
+            self.recorder.spent(server_round, member.name, epsilon, delta, plan.mechanism, proven=proven)
         self.recorder.travelled(server_round, member, "up", found, stage, metrics.get("raw-bytes"), split_of(message))
         if refusal:
             diverged = refusal.error == DivergedError.__name__

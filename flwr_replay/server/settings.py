@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,13 +14,7 @@ from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.learning.tasks import Task
 from flwr_replay.privacy.plan import PrivacyPlan
 
-__all__ = ["Settings", "StrategyConfig"]
-
-
-class StrategyConfig(Protocol):
-    """A strategy's own options: any dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+__all__ = ["Settings"]
 
 
 def new_id() -> str:

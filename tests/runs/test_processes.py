@@ -21,7 +21,8 @@ print(grandchild.pid, flush=True)
 time.sleep(float(sys.argv[1]))
 """
 OPENER = f"""
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
 from flwr_replay.runs.processes import MARK, family
 with family() as mark:
     environment = {{**os.environ, MARK: mark}}

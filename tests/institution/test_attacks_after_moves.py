@@ -1,15 +1,18 @@
-"""Attacks on what moved: what was refused before the rooms were refused after, too."""
+"""Attacks: a run's replay that is dropped, arrays that belong to no parcel, steps beyond what was charged."""
 
 import numpy as np
 import pytest
-from hospitals import write_shards
+from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 
-from flwr_replay.config.compose import load_client
+from flwr_replay.config.compose import compose, load_client, load_strategy
+from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.errors import ConfigError
 from flwr_replay.payloads.avgpush import Push
 from flwr_replay.payloads.common import Train
 from flwr_replay.payloads.local import TrainOwn
 from flwr_replay.payloads.relay import Deliver
+from flwr_replay.privacy.plan import PrivacyPlan
 
 TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
 START = {"run": "r", "lr": 0.1, "init_seed": 1, "server_round": 1}
@@ -21,7 +24,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("strategy", "request_"), [("avgpush", Push(**START, committed=0)), ("local", TrainOwn(**START))])
+@pytest.mark.parametrize(
+    ("strategy", "request_"), [("avgpush", Push(**START, committed=0)), ("local", TrainOwn(**START))]
+)
 def test_a_run_whose_options_name_replay_does_not_train_without_it(folder, strategy, request_):
     server = HostileServer(folder, *TASK, f"strategy={strategy}", "replay=vqvae2")
     reply = server.send(request_)
@@ -54,3 +59,18 @@ def test_a_loop_of_more_passes_than_it_has_charged_does_not_leave_as_private(fol
     reply = server.send(Train(arrays=server.weights, run="ten", lr=0.1))
     assert refusal(reply)
     assert "epsilon" not in metrics(reply)
+
+
+def test_parcels_that_never_came_bring_no_arrays(folder):
+    server = HostileServer(folder, *TASK, "strategy=avgpush")
+    server.send(Push(**START, committed=0))
+    dealt = {"parcels": [], "shares": [], "weights": []}
+    reply = server.send(Deliver(run="r", exchange=1, kept=1.0, arrays={".x": np.zeros(3)}, server_round=1, **dealt))
+    assert refusal(reply)
+
+
+def test_a_proxy_is_proven_only_if_its_strategy_says_so(monkeypatch):
+    options = load_strategy("fml")[1]
+    monkeypatch.setattr(options, "unproven", StrategyConfig.unproven)
+    with pytest.raises(ConfigError, match="let it declare `unproven`"):
+        PrivacyPlan.of(compose(["strategy=fml", "task=digits", "nodes=2"]))
