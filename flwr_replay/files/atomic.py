@@ -159,8 +159,7 @@ def write_atomic(
     mode : int
         The most permissions that the file has from its first byte on.
     over : Path | None
-        An unneeded file to overwrite, which is ten times as fast as a new file. One with further hard links, such as a
-        backup's, is not overwritten.
+        An unneeded file to overwrite, ten times as fast as a new one; not if it has further hard links, as of a backup.
 
     Raises
     ------
@@ -359,8 +358,7 @@ class Lines:
         Raises
         ------
         RunError
-            If they cannot be written. Then none of them is, and they are dropped: the caller must not do what they
-            record.
+            If they cannot be written. Then all are dropped, and the caller must not do what they record.
         """
         data = memoryview("".join(self._added).encode())
         self._added.clear()
