@@ -41,9 +41,9 @@ NODES, EXAMPLES, BATCH = 4, 640, 32
 BATCHES = EXAMPLES // BATCH  # in a visit
 WHERE = {  # what the profile adds up, by file and function, with all that these call
     "part saved and loaded": [("splitnn.py", "save_part"), ("splitnn.py", "load_part")],
-    "payloads to records": [("wire.py", "encode"), ("serve.py", "_metrics"), ("wire.py", "record")],
-    "records to payloads": [("wire.py", "decode"), ("serve.py", "_received")],
-    "ledgers": [("run.py", "travelled"), ("run.py", "flush"), ("institution.py", "record_release")],
+    "payloads to records": [("payload.py", "encode"), ("serve.py", "_metrics"), ("records.py", "record")],
+    "records to payloads": [("payload.py", "decode"), ("serve.py", "_received")],
+    "ledgers": [("directory.py", "travelled"), ("directory.py", "flush"), ("owner.py", "record_release")],
 }
 
 
