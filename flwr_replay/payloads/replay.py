@@ -44,7 +44,7 @@ class Generated(Spent):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainGenerator(Spending, Request, stage="train-generator", answer=Generated):
-    """Algorithm 1, lines 8-18: train this generator on your images and on replayed ones."""
+    """Algorithm 1, lines 7-18: train this generator on your images and on replayed ones."""
 
     arrays: Weights = model()
     run: str = instruction()
