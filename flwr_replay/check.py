@@ -101,8 +101,8 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
         _check_declared(name)
-        private = load_strategy(name)[1].dp_by_default != "none"
-        job = [f"strategy={name}", *JOB, *(REPEATABLE if private else ()), *overrides, f"runs_dir={folder}"]
+        noisy = load_strategy(name)[1].dp_by_default != "none"
+        job = [f"strategy={name}", *JOB, *(REPEATABLE if noisy else ()), *overrides, f"runs_dir={folder}"]
         whole, grid, result = _run([*job, "run_name=whole"])
         again, _, repeated = _run([*job, "run_name=again"])
         _same(whole, again, "two runs with the same seed")

@@ -8,7 +8,7 @@ Travels: the weights, to every institution (`Train`) and back (`Trained`, with c
         for each institution k in parallel: θ_k ← train θ at k, E passes of max(1, ⌊n_k/b⌋) iterations
         θ ← Σ_k (n_k / n) θ_k
 
-Deviations: A pass has only full batches, ⌊n_k/b⌋ of them, as in Qu et al. The sum runs in float64. It averages the
+Deviations: A pass has max(1, ⌊n_k/b⌋) full batches, as in Qu et al. The sum runs in float64. It averages the
 running statistics of batch norm too, in the same way as the weights. Local steps have momentum by default;
 training.momentum=0 is McMahan's SGD. Flower's own FedAvg is not the base class: it samples with the global random state
 and writes into the caller's configuration.
@@ -36,7 +36,7 @@ class FedAvgConfig(StrategyConfig):
     name: ClassVar[str] = "fedavg"
     local_epochs: int = 1  # E, passes over an institution's data per round
     optimizer_state: str = (
-        "reset"  # reset: every visit begins with fresh momentum | keep: each institution keeps its own
+        "reset"  # reset: every round begins with fresh momentum | keep: each institution keeps its own
     )
 
     def __post_init__(self) -> None:

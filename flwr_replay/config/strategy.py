@@ -48,17 +48,25 @@ class StrategyConfig:
         return {}
 
     @property
-    def unproven(self) -> str:
+    def unproven(self) -> str | None:
         """Why the epsilon computed from these passes is not proven, in a sentence; empty: it is proven.
 
-        A strategy that trains a proxy under DP declares it in any case.
+        None declares nothing, which is enough where no proxy is trained: it may learn from a model without noise.
         """
-        return ""
+        return None
 
     @property
     def private_models(self) -> tuple[str, ...]:
         """Names in conf/model of models that never leave the institutions, which take them in turn."""
         return ()
+
+    @property
+    def instructed(self) -> Mapping[str, object]:
+        """Instructions, by name, that follow from options of another name: `{"local_epochs": self.sweeps}`.
+
+        An institution refuses a request with other values, as it does for options and instructions of one name.
+        """
+        return {}
 
     def check_task(self, task: TaskConfig) -> None:
         """Refuse options that do not fit the task.

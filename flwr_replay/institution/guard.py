@@ -161,7 +161,8 @@ def _kept_options(config: RunConfig) -> tuple[tuple[str, Any], ...]:
 
     An empty option means that the server chooses. Learning rates fall, and a batch size may be that of training.
     """
-    options, chosen_later = asdict(config.strategy).items(), config.strategy.chosen_later
+    options = {**asdict(config.strategy), **config.strategy.instructed}.items()
+    chosen_later = config.strategy.chosen_later
     return tuple((name.replace("_", "-"), value) for name, value in options if name not in chosen_later and value != "")
 
 

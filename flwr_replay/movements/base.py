@@ -25,6 +25,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from flwr_replay.config.compose import choices, load_strategy
 from flwr_replay.config.sections import require
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import RefusedError, RunError
@@ -108,8 +109,8 @@ class Movement(Exchanging):
         """
         require(
             cls.supports_replay or settings.replay_plan is None,
-            f"replay is for serial and parallel methods; got strategy={cls.name}: choose replay=none, or strategy=cwt, "
-            "splitnn, fedavg, fedsgd, fedprox, fedavgm or fedavgshare",
+            f"replay is for serial and parallel methods; got strategy={cls.name}: choose replay=none, or strategy="
+            f"{', '.join(name for name in choices('strategy') if load_strategy(name)[0].supports_replay)}",
         )
         wanted = settings.privacy.config.mechanisms if settings.privacy else ()
         if settings.privacy:

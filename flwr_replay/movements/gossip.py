@@ -1,6 +1,7 @@
 """Gossip: all institutions train, then exchange models over a graph; each mixes the models that it receives.
 
-Source: Kalra et al. 2023 (ProxyFL), Algorithm 1, lines 7-10, and section 3.4; the mathematics is in `topology.py`.
+Source: Kalra et al. 2023 (ProxyFL), Algorithm 1, lines 7-10, and section 3.4; P(t) is in
+`topology.py`, the mixing in `flwr_replay/learning/pushsum.py`.
 Idea: The server is a mailbox. It says who sends which share to whom, forwards models unchanged and averages nothing.
 
     in round t:

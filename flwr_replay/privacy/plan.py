@@ -11,7 +11,6 @@ from typing import Any, Self
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
-from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import BudgetError, ConfigError, PrivacyError
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for, rounded_up
@@ -105,7 +104,7 @@ class PrivacyPlan:
             "dp=encoder needs an encoder that an institution trains: choose strategy=fedreplay, encoder=institution",
         )
         require(
-            "proxy" not in wanted or type(strategy).unproven is not StrategyConfig.unproven,
+            "proxy" not in wanted or strategy.unproven is not None,
             f"a proxy may learn from a model trained without noise, and then its epsilon is not proven; "
             f"{type(strategy).__name__} does not say so or otherwise: let it declare `unproven`",
         )
@@ -118,7 +117,7 @@ class PrivacyPlan:
                 f"strategy={strategy.name} can have dp={'+'.join(declared) or 'none'}; got {name}, for which "
                 f"{type(strategy).__name__} declares no passes (dp_passes): choose among these, or another strategy",
             )
-        return cls(privacy, tuple((name, *passes[name]) for name in wanted), strategy.unproven, strategy.pooled)
+        return cls(privacy, tuple((name, *passes[name]) for name in wanted), strategy.unproven or "", strategy.pooled)
 
     def covers(self, mechanism: str) -> bool:
         """Return whether a mechanism's releases are under DP; label counts belong to the prior."""
@@ -249,8 +248,8 @@ class PrivacyPlan:
 
     def left_out(self, answer: type[Payload], field: Field) -> bool:
         """Return whether a field without noise is withheld, since its payload or the whole run is under DP."""
-        beside_private = any(self.covers(other.dp) for other in answer.declared().values())
-        return field.withheld and (self.config.end_to_end or beside_private)
+        beside_dp = any(self.covers(other.dp) for other in answer.declared().values())
+        return field.withheld and (self.config.end_to_end or beside_dp)
 
     def protected(self, found: Iterable[Row], declared: type[Payload] | None, metrics: Mapping[str, Any]) -> list[Row]:
         """Return an answer's rows with their protection; `metrics` holds the epsilon that it states, if any."""

@@ -131,7 +131,9 @@ def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Pat
     stored = Path(config.runs_dir) / config.run_name / "result.json"
     if stored.exists() and (result := read_result(stored.parent))["rounds"] >= config.rounds:
         return result, stored.parent  # a finished run is not run again
-    first = array_record(to_arrays(beginning(config)(derived_seed(config.seed, "model"))))
+    fresh = job.settings.model
+    assert fresh is not None
+    first = array_record(to_arrays(fresh(derived_seed(config.seed, "model"))))
     with alone(stored.parent), resumable(stored.parent):
         recorder = RunDirectory(config, display)
         strategy = job.strategy(run_id, recorder)

@@ -74,3 +74,11 @@ def test_a_proxy_is_proven_only_if_its_strategy_says_so(monkeypatch):
     monkeypatch.setattr(options, "unproven", StrategyConfig.unproven)
     with pytest.raises(ConfigError, match="let it declare `unproven`"):
         PrivacyPlan.of(compose(["strategy=fml", "task=digits", "nodes=2"]))
+
+
+@pytest.mark.parametrize(("asked", "refused"), [(1, False), (7, True)])
+def test_an_instruction_of_another_name_is_held_to_its_option(folder, monkeypatch, asked, refused):
+    monkeypatch.setattr(load_strategy("cwt")[1], "instructed", property(lambda self: {"local_epochs": 1}))
+    server = HostileServer(folder, *TASK, "strategy=cwt")
+    reply = server.send(Train(arrays=server.weights, run="r", lr=0.1, server_round=1, local_epochs=asked))
+    assert bool(refusal(reply)) == refused

@@ -85,7 +85,7 @@ def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(starte
     assert any("raylet" in process.name() for process in family)
     run.send_signal(signal.SIGTERM)
     _, said = run.communicate(timeout=60)
-    assert f"interrupted; go on with: flwr-replay run --resume {tmp_path / 'x'}\n" in said
+    assert f"interrupted; to continue: flwr-replay run --resume {tmp_path / 'x'}\n" in said
     assert run.returncode == 128 + signal.SIGTERM
     assert not psutil.wait_procs(family, timeout=10)[1]
     config = tmp_path / "x" / "config.yaml"
