@@ -19,7 +19,7 @@ Not protected: what test metrics reveal about the private models, which institut
 
 Deviations: Proxies pass through the server, which forwards them and averages nothing. θ_k and w_k travel unscaled, and
 the receiver multiplies by w_k and the share; after the division in line 10 this is necessary
-(`flwr_replay/movements/topology.py`). The KL divergence has the teacher first, as in deep mutual learning. Both losses
+(`flwr_replay/learning/pushsum.py`). The KL divergence has the teacher first, as in deep mutual learning. Both losses
 use the predictions of both models from before either steps (`flwr_replay/institution/mutual.py`). An optimizer's state
 stays at its institution while proxies move, which the paper leaves open. A private model may train alone for some
 passes first, with the proxy that arrived as its teacher (private-epochs); this costs no privacy. With dp=proxy a

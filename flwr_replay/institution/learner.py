@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from flwr_replay.errors import TrainingError
 from flwr_replay.generators.sampler import ReplaySampler
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.owner import Shard
@@ -60,9 +61,17 @@ class Learner:
         return self.sampler.mixed_batches(real, self.batch_size, self.rng) if self.sampler else real
 
     def step(self, x_B: Tensor, y_B: Tensor, penalty: Tensor | None = None) -> None:
-        """Take a step on a batch: θ ← θ − η ∇(L(θ; x_U) + penalty). The reported loss has no penalty."""
+        """Take a step on a batch: θ ← θ − η ∇(L(θ; x_U) + penalty). The reported loss has no penalty.
+
+        Raises
+        ------
+        TrainingError
+            If there is a penalty under DP: the clipped gradients of single examples do not hold it.
+        """
         num_replayed = self.sampler.replay_plan.replay_batch_size(self.batch_size) if self.sampler else 0
         if self.dp:
+            if penalty is not None:
+                raise TrainingError("a step of DP-SGD has no penalty: leave classifier out of dp_mechanisms")
             self.dp.step(self.model, self.optimizer, self._losses, (x_B, y_B), self.batch_size, num_replayed)
             self.seen += self.batch_size + num_replayed
             return
