@@ -53,7 +53,7 @@ def plain(config: RunConfig) -> Iterator[None]:
             halves.append(Learning(model, make_optimizer(model, config.training, config.training.lr)))
         cost = SampledGaussian.of_epochs(examples=len(train), batch=b, sigma=config.privacy.sigma, epochs=1)
         request = SimpleNamespace(alpha=config.strategy.alpha, beta=config.strategy.beta)
-        visit = DPTraining(config.privacy.clip, cost, stream)
+        visit = DPTraining(config.privacy.clip, cost, stream, config.rounds)
         learners.append(MutualLearner(*halves, task, request, b, visit))
     for server_round in range(config.rounds):
         for learner, (train, _) in zip(learners, owned, strict=True):
