@@ -51,10 +51,10 @@ class Central(Serial):
     config: CentralConfig
     dp_mechanisms = ("classifier",)
 
-    def begin_run(self, num_rounds: int) -> None:
+    def begin_run(self) -> None:
         """Fix a cycle of one visit: to the institution whose name is the first when the run begins."""
         self.itinerary = self.itinerary or self.members.names[:1]
-        super().begin_run(num_rounds)
+        super().begin_run()
 
     def data_of(self, answered: list[str]) -> list[str]:
         """Return all institutions: the one that trains holds everybody's data."""

@@ -26,9 +26,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_replay.config.compose import choices, load_strategy
-from flwr_replay.config.sections import require
 from flwr_replay.config.strategy import StrategyConfig
-from flwr_replay.errors import RefusedError, RunError
+from flwr_replay.errors import ConfigError, RefusedError, RunError
 from flwr_replay.learning.training import learning_rate, refuse_single_batches
 from flwr_replay.movements.observers import ExternalTests, Forgetting, Observer, TestOn
 from flwr_replay.payloads.common import Evaluate, Evaluation, ExpectsReplay
@@ -107,11 +106,12 @@ class Movement(Exchanging):
         ConfigError, TrainingError
             If an option does not fit.
         """
-        require(
-            cls.supports_replay or settings.replay_plan is None,
-            f"replay is for serial and parallel methods; got strategy={cls.name}: choose replay=none, or strategy="
-            f"{', '.join(name for name in choices('strategy') if load_strategy(name)[0].supports_replay)}",
-        )
+        if settings.replay_plan and not cls.supports_replay:
+            methods = [name for name in choices("strategy") if load_strategy(name)[0].supports_replay]
+            raise ConfigError(
+                f"replay is for serial and parallel methods; got strategy={cls.name}: choose replay=none, or strategy="
+                f"{', '.join(methods)}"
+            )
         wanted = settings.privacy.config.mechanisms if settings.privacy else ()
         if settings.privacy:
             settings.privacy.check_method(cls.name, mechanisms_of(cls))
@@ -126,7 +126,7 @@ class Movement(Exchanging):
     def exchanges_per_round(self) -> int:
         """Return how many exchanges make one pass over the institutions' data."""
 
-    def begin_run(self, num_rounds: int) -> None:
+    def begin_run(self) -> None:
         """Fix what holds for the whole run; called after the roll call and after `restore`."""
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
@@ -266,7 +266,7 @@ class Movement(Exchanging):
         self.scale_labels(snapshot.label_scale if snapshot else self.members.label_scale())
         if snapshot:
             arrays, done = self.resumed(snapshot, initial_arrays), snapshot.server_round
-        self.begin_run(run.num_rounds)
+        self.begin_run()
         self.recorder.begin(self.name, run.num_rounds, self.exchanges_per_round(), done)
         return arrays, done
 

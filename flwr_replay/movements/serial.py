@@ -37,7 +37,7 @@ class Serial(Movement):
         """Return the order of visits in a cycle; in the base class it is that of the names."""
         return names
 
-    def begin_run(self, num_rounds: int) -> None:
+    def begin_run(self) -> None:
         """Fix the itinerary: all institutions present, unless a checkpoint has named it."""
         self.itinerary = self.itinerary or self.members.names
 

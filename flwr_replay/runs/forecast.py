@@ -54,7 +54,7 @@ def forecast(simulation: Simulation) -> list[Line]:
         strategy.members.add(Member(name, k, len(own), own.nbytes, sums.get("label_sum"), sums.get("label_squares")))
         present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, proof="0" * 64, **sums)
     strategy.scale_labels(strategy.members.label_scale())
-    strategy.begin_run(config.rounds)
+    strategy.begin_run()
     lines: dict[tuple[str, str, str, str, str, str], tuple[int, int]] = {}
     arrays = to_arrays(backbone(config.model, config.task)(0))
     exchanges: list[Exchange] = [(m, strategy.roll_call(), present[m.name], 1) for m in strategy.members]
