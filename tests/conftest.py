@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers do not fight over the cores
 
-LONGEST = ("test_deployment.py", "test_readme.py", "test_orphans.py", "test_examples.py", "test_deployment_errors.py")
+LONGEST = ("test_deployment.py", "test_readme.py", "test_orphans.py", "test_examples.py")
 
 
 def pytest_collection_modifyitems(items):

@@ -6,22 +6,23 @@ import re
 import shlex
 import signal
 import subprocess
-import time
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from flwr.common.config import flatten_dict, parse_config_args
 from safetensors.numpy import load_file
 
-from flwr_replay.config.compose import compose, overrides_of
+from flwr_replay.cli.main import main
+from flwr_replay.config.compose import compose, from_run_config, overrides_of
 from flwr_replay.files.atomic import read_json
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.simulate import run_inline
-from flwr_replay.runs.superlink import superlink
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 ELSEWHERE = ("pip install uv", "uv run pytest")  # the set-up itself, and what runs this test
-FLOWER = "uv run flwr run"
 SMALLER = {"compare": ["rounds=1", "partition.size=60"]}  # all its cells, of fewer examples
 OWN = {
     "UV_NO_SYNC": "1",  # this environment has all that the app needs
@@ -37,7 +38,8 @@ def commands():
     return [line for line in lines if line and not line.startswith("#") and line not in ELSEWHERE]
 
 
-FIRST, *VARIANTS = [command for command in commands() if command.startswith(FLOWER)]
+OURS = [command for command in commands() if command.startswith("uv run flwr-replay")]
+FIRST, *VARIANTS = [command for command in commands() if command.startswith("uv run flwr run")]
 
 
 @pytest.fixture(scope="module")
@@ -56,28 +58,51 @@ def test_the_first_screen_has_the_two_commands():
     blocks = re.findall(r"```sh\n(.*?)```", README, re.S)
     lines = [line.split("  #")[0].strip() for line in blocks[0].splitlines()]
     assert lines[:3] == ["pip install uv", "uv run flwr-replay run", "uv run pytest"]
+    assert {*OURS, FIRST, *VARIANTS} == {*commands()}  # a test for each
 
 
-@pytest.mark.parametrize("command", [command for command in commands() if command not in VARIANTS])
-def test_command(command, environment, tmp_path, monkeypatch):
-    words = shlex.split(command)
-    if words[2] == "flwr-replay" and words[3] in ("run", "compare"):
-        words += [*SMALLER.get(words[3], []), "--runs-dir", str(tmp_path)]
-    if words[2:5] == ["flwr-replay", "data", "show"]:
+def test_the_first_command(environment, tmp_path):
+    """Through uv, as a newcomer types it."""
+    done = said(OURS[0], environment, "--runs-dir", str(tmp_path))
+    assert re.search(r"^fedreplay on digits: accuracy 0\.\d+", done, re.M), done
+
+
+@pytest.mark.parametrize("command", OURS[1:])
+def test_command(command, tmp_path, monkeypatch, capsys):
+    """In this process: the entry point itself is the first command's."""
+    words = shlex.split(command)[2:]
+    if words[1] in ("run", "compare"):
+        words += [*SMALLER.get(words[1], []), "--runs-dir", str(tmp_path)]
+    if words[1:3] == ["data", "show"]:
         words += ["--out", str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    if words[2] == "flwr":
-        assert re.search(r"^accuracy 0\.\d+", done.stdout + done.stderr, re.M), done.stdout + done.stderr
-        (folder,) = (Path(environment["FLWR_REPLAY_HOME"]) / "runs").iterdir()
-        assert json.loads((folder / "result.json").read_text())["strategy"] == "fedreplay"
-        monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
-        same_bits_in_process(folder, tmp_path, "nodes=2")
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr()
+    assert end.value.code == 0, said.err
     if "ray" in words:
         (folder,) = tmp_path.glob("*-ray-*")
         same_bits_in_process(folder, tmp_path)
-    if words[3] == "compare":
-        assert "fedreplay" in done.stdout
+    if words[1] == "compare":
+        assert "fedreplay" in said.out
+
+
+def test_flower_runs_the_first_commands_job(environment, tmp_path, monkeypatch):
+    done = said(FIRST, environment)
+    assert re.search(r"^accuracy 0\.\d+", done, re.M), done
+    (folder,) = (Path(environment["FLWR_REPLAY_HOME"]) / "runs").iterdir()
+    assert json.loads((folder / "result.json").read_text())["strategy"] == "fedreplay"
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    same_bits_in_process(folder, tmp_path, "nodes=2")
+
+
+def said(command, environment, *further):
+    words = [*shlex.split(command), *further]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def same_bits_in_process(folder, place, *options):
@@ -91,35 +116,14 @@ def same_bits_in_process(folder, place, *options):
     }
 
 
-@pytest.fixture(scope="module")
-def link(tmp_path_factory):
-    """A SuperLink that no institution has joined: a run waits there, and its directory tells what it is."""
-    home = tmp_path_factory.mktemp("link")
-    (home / "flwr").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (*OWN.items(), ("FLWR_REPLAY_HOME", str(home / "replay"))):
-            patch.setenv(name, value)
-        with superlink(home / "flwr", simulation=False) as link:
-            yield link, home / "replay" / "runs"
-
-
 @pytest.mark.parametrize("command", VARIANTS)
-def test_flower_starts_the_same_job(command, link):
-    there, runs = link
-    before = {*runs.glob("*/config.yaml")}
+def test_flowers_parser_makes_the_same_job_of_it(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
     words = shlex.split(command)
-    said = subprocess.Popen(words, cwd=ROOT, env=there.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    try:
-        for _ in range(600):
-            if found := {*runs.glob("*/config.yaml")} - before:
-                break
-            assert said.poll() is None, said.stdout.read().decode()
-            time.sleep(0.1)
-        (config,) = found
-    finally:
-        said.kill()
-        said.wait()
-    assert compose(overrides_of(config)).strategy.name == "fedreplay"
+    given = parse_config_args(words[words.index("--run-config") + 1 :])
+    unset = flatten_dict(tomllib.loads(Path("pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+    assert given.keys() <= unset.keys()  # `flwr run` refuses other keys
+    assert from_run_config({**unset, **given}) == compose(["strategy=fedreplay"])
 
 
 def test_every_linked_file_is_there():

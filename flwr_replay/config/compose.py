@@ -150,7 +150,7 @@ def compose(overrides: Sequence[str]) -> RunConfig:
     return _compose(tuple(overrides))
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _compose(overrides: tuple[str, ...]) -> RunConfig:
     if (length := sum(map(len, overrides))) > LONGEST:
         raise ConfigError(f"all options together may have {LONGEST} characters; got {length}: set fewer options")
@@ -296,7 +296,7 @@ def _own_options(strategy: str) -> frozenset[str]:
     return frozenset(values) - {"name"}
 
 
-@lru_cache(maxsize=32)  # a study composes hundreds of times, and each takes Hydra 0.1 s
+@lru_cache(maxsize=256)  # a study composes hundreds of times, and each takes Hydra 0.1 s
 def _unset(chosen: tuple[str, ...]) -> Mapping[str, Any]:
     """Return the options, read-only, with these groups chosen and no option set."""
     return MappingProxyType(_hydra(list(chosen)))

@@ -35,6 +35,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from math import inf
 from pathlib import Path
@@ -361,6 +362,7 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

@@ -84,9 +84,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 
 @contextmanager
-def supernode(link: SuperLink, name: str, data: Path, state: Path, policy: Path, place: str = "") -> Iterator[None]:
+def supernode(link: SuperLink, name: str, data: Path, state: Path, policy: Path) -> Iterator[None]:
     """Start one institution's SuperNode, in a session of its own and with a Flower home of its own, by its name."""
-    home = link.folder / (place or name)
+    home = link.folder / name
     home.mkdir()
     owned = f'name="{name}" data="{data}" state="{state}" policy="{policy}"'
     command = [flower("flower-supernode"), "--insecure", "--superlink", f"127.0.0.1:{link.port}"]

@@ -1,10 +1,11 @@
-"""FedReplay, CWT+Replay and ProxyFL on a SuperLink and SuperNode processes: the weights of in process, honest ledgers.
+"""A SuperLink and SuperNode processes: the weights of in process, honest ledgers, and refusals with their reason.
 
-The runs share the deployment and go at the same time, since a deployed message mostly waits.
+FedReplay, CWT+Replay and ProxyFL share the deployment and run at the same time, since a deployed message mostly waits.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,8 @@ from integration.conftest import CLINICS, REFUSES
 from safetensors.numpy import load_file
 
 from flwr_replay.report.progress import LogDisplay
-from flwr_replay.runs.simulate import run_inline
+from flwr_replay.runs.simulate import FAILED, run_inline
+from flwr_replay.runs.superlink import flwr_run
 
 pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("deployment")]
 
@@ -26,6 +28,7 @@ RUNS = {
     "proxyfl": ("rounds=1", "model=mlp", "private_models=[lenet5]", "noise=seeded", "epsilon=50"),
     "cwt": ("rounds=1", "replay=vqvae2", "generator.epochs=1", "generator.width=8"),
 }
+AT_ONCE = 60  # seconds; without a reason Flower waits as long for a sign of life
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,28 @@ def test_a_nodes_log_says_which_policy_is_in_force(clinic: str, deployment: Any,
     lines = [line for line in log.splitlines() if f"{clinic}: data " in line]
     assert lines
     assert all(line.endswith(policy) for line in lines)
+
+
+def test_each_refusal_of_the_server_is_shown_by_flwr_run(deployment: Any, said: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine.txt").touch()  # an empty folder is nobody's
+    wrong = {
+        "run-name must be new; ": ["run_name=taken"],
+        "this run needs at least 9 institutions; ": ["nodes=9", "wait=1"],
+    }
+
+    def refused(options: list[str]) -> tuple[list[str], float]:
+        began = time.monotonic()
+        options = [*deployment.task, "strategy=cwt", f"runs_dir='{tmp_path}'", *options]
+        return list(flwr_run(deployment.link, options)), time.monotonic() - began
+
+    with ThreadPoolExecutor(len(wrong)) as pool:
+        for reason, (lines, seconds) in zip(wrong, pool.map(refused, wrong.values()), strict=True):
+            shown = [found[1] for line in lines if (found := FAILED.match(line))]
+            assert len(shown) == 1, "".join(lines)
+            assert reason in shown[0]
+            assert "Traceback" not in shown[0]
+            assert seconds < AT_ONCE, "".join(lines)
 
 
 def _models(name: str, run: Path, state: Path) -> dict[str, Any]:
