@@ -9,8 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import click
+import typer
 import yaml
 
+from flwr_replay.cli.main import app
 from flwr_replay.config import RunConfig
 from flwr_replay.config.compose import SECTIONS, choices, compose, conf_dir, load_strategy
 from flwr_replay.runs.forecast import describe_strategies
@@ -32,10 +35,6 @@ from `conf/` and the dataclasses that check the values; a test compares the two.
 Further on: data sets in [data.md](data.md), replay in [replay.md](replay.md), ProxyFL and FML in
 [proxyfl.md](proxyfl.md), differential privacy in [privacy.md](privacy.md).
 
-**Commands.** `flwr-replay run` takes besides: `--engine inline|ray`, `--runs-dir DIR`, `--resume DIR`,
-`--dry-run`, `--json`. `flwr-replay compare` takes `seeds=` besides, and exits with 1 if some of its runs
-failed.
-
 **What a run leaves** is a directory under `runs/`: `config.yaml`, `metrics.jsonl`, `ledger.jsonl`, checkpoints,
 `models/`, `result.json`. A run that was started with `flwr run` has it under `~/.flwr-replay/runs`. What
 simulated institutions keep between rounds lies under `~/.flwr-replay/state`. `$FLWR_REPLAY_HOME` is another
@@ -43,6 +42,11 @@ place for both.
 
 **Resuming.** `flwr-replay run --resume DIR` goes on where the run stopped and ends with the same bits. Under
 `dp=` the bits differ, since the noise is secret. `rounds=` with it makes the run longer.
+
+## Commands
+
+`flwr-replay compare` takes `seeds=` as an option besides. Commands exit with 0; with 1 if some runs of several failed;
+with 2 after a mistake of the user's, which is said in one line.
 """
 TITLES = {
     "task": "Data set and task",
@@ -203,12 +207,31 @@ def preset(name: str) -> str:
     return f"### `preset={name}`\n\n" + "\n".join(lines)
 
 
+def commands() -> str:
+    """Describe the flags of every command, as the parser knows them."""
+    lines = ["| command | flag | meaning |", "|---|---|---|"]
+
+    def walk(command: click.Command, path: str) -> None:
+        if isinstance(command, click.Group):
+            for name, inner in command.commands.items():
+                walk(inner, f"{path} {name}")
+            return
+        flags = [one for one in command.params if isinstance(one, click.Option) and one.name != "help"]
+        for flag in flags:
+            lines.append(f"| `{path}` | `{flag.opts[0]}` | {escaped(flag.help or '')} |")
+        if not flags:
+            lines.append(f"| `{path}` | none | |")
+
+    walk(typer.main.get_command(app), "flwr-replay")
+    return "\n".join(lines)
+
+
 def page() -> str:
     """Return the whole page."""
     config = conf_dir() / "config.yaml"
     values, texts = read(config), comments(config)
     run = {name: value for name, value in values.items() if name in get_type_hints(RunConfig) and name not in SECTIONS}
-    parts = [HEAD, "## The run", plain_section("", RunConfig, run, texts)]
+    parts = [HEAD, commands(), "## The run", plain_section("", RunConfig, run, texts)]
     for name, cls in SECTIONS.items():
         own = plain_section(f"{name}.", cls, values[name], texts) if name in values else group(name, cls)
         chosen = "" if name in values else f"Default: `{name}={getattr(compose([]), name).name}`.\n\n"

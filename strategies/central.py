@@ -33,6 +33,9 @@ class CentralConfig(StrategyConfig):
 
     name: ClassVar[str] = "central"
     pooled: ClassVar[bool] = True  # one institution trains on the examples of all
+    metrics_note: ClassVar[str] = (
+        "central trains one model on all data pooled: the reference, which needs the data in one place"
+    )
     optimizer_state: str = "keep"  # keep: one uninterrupted training | reset: fresh momentum every round
 
     def __post_init__(self) -> None:

@@ -35,6 +35,9 @@ class LocalConfig(StrategyConfig):
     """Options of Local."""
 
     name: ClassVar[str] = "local"
+    metrics_note: ClassVar[str] = (
+        "local is each institution's own model, tested on that institution's test examples only"
+    )
     optimizer_state: str = "keep"  # keep: one uninterrupted training | reset: fresh momentum every round
 
     def __post_init__(self) -> None:

@@ -26,15 +26,15 @@ def test_every_option_has_a_text():
 
 
 def test_every_option_of_a_run_is_there():
-    told = {name for name, _ in ROWS}
+    reported = {name for name, _ in ROWS}
     for strategy in choices("strategy"):
         resolved = yaml.safe_load(to_yaml(compose([f"strategy={strategy}"])))
         for section, value in resolved.items():
             if not isinstance(value, dict):
-                assert section.replace("_", "-") in told
+                assert section.replace("_", "-") in reported
             elif section in ("training", "privacy", "strategy", "replay", "generator", "prior"):
                 names = {f"{section}.{option}".replace("_", "-") for option in value if option != "name"}
-                assert names <= told, strategy
+                assert names <= reported, strategy
 
 
 def test_every_choice_is_there():

@@ -31,6 +31,8 @@ class StrategyConfig:
         Options that name a user's files. Their paths are made absolute, so that a resumed run finds them.
     chosen_later : tuple of str
         Options whose value in a request may differ from the run's. An institution refuses any other difference.
+    metrics_note : str
+        What a reader of a comparison must know of the method's metrics: whose model they are of.
     """
 
     name: ClassVar[str]
@@ -38,6 +40,7 @@ class StrategyConfig:
     pooled: ClassVar[bool] = False
     files: ClassVar[tuple[str, ...]] = ()
     chosen_later: ClassVar[tuple[str, ...]] = ()
+    metrics_note: ClassVar[str] = ""
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """Return how many passes an institution makes over its examples, by mechanism: encoder, classifier, proxy.

@@ -36,6 +36,10 @@ class MutualConfig(StrategyConfig):
 
     dp_by_default: ClassVar[str] = "proxy"
     chosen_later: ClassVar[tuple[str, ...]] = ("private_lr", "private_batch_size")  # empty: as training has them
+    metrics_note: ClassVar[str] = (
+        "with a private model and a proxy, metrics are the private models', which no epsilon covers; an epsilon in the "
+        "same column covers the proxies, whose metrics are named proxy-…"
+    )
 
     alpha: float = 0.5  # weight of the proxy's predictions in the private model's loss; paper: 0.5
     beta: float = 0.5  # weight of the private model's predictions in the proxy's loss; paper: 0.5; 0: epsilon is proven

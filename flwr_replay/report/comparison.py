@@ -18,15 +18,6 @@ from flwr_replay.report.progress import shown_bytes
 __all__ = ["interval", "markdown", "notes", "overview", "paired_difference", "summarise", "table"]
 
 CONFIDENCE = 0.95
-WORDS = {
-    "central": "central trains one model on all data pooled: the reference, which needs the data in one place",
-    "local": "local is each institution's own model, tested on that institution's test examples only",
-    **{
-        name: f"{name}'s metrics are those of its private models, which no epsilon covers; an epsilon in the same "
-        "column covers its proxies, whose metrics are named proxy-…"
-        for name in ("proxyfl", "fml")
-    },
-}
 
 
 def interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
@@ -238,8 +229,8 @@ def notes(report: Mapping[str, Any]) -> list[str]:
         )
     if len(report["seeds"]) == 1:
         lines.append("one seed cannot show the variation by chance: there are no intervals")
-    strategies = {cell["strategy"] for cell in report["cells"]}
-    lines += [words for name, words in WORDS.items() if name in strategies]
+    said = (cell.get("result", {}).get("metrics-note", "") for cell in report["cells"])
+    lines += [note for note in dict.fromkeys(said) if note]
     lines += [f"{label}: {claim}" for label, claim in _claims(report).items()]
     for cell in report["cells"]:
         where = f"{cell['label']} seed {cell['seed']}"

@@ -32,7 +32,7 @@ def gaps(report: Mapping[str, Any]) -> list[str]:
         if "result" in cell:
             found.setdefault(cell["label"], []).append(cell["result"]["final"]["global"][report["metric"]])
             stated.setdefault(cell["label"], []).extend(one for one in cell["result"]["privacy"].values() if one)
-            if any(option.startswith("replay=") for option in cell["options"]):
+            if cell["result"].get("replay", "none") != "none":  # a run of an earlier version has none
                 replayed[cell["label"]] = cell
     reference, rows = found.get(report["against"]), []
     for label, cell in replayed.items():
@@ -41,20 +41,20 @@ def gaps(report: Mapping[str, Any]) -> list[str]:
             continue
         gap = fmean(reference) - fmean(plain)
         share = f"{(fmean(values) - fmean(plain)) / gap:.1%}" if gap else "no gap"
-        whole = "privacy.dp=end-to-end" in cell["options"]
-        rows.append(f"| {label} | {fmean(values):.4f} | {share} | {_epsilon(stated[label], whole)} |")
+        rows.append(f"| {label} | {fmean(values):.4f} | {share} | {_epsilon(stated[label])} |")
     if not rows:
         return []
     head = f"| with replay | {report['metric']} | of the gap to {report['against']} | largest ε |"
     return [head, "|---|---|---|---|", *rows]
 
 
-def _epsilon(stated: list[dict[str, Any]], whole: bool) -> str:
+def _epsilon(stated: list[dict[str, Any]]) -> str:
     if not stated:
         return "none"
     known = [one for one in stated if one["epsilon"] is not None]
     if len(known) < len(stated):
         return "not protected"
     worst = max(known, key=lambda one: one["epsilon"])
+    whole = worst["dp"] == "end-to-end"
     what = "everything that depends on training examples" if whole else "these weights only"
     return f"{rounded_up(worst['epsilon'])} at δ = {rounded_up(worst['delta'], 2)}, {what}"

@@ -176,14 +176,15 @@ class RunDirectory(Recorder):
         with closing(Lines(self.path / "privacy.jsonl")) as lines:
             lines.append([{"round": server_round, "institution": name, **self.released[name]}])
 
-    def generated(self, name: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
+    def generated(self, name: str, network: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
         """Write the losses of a generator or prior; they replace those of an attempt before the run was resumed."""
-        super().generated(name, losses, perplexity)
+        super().generated(name, network, losses, perplexity)
         path = self.path / "generator.jsonl"
-        rows = [{"institution": name, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)]
+        own = {"institution": name, "network": network}
+        rows: list[dict[str, Any]] = [{**own, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)]
         if rows and perplexity:
             rows[-1]["perplexity"] = list(perplexity)
-        before = [row for row in self._lines("generator") if row["institution"] != name]
+        before = [row for row in self._lines("generator") if (row["institution"], row["network"]) != (name, network)]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in [*before, *rows]))
 
     def failed(self, server_round: int, name: str, reason: str) -> None:
@@ -278,6 +279,8 @@ class RunDirectory(Recorder):
             "task": config.task.name,
             "partition": config.partition.name,
             "model": config.model.name,
+            "replay": config.replay.name,
+            "metrics-note": config.strategy.metrics_note,
             "nodes": len(own),
             "rounds": server_round // self.per_round,
             "seed": config.seed,
@@ -304,13 +307,12 @@ class RunDirectory(Recorder):
         """Draw the losses of generators and priors, if any were reported."""
         from flwr_replay.report.plots import losses
 
-        found: dict[str, list[tuple[float, float]]] = {}
-        for line in self._lines("generator"):
-            found.setdefault(line["institution"], []).append((line["epoch"], line["loss"]))
-        for what in ("generator", "prior"):
-            chosen = {name: line for name, line in found.items() if name.endswith(", prior") == (what == "prior")}
-            if chosen:
-                write_atomic(self.path / f"{what}.png", losses(chosen, f"{what}: loss by epoch"))
+        found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for row in self._lines("generator"):
+            lines = found.setdefault(row["network"], {})
+            lines.setdefault(row["institution"], []).append((row["epoch"], row["loss"]))
+        for network, lines in found.items():
+            write_atomic(self.path / f"{network}.png", losses(lines, f"{network}: loss by epoch"))
 
     def bytes_by_kind(self) -> dict[str, dict[str, int]]:
         """Sum the ledger by direction and kind, and the raw bytes that per-sample uploads represent."""

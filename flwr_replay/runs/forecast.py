@@ -144,6 +144,8 @@ def _idea(name: str) -> tuple[str, str]:
 
 
 def _paragraph(document: str, label: str) -> str:
-    start = document.index(label) + len(label)
-    ends = [at for at in (document.find(f"\n{word}", start) for word in ("Travels:", "\n", "Deviations")) if at > 0]
-    return " ".join(document[start : min(ends, default=len(document))].split())
+    """Return a labelled paragraph of a method's own text; empty if it has none."""
+    _, _, text = document.partition(f"\n{label}")
+    for end in ("\n\n", "\nTravels:", "\nDeviations"):
+        text, _, _ = text.partition(end)
+    return " ".join(text.split())

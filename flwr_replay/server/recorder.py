@@ -75,13 +75,13 @@ class Recorder:
     def forgetting_row(self, server_round: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
         """Note the metrics on each institution's training examples, after an exchange that trained on `data_of`."""
 
-    def generated(self, name: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
-        """Note the training of a generator or prior: the loss of every epoch, and the perplexity of the codes.
+    def generated(self, name: str, network: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
+        """Note the training of a network, generator or prior: the loss of every epoch, the perplexity of the codes.
 
         Under DP institutions withhold both.
         """
         used = f"; codes in use (perplexity): {', '.join(f'{p:.1f}' for p in perplexity)}" if perplexity else ""
-        self.log(f"generator at {name}: loss {', '.join(f'{loss:.4f}' for loss in losses) or 'withheld'}{used}")
+        self.log(f"{network} at {name}: loss {', '.join(f'{loss:.4f}' for loss in losses) or 'withheld'}{used}")
 
     def spent(
         self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool

@@ -201,7 +201,7 @@ class GenerativeReplay:
             self.movement.recorder.failed(self.server_round, member.name, fault)
             return False
         self.movement.recorder.saw(generated.examples_seen)
-        self.movement.recorder.generated(member.name, list(generated.losses), list(generated.perplexity))
+        self.movement.recorder.generated(member.name, "generator", list(generated.losses), list(generated.perplexity))
         if not self.codes_travel:
             return self.take_prior(member, weights)
         codes = self.encoded(member, weights, 0 if stale else self.num_replay_examples)
@@ -264,7 +264,7 @@ class GenerativeReplay:
             self.movement.recorder.failed(self.server_round, member.name, fault)
             return False
         self.movement.recorder.saw(answer.examples_seen)
-        self.movement.recorder.generated(f"{member.name}, prior", list(answer.losses))
+        self.movement.recorder.generated(member.name, "prior", list(answer.losses))
         self.keep("generator", self.visits, weights)
         self.keep("source", self.visits, nested({"decoder": self.decoder(weights)}) | opened(answer.arrays))
         self.counts.append(list(answer.label_counts))

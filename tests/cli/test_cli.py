@@ -120,7 +120,7 @@ def test_an_empty_or_boundless_option_is_one_line_and_exit_code_2(flwr_replay, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_memory_that_is_not_enough_is_told_in_one_line(flwr_replay, monkeypatch):
+def test_a_memory_that_is_not_enough_is_reported_in_one_line(flwr_replay, monkeypatch):
     def huge(*given):
         return torch.empty(2**59)  # more than any machine has
 
@@ -217,7 +217,7 @@ def test_a_run_is_resumed_from_anywhere_and_after_its_data_moved(flwr_replay, tm
         ("latents/institution-1/labels.npy", None, "damaged"),
     ],
 )
-def test_a_damaged_run_directory_is_told_in_one_line(flwr_replay, tmp_path, file, content, says):
+def test_a_damaged_run_directory_is_reported_in_one_line(flwr_replay, tmp_path, file, content, says):
     assert flwr_replay("run", *SMALL, "run-name=first")[0] == 0
     path = tmp_path / "runs" / "first" / file
     path.write_bytes(content) if content is not None else path.unlink()

@@ -28,7 +28,7 @@ def privacy(monkeypatch, capsys, tmp_path):
     return call
 
 
-def test_epsilon_is_told_by_both_accountants_with_its_steps(privacy):
+def test_epsilon_is_reported_by_both_accountants_with_its_steps(privacy):
     code, out, _ = privacy("epsilon", *FIG7, "--noise", "0.7")
     assert code == 0
     assert "epsilon 39.07 (RDP), 35.64 (PRV) at delta 0.00087, noise 0.7" in out

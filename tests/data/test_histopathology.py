@@ -41,8 +41,8 @@ def test_all_methods_are_tested_at_home_and_elsewhere(job, method):
     known = result["final"]["global"]
     assert known["accuracy"] <= known["subtype-accuracy"] <= 1
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
-    told = sum(line.bytes for line in forecast(Simulation.of(compose(overrides))))
-    assert told == sum(line["bytes"] for line in lines)
+    reported = sum(line.bytes for line in forecast(Simulation.of(compose(overrides))))
+    assert reported == sum(line["bytes"] for line in lines)
 
 
 def test_it_is_learned(job):

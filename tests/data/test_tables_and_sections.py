@@ -74,7 +74,7 @@ def test_labels_are_binary_and_every_hospital_keeps_a_fifth_for_testing(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "reported"),
     [
         ("54,1,4", "must have 14 values; line 2 has 3"),
         (ROW.replace("130", "high"), r"must be finite numbers, or \? where they are missing; got 'high' in .* line 2"),
@@ -85,13 +85,13 @@ def test_labels_are_binary_and_every_hospital_keeps_a_fifth_for_testing(tmp_path
         (ROW.replace(",4,130", ",9,130"), r"cp in .* must be one of \(1, 2, 3, 4\); line 2"),
     ],
 )
-def test_a_faulty_row_is_named(tmp_path, row, told):
-    with pytest.raises(DataError, match=told) as error:
+def test_a_faulty_row_is_named(tmp_path, row, reported):
+    with pytest.raises(DataError, match=reported) as error:
         load(heart(tmp_path, a=[row] * 5))
     assert "processed.a.data" in str(error.value)
 
 
-def test_a_table_that_is_none_is_told_in_one_line(tmp_path):
+def test_a_table_that_is_none_is_reported_in_one_line(tmp_path):
     task = heart(tmp_path, a=[])
     for content in (bytes(range(256)), b"\xff\xfe", b'"' + b"9" * 200_000):
         (tmp_path / "processed.a.data").write_bytes(content)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from replay.runs import GENERATOR
+from replay_runs import GENERATOR
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
@@ -140,7 +140,7 @@ def test_lines_are_whole_where_the_disk_is_full(tmp_path):
     assert (tmp_path / "ledger.jsonl").read_bytes().count(b"\n") == 2
 
 
-def test_no_room_is_told_with_the_file(tmp_path):
+def test_no_room_is_reported_with_the_file(tmp_path):
     (tmp_path / "ledger.jsonl").symlink_to("/dev/full")
     lines = Lines(tmp_path / "ledger.jsonl")
     lines.append([{"a": 1}])
@@ -159,8 +159,8 @@ def test_a_file_is_as_it_was_where_the_disk_is_full(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
-@pytest.mark.parametrize(("size", "told"), [(20, "run-id"), (3000, "ledger.jsonl"), (12_000, "000001.safetensors")])
-def test_a_run_on_a_full_disk_ends_with_one_line_and_goes_on(tmp_path, monkeypatch, caplog, size, told):
+@pytest.mark.parametrize(("size", "reported"), [(20, "run-id"), (3000, "ledger.jsonl"), (12_000, "000001.safetensors")])
+def test_a_run_on_a_full_disk_ends_with_one_line_and_goes_on(tmp_path, monkeypatch, caplog, size, reported):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = [*SMALL, "strategy=fedavg", "rounds=3", f"runs_dir={tmp_path}/runs", "run_name=one"]
     with full(size), pytest.raises(RunError) as caught:

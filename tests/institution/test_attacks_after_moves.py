@@ -44,7 +44,7 @@ def test_parcels_bring_no_arrays_that_belong_to_none(folder, name):
     assert refusal(reply)
 
 
-def test_a_loop_of_more_passes_than_it_has_charged_does_not_leave_as_private(folder, monkeypatch):
+def test_a_loop_of_more_passes_than_it_has_charged_does_not_leave_under_dp(folder, monkeypatch):
     """A third party's: it was possible before, too."""
 
     def train(self, request):

@@ -74,9 +74,9 @@ def test_weights_are_pinned_by_the_digest_that_the_command_prints(folder, tmp_pa
     arrays = encoder_of(HostileServer(folder, *options).weights)
     write_tensors(tmp_path / "encoder.safetensors", arrays)
     app(["privacy", "digest", str(tmp_path / "encoder.safetensors")], standalone_mode=False)
-    told = capsys.readouterr().out.strip()
-    assert told == digest(arrays)
-    server = HostileServer(folder, *options, policy=f"weights: {{extract: ['{told}']}}")
+    reported = capsys.readouterr().out.strip()
+    assert reported == digest(arrays)
+    server = HostileServer(folder, *options, policy=f"weights: {{extract: ['{reported}']}}")
     assert "latents" in weights(server.send(Extract(arrays=arrays, run="digest", views=1, **CUT)))
     other = {name: array + 1 for name, array in arrays.items()}
     assert refusal(server.send(Extract(arrays=other, run="digest", views=1, **CUT)))
@@ -184,24 +184,24 @@ def test_a_run_leads_nowhere_else(folder, run):
 
 
 def test_of_two_first_messages_one_binds_the_run(tmp_path):
-    told = []
+    reported = []
 
     def first(bound):
         try:
             StateStore(type("Owner", (), {"state": tmp_path})()).bind("r", bound)
-            told.append(bound)
+            reported.append(bound)
         except PrivacyError:
-            told.append("refused")
+            reported.append("refused")
 
     for _ in range(20):
-        told.clear()
+        reported.clear()
         threads = [threading.Thread(target=first, args=(f'{{"dp": "{i}"}}',)) for i in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert sorted(one == "refused" for one in told) == [False] + [True] * 7
-        assert (tmp_path / "runs" / "r" / "options.json").read_text() in told
+        assert sorted(one == "refused" for one in reported) == [False] + [True] * 7
+        assert (tmp_path / "runs" / "r" / "options.json").read_text() in reported
         (tmp_path / "runs" / "r" / "options.json").unlink()
         forget()
 
@@ -236,12 +236,12 @@ def test_a_server_asks_for_no_more_than_its_run_says(folder):
 
 def test_losses_of_training_leave_only_where_exact_metrics_do(folder):
     options = [*TASK, "strategy=fedreplay", "encoder=institution", "encoder_epochs=1", "patience=1"]
-    told = {}
+    reported = {}
     for metrics_ in ("exact", "counted", "none"):
         server = HostileServer(folder, *options, policy=f"metrics: {metrics_}")
         ask = Encode(arrays=server.weights, run=f"loss {metrics_}", cut="hidden1", lr=0.1, max_epochs=1, patience=1)
-        told[metrics_] = {name for name in metrics(server.send(ask)) if name.endswith("loss")}
-    assert told == {"exact": {"train-loss", "validation-loss"}, "counted": set(), "none": set()}
+        reported[metrics_] = {name for name in metrics(server.send(ask)) if name.endswith("loss")}
+    assert reported == {"exact": {"train-loss", "validation-loss"}, "counted": set(), "none": set()}
 
 
 def test_replays_without_codes_are_refused(folder):

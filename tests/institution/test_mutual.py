@@ -84,7 +84,7 @@ def test_the_proxys_gradient_is_clipped_example_by_example(beta):
     expected = [p.detach() - LR * t / B for p, t in zip(theta.parameters(), total, strict=True)]
     torch.testing.assert_close([p.detach() for p in one.proxy.model.parameters()], expected)
     assert one.loss() is None
-    assert (one.seen, one.proxy_steps) == (B, 1)  # the size of a Poisson batch is not told
+    assert (one.seen, one.proxy_steps) == (B, 1)  # the size of a Poisson batch is not reported
 
 
 def test_without_a_teacher_the_proxy_does_not_depend_on_the_private_model():

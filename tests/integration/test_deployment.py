@@ -89,7 +89,7 @@ def test_own_ledger_equals_the_servers(clinic: str, deployment: Any, said: dict[
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_forbidding_policy_is_told_and_the_run_goes_on(name: str, deployment: Any, said: dict[str, str]) -> None:
+def test_a_forbidding_policy_is_reported_and_the_run_goes_on(name: str, deployment: Any, said: dict[str, str]) -> None:
     field = {
         "fedreplay": "Latents.latents is per-sample",
         "cwt": "Generated.arrays is model",

@@ -132,7 +132,7 @@ def twin(arrays, rounds, keep, optimizer="sgd", momentum=0.9, weight_decay=0.0):
 
 @pytest.mark.parametrize("training", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("rule", ["keep", "reset"])
-def test_optimizer_state_is_kept_or_reset_between_visits_as_told(client, training, rule):
+def test_optimizer_state_is_kept_or_reset_between_visits_as_reported(client, training, rule):
     start = to_arrays(build(0))
     found = visits(lambda: client(**training), start, [1, 4, 7], optimizer_state=rule)[7]
     assert same(found, twin(start, [1, 4, 7], rule == "keep", **training))

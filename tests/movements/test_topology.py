@@ -95,7 +95,7 @@ def test_the_exponential_graph_reaches_everybody_after_log2_k_rounds_and_not_bef
         for i in range(int(np.ceil(np.log2(size)))):
             assert not knows.all(), "not before"
             p = mixing_matrix("exponential", size, first + i)
-            knows = knows + p @ knows  # what it was told, and what its private model remembers
+            knows = knows + p @ knows  # what it was reported, and what its private model remembers
         assert knows.all()
 
 
@@ -293,7 +293,7 @@ def test_a_parcel_that_does_not_fit_is_refused():
         mixed(theta, 1.0, 0.5, [(theta | {"bias": np.ones(1)}, 0.5)])
 
 
-def test_an_institution_left_without_any_share_is_told_so():
+def test_an_institution_left_without_any_share_is_reported_so():
     with pytest.raises(RunError, match=r"0 kept and 0 parcels it is 0: choose a topology .* such as exponential-half"):
         mixed({"weight": np.ones(1)}, 1.0, 0.0, [])
 

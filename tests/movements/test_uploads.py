@@ -69,7 +69,7 @@ def endless(numbers, arrays):
 
 
 @pytest.mark.parametrize(
-    ("lie", "told"),
+    ("lie", "reported"),
     [
         (grown(10**9), "examples times views rows; a announces 1000000000"),
         (grown(10**13), "examples times views rows; a announces 10000000000000"),
@@ -79,10 +79,10 @@ def endless(numbers, arrays):
         (endless, "latents must be finite"),
     ],
 )
-def test_an_upload_that_cannot_be_leaves_no_file_and_spoils_nothing(tmp_path, lie, told):
+def test_an_upload_that_cannot_be_leaves_no_file_and_spoils_nothing(tmp_path, lie, reported):
     result, path, _ = run(tmp_path, lie=lie)
     assert {failure["institution"] for failure in result["failures"]} == {"a"}
-    assert all(told in failure["reason"] for failure in result["failures"])
+    assert all(reported in failure["reason"] for failure in result["failures"])
     assert sorted(folder.name for folder in (path / "latents").iterdir()) == ["b", "c"]
 
 
@@ -163,7 +163,7 @@ def renamed(content):
 
 
 @pytest.mark.parametrize(
-    ("lie", "told"),
+    ("lie", "reported"),
     [
         (metric("num-examples", float("nan")), "num-examples must be a whole number from 1 to"),
         (metric("num-examples", 10**12), "num-examples must be a whole number from 1 to"),
@@ -175,11 +175,11 @@ def renamed(content):
     ],
 )
 @pytest.mark.parametrize("strategy", ["fedavg", "cwt"])
-def test_an_app_of_ones_own_answers_what_can_be_or_is_left_out(tmp_path, strategy, lie, told):
+def test_an_app_of_ones_own_answers_what_can_be_or_is_left_out(tmp_path, strategy, lie, reported):
     overrides = ["task=digits", "model=mlp", "model.width=4", f"strategy={strategy}", "nodes=3", "rounds=1"]
     overrides += [f"runs_dir={tmp_path}", "partition.size=20"]
     grid = InlineGrid.simulated(foreign(lie), {"overrides": shlex.join(overrides)}, 3)
     result, _ = execute(grid, compose(overrides), Display())
     assert {failure["institution"] for failure in result["failures"]} == {"3"}
-    assert any(told in failure["reason"] for failure in result["failures"])
+    assert any(reported in failure["reason"] for failure in result["failures"])
     assert result["final"]["global"] == {"error": 0.25}

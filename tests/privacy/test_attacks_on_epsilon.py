@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 # --- which mechanisms a method has ------------------------------------------------------------------------------------
 
 
-def test_a_gradient_does_not_leave_as_private(folder):
+def test_a_gradient_does_not_leave_as_protected(folder):
     policy = "max-epsilon: 1"
     server = HostileServer(folder, *END_TO_END, *SMALL, "strategy=fedsgd", policy=policy)
     reply = server.send(Differentiate(arrays=server.weights, run="fedsgd"))
@@ -47,7 +47,7 @@ def test_a_gradient_does_not_leave_as_private(folder):
 
 
 @pytest.mark.parametrize("strategy", ["fedsgd", "fedprox", "fedavgshare", "splitnn"])
-def test_a_method_without_private_steps_has_no_classifier_by_dp_sgd(folder, strategy):
+def test_a_method_without_dp_steps_has_no_classifier_by_dp_sgd(folder, strategy):
     server = HostileServer(folder, *TASK, *GROUP, "dp=classifier", f"strategy={strategy}")
     reply = server.send(Train(arrays=server.weights, run=strategy, lr=0.1))
     assert refusal(reply)
@@ -55,7 +55,7 @@ def test_a_method_without_private_steps_has_no_classifier_by_dp_sgd(folder, stra
 
 
 @pytest.mark.parametrize("strategy", choices("strategy"))
-def test_both_halves_say_the_same_of_what_is_private(strategy):
+def test_both_halves_declare_the_same_mechanisms(strategy):
     assert mechanisms_of(load_strategy(strategy)[0]) == mechanisms_of(load_client(strategy))
 
 
@@ -153,7 +153,7 @@ def test_state_of_another_setting_is_refused_though_the_run_has_lost_what_it_was
 # --- errors and metrics that tell -------------------------------------------------------------------------------------
 
 
-def test_a_private_model_that_diverges_is_not_told(folder):
+def test_a_private_model_that_diverges_is_not_reported(folder):
     server = HostileServer(folder, *TASK, "strategy=proxyfl", "dp=proxy", "beta=0", "target-epsilon=50")
     for exchange, lr in ((1, 0.1), (2, 1e30), (3, 0.1)):
         visit = TrainProxy(
@@ -210,8 +210,8 @@ def test_training_examples_are_tested_only_in_runs_that_say_so(folder):
     assert "split='elsewhere'" in refusal(plain.send(Evaluate(arrays=plain.weights, run="split", split="elsewhere")))
     looking = HostileServer(folder, *TASK, "strategy=cwt", "forgetting=true")
     assert metrics(looking.send(Evaluate(arrays=plain.weights, run="looks", split="train")))["num-examples"] == 40
-    told = [line for line in looking.ledger if line["run"] == "looks"]
-    assert {line["split"] for line in told} == {"train"}
+    reported = [line for line in looking.ledger if line["run"] == "looks"]
+    assert {line["split"] for line in reported} == {"train"}
     local = HostileServer(folder, *TASK, "strategy=local")
     assert "forgetting=true" in refusal(local.send(EvaluateOwn(run="own", split="train")))
 
@@ -228,13 +228,13 @@ def test_an_epsilon_that_rounds_to_nothing_is_stated_all_the_same(folder):
 
 
 def test_metrics_leave_as_a_policy_says(folder):
-    def told(policy, *options):
+    def reported(policy, *options):
         server = HostileServer(folder, *TASK, "strategy=cwt", *options, policy=policy)
         return server.send(Evaluate(arrays=server.weights, run=f"m {abs(hash(policy))}"))
 
-    assert {"loss", "confusion"} <= metrics(told("metrics: exact")).keys()
-    assert metrics(told("metrics: counted")).keys() == {"num-examples", "confusion"}
-    assert "lets no metrics leave" in refusal(told("metrics: none"))
+    assert {"loss", "confusion"} <= metrics(reported("metrics: exact")).keys()
+    assert metrics(reported("metrics: counted")).keys() == {"num-examples", "confusion"}
+    assert "lets no metrics leave" in refusal(reported("metrics: none"))
 
 
 def test_beside_a_largest_epsilon_only_counts_of_tests_leave(folder):

@@ -127,7 +127,7 @@ class Quantized(nn.Module):
         )
 
 
-def test_a_codebook_that_learns_by_gradients_is_private():
+def test_a_codebook_that_learns_by_gradients_is_clipped_per_example():
     torch.manual_seed(0)
     model, (x, _) = Quantized(), examples(IMAGES, 6)
     sums, _ = clipped_sums(model, model.losses, (x,), 0.1)

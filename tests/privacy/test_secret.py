@@ -40,7 +40,7 @@ def test_a_key_that_others_read_or_that_is_damaged_is_refused(tmp_path):
     (tmp_path / KEY).chmod(0o640)
     with pytest.raises(PrivacyError, match=r"chmod 600") as caught:
         secret_key(tmp_path)
-    assert str(tmp_path) not in str(caught.value)  # the server may be told
+    assert str(tmp_path) not in str(caught.value)  # the server may be reported
     (tmp_path / KEY).chmod(0o600)
     (tmp_path / KEY).write_bytes(b"short")
     with pytest.raises(PrivacyError, match=r"32 bytes; it holds 5"):

@@ -89,9 +89,9 @@ def test_when_one_diverges_the_others_go_on_and_what_they_released_is_in_the_led
 
     ran = run(folder, *JOB, "rounds=3", name="diverged", after=diverges)
     assert [(one["institution"], one["reason"]) for one in ran.result["failures"]] == [("a", "not finite")]
-    for file, told in (("ledger", {"direction": "up", "field": "arrays"}), ("privacy", {})):
+    for file, reported in (("ledger", {"direction": "up", "field": "arrays"}), ("privacy", {})):
         rows = [json.loads(line) for line in (folder / "runs" / "diverged" / f"{file}.jsonl").read_text().splitlines()]
-        assert {row["institution"] for row in rows if row["round"] == 2 and told.items() <= row.items()} == {*"bcd"}
+        assert {row["institution"] for row in rows if row["round"] == 2 and reported.items() <= row.items()} == {*"bcd"}
 
 
 @pytest.mark.parametrize("options", [["dp=none", "target-epsilon=8"], ["dp=none", "epsilon=8"]])

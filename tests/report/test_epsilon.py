@@ -7,11 +7,11 @@ from flwr_replay.report.epsilon import Stated, epsilon_suffix, largest, shown_ep
 from flwr_replay.report.progress import shown_metrics
 
 
-def told(epsilon, proven=True):
+def reported(epsilon, proven=True):
     return {"epsilon": epsilon, "delta": 1e-5, "proven": proven, "mechanism": "DP-SGD", "dp": "proxy"}
 
 
-def told_before(epsilon, proven=True):
+def reported_before(epsilon, proven=True):
     """As versions wrote it that had no `proven`."""
     mechanism = "DP-SGD, Poisson sampling" + ("" if proven else " as the paper counts it; not a proof")
     return {"epsilon": epsilon, "delta": 1e-5, "mechanism": mechanism, "accountant": "rdp", "dp": "proxy"}
@@ -22,11 +22,11 @@ def told_before(epsilon, proven=True):
     [
         ([], ""),
         ([None, None], ""),
-        ([told(7.971), None, told(3.0)], ", epsilon 7.98 (dp=proxy)"),
-        ([told(93.11, proven=False), told(1.0)], ", epsilon 93.2 (dp=proxy), no proof"),
-        ([told(None), told(1.0)], ", epsilon inf (dp=proxy)"),  # noise from the run's seed
-        ([told_before(93.11, proven=False), told_before(1.0)], ", epsilon 93.2 (dp=proxy), no proof"),
-        ([told_before(7.971)], ", epsilon 7.98 (dp=proxy)"),
+        ([reported(7.971), None, reported(3.0)], ", epsilon 7.98 (dp=proxy)"),
+        ([reported(93.11, proven=False), reported(1.0)], ", epsilon 93.2 (dp=proxy), no proof"),
+        ([reported(None), reported(1.0)], ", epsilon inf (dp=proxy)"),  # noise from the run's seed
+        ([reported_before(93.11, proven=False), reported_before(1.0)], ", epsilon 93.2 (dp=proxy), no proof"),
+        ([reported_before(7.971)], ", epsilon 7.98 (dp=proxy)"),
     ],
 )
 def test_the_largest_of_a_run_stands_behind_its_metric(stated, shown):
@@ -54,9 +54,9 @@ def test_tables_have_it_beside_every_mean():
         }
         return {"label": label, "seed": 0, "result": result}
 
-    cells = [cell("x", told(7.971)), cell("y", told(28.6, proven=False)), cell("z", None)]
+    cells = [cell("x", reported(7.971)), cell("y", reported(28.6, proven=False)), cell("z", None)]
     rows = summarise(cells, ["x", "y", "z"], "z", "accuracy", True)
-    assert largest([told(7.971)]) == rows["x"]["epsilon"] == Stated(7.971, True, "proxy")
+    assert largest([reported(7.971)]) == rows["x"]["epsilon"] == Stated(7.971, True, "proxy")
     assert overview({"part": {"strategies": rows, "metric": "accuracy"}})[2:] == [
         "| x | 0.5000, epsilon 7.98 (dp=proxy) |",
         "| y | 0.5000, epsilon 28.6 (dp=proxy), no proof |",

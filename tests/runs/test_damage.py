@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 from harness import Stopping
-from replay.runs import GENERATOR
+from replay_runs import GENERATOR
 from safetensors.numpy import load_file
 
 from flwr_replay.errors import FlwrReplayError
@@ -93,8 +93,8 @@ def resume(broken, tmp_path, monkeypatch, caplog):
             result, _ = run_inline(resolve([], "", str(folder))[0], Display())
         except FlwrReplayError as error:
             return path, str(error)
-        if told := [failure["reason"] for failure in result["failures"]]:
-            return path, told[0]
+        if reported := [failure["reason"] for failure in result["failures"]]:
+            return path, reported[0]
         assert (weights(folder), result["final"]) == wholes[job]
         return path, ""
 
@@ -103,8 +103,8 @@ def resume(broken, tmp_path, monkeypatch, caplog):
     assert not [record for record in caplog.records if record.exc_info], "a fault of the user's needs no traceback"
 
 
-def check(path, told):
-    assert not told or (path.name in told and "\n" not in told), told
+def check(path, reported):
+    assert not reported or (path.name in reported and "\n" not in reported), reported
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,29 +126,31 @@ def test_damage_at_an_institution(resume, name, way):
         run = (folder / "run-id").read_text().strip()
         [path] = [path for path in found if run in str(path) or name == "ledger.jsonl"]
         damage(path, way)
-        return path.parent if (name, way != "folder") == ("options.json", True) else path  # of which the server is told
+        return (
+            path.parent if (name, way != "folder") == ("options.json", True) else path
+        )  # of which the server is reported
 
     check(*resume("fedavg", damaged))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_both_checkpoints_damaged_are_told_and_nothing_begins_anew(resume, way):
+def test_both_checkpoints_damaged_are_reported_and_nothing_begins_anew(resume, way):
     def damaged(folder):
         for path in (folder / "checkpoints").iterdir():
             damage(path, way)
         return folder / "checkpoints"
 
-    path, told = resume("fedreplay", damaged)
-    assert f"{path} has no complete one" in told
+    path, reported = resume("fedreplay", damaged)
+    assert f"{path} has no complete one" in reported
 
 
-def test_checkpoints_that_are_gone_are_told(resume):
+def test_checkpoints_that_are_gone_are_reported(resume):
     def damaged(folder):
         shutil.rmtree(folder / "checkpoints")
         return folder / "checkpoints"
 
-    path, told = resume("fedreplay", damaged)
-    assert f"{path} must hold the run's last two" in told
+    path, reported = resume("fedreplay", damaged)
+    assert f"{path} must hold the run's last two" in reported
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -164,14 +166,14 @@ def test_a_result_is_the_run_s_own(broken, tmp_path, monkeypatch, way):
     assert run_inline(resolve([], "", str(folder))[0], Display())[0]["final"] == wholes["fedreplay"][1]
 
 
-def test_another_seed_in_the_configuration_is_told(resume):
+def test_another_seed_in_the_configuration_is_reported(resume):
     def damaged(folder):
         path = folder / "config.yaml"
         path.write_text(path.read_text().replace("seed: 0", "seed: 1"))
         return path
 
-    path, told = resume("fedreplay", damaged)
-    assert f"{path} must be as the run wrote it" in told
+    path, reported = resume("fedreplay", damaged)
+    assert f"{path} must be as the run wrote it" in reported
 
 
 def test_runs_of_older_versions_go_on(resume):

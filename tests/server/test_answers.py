@@ -79,11 +79,11 @@ LIES = {
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "cwt"])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_told_and_changes_nothing(tmp_path, strategy, lie):
-    spoil, told = LIES[lie]
+def test_a_lie_is_reported_and_changes_nothing(tmp_path, strategy, lie):
+    spoil, reported = LIES[lie]
     final, recorder = start(tmp_path, strategy, spoil)
     assert {failure["institution"] for failure in recorder.failures} == {"b"}
-    assert all(told in failure["reason"] for failure in recorder.failures)
+    assert all(reported in failure["reason"] for failure in recorder.failures)
     assert final[FIRST].shape == (4, 1, 3, 3)
     assert all(np.isfinite(array).all() for array in final.values())
 
@@ -106,7 +106,7 @@ def test_a_run_in_which_all_diverge_stops_and_names_the_first(tmp_path, strategy
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "reported"),
     [
         ("confusion", 5, "confusion must be a list of int"),
         ("confusion", [0] * 9, "confusion must count 9 of 9 examples; got 0"),
@@ -118,10 +118,10 @@ def test_a_run_in_which_all_diverge_stops_and_names_the_first(tmp_path, strategy
         ("loss", float("inf"), "loss must be float"),
     ],
 )
-def test_an_evaluation_that_cannot_be_is_left_out(tmp_path, name, value, told):
+def test_an_evaluation_that_cannot_be_is_left_out(tmp_path, name, value, reported):
     _, recorder = start(tmp_path, "fedavg", number(name, value), lies_in="evaluate")
     assert {failure["institution"] for failure in recorder.failures} == {"b"}
-    assert all(told in failure["reason"] for failure in recorder.failures)
+    assert all(reported in failure["reason"] for failure in recorder.failures)
 
 
 def test_an_encoder_that_is_not_whole_is_not_used(tmp_path):

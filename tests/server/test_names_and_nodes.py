@@ -105,13 +105,13 @@ def test_an_institution_that_returns_as_another_node_with_its_key_goes_on(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ({"name": "d"}, "a node keeps its name in a run; it was 'b' and now answers as 'd'"),
         ({"data": "c.npz"}, "b had 33 training examples and now has 20"),
     ],
 )
-def test_who_was_away_is_asked_again_and_must_be_the_same(tmp_path, change, told):
+def test_who_was_away_is_asked_again_and_must_be_the_same(tmp_path, change, reported):
     def changed(grid):
         back(grid)
         config = {"data": "b.npz", **change}
@@ -119,7 +119,7 @@ def test_who_was_away_is_asked_again_and_must_be_the_same(tmp_path, change, told
 
     turns = {FIRST + 2: lambda grid: away(grid, 3), FIRST + 3: changed}
     result, _, grid = run(tmp_path, turns)
-    assert told in reasons(result)["b"]
+    assert reported in reasons(result)["b"]
     assert stages(grid, 3) == ["roll-call", "train", "evaluate", "roll-call"]
 
 
@@ -166,7 +166,7 @@ def test_a_resumed_run_knows_its_institutions(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("told", "name", "reason"),
+    ("reported", "name", "reason"),
     [
         (Failure(failure="no\nmore \x1b[1m", error="RefusedError", name="a").encode(), "4", "no more [1m"),
         (Failure(failure="no", error="RefusedError", name="../a").encode(), "4", "no"),
@@ -180,15 +180,15 @@ def test_a_resumed_run_knows_its_institutions(tmp_path):
     ],
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_what_cannot_be_at_the_roll_call_is_one_institutions_failure(tmp_path, told, name, reason, late):
-    if isinstance(told, dict):
-        numbers = {"num-examples": 20, "raw-bytes": 1, **told}
-        told = RecordDict({"metrics": MetricRecord(numbers), "config": ConfigRecord({"name": "c"})})
+def test_what_cannot_be_at_the_roll_call_is_one_institutions_failure(tmp_path, reported, name, reason, late):
+    if isinstance(reported, dict):
+        numbers = {"num-examples": 20, "raw-bytes": 1, **reported}
+        reported = RecordDict({"metrics": MetricRecord(numbers), "config": ConfigRecord({"name": "c"})})
 
     def tells(grid, message, reply):
         """Answer node 4's roll call with another's notice, or with what cannot be."""
         if (message.metadata.dst_node_id, grid.asked[-1].stage) == (4, "roll-call"):
-            return Message(told, reply_to=message)
+            return Message(reported, reply_to=message)
         return reply
 
     turns = {1: lambda grid: away(grid, 4), FIRST + 2: back} if late else {}

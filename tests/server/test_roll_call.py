@@ -87,7 +87,7 @@ def test_a_resumed_run_needs_the_data_that_it_began_with(tmp_path, options):
 
 
 @pytest.mark.parametrize("strategy", ["local", "fedavg", "cwt"])
-def test_state_that_is_gone_is_told_not_begun_anew(tmp_path, strategy):
+def test_state_that_is_gone_is_reported_not_begun_anew(tmp_path, strategy):
     run(tmp_path, f"strategy={strategy}", "optimizer-state=keep")
     overrides = [*overrides_of(tmp_path / "x" / "config.yaml"), f"resume={tmp_path / 'x'}", "rounds=3"]
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, 3, state=str(tmp_path / "other"))

@@ -73,7 +73,7 @@ def test_the_ledger_calls_raw_examples_what_they_are(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "reported"),
     [
         (lambda g: replace(g, labels=g.labels + 9), "a share must have 2 labels"),
         (lambda g: replace(g, labels=g.labels[:1]), "a share must have 2 labels"),
@@ -83,7 +83,7 @@ def test_the_ledger_calls_raw_examples_what_they_are(tmp_path, monkeypatch):
         (lambda g: replace(g, images=np.repeat(g.images, 9, 0), labels=np.repeat(g.labels, 9)), "a share must have 2"),
     ],
 )
-def test_a_bad_share_is_told_and_spoils_nobody_elses_training(tmp_path, shards, monkeypatch, spoil, told):
+def test_a_bad_share_is_reported_and_spoils_nobody_elses_training(tmp_path, shards, monkeypatch, spoil, reported):
     honest = FedAvgShareClient.give
 
     def give(self, request):
@@ -93,7 +93,7 @@ def test_a_bad_share_is_told_and_spoils_nobody_elses_training(tmp_path, shards, 
     monkeypatch.setattr(FedAvgShareClient, "give", give)
     _, strategy = run(tmp_path, "fedavgshare", "rounds=1", input_shape=(1, 8, 8))
     assert {failure["institution"] for failure in strategy.recorder.failures} == {"b"}
-    assert told in strategy.recorder.failures[0]["reason"]
+    assert reported in strategy.recorder.failures[0]["reason"]
     assert strategy.received == {"a": ["c"], "b": ["a", "c"], "c": ["a"]}
 
 
@@ -107,9 +107,9 @@ def test_what_others_gave_is_not_lost_unnoticed(tmp_path, shards, monkeypatch):
 
     monkeypatch.setattr(FedAvgShareClient, "train_enlarged", losing)
     _, strategy = run(tmp_path, "fedavgshare")
-    told = {(failure["institution"], failure["round"]): failure["reason"] for failure in strategy.recorder.failures}
-    assert told.keys() == {("a", 2), ("a", 3)}
-    assert "3 examples of others that it has received; they are gone" in told["a", 2]
+    reported = {(failure["institution"], failure["round"]): failure["reason"] for failure in strategy.recorder.failures}
+    assert reported.keys() == {("a", 2), ("a", 3)}
+    assert "3 examples of others that it has received; they are gone" in reported["a", 2]
 
 
 def test_it_keeps_the_contract_with_momentum_that_is_kept(tmp_path, monkeypatch):

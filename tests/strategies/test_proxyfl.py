@@ -103,7 +103,7 @@ def test_an_institutions_own_configuration_names_its_private_model(folder):
     assert "conv1.conv.weight" not in ran.private("a", 2)
 
 
-def test_a_private_model_that_cannot_be_built_is_told_before_anybody_trains(folder):
+def test_a_private_model_that_cannot_be_built_is_reported_before_anybody_trains(folder):
     ran = run(folder, *PROXYFL, "dp=none", own=of_c("unet"))
     [failure] = ran.result["failures"]
     assert (failure["round"], failure["institution"]) == (0, "c")
@@ -117,9 +117,9 @@ CLAIM = "no proof"
 def test_an_epsilon_says_whether_it_is_proven(folder, beta, proven):
     ran = run(folder, *PROXYFL, *DP, f"beta={beta}")
     assert (CLAIM in ran.result["privacy-claim"]) != proven
-    told = list(ran.result["privacy"].values())
-    assert all(("not a proof" in one["mechanism"]) != proven for one in told)
-    assert all(one["epsilon"] > 0 for one in told)
+    reported = list(ran.result["privacy"].values())
+    assert all(("not a proof" in one["mechanism"]) != proven for one in reported)
+    assert all(one["epsilon"] > 0 for one in reported)
     released = [e["protection"] for e in ran.ledger if e["stage"] == "train-proxy" and e["field"] == "arrays"]
     up = [text for text in released if text != "none"]
     assert len(up) == 2 * len(NAMES)

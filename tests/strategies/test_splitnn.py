@@ -233,7 +233,7 @@ def test_what_an_institution_must_go_on_with_may_not_vanish(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("at", "spoil", "told"),
+    ("at", "spoil", "reported"),
     [
         (1, lambda sent: {"labels": sent["labels"] + 3}, "as many labels of"),
         (1, lambda sent: {"labels": sent["labels"][1:]}, "as many labels of"),
@@ -241,11 +241,11 @@ def test_what_an_institution_must_go_on_with_may_not_vanish(start, tmp_path):
         (3, lambda sent: {"conv1.norm.bias": np.zeros(5, np.float32)}, "in the form that it had"),
     ],
 )
-def test_an_upload_that_does_not_fit_ends_the_visit_alone(start, shards, at, spoil, told):
+def test_an_upload_that_does_not_fit_ends_the_visit_alone(start, shards, at, spoil, reported):
     weights, _, recorder = start(after=spoils(("b", at), lambda sent: array_record(spoil(sent))))
     [failure] = recorder.failures
     assert failure["institution"] == "b"
-    assert told in failure["reason"]
+    assert reported in failure["reason"]
     agree(weights, twin(shards, ["a", None, *"cabc"]))
 
 
@@ -329,7 +329,7 @@ def test_more_than_one_micro_batch_is_not_cwt(start, shards):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         (["cut=conv9"], "cut must be one of conv1, conv2; got 'conv9'"),
         (["cut=conv2", UNLABELLED], "must leave a stage between them; got cut='conv2'"),
@@ -338,12 +338,12 @@ def test_more_than_one_micro_batch_is_not_cwt(start, shards):
         (["batch_size=1"], "batch norm needs batches of at least two examples"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options, told):
+def test_options_that_do_not_fit_are_refused(options, reported):
     def checked():
         config = compose(["strategy=splitnn", *JOB, *options])
         load_strategy("splitnn")[0].check(config.strategy, settings_of(config))
 
-    with pytest.raises(FlwrReplayError, match=told):
+    with pytest.raises(FlwrReplayError, match=reported):
         checked()
 
 

@@ -242,7 +242,7 @@ def test_a_summary_and_its_pictures_stand_one_seed_and_no_result() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "options", "more", "told"),
+    ("names", "options", "more", "reported"),
     [
         ("fedavg,fedreplya", [], {}, "did you mean fedreplay"),
         ("fedavg,", [], {}, "unknown strategy"),
@@ -269,10 +269,10 @@ def test_a_summary_and_its_pictures_stand_one_seed_and_no_result() -> None:
     ],
 )
 def test_a_wrong_line_is_refused_before_anything_runs(
-    names: str, options: list[str], more: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: str, options: list[str], more: dict[str, Any], reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cells_module, "_run", begins)
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=reported) as caught:
         compare(tmp_path, names, *options, **more)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Studies: their parts compose, their report holds what the runs found, and wrong names are told."""
+"""Studies: their parts compose, their report holds what the runs found, and wrong names are reported."""
 
 import json
 
@@ -49,7 +49,7 @@ def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypat
     assert "### alike" not in one
 
 
-def test_what_is_not_there_is_told_before_anything_runs(tmp_path):
+def test_what_is_not_there_is_reported_before_anything_runs(tmp_path):
     with pytest.raises(ConfigError, match="unknown study 'partition': did you mean partitions"):
         run_study("partition", "", 1, tmp_path)
     with pytest.raises(ConfigError, match="unknown part 'mnist-bad' of study partitions"):
@@ -61,10 +61,15 @@ def test_what_is_not_there_is_told_before_anything_runs(tmp_path):
 
 def test_a_gap_is_what_lies_between_the_plain_method_and_the_reference():
     def cell(label, accuracy, epsilon=None):
-        stated = {"a": {"epsilon": epsilon, "delta": 1e-3}, "b": {"epsilon": 1.0, "delta": 1e-3}} if epsilon else {}
-        strategy, *options = label.split(":")
-        result = {"final": {"global": {"accuracy": accuracy}}, "privacy": stated}
-        return {"label": label, "strategy": strategy, "options": options, "result": result}
+        stated = (
+            {"a": {"epsilon": epsilon, "delta": 1e-3, "dp": "generator"}, "b": {"epsilon": 1.0, "delta": 1e-3}}
+            if epsilon
+            else {}
+        )
+        strategy, _, option = label.partition(":")
+        replay = "vqvae2" if option else "none"
+        result = {"final": {"global": {"accuracy": accuracy}}, "privacy": stated, "replay": replay}
+        return {"label": label, "strategy": strategy, "result": result}
 
     codes, private = "cwt:replay=vqvae2", "cwt:replay=vqvae2:dp=generator"
     cells = [cell("central", 0.9), cell("cwt", 0.1), cell(codes, 0.8), cell(codes, 0.6), cell(private, 0.5, 7.25)]

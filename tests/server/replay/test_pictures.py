@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness import write_shards
 from PIL import Image
-from replay.runs import FEW, GENERATOR, PRIOR, SIZES, run
+from replay_runs import FEW, GENERATOR, PRIOR, SIZES, run
 
 from flwr_replay.institution.pictures import draw_grid
 from flwr_replay.report.progress import Display

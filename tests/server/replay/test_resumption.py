@@ -3,7 +3,7 @@
 import pytest
 from grid import first
 from harness import same
-from replay.runs import FEW, TASK, broken, run
+from replay_runs import FEW, TASK, broken, run
 
 from flwr_replay.config.compose import compose
 from flwr_replay.runs.execute import settings_of
@@ -29,8 +29,8 @@ def check(whole, resumed):
     assert kept == sorted(path.name for path in (resumed.folder / "replay").iterdir())
     for name in kept:
         assert (whole.folder / "replay" / name).read_bytes() == (resumed.folder / "replay" / name).read_bytes(), name
-    told = [ran.folder / "generator.jsonl" for ran in (whole, resumed)]
-    assert told[0].read_bytes() == told[1].read_bytes()
+    reported = [ran.folder / "generator.jsonl" for ran in (whole, resumed)]
+    assert reported[0].read_bytes() == reported[1].read_bytes()
     assert not resumed.result["failures"]
 
 

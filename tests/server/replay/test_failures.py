@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from grid import first, nth
 from harness import lines, node_configs, same, write_shards
-from replay.runs import FEW, JOB, SIZES, run
+from replay_runs import FEW, JOB, SIZES, run
 from safetensors.numpy import load_file
 
 from flwr_replay.cli.main import _summary
@@ -224,8 +224,8 @@ def test_a_prior_is_tried_before_anybody_is_given_it(change, says):
     fresh = to_arrays(replay.replay_plan.fresh_prior(replay.model))
     arrays, counts = {f"prior.{name}": array.copy() for name, array in fresh.items()}, [4, 4, 4]
     change(arrays, counts)
-    told = TrainedPrior(arrays=arrays, num_examples=12, examples_seen=12, label_counts=counts)
-    fault = replay.fault_of_prior(Member("a", 1, 12), told)
+    reported = TrainedPrior(arrays=arrays, num_examples=12, examples_seen=12, label_counts=counts)
+    fault = replay.fault_of_prior(Member("a", 1, 12), reported)
     assert says in fault
     assert bool(fault) == bool(says)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from clinical import draw, write_csv
 from PIL import Image
-from replay.runs import simulated
+from replay_runs import simulated
 from safetensors.numpy import load_file
 
 from flwr_replay.config.compose import compose, overrides_of

@@ -2,7 +2,7 @@
 
 import pytest
 from harness import write_shards
-from replay.runs import SIZES
+from replay_runs import SIZES
 
 
 @pytest.fixture(scope="module")

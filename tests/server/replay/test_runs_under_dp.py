@@ -9,7 +9,7 @@ import pytest
 import torch
 from flwr.app import Message
 from harness import node_configs, same, write_shards
-from replay.runs import FEW, JOB, B, broken, run, simulated
+from replay_runs import FEW, JOB, B, broken, run, simulated
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_strategy, overrides_of
@@ -64,9 +64,9 @@ def test_what_a_crash_has_repeated_is_charged_twice(folder, once, options, at, r
     for name, n in SIZES.items():
         usual, charged = ([charge["mechanism"] for charge in ran.charges(name)] for ran in (whole, resumed))
         assert sorted(charged) == sorted([*usual, *(repeated if name == "b" else [])])
-        told, before = (ran.result["privacy"][name]["epsilon"] for ran in (resumed, whole))
-        assert told == pytest.approx(total(resumed.charges(name), n))
-        assert (told > before) if name == "b" else (told == before)
+        reported, before = (ran.result["privacy"][name]["epsilon"] for ran in (resumed, whole))
+        assert reported == pytest.approx(total(resumed.charges(name), n))
+        assert (reported > before) if name == "b" else (reported == before)
 
 
 @pytest.mark.parametrize("options", [GENERATOR, END_TO_END], ids=["generator", "end to end"])
@@ -143,34 +143,34 @@ def worded(protection):
 
 def both_ledgers(ran):
     """Return what the server's ledger and the institutions' own say alike."""
-    told, own = protections(ran.ledger), protections([entry for name in SIZES for entry in ran.own_ledger(name)])
-    assert told == own
-    return told
+    reported, own = protections(ran.ledger), protections([entry for name in SIZES for entry in ran.own_ledger(name)])
+    assert reported == own
+    return reported
 
 
-def test_only_the_generators_weights_are_called_private(once):
+def test_only_the_generators_weights_are_called_protected(once):
     ran = once(*GENERATOR)
-    told = both_ledgers(ran)
-    private = {(stage, field) for stage, field, protection in told if protection == "(ε, δ)-DP"}
-    assert private == {("train-generator", "arrays")}
-    open_ = {(stage, field) for stage, field, protection in told if protection == "none"}
+    reported = both_ledgers(ran)
+    protected = {(stage, field) for stage, field, protection in reported if protection == "(ε, δ)-DP"}
+    assert protected == {("train-generator", "arrays")}
+    open_ = {(stage, field) for stage, field, protection in reported if protection == "none"}
     assert open_ >= {("encode-images", "codes"), ("encode-images", "labels"), ("train", "arrays")}
-    public = {(stage, field) for stage, field, protection in told if protection == "declared public"}
-    counted = {(stage, field) for stage, field, _ in told if field in ("num-examples", "examples-seen")}
+    public = {(stage, field) for stage, field, protection in reported if protection == "declared public"}
+    counted = {(stage, field) for stage, field, _ in reported if field in ("num-examples", "examples-seen")}
     assert public >= counted - {("evaluate", "num-examples")}
-    stated = {entry["protection"] for entry in ran.ledger if (entry["stage"], entry["field"]) in private}
+    stated = {entry["protection"] for entry in ran.ledger if (entry["stage"], entry["field"]) in protected}
     up = {protection for protection in stated if protection != "none"}
     expected = {total(ran.charges(name), n): 1 / n for name, n in SIZES.items()}
     assert up == {f"({rounded_up(spent)}, {rounded_up(delta, 2)})-DP" for spent, delta in expected.items()}
 
 
 def test_end_to_end_nothing_of_training_examples_leaves_unprotected(once):
-    told = both_ledgers(once(*END_TO_END))
-    assert {stage for stage, _, protection in told if protection == "none"} == {"evaluate"}
-    private = {(stage, field) for stage, field, protection in told if protection == "(ε, δ)-DP"}
+    reported = both_ledgers(once(*END_TO_END))
+    assert {stage for stage, _, protection in reported if protection == "none"} == {"evaluate"}
+    protected = {(stage, field) for stage, field, protection in reported if protection == "(ε, δ)-DP"}
     weights = {(stage, "arrays") for stage in ("train-generator", "train-prior", "train")}
-    assert private == {*weights, ("train-prior", "label-counts")}
-    assert not {"losses", "perplexity", "train-loss"} & {field for _, field, _ in told}
+    assert protected == {*weights, ("train-prior", "label-counts")}
+    assert not {"losses", "perplexity", "train-loss"} & {field for _, field, _ in reported}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_end_to_end_nothing_of_training_examples_leaves_unprotected(once):
     ],
     ids=["codes beside", "codes drawn", "prior"],
 )
-def test_nothing_is_called_private_that_unprotected_functions_of_the_same_patients_taught(folder, options):
+def test_nothing_is_called_protected_that_unprotected_functions_of_the_same_patients_taught(folder, options):
     with pytest.raises(ConfigError, match="choose"):
         run(folder, *options)
 
@@ -194,9 +194,9 @@ def test_noisy_counts_of_a_small_institution_are_taken_for_what_they_are(folder)
 
 @pytest.mark.parametrize("options", [GENERATOR, END_TO_END], ids=["generator", "end to end"])
 def test_noise_from_the_seed_is_called_no_protection(once, options):
-    told = both_ledgers(ran := once(*options, SEEDED))
-    assert ("train-generator", "arrays", "not protected: its noise comes from the run's seed") in told
-    assert not any("-DP" in protection for _, _, protection in told)
+    reported = both_ledgers(ran := once(*options, SEEDED))
+    assert ("train-generator", "arrays", "not protected: its noise comes from the run's seed") in reported
+    assert not any("-DP" in protection for _, _, protection in reported)
     assert {ran.result["privacy"][name]["epsilon"] for name in SIZES} == {None}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from harness import write_shards
-from replay.runs import FEW, JOB, SIZES, B, K, N, run
+from replay_runs import FEW, JOB, SIZES, B, K, N, run
 
 from flwr_replay.config.compose import compose
 from flwr_replay.generators.codes import pack_codes

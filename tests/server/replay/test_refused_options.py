@@ -1,7 +1,7 @@
 """Options of replay and privacy that cannot be: one line with the rule and what to do, before anything is made."""
 
 import pytest
-from replay.runs import JOB
+from replay_runs import JOB
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError

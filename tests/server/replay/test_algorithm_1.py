@@ -8,7 +8,7 @@ import pytest
 import torch
 from averaging import mean
 from harness import same, write_shards
-from replay.runs import JOB, SIZES, B, run
+from replay_runs import JOB, SIZES, B, run
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.config.compose import compose
