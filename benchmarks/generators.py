@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from flwr_replay.config.sections import GeneratorConfig
 from flwr_replay.generators.codes import pack_codes
-from flwr_replay.generators.vqvae2 import build_generator
+from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
 from flwr_replay.learning.training import select_device, step, torch_rng
 
 
@@ -53,7 +52,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     device, draws = select_device(args.device), torch_rng("benchmark")
     options = {name: getattr(args, name) for name in ("codes", "dim", "width", "blocks", "codebook")}
-    config = GeneratorConfig(name="vqvae2", batch_size=args.batch, **options)
+    config = VQVAE2Config(name="vqvae2", batch_size=args.batch, **options)
     model = build_generator(config, args.channels, args.size, seed=0).to(device)
     optimizer = torch.optim.Adam(model.parameters(), config.lr)
     x = torch.rand(args.batch, args.channels, args.size, args.size, generator=draws).to(device)

@@ -42,6 +42,7 @@ __all__ = [
     "compose",
     "from_run_config",
     "load_client",
+    "load_generator",
     "load_strategy",
     "model_named",
     "overrides_of",
@@ -118,6 +119,14 @@ def load_strategy(name: str) -> tuple[type[Any], type[StrategyConfig]]:
 
 
 @cache
+def load_generator(name: str) -> type[GeneratorConfig]:
+    """Return a generator's config dataclass, found by name in `flwr_replay.generators`."""
+    module = importlib.import_module(f"flwr_replay.generators.{name}")
+    config: type[GeneratorConfig] = next(value for key, value in vars(module).items() if key.lower() == f"{name}config")
+    return config
+
+
+@cache
 def load_client(name: str) -> type[Any]:
     """Return the institution's half of a strategy, found by name in `flwr_replay.clients`."""
     module = importlib.import_module(f"flwr_replay.clients.{name}")
@@ -169,7 +178,8 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     _, strategy_config = load_strategy(strategy.pop("name"))
     if values["privacy"]["dp"] == "auto":
         values["privacy"]["dp"] = strategy_config.dp_by_default
-    sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in SECTIONS.items()}
+    classes = {**SECTIONS, "generator": load_generator(values["generator"]["name"])}
+    sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in classes.items()}
     sections["strategy"] = _build(strategy_config, strategy, "strategy")
     config: RunConfig = _build(RunConfig, {**values, **sections}, "")
     return config

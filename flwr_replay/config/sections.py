@@ -238,27 +238,24 @@ class ReplayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
-    """The generator, a VQ-VAE-2, and its training (Qu et al. 2022, section 4.1; Razavi et al. 2019)."""
+    """Base of every generator's `<Name>Config`, which lies in `flwr_replay.generators.<name>`, with what all have."""
 
     name: str
-    codes: int = 128  # vectors in each of the two codebooks
-    dim: int = 16  # numbers in each vector
-    width: int = 32  # channels of the encoders and the decoder
-    blocks: int = 1  # residual blocks of every part
-    beta: float = 0.25  # weight of the commitment loss
-    codebook: str = "ema"  # ema: running means, dead codes revived | gradient: learned by the loss, as DP-SGD needs it
-    decay: float = 0.99  # ema: the share of the running means that a step keeps
-    lr: float = 4e-4  # of Adam
-    lr_halving: int = 150  # epochs after which the learning rate is halved; 0: never
+    lr: float  # of Adam
     batch_size: int = 32
-    epochs: int = 6  # at each institution
 
     def __post_init__(self) -> None:
-        one_of("generator.name", self.name, ("vqvae2",))
-        one_of("generator.codebook", self.codebook, ("ema", "gradient"))
-        within("generator.", self, codes=(2, 2**16), width=(2, WIDTH), dim=(1, WIDTH), blocks=(0, 100))
-        within("generator.", self, batch_size=(1, BATCH), epochs=(1, PASSES), lr_halving=NOT_NEGATIVE)
-        within("generator.", self, beta=NOT_NEGATIVE_FINITE, decay=FRACTION, lr=POSITIVE)
+        within("generator.", self, batch_size=(1, BATCH), lr=POSITIVE)
+
+    @property
+    def dp_passes(self) -> int:
+        """How many passes DP-SGD makes over an institution's images."""
+        return 0
+
+    @property
+    def dp_fault(self) -> str:
+        """Why DP-SGD cannot train it, and what to do; empty if it can."""
+        return f"generator={self.name} has no training by DP-SGD: choose generator=vqvae2"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""The interface of a generator whose images can be replayed.
+"""What every method needs of a generator: images for labels; and of one whose codes can be replayed: codes too.
 
-`B` batch, `C` channels, `H` height, `W` width, `N` codes of an image.
+`n` images of an institution, `B` batch, `C` channels, `H` height, `W` width, `N` codes of an image.
 """
 
 from __future__ import annotations
@@ -8,16 +8,90 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from flwr_replay.errors import WireError
+from flwr_replay.rng import derived_seed
+from flwr_replay.wire.records import StateDict
 
-__all__ = ["Grids", "ReplayGenerator", "by_level"]
+__all__ = ["Grids", "ImageForm", "ImageGenerator", "ReplayGenerator", "by_level", "rows_of_step", "step_rng"]
 
 Grids = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ImageForm:
+    """The images that a generator makes: (channels, size, size), for labels in [0, classes)."""
+
+    channels: int
+    size: int
+    classes: int
+
+
+class ImageGenerator(ABC):
+    """Makes images for labels; one institution trains it alone, on its own images, from fresh weights.
+
+    Its steps are numbered from 0. All randomness of a step comes from the seed and the step's number. So training may
+    be cut into slices anywhere, with `state` and `load_state` between them, and ends with the same bits.
+    """
+
+    @abstractmethod
+    def steps(self, examples: int) -> int:
+        """Return the number of steps of the whole training on so many images."""
+
+    @abstractmethod
+    def train(self, images: Tensor, labels: Tensor, steps: range) -> dict[str, float]:
+        """Make some steps of the training.
+
+        Parameters
+        ----------
+        images : Tensor
+            All of the institution's, (n, C, H, W), uint8 or float32 in [0, 1].
+        labels : Tensor
+            Their classes, (n,), int64.
+        steps : range
+            The numbers of the steps to make; those before have been made.
+
+        Returns
+        -------
+        dict of str to float
+            Means over these steps, by name: losses, and statistics of the training. The key `loss` is always there.
+        """
+
+    @abstractmethod
+    def sample(self, labels_B: Tensor, rng: torch.Generator) -> Tensor:
+        """Draw images (B, C, H, W) in [0, 1], float32, for labels (B,); `rng` is on the CPU."""
+
+    @abstractmethod
+    def state(self) -> StateDict:
+        """Return all that further training and sampling need: weights, running means, optimizers' states."""
+
+    @abstractmethod
+    def load_state(self, state: StateDict) -> None:
+        """Restore what `state` returned.
+
+        Raises
+        ------
+        WireError
+            If names or shapes are not this generator's.
+        """
+
+
+def step_rng(seed: int, step: int, purpose: str = "") -> torch.Generator:
+    """Return the CPU rng of a training step."""
+    return torch.Generator().manual_seed(derived_seed(seed, "step", step, purpose))
+
+
+def rows_of_step(step: int, examples: int, batch_size: int, seed: int) -> Tensor:
+    """Return the rows of a step's batch: every pass takes ⌊n/b⌋ full batches, at least one, of an order of its own."""
+    in_pass = max(1, examples // batch_size)
+    epoch, place = divmod(step, in_pass)
+    order = torch.randperm(examples, generator=torch.Generator().manual_seed(derived_seed(seed, "pass", epoch)))
+    return order[place * batch_size : (place + 1) * batch_size]
 
 
 def by_level(codes_BN: Tensor, grids: Grids) -> list[Tensor]:

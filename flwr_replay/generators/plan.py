@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.config.run import RunConfig
-from flwr_replay.config.sections import GeneratorConfig, PriorConfig, ReplayConfig, require
+from flwr_replay.config.sections import PriorConfig, ReplayConfig, require
+from flwr_replay.errors import ConfigError
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import bits_per_code
 from flwr_replay.generators.pixelcnn import CodePrior, LabelBins, build_prior
-from flwr_replay.generators.vqvae2 import build_generator
+from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed
 
@@ -29,7 +30,7 @@ class ReplayPlan:
     """The options of replay and the task's images and labels."""
 
     replay: ReplayConfig
-    generator: GeneratorConfig
+    generator: VQVAE2Config
     prior: PriorConfig
     kind: str  # of task
     channels: int  # of an image
@@ -58,8 +59,14 @@ class ReplayPlan:
             replay.name != "pixelcnn" or task.kind != "segmentation",
             f"replay=pixelcnn draws codes for a class or a number; task={task.name} has masks: choose replay=vqvae2",
         )
+        generator = config.generator
+        if not isinstance(generator, VQVAE2Config):
+            raise ConfigError(
+                f"replay={replay.name} replays the codes of generator=vqvae2; got generator={generator.name}: choose "
+                "generator=vqvae2"
+            )
         image = (task.kind, task.channels, task.size, task.classes)
-        return cls(replay, config.generator, config.prior, *image, config.seed)
+        return cls(replay, generator, config.prior, *image, config.seed)
 
     @property
     def stages(self) -> tuple[str, ...]:

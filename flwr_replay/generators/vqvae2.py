@@ -18,27 +18,76 @@ Images whose size is no multiple of eight are padded with their border, and crop
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flwr_replay.config.sections import GeneratorConfig
+from flwr_replay.config.sections import (
+    FRACTION,
+    NOT_NEGATIVE,
+    NOT_NEGATIVE_FINITE,
+    PASSES,
+    WIDTH,
+    GeneratorConfig,
+    one_of,
+    within,
+)
 from flwr_replay.generators.base import ReplayGenerator, by_level
 from flwr_replay.generators.codebooks import EMACodebook, GradientCodebook, perplexity
 from flwr_replay.models.seeding import seeded
 
-__all__ = ["VQVAE2", "build_generator"]
+__all__ = ["VQVAE2", "VQVAE2Config", "build_generator"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VQVAE2Config(GeneratorConfig):
+    """The VQ-VAE-2 and its training (Qu et al. 2022, section 4.1; Razavi et al. 2019)."""
+
+    codes: int = 128  # vectors in each of the two codebooks
+    dim: int = 16  # numbers in each vector
+    width: int = 32  # channels of the encoders and the decoder
+    blocks: int = 1  # residual blocks of every part
+    beta: float = 0.25  # weight of the commitment loss
+    codebook: str = "ema"  # ema: running means, dead codes revived | gradient: learned by the loss, as DP-SGD needs it
+    decay: float = 0.99  # ema: the share of the running means that a step keeps
+    lr: float = 4e-4  # of Adam
+    lr_halving: int = 150  # epochs after which the learning rate is halved; 0: never
+    epochs: int = 6  # at each institution
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("generator.codebook", self.codebook, ("ema", "gradient"))
+        within("generator.", self, codes=(2, 2**16), width=(2, WIDTH), dim=(1, WIDTH), blocks=(0, 100))
+        within("generator.", self, epochs=(1, PASSES), lr_halving=NOT_NEGATIVE)
+        within("generator.", self, beta=NOT_NEGATIVE_FINITE, decay=FRACTION)
+
+    @property
+    def dp_passes(self) -> int:
+        """One for each epoch."""
+        return self.epochs
+
+    @property
+    def dp_fault(self) -> str:
+        """Running means mix examples."""
+        if self.codebook == "gradient":
+            return ""
+        return (
+            "under differential privacy no layer may mix examples, and running means do; got "
+            f"generator.codebook={self.codebook}: choose generator.codebook=gradient"
+        )
+
 
 TOP = 8  # pixels of a top code's side; a bottom code has half of them
 
 
-def build_generator(config: GeneratorConfig, channels: int, size: int, seed: int) -> ReplayGenerator:
+def build_generator(config: VQVAE2Config, channels: int, size: int, seed: int) -> ReplayGenerator:
     """Build a generator with fresh weights.
 
     Parameters
     ----------
-    config : GeneratorConfig
+    config : VQVAE2Config
         The generator's options.
     channels : int
         Of an image; a mask is one more channel.
@@ -64,7 +113,7 @@ class VQVAE2(ReplayGenerator):
 
     decodes = re.compile(r"decoder\.|(top|bottom)\.(vectors\.weight|quantiser\._codebook\.embed)$")
 
-    def __init__(self, config: GeneratorConfig, channels: int, size: int) -> None:
+    def __init__(self, config: VQVAE2Config, channels: int, size: int) -> None:
         super().__init__()
         padded = -(-size // TOP) * TOP
         width, dim, side = config.width, config.dim, padded // TOP
@@ -179,7 +228,7 @@ def _up(inputs: int, outputs: int) -> nn.ConvTranspose2d:
     return nn.ConvTranspose2d(inputs, outputs, 4, stride=2, padding=1)
 
 
-def _codebook(config: GeneratorConfig, positions: int) -> EMACodebook | GradientCodebook:
+def _codebook(config: VQVAE2Config, positions: int) -> EMACodebook | GradientCodebook:
     if config.codebook == "gradient":
         return GradientCodebook(config.codes, config.dim)
     return EMACodebook(config.codes, config.dim, config.decay, config.batch_size * positions / config.codes)

@@ -81,9 +81,8 @@ class PrivacyPlan:
             f"dp=generator needs a generator; got replay={config.replay.name}: choose replay=vqvae2 or pixelcnn",
         )
         require(
-            "generator" not in wanted or config.generator.codebook == "gradient",
-            "under differential privacy no layer may mix examples, and running means do; got "
-            f"generator.codebook={config.generator.codebook}: choose generator.codebook=gradient",
+            "generator" not in wanted or not config.generator.dp_fault,
+            config.generator.dp_fault,
         )
         require(
             "prior" not in wanted or config.replay.name == "pixelcnn",
@@ -109,7 +108,7 @@ class PrivacyPlan:
             f"{type(strategy).__name__} does not say so or otherwise: let it declare `unproven`",
         )
         passes = {name: (epochs, config.training.batch_size) for name, epochs in declared.items()}
-        passes["generator"] = config.generator.epochs, config.generator.batch_size
+        passes["generator"] = config.generator.dp_passes, config.generator.batch_size
         passes["prior"] = config.prior.epochs, config.prior.batch_size
         for name in wanted:
             require(

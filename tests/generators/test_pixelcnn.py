@@ -8,11 +8,11 @@ import pytest
 import torch
 import yaml
 
-from flwr_replay.config.sections import GeneratorConfig, PriorConfig
+from flwr_replay.config.sections import PriorConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.generators.base import by_level
 from flwr_replay.generators.pixelcnn import LabelBins, PixelCNN, build_prior
-from flwr_replay.generators.vqvae2 import build_generator
+from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
 from flwr_replay.learning.training import step, torch_rng
 
 CONF = Path(__file__).parents[2] / "conf" / "prior"
@@ -20,7 +20,7 @@ TINY = {"name": "pixelcnn", "width": 8, "layers": 2}
 
 
 def tiny(codes=4, size=8, classes=3, seed=0, **options):
-    images = build_generator(GeneratorConfig(name="vqvae2", codes=codes, dim=2, width=4), 1, size, 0)
+    images = build_generator(VQVAE2Config(name="vqvae2", codes=codes, dim=2, width=4), 1, size, 0)
     return build_prior(PriorConfig(**TINY | options), images, classes, seed)
 
 
