@@ -8,6 +8,7 @@ from flwr.app import Context
 from flwr_replay.config.binding import binding
 from flwr_replay.config.compose import load_client, model_named
 from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.guard import guard
 from flwr_replay.institution.node import institution_of
@@ -33,6 +34,7 @@ def make_client(context: Context) -> InstitutionClient:
         PrivacyPlan.of(config),
         backbone(model_named(institution.private_model), config.task) if institution.private_model else None,
         binding(config),
+        SynthesisPlan.of(config),
     )
     assert isinstance(client, InstitutionClient)
     return client

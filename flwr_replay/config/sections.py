@@ -243,9 +243,11 @@ class GeneratorConfig:
     name: str
     lr: float  # of Adam
     batch_size: int = 32
+    slice_steps: int = 500  # where each institution trains its own: steps in a message, at most
+    slice_seconds: float = 300.0  # where each institution trains its own: after it the message is answered
 
     def __post_init__(self) -> None:
-        within("generator.", self, batch_size=(1, BATCH), lr=POSITIVE)
+        within("generator.", self, batch_size=(1, BATCH), lr=POSITIVE, slice_steps=(1, BATCH), slice_seconds=POSITIVE)
 
     @property
     def dp_passes(self) -> int:

@@ -33,6 +33,8 @@ class StrategyConfig:
         Options whose value in a request may differ from the run's. An institution refuses any other difference.
     metrics_note : str
         What a reader of a comparison must know of the method's metrics: whose model they are of.
+    draws_images : bool
+        Whether each institution trains an image generator, from which it draws synthetic images.
     """
 
     name: ClassVar[str]
@@ -41,6 +43,7 @@ class StrategyConfig:
     files: ClassVar[tuple[str, ...]] = ()
     chosen_later: ClassVar[tuple[str, ...]] = ()
     metrics_note: ClassVar[str] = ""
+    draws_images: ClassVar[bool] = False
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """Return how many passes an institution makes over its examples, by mechanism: encoder, classifier, proxy.

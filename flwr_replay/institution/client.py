@@ -21,12 +21,14 @@ from flwr_replay.errors import ConfigError, TrainingError, WireError
 from flwr_replay.files.tensors import digest
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import ReplaySampler
+from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.identity import proof_of
 from flwr_replay.institution.learner import Learner
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.replay import GenerativeStages
 from flwr_replay.institution.state import StateStore
+from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches, torch_rng
 from flwr_replay.memory import remembered
@@ -85,6 +87,8 @@ class InstitutionClient(NumPyClient):
         Builds the private model φ, which never leaves, for methods that have one; None: built by `model`.
     bound : str
         What a run is bound to, from `flwr_replay.config.binding.binding`.
+    synthesis : SynthesisPlan | None
+        The generator that the institution trains, to draw synthetic images; None: it draws none.
     """
 
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what this method's stages train by DP-SGD; a subclass says it anew
@@ -100,6 +104,7 @@ class InstitutionClient(NumPyClient):
         privacy: PrivacyPlan | None = None,
         private_model: Callable[[int], nn.Module] | None = None,
         bound: str = "",
+        synthesis: SynthesisPlan | None = None,
     ) -> None:
         self.institution = institution
         self.fresh = model
@@ -110,6 +115,7 @@ class InstitutionClient(NumPyClient):
         self.state, self.bound = StateStore(institution, bound), bound
         self.budget = PrivacyBudget(privacy, institution, self.state, seed) if privacy else None
         self.replay = GenerativeStages(institution, self.state, replay_plan, self.budget) if replay_plan else None
+        self.synthesis = SynthesisStages(institution, self.state, synthesis) if synthesis else None
 
     # --- Flower's NumPyClient ---------------------------------------------------------------------------------------
 
@@ -146,6 +152,8 @@ class InstitutionClient(NumPyClient):
         method = getattr(self, name, None)
         if self.replay and stage in self.replay.replay_plan.stages:
             method = getattr(self.replay, name)
+        if self.synthesis and stage in self.synthesis.stages:
+            method = getattr(self.synthesis, name)
         if request is None or method is None:
             raise ConfigError(
                 f"{type(self).__name__} has no stage {stage!r}: server and institution run other versions"

@@ -16,6 +16,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
 from flwr_replay.files.atomic import alone
 from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import select_device
 from flwr_replay.models.pretrained import load_pretrained
@@ -84,6 +85,7 @@ def settings_of(config: RunConfig) -> Settings:
         input_shape=(config.task.channels, config.task.size, config.task.size),
         device=select_device(config.device),
         replay_plan=ReplayPlan.of(config),
+        synthesis=SynthesisPlan.of(config),
         privacy=PrivacyPlan.of(config),
     )
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from flwr_replay.config.sections import TrainingConfig
 from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import Task
 from flwr_replay.privacy.plan import PrivacyPlan
 
@@ -41,4 +42,5 @@ class Settings:
     input_shape: tuple[int, ...] | None = None  # of one example
     device: str | torch.device = "cpu"  # of training at the server
     replay_plan: ReplayPlan | None = None  # None: no replay
+    synthesis: SynthesisPlan | None = None  # None: institutions draw no images
     privacy: PrivacyPlan | None = None  # None: nothing is trained by DP-SGD

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["RECORD_OF", "Field", "Kind", "instruction", "model", "notice", "per_sample", "statistic"]
+__all__ = ["RECORD_OF", "Field", "Kind", "instruction", "model", "notice", "per_sample", "statistic", "synthetic"]
 
 Kind = Literal["model", "per-sample", "per-sample-raw", "synthetic", "statistic", "instruction", "notice"]
 RECORD_OF: dict[Kind, str] = {
@@ -49,6 +49,11 @@ def model(part: bool = False, dp: str = "") -> Any:
 def per_sample(shape: str, *dtypes: str, raw: bool = False, default: Any = dataclasses.MISSING) -> Any:
     """Declare an array with one row for each example, a function of single patients; `raw`: the examples themselves."""
     return _declare(Field("per-sample-raw" if raw else "per-sample", shape, dtypes), default)
+
+
+def synthetic(shape: str, *dtypes: str) -> Any:
+    """Declare an array with one row for each example that a generator has drawn."""
+    return _declare(Field("synthetic", shape, dtypes), dataclasses.MISSING)
 
 
 def statistic(

@@ -1,0 +1,86 @@
+"""FedER: the institution's half; the server's half is `strategies/feder.py`.
+
+Source: Pennisi et al. 2023, section III-C, eq. 4: the loss on private examples plus the loss on the buffer's.
+"""
+
+from __future__ import annotations
+
+from flwr_replay.errors import ConfigError
+from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.institution.learner import Learner
+from flwr_replay.institution.owner import Shard
+from flwr_replay.institution.synthesis import SynthesisStages, replayed_batches
+from flwr_replay.learning.training import make_optimizer, refuse_single_batches
+from flwr_replay.payloads.common import Evaluation, Trained
+from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
+from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn
+from flwr_replay.wire.records import Weights
+from flwr_replay.wire.weights import encoded, to_arrays
+
+__all__ = ["FedERClient"]
+
+OWN = "own-synthetic"  # mode=synthetic-only: what stands for the institution's real images
+
+
+class FedERClient(InstitutionClient):
+    """Trains the models that come by on its own examples and on buffers of others."""
+
+    def train_with_buffers(self, request: TrainWithBuffers) -> Trained:
+        """Train a received model and return it."""
+        learner, examples = self.trained_model(request, request.arrays)
+        return Trained(
+            arrays=encoded(learner.model),
+            num_examples=examples,
+            examples_seen=learner.seen,
+            train_loss=learner.train_loss(),
+        )
+
+    def train_own_with_buffers(self, request: TrainOwnWithBuffers) -> TrainedOwn:
+        """Train the institution's own model, which stays."""
+        kept = self.kept("model", request)
+        learner, examples = self.trained_model(request, kept or to_arrays(self.fresh(request.init_seed)))
+        loss = learner.train_loss()
+        self.save("model", request, to_arrays(learner.model), give=True)
+        return TrainedOwn(num_examples=examples, examples_seen=learner.seen, train_loss=loss)
+
+    def trained_model(self, request: TrainWithBuffers | TrainOwnWithBuffers, arrays: Weights) -> tuple[Learner, int]:
+        """Train a model for E passes on D_i and B: eq. 4."""
+        b, model = self.batch_size, self.scratch_model(arrays)
+        data = self.examples(request)
+        refuse_single_batches(model, len(data), b)
+        buffer = self.images.kept(request.run, request.server_round, request.buffers, request.buffered)
+        learner = self.learner_of(
+            model, make_optimizer(model, self.training, request.lr), request, request.local_epochs
+        )
+        replayed = replayed_batches(buffer, b, self.shuffle(request.server_round, "buffer")) if buffer else None
+        shuffle = self.shuffle(request.server_round)
+        for _ in range(request.local_epochs):
+            for x_B, y_B in learner.batches(data, shuffle):
+                penalty = None
+                if replayed:
+                    x_R, y_R = next(replayed)
+                    penalty = self.task.loss(model(x_R), y_R)  # L(θ; B)
+                    learner.seen += len(y_R)
+                learner.step(x_B, y_B, penalty)  # θ ← θ − η ∇(L(θ; D_i) + L(θ; B))
+        return learner, len(self.institution.train)
+
+    def examples(self, request: TrainWithBuffers | TrainOwnWithBuffers) -> Shard:
+        """Return D_i; with mode=synthetic-only as many images that the institution's generator has drawn."""
+        if request.mode != "synthetic-only":
+            return self.training_data()
+        kept = self.state.load(OWN, request.run, request.server_round + 1)
+        if kept is None:
+            kept = self.images.drawn(len(self.institution.train), 0)
+            self.save(OWN, request, kept)
+        return self.images.shard([kept])
+
+    def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
+        """Test the institution's own model after this round's training."""
+        return self.evaluated(self.latest("model", request), request.split)
+
+    @property
+    def images(self) -> SynthesisStages:
+        """The institution's generator and the buffers that it keeps."""
+        if self.synthesis is None:
+            raise ConfigError("FedER needs a generator; its options declare draws_images")
+        return self.synthesis

@@ -1,0 +1,63 @@
+"""What travels where institutions draw synthetic images: buffers with labels, up once and to each receiver once.
+
+A generator stays with the institution that trains it. An image that it draws is no patient's image, but it depends on
+all of them: without DP nothing bounds how much it shows of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from flwr_replay.payloads.replay import Kept
+from flwr_replay.wire.fields import instruction, statistic, synthetic
+from flwr_replay.wire.payload import Payload, Request
+
+__all__ = ["Buffer", "DrawBuffer", "GeneratorSlice", "KeepBuffer", "TrainSlice"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorSlice(Payload):
+    """How far the training of an institution's generator is; the generator stays there."""
+
+    num_examples: int = statistic("examples", public=True)
+    steps: int = statistic("steps made so far", public=True)
+    steps_left: int = statistic("steps to the end of the training", public=True)
+    loss: float | None = statistic("mean over the steps of this message", default=None, withheld=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSlice(Request, stage="train-slice", answer=GeneratorSlice):
+    """Train your generator for some more steps on your own images."""
+
+    run: str = instruction()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer(Payload):
+    """Images that an institution's generator has drawn, with the labels for which they were drawn."""
+
+    images: NDArray[Any] = synthetic("N C H W", "uint8")
+    labels: NDArray[Any] = synthetic("N", "int64")
+    num_examples: int = statistic("examples, real ones that the generator has learned", public=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawBuffer(Request, stage="draw-buffer", answer=Buffer):
+    """Draw this number of images from your trained generator."""
+
+    run: str = instruction()
+    buffer: int = instruction("images")
+    number: int = instruction("the number of this buffer in the run; every number has draws of its own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepBuffer(Request, stage="keep-buffer", answer=Kept):
+    """Save another institution's buffer; later requests name it by its number."""
+
+    run: str = instruction()
+    number: int = instruction("the number of this buffer in the run")
+    images: NDArray[Any] = synthetic("N C H W", "uint8")
+    labels: NDArray[Any] = synthetic("N", "int64")

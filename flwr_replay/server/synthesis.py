@@ -1,0 +1,208 @@
+"""Synthetic images: the server's half; the institution's half is `flwr_replay/institution/synthesis.py`.
+
+Source: Pennisi et al. 2023 (FedER), section III-B: before the first round every institution trains a generator on its
+own images. The generator stays there; a buffer of its images travels.
+
+    every institution k: train G_k, in as many messages as it takes
+    every institution k: B_k ← images that G_k draws                    up to the server, once
+    for each institution j that is to train on B_k: send B_k to j       once; later requests name its number
+
+Failures: An institution that fails is asked again before the next round. Until then nobody has its buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp import Grid
+
+from flwr_replay.errors import WireError
+from flwr_replay.files.tensors import read_tensors, write_tensors
+from flwr_replay.generators.synthesis import SynthesisPlan
+from flwr_replay.payloads.replay import Kept
+from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, KeepBuffer, TrainSlice
+from flwr_replay.server.exchange import Exchanging
+from flwr_replay.server.members import Member
+from flwr_replay.wire.payload import Payload, Request
+
+__all__ = ["Buffers"]
+
+FOLDER = "buffers"
+
+
+class Buffers:
+    """Has every institution train its generator, takes a buffer from each, and hands buffers on.
+
+    Parameters
+    ----------
+    movement : Exchanging
+        Exchanges messages with the institutions.
+    plan : SynthesisPlan
+        The generators and the form of their images.
+    size : int
+        Images in a buffer; 0: there are no buffers, and generators are trained only if `always`.
+    always : bool
+        Whether generators are trained even if no buffer is to be drawn.
+    """
+
+    def __init__(self, movement: Exchanging, plan: SynthesisPlan, size: int, always: bool = False) -> None:
+        self.movement, self.plan, self.size, self.always = movement, plan, size, always
+        self.trained: set[str] = set()  # institutions whose generator is complete
+        self.numbers: dict[str, int] = {}  # by institution: the number of its buffer
+        self.made = 0  # buffers so far
+        self.held: dict[str, list[int]] = {}  # by institution: the buffers that it has acknowledged
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold; the buffers are in files."""
+        held = {name: list(numbers) for name, numbers in self.held.items()}
+        return {"trained": sorted(self.trained), "numbers": dict(self.numbers), "made": self.made, "held": held}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.trained, self.numbers = set(values["trained"]), values["numbers"]
+        self.made, self.held = values["made"], values["held"]
+
+    # --- generators and buffers ---------------------------------------------------------------------------------------
+
+    def prepare(self, grid: Grid, server_round: int, extra: ConfigRecord, fresh: bool = False) -> None:
+        """Have the institutions that lack a trained generator train it, and those that lack a buffer draw one.
+
+        With `fresh` all draw a new one.
+        """
+        if not self.size and not self.always:
+            return
+        self.train(grid, server_round, extra)
+        if not self.size:
+            return
+        lacking = [m for m in self.movement.members if m.name in self.trained and (fresh or m.name not in self.numbers)]
+        numbers = {member.name: self.made + i for i, member in enumerate(lacking, 1)}
+        self.made += len(lacking)
+
+        def take(member: Member, reply: Message) -> None:
+            buffer = self.checked(Buffer.decode(reply.content))
+            path = self.movement.recorder.folder(FOLDER) / f"{numbers[member.name]:06d}.safetensors"
+            write_tensors(path, {"images": buffer.images, "labels": buffer.labels})
+            self.numbers[member.name] = numbers[member.name]
+
+        asked = (self.movement.message(m, self.draw(server_round, numbers[m.name]), extra) for m in lacking)
+        self.movement.exchange(grid, server_round, asked, needed=False, take=take, at_once=1)
+
+    def train(self, grid: Grid, server_round: int, extra: ConfigRecord) -> None:
+        """Send message after message until every generator is complete, or its institution fails."""
+        asked = [member for member in self.movement.members if member.name not in self.trained]
+        made = dict.fromkeys((member.name for member in asked), -1)
+        losses: dict[str, list[float]] = {member.name: [] for member in asked}
+        while asked:
+            going_on: list[Member] = []
+
+            def take(member: Member, reply: Message, going_on: list[Member] = going_on) -> None:
+                answer = GeneratorSlice.decode(reply.content)
+                if answer.steps <= made[member.name] and answer.steps_left:
+                    raise WireError(
+                        f"must train on; its generator had {made[member.name]} steps and has {answer.steps}"
+                    )
+                made[member.name] = answer.steps
+                losses[member.name] += [] if answer.loss is None else [answer.loss]
+                if answer.steps_left:
+                    going_on.append(member)
+                else:
+                    self.trained.add(member.name)
+
+            request = TrainSlice(server_round=server_round, run=self.movement.settings.run)
+            messages = [self.movement.message(member, request, extra) for member in asked]
+            self.movement.exchange(grid, server_round, messages, needed=False, take=take)
+            asked = going_on
+        for name, found in losses.items():
+            if name in self.trained and found:
+                self.movement.recorder.generated(name, "generator", found)
+
+    def draw(self, server_round: int, number: int) -> DrawBuffer:
+        """Ask for a buffer."""
+        run = self.movement.settings.run
+        return DrawBuffer(server_round=server_round, run=run, buffer=self.size, number=number)
+
+    def checked(self, buffer: Buffer) -> Buffer:
+        """Refuse a buffer that is not what was asked for, before anybody receives it.
+
+        Raises
+        ------
+        WireError
+            If number, shape or labels are wrong.
+        """
+        form = self.plan.form
+        shape = (self.size, form.channels, form.size, form.size)
+        if buffer.images.shape != shape or len(buffer.labels) != self.size:
+            raise WireError(f"a buffer must hold images {shape}, each with a label; got {buffer.images.shape}")
+        if not self.movement.task.accepts(buffer.labels):
+            raise WireError(f"a buffer's labels must be classes below {form.classes}; got others")
+        return buffer
+
+    # --- delivery -----------------------------------------------------------------------------------------------------
+
+    def deliver(
+        self, grid: Grid, server_round: int, wanted: Mapping[str, Sequence[int]], extra: ConfigRecord
+    ) -> dict[str, list[int]]:
+        """Send every institution the buffers that it is to train on and lacks; return those that it has.
+
+        Parameters
+        ----------
+        wanted : Mapping of str to Sequence of int
+            By institution: numbers of buffers.
+        """
+        lacking = [
+            (member, number)
+            for member in self.movement.members
+            for number in wanted.get(member.name, ())
+            if number not in self.held.get(member.name, ())
+        ]
+        sent: dict[str, list[int]] = {}  # one message at a time, so the answers come in this order
+
+        def messages() -> Iterable[Message]:
+            for member, number in lacking:
+                sent.setdefault(member.name, []).append(number)
+                yield self.movement.message(member, self.keep(server_round, number), extra)
+
+        def take(member: Member, reply: Message) -> None:
+            Kept.decode(reply.content)
+            self.held.setdefault(member.name, []).append(sent[member.name][-1])
+
+        self.movement.exchange(grid, server_round, messages(), needed=False, take=take, at_once=1)
+        return {name: [n for n in numbers if n in self.held.get(name, ())] for name, numbers in wanted.items()}
+
+    def keep(self, server_round: int, number: int) -> KeepBuffer:
+        """Send a buffer."""
+        buffer = read_tensors(self.movement.recorder.folder(FOLDER) / f"{number:06d}.safetensors")
+        run, images, labels = self.movement.settings.run, buffer["images"], buffer["labels"]
+        return KeepBuffer(server_round=server_round, run=run, number=number, images=images, labels=labels)
+
+    # --- forecast -----------------------------------------------------------------------------------------------------
+
+    def forecast(self, deliveries: Mapping[str, int], draws: int) -> list[tuple[Member, Request, Payload, int]]:
+        """Return the exchanges if every institution stays and none needs more time than a message has.
+
+        Parameters
+        ----------
+        deliveries : Mapping of str to int
+            By institution: how many buffers it receives.
+        draws : int
+            How many buffers each institution draws.
+        """
+        if not self.size and not self.always:
+            return []
+        form, run = self.plan.form, self.movement.settings.run
+        shape = (self.size, form.channels, form.size, form.size)
+        images, labels = np.broadcast_to(np.zeros((), np.uint8), shape), np.zeros(self.size, np.int64)
+        found: list[tuple[Member, Request, Payload, int]] = []
+        for member in self.movement.members:
+            slices = ceil(self.plan.steps(member.num_examples) / self.plan.generator.slice_steps)
+            answer = GeneratorSlice(num_examples=0, steps=0, steps_left=0, loss=0.0)
+            found.append((member, TrainSlice(run=run), answer, slices))
+            if self.size:
+                found.append((member, self.draw(0, 0), Buffer(images=images, labels=labels, num_examples=0), draws))
+                keep = KeepBuffer(run=run, number=0, images=images, labels=labels)
+                found.append((member, keep, Kept(num_examples=0), deliveries.get(member.name, 0)))
+        return found
