@@ -70,7 +70,7 @@ class FedERClient(InstitutionClient):
             return self.training_data()
         kept = self.state.load(OWN, request.run, request.server_round + 1)
         if kept is None:
-            kept = self.images.drawn(len(self.institution.train), 0)
+            kept = self.images.drawn(len(self.institution.train), "own")
             self.save(OWN, request, kept)
         return self.images.shard([kept])
 

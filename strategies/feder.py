@@ -20,7 +20,7 @@ lie far from real ones is evidence, and no (ε, δ).
 
 Deviations: The server passes models and buffers on; the paper's institutions send them to each other. In a round
 every model goes to another institution, along one random cycle, as in the authors' code. Eq. 4's two terms are added,
-where that code averages over real and synthetic examples. A batch of the buffer passes the model by itself, so batch norm
+where that code averages over real and synthetic examples. A batch of the buffer passes the model by itself: batch norm
 normalises real and synthetic examples apart. In the first round there is no predecessor and no buffer, as in that code.
 All models begin with the same weights. Every training begins with a fresh optimizer.
 
@@ -93,7 +93,8 @@ class FedER(Relay):
         plan, synthetic = self.settings.synthesis, self.config.mode == "synthetic-only"
         if plan is None:
             raise ConfigError("FedER needs a generator: give Settings(synthesis=...)")
-        self.buffers = Buffers(self, plan, self.config.buffer, always=synthetic)
+        refreshed = self.config.buffer_refresh == "round"
+        self.buffers = Buffers(self, plan, self.config.buffer, refreshed, always=synthetic)
         self.fresh: StateDict = {}  # the weights with which every model begins
         self.models: dict[str, StateDict] = {}  # by the institution where a model is: its weights
         self.origins: dict[str, str] = {}  # by the institution where a model is: the one where it began
@@ -124,7 +125,7 @@ class FedER(Relay):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Draw buffers if need be, let the models hop, deliver the buffers, have all institutions train."""
         self.fresh = self.fresh or opened(arrays)
-        self.buffers.prepare(grid, server_round, config, fresh=self.config.buffer_refresh == "round")
+        self.buffers.prepare(grid, server_round, config)
         self.hop(server_round, [member.name for member in self.members])
         self.received = self.buffers.deliver(grid, server_round, self.wanted(server_round), config)
         replies = self.exchange(grid, server_round, self.configure_train(server_round, arrays, config, grid))
@@ -206,7 +207,7 @@ class FedER(Relay):
         members, names = list(self.members), [member.name for member in self.members]
         self.buffers.numbers = {name: i for i, name in enumerate(names, 1)} if self.config.buffer else {}
         found, held = list[Exchange](), {name: set[tuple[int, int]]() for name in names}
-        refreshed = self.config.buffer_refresh == "round"
+        refreshed = self.buffers.refreshed
         for server_round in range(1, num_rounds + 1):
             self.hop(server_round, names)
             self.received = self.wanted(server_round)
@@ -217,8 +218,7 @@ class FedER(Relay):
                 request = request if self.stays else replace(request, arrays=arrays)  # type: ignore[call-arg]
                 found.append((member, request, answer, 1))
         deliveries = {name: len(pairs) for name, pairs in held.items()}
-        draws = num_rounds if refreshed else 1
-        found = [*self.buffers.forecast(deliveries, draws), *found]
+        found = [*self.buffers.forecast(deliveries, num_rounds), *found]
         self.models, self.origins, self.received, self.buffers.numbers = {}, {}, {}, {}
         return found
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flwr_replay.errors import DataError, TrainingError, WireError
+from flwr_replay.errors import DataError, DivergedError, TrainingError, WireError
 from flwr_replay.files.atomic import private_folder
 from flwr_replay.files.tensors import digest, read_with_texts, write_tensors
 from flwr_replay.generators.base import ImageGenerator
@@ -47,18 +47,18 @@ class SynthesisStages:
     def train_slice(self, request: TrainSlice) -> GeneratorSlice:
         """Train for some steps, and save: an interrupted message costs at most its own steps."""
         data, config = self.images(), self.plan.generator
-        generator, made = self.trained_so_far()
+        generator, made, loss = self.trained_so_far()
         total = generator.steps(len(data))
-        began, first, losses = time.monotonic(), made, []
-        while made < min(total, first + config.slice_steps) and time.monotonic() - began < config.slice_seconds:
-            upto = min(total, first + config.slice_steps, made + AT_ONCE)
+        began, end, losses = time.monotonic(), min(total, made + config.slice_steps), []
+        while made < end and time.monotonic() - began < config.slice_seconds:
+            upto = min(end, made + AT_ONCE)
             losses.append(generator.train(data.x, data.y, range(made, upto))["loss"])
             made = upto
-        if made > first:
-            self.save(generator, made)
-        loss = float(np.mean(losses)) if losses else None
-        if loss is not None and not np.isfinite(loss):
-            raise TrainingError("a generator's loss must stay finite; it is not: lower generator.lr")
+        if losses:
+            loss = float(np.mean(losses))
+            if not np.isfinite(loss):
+                raise DivergedError("a generator's loss must stay finite; it is not: lower generator.lr")
+            self.save(generator, made, loss)
         return GeneratorSlice(num_examples=len(data), steps=made, steps_left=total - made, loss=loss)
 
     def images(self) -> Shard:
@@ -80,19 +80,20 @@ class SynthesisStages:
         """Return the classes of which the institution has enough images; it draws no others."""
         return torch.nonzero(torch.bincount(data.y.cpu()) >= FEWEST)[:, 0]
 
-    def trained_so_far(self) -> tuple[ImageGenerator, int]:
-        """Return the generator and the number of its steps."""
+    def trained_so_far(self) -> tuple[ImageGenerator, int, float]:
+        """Return the generator, the number of its steps, and the loss of its last message."""
         generator = self.plan.fresh(derived_seed(self.identity), self.institution.device)
         if not self.file.exists():
-            return generator, 0
+            return generator, 0, 0.0
         state, texts = read_with_texts(self.file)
         generator.load_state(state)
-        return generator, int(texts["steps"])
+        return generator, int(texts["steps"]), float(texts["loss"])
 
-    def save(self, generator: ImageGenerator, made: int) -> None:
-        """Write the generator and the number of its steps."""
+    def save(self, generator: ImageGenerator, made: int, loss: float) -> None:
+        """Write the generator, the number of its steps, and the loss of this message."""
         private_folder(self.file.parent)
-        write_tensors(self.file, generator.state(), {"steps": str(made)}, to_disk=self.institution.durable)
+        texts = {"steps": str(made), "loss": repr(loss)}
+        write_tensors(self.file, generator.state(), texts, to_disk=self.institution.durable)
 
     @property
     def file(self) -> Path:
@@ -111,11 +112,12 @@ class SynthesisStages:
 
     def draw_buffer(self, request: DrawBuffer) -> Buffer:
         """Draw images for labels that are uniform over the institution's classes."""
-        drawn = self.drawn(request.buffer, request.number)
+        # Whatever a server asks for and however often: without a refresh all draws of a run are the same images.
+        drawn = self.drawn(request.buffer, request.server_round if request.buffer_refresh == "round" else 0)
         return Buffer(images=drawn["images"], labels=drawn["labels"], num_examples=len(self.institution.train))
 
-    def drawn(self, size: int, number: int) -> StateDict:
-        """Draw images, uint8, and labels.
+    def drawn(self, size: int, *purpose: object) -> StateDict:
+        """Draw images, uint8, and labels; the same purpose draws the same.
 
         Raises
         ------
@@ -123,10 +125,10 @@ class SynthesisStages:
             If the generator's training is not complete.
         """
         data = self.images()
-        generator, made = self.trained_so_far()
+        generator, made, _ = self.trained_so_far()
         if left := generator.steps(len(data)) - made:
             raise TrainingError(f"a buffer is drawn from a trained generator; {left} steps are left: train it first")
-        classes, rng = self.classes(data), torch_rng(self.identity, "buffer", number)
+        classes, rng = self.classes(data), torch_rng(self.identity, "drawn", *purpose)
         labels = classes[torch.arange(size) % len(classes)][torch.randperm(size, generator=rng)]
         images = generator.sample(labels, rng).mul(255).round().clamp(0, 255).byte()
         return {"images": images.numpy(), "labels": labels.numpy()}

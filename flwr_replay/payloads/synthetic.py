@@ -50,7 +50,7 @@ class DrawBuffer(Request, stage="draw-buffer", answer=Buffer):
 
     run: str = instruction()
     buffer: int = instruction("images")
-    number: int = instruction("the number of this buffer in the run; every number has draws of its own")
+    buffer_refresh: str = instruction("never: always the same images | round: others in every exchange")
 
 
 @dataclass(frozen=True, kw_only=True)

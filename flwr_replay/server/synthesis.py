@@ -45,12 +45,16 @@ class Buffers:
         The generators and the form of their images.
     size : int
         Images in a buffer; 0: there are no buffers, and generators are trained only if `always`.
+    refreshed : bool
+        Whether every institution draws a new buffer in every round.
     always : bool
         Whether generators are trained even if no buffer is to be drawn.
     """
 
-    def __init__(self, movement: Exchanging, plan: SynthesisPlan, size: int, always: bool = False) -> None:
-        self.movement, self.plan, self.size, self.always = movement, plan, size, always
+    def __init__(
+        self, movement: Exchanging, plan: SynthesisPlan, size: int, refreshed: bool = False, always: bool = False
+    ) -> None:
+        self.movement, self.plan, self.size, self.refreshed, self.always = movement, plan, size, refreshed, always
         self.trained: set[str] = set()  # institutions whose generator is complete
         self.numbers: dict[str, int] = {}  # by institution: the number of its buffer
         self.made = 0  # buffers so far
@@ -68,17 +72,14 @@ class Buffers:
 
     # --- generators and buffers ---------------------------------------------------------------------------------------
 
-    def prepare(self, grid: Grid, server_round: int, extra: ConfigRecord, fresh: bool = False) -> None:
-        """Have the institutions that lack a trained generator train it, and those that lack a buffer draw one.
-
-        With `fresh` all draw a new one.
-        """
+    def prepare(self, grid: Grid, server_round: int, extra: ConfigRecord) -> None:
+        """Have the institutions that lack a trained generator train it, and those that lack a buffer draw one."""
         if not self.size and not self.always:
             return
         self.train(grid, server_round, extra)
         if not self.size:
             return
-        lacking = [m for m in self.movement.members if m.name in self.trained and (fresh or m.name not in self.numbers)]
+        lacking = [m for m in self.movement.members if m.name in self.trained and self.lacks(m)]
         numbers = {member.name: self.made + i for i, member in enumerate(lacking, 1)}
         self.made += len(lacking)
 
@@ -88,8 +89,12 @@ class Buffers:
             write_tensors(path, {"images": buffer.images, "labels": buffer.labels})
             self.numbers[member.name] = numbers[member.name]
 
-        asked = (self.movement.message(m, self.draw(server_round, numbers[m.name]), extra) for m in lacking)
+        asked = (self.movement.message(m, self.draw(server_round), extra) for m in lacking)
         self.movement.exchange(grid, server_round, asked, needed=False, take=take, at_once=1)
+
+    def lacks(self, member: Member) -> bool:
+        """Return whether an institution is to draw a buffer."""
+        return self.refreshed or member.name not in self.numbers
 
     def train(self, grid: Grid, server_round: int, extra: ConfigRecord) -> None:
         """Send message after message until every generator is complete, or its institution fails."""
@@ -120,10 +125,11 @@ class Buffers:
             if name in self.trained and found:
                 self.movement.recorder.generated(name, "generator", found)
 
-    def draw(self, server_round: int, number: int) -> DrawBuffer:
+    def draw(self, server_round: int) -> DrawBuffer:
         """Ask for a buffer."""
+        refresh = "round" if self.refreshed else "never"
         run = self.movement.settings.run
-        return DrawBuffer(server_round=server_round, run=run, buffer=self.size, number=number)
+        return DrawBuffer(server_round=server_round, run=run, buffer=self.size, buffer_refresh=refresh)
 
     def checked(self, buffer: Buffer) -> Buffer:
         """Refuse a buffer that is not what was asked for, before anybody receives it.
@@ -181,15 +187,15 @@ class Buffers:
 
     # --- forecast -----------------------------------------------------------------------------------------------------
 
-    def forecast(self, deliveries: Mapping[str, int], draws: int) -> list[tuple[Member, Request, Payload, int]]:
+    def forecast(self, deliveries: Mapping[str, int], rounds: int) -> list[tuple[Member, Request, Payload, int]]:
         """Return the exchanges if every institution stays and none needs more time than a message has.
 
         Parameters
         ----------
         deliveries : Mapping of str to int
             By institution: how many buffers it receives.
-        draws : int
-            How many buffers each institution draws.
+        rounds : int
+            Of the run.
         """
         if not self.size and not self.always:
             return []
@@ -202,7 +208,14 @@ class Buffers:
             answer = GeneratorSlice(num_examples=0, steps=0, steps_left=0, loss=0.0)
             found.append((member, TrainSlice(run=run), answer, slices))
             if self.size:
-                found.append((member, self.draw(0, 0), Buffer(images=images, labels=labels, num_examples=0), draws))
+                found.append(
+                    (
+                        member,
+                        self.draw(0),
+                        Buffer(images=images, labels=labels, num_examples=0),
+                        rounds if self.refreshed else 1,
+                    )
+                )
                 keep = KeepBuffer(run=run, number=0, images=images, labels=labels)
                 found.append((member, keep, Kept(num_examples=0), deliveries.get(member.name, 0)))
         return found
