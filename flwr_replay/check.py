@@ -28,6 +28,7 @@ from safetensors.numpy import load_file
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_strategy, overrides_of
 from flwr_replay.files.atomic import home, read_lines
+from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.state import RUNS
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.account import CHARGES
@@ -120,8 +121,11 @@ def _run(
     grid = WatchedGrid.simulated(app, {"overrides": shlex.join(overrides)}, config.nodes)
     grid.failing = failing
     result, folder = execute(grid, config, Breaking(stop_after))
-    final = folder / "models" / "global.safetensors"
-    return load_file(final) if final.exists() else {}, grid, result
+    return nested({file.stem: load_file(file) for file in _models(folder)}), grid, result
+
+
+def _models(folder: Path) -> list[Path]:
+    return sorted((folder / "models").glob("*.safetensors"))
 
 
 def _equal(one: StateDict, other: StateDict) -> bool:
@@ -187,8 +191,11 @@ def _check_charges(job: list[str], folder: Path) -> None:
 
 def _check_dtypes(job: list[str], final: StateDict) -> None:
     config = compose(job)
-    for key, array in to_arrays(backbone(config.model, config.task)(0)).items() if final else ():
-        assert final[key].dtype == array.dtype, f"dtypes must be kept; {key} is {final[key].dtype}, was {array.dtype}"
+    fresh = to_arrays(backbone(config.model, config.task)(0))
+    for model, arrays in unnested(final).items():
+        for key, array in fresh.items():
+            found = arrays[key].dtype
+            assert found == array.dtype, f"dtypes must be kept; {key} of {model} is {found}, was {array.dtype}"
 
 
 def _check_resumption(job: list[str], folder: Path, whole: StateDict, result: dict[str, Any]) -> None:
@@ -201,10 +208,8 @@ def _check_resumption(job: list[str], folder: Path, whole: StateDict, result: di
         _same(whole, again, "two runs with the same seed")
         assert result["final"] == repeated["final"], "two runs with the same seed must have the same metrics"
     _same(whole, resumed, "a resumed run and an uninterrupted one")
-    files = [folder / name / "models" / "global.safetensors" for name in ("whole", "broken")]
-    if whole:
-        one, other = (file.read_bytes() for file in files)
-        assert one == other, "a resumed run's models/ must have the same bytes, with the weights in the same order"
+    one, other = ([file.read_bytes() for file in _models(folder / name)] for name in ("whole", "broken"))
+    assert one == other, "a resumed run's models/ must have the same bytes, with the weights in the same order"
     for key in ("final", "examples-seen"):  # not the bytes, since the roll is called again
         assert ended[key] == result[key], f"a resumed run must report the same {key}; {ended[key]}, was {result[key]}"
 

@@ -30,7 +30,7 @@ institution waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -201,6 +201,10 @@ class FedER(Relay):
         self.fresh, self.origins = parts["fresh"], values["origins"]
         self.models = {name: parts[str(i)] for i, name in enumerate(values["at"])}
         self.buffers.restore(values["buffers"])
+
+    def models_at_end(self, arrays: StateDict) -> Mapping[str, StateDict]:
+        """Return every model, by the institution that has trained it last."""
+        return {} if self.stays else self.models
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Generators and buffers once, then a training at every institution in every round."""

@@ -15,7 +15,7 @@ pass may take several. `observers.py` has what observes the loop.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
@@ -189,6 +189,10 @@ class Movement(Exchanging):
         if self.replay and isinstance(request, ExpectsReplay):
             request = replace(request, replayed=self.replay.holding(member.name))  # type: ignore[call-arg]
         return request
+
+    def models_at_end(self, arrays: StateDict) -> Mapping[str, StateDict]:
+        """Return the models that the server has after the last round, by the names of their files."""
+        return {"global": arrays} if arrays else {}
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 

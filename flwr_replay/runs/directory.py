@@ -32,7 +32,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -257,12 +257,12 @@ class RunDirectory(Recorder):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def finish(
-        self, arrays: StateDict, metric: str, higher_is_better: bool, claim: str, missing: dict[str, str]
+        self, models: Mapping[str, StateDict], metric: str, higher_is_better: bool, claim: str, missing: dict[str, str]
     ) -> dict[str, Any]:
-        """Write the final weights, if the server has any, and `result.json`; return its content."""
+        """Write the final models that the server has, by name, and `result.json`; return its content."""
         self._checkpoints.wait()
-        if arrays:
-            write_tensors(self.folder("models") / "global.safetensors", arrays)
+        for name, arrays in models.items():
+            write_tensors(self.folder("models") / f"{name}.safetensors", arrays)
         self._draw_losses()
         if not self.history:
             raise RunError(

@@ -140,10 +140,10 @@ def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Pat
         recorder = RunDirectory(config, display)
         strategy = job.strategy(run_id, recorder)
         try:
-            final = opened(strategy.start(grid, first, config.rounds).arrays)
+            models = strategy.models_at_end(opened(strategy.start(grid, first, config.rounds).arrays))
             metric = strategy.task.metric
             missing = strategy.replay.missing if strategy.replay else {}
-            result = recorder.finish(final, metric, strategy.task.higher_is_better, claim(strategy), missing)
+            result = recorder.finish(models, metric, strategy.task.higher_is_better, claim(strategy), missing)
             return result, recorder.path
         finally:
             recorder.close()

@@ -1,0 +1,264 @@
+"""FedER through real messages: what it equals, what is conserved, what crosses how often, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from harness import Ran, broken, node_configs, run, same, write_shards
+from safetensors.numpy import load_file
+
+from flwr_replay.clients.feder import FedERClient
+from flwr_replay.config.compose import compose
+from flwr_replay.errors import ConfigError, FlwrReplayError
+from flwr_replay.payloads.synthetic import Buffer
+from flwr_replay.runs.execute import Job
+from flwr_replay.strategies.feder import FedER
+from flwr_replay.wire.records import config_in, opened
+
+SIZES = {"a": 40, "b": 33, "c": 20}
+TASK = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4", "model.norm=group"]
+TINY = ["generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=1"]
+TINY += ["prior.width=4", "prior.layers=1", "prior.epochs=1"]
+PLAIN = [*TASK, "batch_size=16", "lr=0.05", "device=cpu", "rounds=4"]
+JOB = [*PLAIN, *TINY, "strategy=feder", "buffer=12"]
+
+
+class Models(Ran):
+    """What a run left, and its models by the institution that has trained them last."""
+
+    @property
+    def models(self):
+        return {file.stem: load_file(file) for file in (self.folder / "models").glob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("hospitals")
+    write_shards(folder, SIZES)
+    return folder
+
+
+@pytest.fixture
+def start(folder, tmp_path):
+    """Run the small job; options may name another strategy, and institutions."""
+
+    def start(*options, names="cab", **more):
+        job = JOB if not any(option.startswith("strategy=") for option in options) else PLAIN
+        found = run(folder, [*job, *options], node_configs(folder, tmp_path / "state", names), ran=Models, **more)
+        return Models(found.result, found.folder, found.grid, tmp_path)
+
+    return start
+
+
+def asked_of(ran, stage):
+    return [asked for asked in ran.grid.asked if asked.stage == stage]
+
+
+# --- what it equals ---------------------------------------------------------------------------------------------------
+
+
+def test_one_institution_is_local(start):
+    alone = start("buffer=12", names="a")
+    local = start("strategy=local", "optimizer_state=reset", names="a")
+    (kept,) = local.state("a").glob("model-000004.safetensors")
+    assert same(alone.models["a"], load_file(kept))
+
+
+def test_buffer_only_without_a_buffer_is_local(start):
+    ours = start("mode=buffer-only", "buffer=0")
+    local = start("strategy=local", "optimizer_state=reset")
+    for name in SIZES:
+        files = [found.state(name) / "model-000004.safetensors" for found in (ours, local)]
+        assert same(*map(load_file, files))
+    assert not ours.models
+
+
+def test_between_two_without_a_buffer_a_model_makes_cwts_visits(start):
+    ours = start("buffer=0", names="ab")
+    cwt = start("strategy=cwt", "rounds=2", names="ab")
+    assert same(ours.models["b"], cwt.models["global"])  # begun at the first, trained there in rounds 1 and 3
+
+
+# --- what is conserved ------------------------------------------------------------------------------------------------
+
+
+def test_every_round_is_one_cycle_over_those_present():
+    config = compose([*JOB, "nodes=5"])
+    strategy = Job.of(config).strategy("run")
+    names = list("abcde")
+    for server_round in range(1, 30):
+        present = names if server_round % 3 else names[1:]
+        before = dict(strategy.origins)
+        strategy.hop(server_round, present)
+        assert sorted(strategy.origins.values()) == sorted({*before.values(), *strategy.origins.values()})
+        if server_round > 1:
+            at, seen = present[0], []
+            while at not in seen:
+                seen.append(at)
+                at = strategy.predecessors[at]
+            assert sorted(seen) == sorted(present)
+            assert all(strategy.origins[name] == before[strategy.predecessors[name]] for name in present)
+    assert sorted(strategy.origins.values()) == names
+
+
+def test_who_fails_leaves_its_model_as_it_was_sent(start):
+    ran = start("buffer=0", "rounds=2", failing=(("train-with-buffers", "b", 2),))
+    assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
+    (sent,) = [asked for at, asked, _ in ran.grid.log if at == ("train-with-buffers", "b", 2)]
+    assert same(ran.models["b"], opened(sent.content["arrays"]))
+    assert set(ran.models) == set(SIZES)
+    assert len({b"".join(array.tobytes() for array in model.values()) for model in ran.models.values()}) == 3
+
+
+@pytest.mark.parametrize("options", [(), ("mode=buffer-only",), ("mode=synthetic-only", "buffer_refresh=round")])
+def test_a_run_that_broke_off_goes_on_with_the_same_bits(folder, tmp_path, options):
+    job = [*JOB, *options]
+
+    def again(place, *overrides, **more):
+        nodes = node_configs(folder, tmp_path / more.pop("state"))
+        return run(place, overrides, nodes, ran=Models, **more)
+
+    whole = again(folder, *job, state="whole")
+    resumed = broken(lambda *a, **k: again(*a, state="broken", **k), folder, *job, stop_after=2)
+    assert whole.models.keys() == resumed.models.keys()
+    assert all(same(whole.models[name], resumed.models[name]) for name in whole.models)
+    assert whole.result["final"] == resumed.result["final"]
+
+
+def test_a_generator_that_is_trained_in_many_messages_is_the_same(folder, tmp_path):
+    runs = []
+    for steps in (1, 1000):
+        job, nodes = (
+            [*JOB, "generator.epochs=3", f"generator.slice_steps={steps}"],
+            node_configs(folder, tmp_path / str(steps)),
+        )
+        runs.append(run(folder, job, nodes, ran=Models))
+    assert [len(asked_of(one, "train-slice")) > 3 for one in runs] == [True, False]
+    assert all(same(runs[0].models[name], runs[1].models[name]) for name in SIZES)
+
+
+# --- what crosses -----------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_goes_up_once_and_to_each_institution_once(start):
+    ran = start("memory=all", "rounds=6")
+    assert len(asked_of(ran, "draw-buffer")) == 3
+    assert len(asked_of(ran, "keep-buffer")) == 6
+    kinds = {row["kind"] for row in ran.ledger if row["stage"] in ("draw-buffer", "keep-buffer")}
+    assert kinds == {"synthetic", "statistic", "instruction"}
+
+
+def test_a_buffer_is_the_same_however_often_it_is_asked_for(start):
+    drawn = []
+
+    def twice(grid, message, reply):
+        if config_in(message.content).get("stage") == "draw-buffer":
+            message.content["config"]["server-round"] = 77
+            grid.after = None
+            drawn.extend([reply, grid._answer(message)])
+
+    start(after=twice)
+    first, second = (Buffer.decode(reply.content) for reply in drawn)
+    assert np.array_equal(first.images, second.images)
+    assert np.array_equal(first.labels, second.labels)
+
+
+def test_labels_are_uniform_over_the_classes_that_an_institution_has(start):
+    found = []
+
+    def keep(grid, message, reply):
+        if config_in(message.content).get("stage") == "draw-buffer":
+            found.append(Buffer.decode(reply.content))
+
+    start("buffer=30", after=keep)
+    for buffer in found:
+        assert buffer.images.shape == (30, 1, 8, 8)
+        counts = np.bincount(buffer.labels)
+        assert counts[counts > 0].max() - counts[counts > 0].min() <= 1
+
+
+def test_synthetic_only_reads_no_real_image_after_the_generator(start, monkeypatch):
+    reads = []
+    training_data = FedERClient.training_data
+    monkeypatch.setattr(FedERClient, "training_data", lambda self, *a: reads.append(1) or training_data(self, *a))
+    ran = start("mode=synthetic-only")
+    assert not reads
+    for name in SIZES:
+        own = load_file(ran.state(name) / "own-synthetic-000001.safetensors")
+        assert len(own["labels"]) == SIZES[name]
+    start("mode=standard")
+    assert reads
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["buffer=-1"], "strategy.buffer must be at least 0; got -1"),
+        (["buffer=2049"], "strategy.buffer must be at most 2048"),
+        (["mode=buffers-only"], "did you mean buffer-only"),
+        (["memory=al"], "did you mean all"),
+        (["task=diabetes", "model=mlp"], "has tables"),
+        (["task=histopathology", "model=deepset"], "has bags"),
+        (["task=isbi2012", "model=unet"], "is a segmentation"),
+        (["task.size=300"], "up to 256 pixels"),
+        (["replay=vqvae2"], "replay is for serial and parallel methods"),
+        (["dp=classifier"], "strategy=feder can have dp=none"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, says):
+    other = any(option.startswith("task=") for option in options)
+    with pytest.raises(FlwrReplayError, match=says):
+        Job.of(compose([*(["strategy=feder"] if other else JOB), *options]))
+
+
+def test_an_institution_without_enough_images_of_any_class_takes_part_without_a_generator(tmp_path):
+    write_shards(tmp_path, {"a": 40, "b": 33, "c": 5})
+    ran = run(tmp_path, JOB, node_configs(tmp_path, tmp_path / "state"), ran=Models)
+    assert {failure["institution"] for failure in ran.result["failures"]} <= {"c"}
+    assert set(ran.models) == set("abc")
+
+
+@pytest.mark.parametrize("wrong", ["shape", "labels", "number"])
+def test_a_bad_buffer_reaches_nobody(start, wrong):
+    def spoil(grid, message, reply):
+        if (
+            config_in(message.content).get("stage") != "draw-buffer"
+            or grid.name_of(message.metadata.dst_node_id) != "b"
+        ):
+            return None
+        good = Buffer.decode(reply.content)
+        values = {"images": good.images, "labels": good.labels}
+        if wrong == "shape":
+            values["images"] = values["images"][..., :7]
+        if wrong == "labels":
+            values["labels"] = values["labels"] + 3
+        if wrong == "number":
+            values = {key: array[:5] for key, array in values.items()}
+        reply.content = Buffer(**values, num_examples=good.num_examples).encode()
+        return reply
+
+    ran = start(after=spoil)
+    assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
+    assert "a buffer" in ran.result["failures"][0]["reason"]
+    held = {asked.exchange for asked in asked_of(ran, "keep-buffer")}
+    assert held
+    assert not list((ran.folder / "buffers").glob("*b*"))
+
+
+def test_a_policy_without_synthetic_refuses_at_the_roll_call(folder, tmp_path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("kinds: [model, statistic]\n")
+    nodes = node_configs(folder, tmp_path / "state")
+    nodes[0]["policy"] = str(policy)
+    ran = run(folder, JOB, nodes, ran=Models)
+    (failure,) = [one for one in ran.result["failures"] if one["institution"] == "c"][:1]
+    assert "Buffer.images is synthetic" in failure["reason"]
+    assert not [row for row in ran.ledger if row["institution"] == "c" and row["stage"] != "roll-call"]
+
+
+def test_settings_without_a_generator_are_refused():
+    with pytest.raises(ConfigError, match="FedER needs a generator"):
+        FedER()
