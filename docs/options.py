@@ -15,7 +15,7 @@ import yaml
 
 from flwr_replay.cli.main import app
 from flwr_replay.config import RunConfig
-from flwr_replay.config.compose import SECTIONS, choices, compose, conf_dir, load_strategy
+from flwr_replay.config.compose import SECTIONS, choices, compose, conf_dir, load_generator, load_strategy
 from flwr_replay.runs.forecast import describe_strategies
 
 HEAD = """# Options
@@ -54,7 +54,7 @@ TITLES = {
     "model": "Model",
     "training": "Training",
     "replay": "Generative replay",
-    "generator": "Generator of replays",
+    "generator": "Generators",
     "prior": "Prior over the generator's codes",
     "privacy": "Differential privacy",
 }
@@ -137,22 +137,25 @@ def group(name: str, cls: type) -> str:
     """Describe a group: its choices, then the options that any of them has."""
     paths = {choice: conf_dir() / name / f"{choice}.yaml" for choice in choices(name)}
     values, texts = {c: read(path) for c, path in paths.items()}, {c: comments(path) for c, path in paths.items()}
-    hints, plain = get_type_hints(cls), field_comments(cls)
+    classes = [load_generator(choice) for choice in paths] if name == "generator" else [cls]
+    hints = {option: hint for one in classes for option, hint in get_type_hints(one).items()}
+    plain = {option: text for one in classes for option, text in field_comments(one).items()}
+    options_of = dict.fromkeys(field.name for one in classes for field in fields(one) if field.name != "name")
 
     def rows() -> Iterator[tuple[str, Any, str, str]]:
-        for field in fields(cls):
-            having = {c: options[field.name] for c, options in values.items() if field.name in options}
-            if having and field.name != "name":
-                said = {texts[c][field.name] for c in having}
+        for option in options_of:
+            having = {c: options[option] for c, options in values.items() if option in options}
+            if having:
+                said = {texts[c][option] for c in having}
                 lacking = [c for c in paths if c not in having]
                 only = f"not {', '.join(lacking)}" if len(lacking) < len(having) else f"{', '.join(having)} only"
                 own = f" ({only})" if lacking else ""
                 text = said.pop() if len(said) == 1 else ""
                 yield (
-                    f"{name}.{field.name}",
-                    hints[field.name],
+                    f"{name}.{option}",
+                    hints[option],
                     default(having),
-                    (text or plain.get(field.name, "")) + own,
+                    (text or plain.get(option, "")) + own,
                 )
 
     listed = [f"- `{name}={choice}`: {escaped(texts[choice][''])}" for choice in paths]

@@ -12,12 +12,14 @@ from flwr_replay.config.compose import choices
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "partition.size=100"  # several batches of each institution
+GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior.width=4", "prior.layers=1"]
+CLASSES = {"proxyfl", "fml", "feder"}  # methods that compare probabilities, or draw images for classes
 
 
 @pytest.mark.parametrize("name", choices("strategy"))
 def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
-    check_strategy(name, [SMALL])
+    check_strategy(name, [SMALL, *GENERATOR])
 
 
 @pytest.mark.parametrize(
@@ -34,12 +36,15 @@ def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
         "avgpush topology=complete",
         "avgpush topology=none",
         "proxyfl private_models=[mlp,lenet5]",
+        "feder mode=buffer-only",
+        "feder mode=synthetic-only",
+        "feder buffer_refresh=round memory=all local_epochs=2",
     ],
 )
 def test_options_keep_the_contract(job, monkeypatch, tmp_path):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     name, *options = job.split()
-    check_strategy(name, [*options, SMALL])
+    check_strategy(name, [*options, SMALL, *GENERATOR])
 
 
 @pytest.mark.parametrize(
@@ -58,12 +63,11 @@ def test_options_keep_the_contract(job, monkeypatch, tmp_path):
 )
 def test_replay_and_privacy_keep_the_contract(job, monkeypatch, tmp_path):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
-    small = "generator.epochs=1 prior.epochs=1 generator.width=4 prior.width=4 prior.layers=1 partition.size=40"
-    name, *options = f"{job} {small}".split()
-    check_strategy(name, options)
+    name, *options = job.split()
+    check_strategy(name, [*options, *GENERATOR, "partition.size=40"])
 
 
-@pytest.mark.parametrize("name", sorted({*choices("strategy")} - {"proxyfl", "fml"}))  # these compare probabilities
+@pytest.mark.parametrize("name", sorted({*choices("strategy")} - CLASSES))
 def test_a_regression_keeps_the_contract(name, monkeypatch, tmp_path):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     check_strategy(name, ["task=diabetes", "model=mlp"])

@@ -235,6 +235,11 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
         raw = up.get("raw-bytes-they-stand-for")
         place = f", in place of {shown_bytes(raw)} of raw data" if raw else ""
         lines.append(f"of single patients: {shown_bytes(count)} went up{place}; not differentially private")
+    if count := up.get("synthetic", 0):
+        lines.append(
+            f"synthetic images: {shown_bytes(count)} went up; their generators depend on all images of an institution, "
+            "and no epsilon bounds what one shows of a patient"
+        )
     if stated := {name: one for name, one in result["privacy"].items() if one}:
         lines.append(result["privacy-claim"])
         for name, one in stated.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -18,6 +18,7 @@ from flwr_replay.generators.vqvae2 import VQVAE2Config
 __all__ = ["FEWEST", "LARGEST", "SynthesisPlan"]
 
 LARGEST = 256  # pixels of an image's side
+SLICES = ("slice_steps", "slice_seconds")
 FEWEST = 4  # images of a class from which a generator can learn it
 
 
@@ -68,7 +69,7 @@ class SynthesisPlan:
 
     @property
     def identity(self) -> str:
-        """All options that a trained generator depends on, as JSON."""
-        values: dict[str, Any] = {"form": asdict(self.form), "generator": asdict(self.generator)}
-        values["prior"] = asdict(self.prior)
+        """All options that a trained generator depends on, as JSON; how its training is cut is none of them."""
+        generator = {name: value for name, value in asdict(self.generator).items() if name not in SLICES}
+        values = {"form": asdict(self.form), "generator": generator, "prior": asdict(self.prior)}
         return json.dumps(values, sort_keys=True)

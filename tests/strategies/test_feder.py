@@ -128,11 +128,8 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(folder, tmp_path, optio
 def test_a_generator_that_is_trained_in_many_messages_is_the_same(folder, tmp_path):
     runs = []
     for steps in (1, 1000):
-        job, nodes = (
-            [*JOB, "generator.epochs=3", f"generator.slice_steps={steps}"],
-            node_configs(folder, tmp_path / str(steps)),
-        )
-        runs.append(run(folder, job, nodes, ran=Models))
+        job, nodes = [*JOB, "generator.epochs=3"], node_configs(folder, tmp_path / str(steps))
+        runs.append(run(folder, [*job, f"generator.slice_steps={steps}"], nodes, ran=Models))
     assert [len(asked_of(one, "train-slice")) > 3 for one in runs] == [True, False]
     assert all(same(runs[0].models[name], runs[1].models[name]) for name in SIZES)
 
@@ -224,10 +221,8 @@ def test_an_institution_without_enough_images_of_any_class_takes_part_without_a_
 @pytest.mark.parametrize("wrong", ["shape", "labels", "number"])
 def test_a_bad_buffer_reaches_nobody(start, wrong):
     def spoil(grid, message, reply):
-        if (
-            config_in(message.content).get("stage") != "draw-buffer"
-            or grid.name_of(message.metadata.dst_node_id) != "b"
-        ):
+        asked = config_in(message.content).get("stage"), grid.name_of(message.metadata.dst_node_id)
+        if asked != ("draw-buffer", "b"):
             return None
         good = Buffer.decode(reply.content)
         values = {"images": good.images, "labels": good.labels}
