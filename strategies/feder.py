@@ -49,7 +49,7 @@ from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
 from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.members import Member
-from flwr_replay.server.synthesis import Buffers
+from flwr_replay.server.synthesis import STAGES, Buffers
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights, opened
 
@@ -57,7 +57,6 @@ __all__ = ["FedER", "FedERConfig"]
 
 LARGEST = 2048  # images in a buffer; the paper has up to 512
 MODES = ("standard", "buffer-only", "synthetic-only")
-SYNTHESIS = ("train-slice", "draw-buffer", "keep-buffer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,7 @@ class FedER(Relay):
         """The stages of the mode."""
         own = ("train-own-with-buffers", "evaluate-own") if self.stays else ("train-with-buffers", "evaluate")
         trained = self.config.buffer or self.config.mode == "synthetic-only"
-        return (*(SYNTHESIS if self.config.buffer else SYNTHESIS[:1] if trained else ()), *own)
+        return (*(STAGES if self.config.buffer else STAGES[:1] if trained else ()), *own)
 
     @property
     def answer(self) -> type[Trained | TrainedOwn]:  # type: ignore[override]

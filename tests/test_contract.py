@@ -13,7 +13,7 @@ from flwr_replay.config.compose import choices
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "partition.size=100"  # several batches of each institution
 GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior.width=4", "prior.layers=1"]
-CLASSES = {"proxyfl", "fml", "feder"}  # methods that compare probabilities, or draw images for classes
+CLASSES = {"proxyfl", "fml", "feder", "syncentral"}  # methods that compare probabilities, or draw images for classes
 
 
 @pytest.mark.parametrize("name", choices("strategy"))

@@ -29,9 +29,10 @@ from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Payload, Request
 
-__all__ = ["Buffers"]
+__all__ = ["FOLDER", "STAGES", "Buffers"]
 
-FOLDER = "buffers"
+FOLDER = "buffers"  # of a run directory, with all buffers by their numbers
+STAGES = ("train-slice", "draw-buffer", "keep-buffer")
 
 
 class Buffers:
