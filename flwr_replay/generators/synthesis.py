@@ -13,6 +13,7 @@ from flwr_replay.config.sections import GeneratorConfig, PriorConfig, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.generators.base import ImageForm, ImageGenerator
 from flwr_replay.generators.sampled import VQVAE2Images
+from flwr_replay.generators.stylegan2 import StyleGAN2, StyleGAN2Config
 from flwr_replay.generators.vqvae2 import VQVAE2Config
 
 __all__ = ["FEWEST", "LARGEST", "SynthesisPlan"]
@@ -61,7 +62,9 @@ class SynthesisPlan:
         """Build the generator with fresh weights, which depend on the seed alone."""
         if isinstance(self.generator, VQVAE2Config):
             return VQVAE2Images(self.generator, self.prior, self.form, seed, device)
-        raise ConfigError(f"generator={self.generator.name} makes no images for labels: choose generator=vqvae2")
+        if isinstance(self.generator, StyleGAN2Config):
+            return StyleGAN2(self.generator, self.form, seed, device)
+        raise ConfigError(f"generator={self.generator.name} makes no images for labels: choose stylegan2 or vqvae2")
 
     def steps(self, examples: int) -> int:
         """Return the number of steps of a training on so many images."""

@@ -1,0 +1,253 @@
+"""StyleGAN2-ADA (Karras et al. 2020, arXiv 1912.04958 and 2006.06676), class-conditional, trained by one institution.
+
+Source: Pennisi et al. 2023, section III-B, eq. 1-2, and section IV-B.2.
+Idea: a generator G makes images of latents and labels; a discriminator D learns to tell them from the real ones.
+
+    for each step:
+        D: softplus(D(G(z, y), y)) + softplus(−D(x, y)), every 16 steps + γ/2 ‖∇D(x)‖²      non-saturating; R1
+        G: softplus(−D(G(z, y), y)), every 4 steps + (‖Jᵀ noise‖ − a)²                      path length
+        running means of G's weights; ADA's p
+
+Deviations: ADA has fewer kinds of change (`ada.py`). R1's gradient is that at the augmented images: PyTorch has no
+second derivative of its sampling. The mapping's lower learning rate is one of its own in Adam, which is the same, since
+Adam does not see the scale of a parameter's gradient. Images are resized by means and bilinear interpolation. Eq. 2 of
+the paper lacks the logarithm. Images whose size is no power of two are padded with their border, and cropped.
+
+`n` images of an institution, `B` batch, `C` channels, `H` height, `W` width, `Z` latents.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flwr_replay.config.sections import FRACTION, NOT_NEGATIVE_FINITE, POSITIVE, WIDTH, GeneratorConfig, require, within
+from flwr_replay.files.tensors import nested, unnested
+from flwr_replay.generators.ada import adapted, augmented
+from flwr_replay.generators.base import ImageForm, ImageGenerator, rows_of_step, step_rng
+from flwr_replay.generators.style_layers import Discriminator, StyleGenerator
+from flwr_replay.models.layers import as_input
+from flwr_replay.models.seeding import seeded
+from flwr_replay.rng import derived_seed
+from flwr_replay.wire.records import StateDict
+from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
+
+__all__ = ["StyleGAN2", "StyleGAN2Config"]
+
+R1_EVERY, PATH_EVERY, ADA_EVERY = 16, 4, 4  # steps
+BETAS = (0.0, 0.99)  # of Adam
+PATH_DECAY, PATH_WEIGHT = 0.01, 2.0
+AT_ONCE = 256  # images drawn at a time
+MOST = 100_000_000  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class StyleGAN2Config(GeneratorConfig):
+    """StyleGAN2-ADA and its training (Pennisi et al. 2023, section IV-B.2)."""
+
+    latents: int = 512  # Z
+    mapping: int = 8  # layers of the mapping network
+    mapping_rate: float = 0.01  # its learning rate, in units of lr
+    width: int = 64  # channels at full size, doubled per halving
+    width_max: int = 512  # channels at most
+    residual: bool = True  # shortcuts in the discriminator
+    lr: float = 0.0025  # of Adam
+    steps: int = 800_000
+    r1: float = 0.0  # γ; 0: 0.0002 times pixels over the batch size
+    path_length: bool = True
+    ema_images: int = 10_000  # images in which an image's share of the running means halves
+    ada_images: int = 500_000  # images in which p rises from 0 to 1 at most; 0: no augmentation
+    condition_from: float = 0.0  # share of the training after which the label's weight begins to rise from 0 …
+    condition_to: float = 0.0  # … and the one after which it is 1; 0: it is 1 from the start
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within("generator.", self, latents=(1, WIDTH), mapping=(1, 100), width=(1, WIDTH), width_max=(1, WIDTH))
+        within("generator.", self, mapping_rate=POSITIVE, r1=NOT_NEGATIVE_FINITE, steps=(1, MOST))
+        within("generator.", self, ema_images=(1, MOST), ada_images=(0, MOST), condition_from=FRACTION)
+        require(
+            self.condition_from <= self.condition_to <= 1,
+            f"generator.condition-to lies between condition-from and 1; got {self.condition_from} and "
+            f"{self.condition_to}",
+        )
+
+    @property
+    def dp_fault(self) -> str:
+        """Its training by DP-SGD is not written yet."""
+        return "dp=generator is for generator=vqvae2 so far; got generator=stylegan2: choose generator=vqvae2"
+
+
+class StyleGAN2(ImageGenerator):
+    """Generator, discriminator, running means, both optimizers, and ADA's p.
+
+    Parameters
+    ----------
+    config : StyleGAN2Config
+        The options.
+    form : ImageForm
+        The images.
+    seed : int
+        Weights and all draws depend on it and the step alone.
+    device : torch.device
+        Where the networks lie.
+    """
+
+    def __init__(self, config: StyleGAN2Config, form: ImageForm, seed: int, device: torch.device) -> None:
+        self.config, self.form, self.seed, self.device = config, form, seed, device
+        side = max(8, 1 << (form.size - 1).bit_length())
+        self.before, self.after = (side - form.size) // 2, (side - form.size + 1) // 2
+        widths = config.width, config.width_max
+        with seeded(derived_seed(seed, "stylegan2")), torch.device("cpu"):
+            self.generator = StyleGenerator(config.latents, config.mapping, form.classes, form.channels, side, *widths)
+            self.discriminator = Discriminator(form.classes, form.channels, side, *widths, config.residual)
+        self.generator.to(device)
+        self.discriminator.to(device)
+        self.running = deepcopy(self.generator).requires_grad_(False)
+        mapping = [*self.generator.mapping.parameters()]
+        others = [p for name, p in self.generator.named_parameters() if not name.startswith("mapping.")]
+        self.optimizer = self._adam([{"params": others}, {"params": mapping}], PATH_EVERY * config.path_length)
+        self.optimizer.param_groups[1]["lr"] *= config.mapping_rate
+        self.d_optimizer = self._adam([{"params": [*self.discriminator.parameters()]}], R1_EVERY)
+        self.r1 = config.r1 or 0.0002 * side**2 / config.batch_size
+        self.p, self.signs, self.path_mean = 0.0, 0.0, 0.0
+
+    def _adam(self, groups: list[dict[str, list[nn.Parameter]]], every: int) -> torch.optim.Adam:
+        """Return Adam, corrected for a regulariser that acts every so many steps (1912.04958, appendix B)."""
+        c = every / (every + 1) if every else 1.0
+        return torch.optim.Adam(groups, lr=self.config.lr * c, betas=(BETAS[0] ** c, BETAS[1] ** c), eps=1e-8)
+
+    def steps(self, examples: int) -> int:
+        """Return `generator.steps`, however many images there are."""
+        return self.config.steps
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def train(self, images: Tensor, labels: Tensor, steps: range) -> dict[str, float]:
+        """Make steps of both networks' training."""
+        losses, d_losses = [], []
+        for step in steps:
+            rows = rows_of_step(step, len(labels), self.config.batch_size, self.seed).to(images.device)
+            x_BCHW = self._padded(as_input(images[rows]).to(self.device) * 2 - 1)
+            y_B, rng = labels[rows.to(labels.device)].to(self.device), step_rng(self.seed, step)
+            d_losses.append(self._discriminator_step(step, x_BCHW, y_B, rng))
+            losses.append(self._generator_step(step, y_B, rng))
+            self._average(step)
+            if (step + 1) % ADA_EVERY == 0 and self.config.ada_images:
+                self.p = adapted(self.p, self.signs / ADA_EVERY, ADA_EVERY * len(y_B), self.config.ada_images)
+                self.signs = 0.0
+        found = {"loss": losses, "discriminator": d_losses}
+        return {name: float(torch.stack(some).mean()) if some else 0.0 for name, some in found.items()} | {"p": self.p}
+
+    def _discriminator_step(self, step: int, x_BCHW: Tensor, y_B: Tensor, rng: torch.Generator) -> Tensor:
+        """Eq. 1 for D, non-saturating, with R1 every 16 steps."""
+        weight = self.label_weight(step)
+        with torch.no_grad():
+            fake = self.images_of(self._latents(len(y_B), rng), y_B, rng, weight)
+        fake, real = augmented(fake, self.p, rng), augmented(x_BCHW, self.p, rng).detach()
+        regularised = step % R1_EVERY == 0
+        real.requires_grad_(regularised)
+        scores_B = self.discriminator(real, y_B, weight)
+        loss = F.softplus(self.discriminator(fake, y_B, weight)).mean() + F.softplus(-scores_B).mean()
+        reported = loss.detach()
+        if regularised:
+            loss = loss + R1_EVERY * self.r1 / 2 * gradient_penalty(scores_B, real)
+        self.d_optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.d_optimizer.step()
+        self.signs += float(scores_B.detach().sign().mean())
+        return reported
+
+    def _generator_step(self, step: int, y_B: Tensor, rng: torch.Generator) -> Tensor:
+        """Eq. 1 for G, non-saturating, with the path length every 4 steps."""
+        weight = self.label_weight(step)
+        fake = self.images_of(self._latents(len(y_B), rng), y_B, rng, weight)
+        self.discriminator.requires_grad_(False)
+        loss = F.softplus(-self.discriminator(augmented(fake, self.p, rng), y_B, weight)).mean()
+        reported = loss.detach()
+        if self.config.path_length and step % PATH_EVERY == 0:
+            half_B = y_B[: max(1, len(y_B) // 2)]
+            w_BZ = self.generator.styles(self._latents(len(half_B), rng), half_B, weight)
+            lengths_B = path_lengths(self.generator.synthesis(w_BZ, rng), w_BZ, rng)
+            self.path_mean += PATH_DECAY * (float(lengths_B.detach().mean()) - self.path_mean)
+            loss = loss + PATH_EVERY * PATH_WEIGHT * (lengths_B - self.path_mean).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.discriminator.requires_grad_(True)
+        return reported
+
+    def images_of(self, z_BZ: Tensor, y_B: Tensor, rng: torch.Generator | None, weight: float = 1.0) -> Tensor:
+        """Make padded images in about [-1, 1] by the weights in training; without an rng, without per-pixel noise."""
+        return self.generator.synthesis(self.generator.styles(z_BZ, y_B, weight), rng)
+
+    def label_weight(self, step: int) -> float:
+        """Return the label's weight (gradual conditioning, Shahbazi et al. 2022, arXiv 2201.06578)."""
+        first, last = (share * self.config.steps for share in (self.config.condition_from, self.config.condition_to))
+        return 1.0 if step >= last else max(0.0, (step - first) / (last - first))
+
+    def _average(self, step: int) -> None:
+        """Move the running means; at first they are short, a twentieth of the images so far."""
+        images = min(self.config.ema_images, (step + 1) * self.config.batch_size * 0.05)
+        keep = 0.5 ** (self.config.batch_size / max(images, 1e-8))
+        with torch.no_grad():
+            for mean, value in zip(self.running.parameters(), self.generator.parameters(), strict=True):
+                mean.lerp_(value, 1 - keep)
+
+    def _latents(self, n: int, rng: torch.Generator) -> Tensor:
+        return torch.randn(n, self.config.latents, generator=rng).to(self.device)
+
+    def _padded(self, x_BCHW: Tensor) -> Tensor:
+        return F.pad(x_BCHW, (self.before, self.after) * 2, mode="replicate") if self.before + self.after else x_BCHW
+
+    # --- sampling and state -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sample(self, labels_B: Tensor, rng: torch.Generator) -> Tensor:
+        """Draw images by the running means."""
+        kept, parts = slice(self.before, self.before + self.form.size), []
+        for y in torch.split(labels_B.to(self.device), AT_ONCE):
+            images = self.running.synthesis(self.running.styles(self._latents(len(y), rng), y), rng)
+            parts.append(((images[..., kept, kept] + 1) / 2).clamp(0, 1).cpu())
+        return torch.cat(parts)
+
+    def state(self) -> StateDict:
+        """Return networks, running means, optimizers and numbers."""
+        numbers = torch.tensor([self.p, self.signs, self.path_mean], dtype=torch.float64).numpy()
+        return nested(
+            {
+                "generator": to_arrays(self.generator),
+                "discriminator": to_arrays(self.discriminator),
+                "running": to_arrays(self.running),
+                "optimizer": optimizer_arrays(self.optimizer),
+                "d_optimizer": optimizer_arrays(self.d_optimizer),
+                "numbers": {"all": numbers},
+            }
+        )
+
+    def load_state(self, state: StateDict) -> None:
+        """Restore what `state` returned."""
+        parts = unnested(state)
+        load_arrays(self.generator, parts["generator"])
+        load_arrays(self.discriminator, parts["discriminator"])
+        load_arrays(self.running, parts["running"])
+        load_optimizer_arrays(self.optimizer, parts["optimizer"])
+        load_optimizer_arrays(self.d_optimizer, parts["d_optimizer"])
+        self.p, self.signs, self.path_mean = map(float, parts["numbers"]["all"])
+
+
+def gradient_penalty(scores_B: Tensor, x_BCHW: Tensor) -> Tensor:
+    """Return the mean over the batch of ‖∂ score / ∂ x‖², differentiable (Mescheder et al. 2018, R1)."""
+    (gradient,) = torch.autograd.grad(scores_B.sum(), x_BCHW, create_graph=True)
+    return gradient.square().sum((1, 2, 3)).mean()
+
+
+def path_lengths(images_BCHW: Tensor, w_BZ: Tensor, rng: torch.Generator) -> Tensor:
+    """Return ‖Jᵀ noise‖ (B,) for the Jacobian J of images by styles, differentiable (1912.04958, section 3.2)."""
+    noise = torch.randn(images_BCHW.shape, generator=rng, dtype=images_BCHW.dtype).to(images_BCHW.device)
+    scaled = noise / (images_BCHW.shape[2] * images_BCHW.shape[3]) ** 0.5
+    (gradient,) = torch.autograd.grad((images_BCHW * scaled).sum(), w_BZ, create_graph=True)
+    return gradient.square().sum(1).add(1e-16).sqrt()
