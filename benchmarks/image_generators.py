@@ -80,7 +80,8 @@ def main():
     print(
         f"{config.generator.name} on {args.n} of {config.task.name}, seed {args.seed}: {total} steps in "
         f"{seconds:.0f} s ({total / seconds:.1f}/s), {args.n / sampling:.0f} images/s, {memory:.1f} GB; "
-        f"TSTR {synthetic:.3f}, real {real:.3f}, ratio {synthetic / real:.2f}; diversity {spread(drawn, labels) / spread(x, y):.2f}"
+        f"TSTR {synthetic:.3f}, real {real:.3f}, ratio {synthetic / real:.2f}; "
+        f"diversity {spread(drawn, labels) / spread(x, y):.2f}"
     )
     if args.picture:
         from flwr_replay.institution.pictures import draw_grid

@@ -22,14 +22,14 @@ SLOPE = 0.2  # of the leaky ReLU
 SMALLEST = 4  # pixels of the first block's side
 
 
-def widths(side: int, width: int, width_max: int) -> list[int]:
+def widths(side: int, width: int, max_width: int) -> list[int]:
     """Return the channels of the blocks, from 4 pixels to `side`: `width` at full size, doubled per halving.
 
     >>> widths(32, 16, 64)
     [64, 64, 32, 16]
     """
     blocks = int(log2(side // SMALLEST)) + 1
-    return [min(width_max, width * 2 ** (blocks - 1 - i)) for i in range(blocks)]
+    return [min(max_width, width * 2 ** (blocks - 1 - i)) for i in range(blocks)]
 
 
 class Scaled(nn.Module):
@@ -112,18 +112,18 @@ class StyleGenerator(nn.Module):
         Layers of the mapping network.
     classes, channels, side : int
         Of labels; of an image; its padded height and width.
-    width, width_max : int
-        Channels at full size; they double with every halving, up to `width_max`.
+    width, max_width : int
+        Channels at full size; they double with every halving, up to `max_width`.
     """
 
     def __init__(
-        self, latents: int, mapping: int, classes: int, channels: int, side: int, width: int, width_max: int
+        self, latents: int, mapping: int, classes: int, channels: int, side: int, width: int, max_width: int
     ) -> None:
         super().__init__()
         self.latents = latents
         self.embed = nn.Embedding(classes, latents)
         self.mapping = nn.ModuleList(linear(2 * latents if i == 0 else latents, latents) for i in range(mapping))
-        sizes = widths(side, width, width_max)
+        sizes = widths(side, width, max_width)
         self.start = nn.Parameter(torch.randn(1, sizes[0], SMALLEST, SMALLEST))
         self.first = Styled(sizes[0], sizes[0], latents)
         self.blocks = nn.ModuleList(
@@ -161,16 +161,16 @@ class Discriminator(nn.Module):
 
     Parameters
     ----------
-    classes, channels, side, width, width_max : int
+    classes, channels, side, width, max_width : int
         As of the generator.
     residual : bool
         Whether blocks have two convolutions and a shortcut, as published; otherwise they have one convolution.
     """
 
-    def __init__(self, classes: int, channels: int, side: int, width: int, width_max: int, residual: bool) -> None:
+    def __init__(self, classes: int, channels: int, side: int, width: int, max_width: int, residual: bool) -> None:
         super().__init__()
         self.residual = residual
-        sizes = widths(side, width, width_max)[::-1]
+        sizes = widths(side, width, max_width)[::-1]
         self.from_rgb = conv(channels, sizes[0], 1)
         pairs = list(pairwise(sizes))
         self.before = nn.ModuleList(conv(a, a) for a, _ in (pairs if residual else []))

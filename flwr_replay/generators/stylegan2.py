@@ -53,7 +53,7 @@ class StyleGAN2Config(GeneratorConfig):
     mapping: int = 8  # layers of the mapping network
     mapping_rate: float = 0.01  # its learning rate, in units of lr
     width: int = 64  # channels at full size, doubled per halving
-    width_max: int = 512  # channels at most
+    max_width: int = 512  # channels at most
     residual: bool = True  # shortcuts in the discriminator
     lr: float = 0.0025  # of Adam
     steps: int = 800_000
@@ -66,7 +66,7 @@ class StyleGAN2Config(GeneratorConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within("generator.", self, latents=(1, WIDTH), mapping=(1, 100), width=(1, WIDTH), width_max=(1, WIDTH))
+        within("generator.", self, latents=(1, WIDTH), mapping=(1, 100), width=(1, WIDTH), max_width=(1, WIDTH))
         within("generator.", self, mapping_rate=POSITIVE, r1=NOT_NEGATIVE_FINITE, steps=(1, MOST))
         within("generator.", self, ema_images=(1, MOST), ada_images=(0, MOST), condition_from=FRACTION)
         require(
@@ -100,7 +100,7 @@ class StyleGAN2(ImageGenerator):
         self.config, self.form, self.seed, self.device = config, form, seed, device
         side = max(8, 1 << (form.size - 1).bit_length())
         self.before, self.after = (side - form.size) // 2, (side - form.size + 1) // 2
-        widths = config.width, config.width_max
+        widths = config.width, config.max_width
         with seeded(derived_seed(seed, "stylegan2")), torch.device("cpu"):
             self.generator = StyleGenerator(config.latents, config.mapping, form.classes, form.channels, side, *widths)
             self.discriminator = Discriminator(form.classes, form.channels, side, *widths, config.residual)

@@ -72,6 +72,11 @@ LIMITS: Mapping[str, float] = {  # what a server may ask for at most, by the las
     "threads": THREADS,
     "mb": 100_000,  # of memory, of a message
     "source": 10_000,  # the number of a prior
+    "steps": 100_000_000,  # of a generator's training
+    "latents": WIDTH,
+    "mapping": 100,  # layers
+    "buffer": 100_000,  # synthetic images
+    "number": 10_000,  # of buffers that are kept
 }
 ADVICE = "or ask the institution to change its policy file"
 

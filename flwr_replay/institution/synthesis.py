@@ -139,12 +139,16 @@ class SynthesisStages:
         Raises
         ------
         WireError
-            If it holds other images than the task's, or labels that are none of its classes.
+            If it has no number, other images than the task's, or labels that are none of its classes.
         """
         form, labels = self.plan.form, request.labels
         shape = (len(labels), form.channels, form.size, form.size)
-        if request.images.shape != shape or not ((labels >= 0) & (labels < form.classes)).all():
-            raise WireError(f"a buffer has images {shape[1:]} with labels below {form.classes}; got others: refused")
+        known = request.number >= 1 and ((labels >= 0) & (labels < form.classes)).all()
+        if request.images.shape != shape or not known:
+            raise WireError(
+                f"a buffer has a number from 1 on, and images {shape[1:]} with labels below {form.classes}; got "
+                "others: refused"
+            )
         arrays = {"images": request.images, "labels": labels}
         self.state.save(_key(request.number), request.run, request.server_round, arrays, self.institution.durable)
         return Kept(num_examples=len(labels))

@@ -16,7 +16,7 @@ from flwr_replay.generators.style_layers import Discriminator, Modulated, StyleG
 from flwr_replay.generators.stylegan2 import StyleGAN2, StyleGAN2Config, gradient_penalty, path_lengths
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "generator" / "stylegan2.yaml"
-TINY = {"latents": 8, "mapping": 2, "width": 4, "width_max": 8, "batch_size": 4, "steps": 30, "ada_images": 200}
+TINY = {"latents": 8, "mapping": 2, "width": 4, "max_width": 8, "batch_size": 4, "steps": 30, "ada_images": 200}
 CPU = torch.device("cpu")
 
 

@@ -1,5 +1,7 @@
 """FedER through real messages: what it equals, what is conserved, what crosses how often, and what is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,8 @@ from safetensors.numpy import load_file
 
 from flwr_replay.clients.feder import FedERClient
 from flwr_replay.config.compose import compose
-from flwr_replay.errors import ConfigError, FlwrReplayError
-from flwr_replay.payloads.synthetic import Buffer
+from flwr_replay.errors import ConfigError, FlwrReplayError, RefusedError
+from flwr_replay.payloads.synthetic import Buffer, KeepBuffer
 from flwr_replay.runs.execute import Job
 from flwr_replay.strategies.feder import FedER
 from flwr_replay.wire.records import config_in, opened
@@ -252,6 +254,51 @@ def test_a_policy_without_synthetic_refuses_at_the_roll_call(folder, tmp_path):
     (failure,) = [one for one in ran.result["failures"] if one["institution"] == "c"][:1]
     assert "Buffer.images is synthetic" in failure["reason"]
     assert not [row for row in ran.ledger if row["institution"] == "c" and row["stage"] != "roll-call"]
+
+
+def test_a_policy_limits_the_generator_too(folder, tmp_path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("limits: {epochs: 1}\n")
+    nodes = [{**node, "policy": str(policy)} for node in node_configs(folder, tmp_path / "state")]
+    with pytest.raises(RefusedError, match=r"generator.epochs"):
+        run(folder, [*JOB, "generator.epochs=2"], nodes)
+
+
+@pytest.mark.parametrize("policy", ["max-epsilon: 8\n", "max-upload-mb: 0.001\n"])
+def test_what_a_policy_forbids_of_a_buffer_does_not_leave(folder, tmp_path, policy):
+    (tmp_path / "policy.yaml").write_text(policy)
+    nodes = node_configs(folder, tmp_path / "state")
+    nodes[0]["policy"] = str(tmp_path / "policy.yaml")
+    ran = run(folder, JOB, nodes, ran=Models)
+    left = [row for row in ran.ledger if row["direction"] == "up" and row["institution"] == "c"]
+    assert not [row for row in left if row["kind"] in ("synthetic", "model")]
+    assert "c" in {failure["institution"] for failure in ran.result["failures"]}
+
+
+@pytest.mark.parametrize("wrong", [{"number": 0}, {"labels": 3}, {"images": 7}])
+def test_a_buffer_that_a_hostile_server_sends_is_refused(start, wrong):
+    def spoil(grid, message):
+        if config_in(message.content).get("stage") != "keep-buffer":
+            return
+        good = KeepBuffer.decode(message.content)
+        labels, images = good.labels + wrong.get("labels", 0), good.images[..., : wrong.get("images", 8)]
+        bad = replace(good, number=wrong.get("number", good.number), labels=labels, images=images)
+        message.content = bad.encode()
+
+    ran = start(before=spoil)
+    assert {failure["institution"] for failure in ran.result["failures"]} == set(SIZES)
+    assert all("a buffer has a number from 1 on" in failure["reason"] for failure in ran.result["failures"])
+
+
+def test_a_buffer_of_another_size_than_the_runs_is_not_drawn(start):
+    def more(grid, message):
+        if config_in(message.content).get("stage") == "draw-buffer":
+            message.content["config"]["buffer"] = 13
+
+    ran = start(before=more)
+    reasons = {failure["reason"] for failure in ran.result["failures"]}
+    assert all("strategy.buffer is 12, it asks for 13" in reason for reason in reasons)
+    assert not asked_of(ran, "keep-buffer")
 
 
 def test_settings_without_a_generator_are_refused():
