@@ -23,7 +23,7 @@ from flwr_replay.runs.options import resolve
         ("strategy.name=cwt", "unknown option 'strategy.name'"),
         (
             "local-epochs=2",
-            "local-epochs is an option of strategy=fedavg, fedavgm, fedavgshare, feder, fedprox; got strategy=fedreplay",
+            "local-epochs is an option of strategy=fedavg, fedavgm, fedavgshare, feder, fedprox; got",
         ),
         ("strategy=proxyfl private-shift=8", "by some of their 8 pixels; got 8: choose fewer"),
         (

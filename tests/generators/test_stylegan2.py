@@ -1,7 +1,5 @@
 """StyleGAN2's layers and regularisers against slow twins, ADA's p, and trainings that break off."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ from flwr_replay.generators.base import ImageForm
 from flwr_replay.generators.style_layers import Discriminator, Modulated, StyleGenerator, label_deviation
 from flwr_replay.generators.stylegan2 import StyleGAN2, StyleGAN2Config, gradient_penalty, path_lengths
 
-CONF = Path(__file__).resolve().parents[2] / "conf" / "generator" / "stylegan2.yaml"
 TINY = {"latents": 8, "mapping": 2, "width": 4, "max_width": 8, "batch_size": 4, "steps": 30, "ada_images": 200}
 CPU = torch.device("cpu")
 
@@ -64,7 +61,7 @@ def test_r1_is_the_squared_gradient_by_finite_differences():
                 moved[place] += h
                 ends.append(float(model(moved, y).sum()))
             slow += ((ends[0] - ends[1]) / 2e-5) ** 2 / len(x)
-    assert float(found) == pytest.approx(slow, rel=1e-5)
+    assert found.item() == pytest.approx(slow, rel=1e-5)
 
 
 def test_path_lengths_are_norms_of_a_directional_derivative():
