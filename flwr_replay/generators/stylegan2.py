@@ -6,6 +6,7 @@ Idea: a generator G makes images of latents and labels; a discriminator D learns
     for each step:
         D: softplus(D(G(z, y), y)) + softplus(−D(x, y)), every 16 steps + γ/2 ‖∇D(x)‖²      non-saturating; R1
         G: softplus(−D(G(z, y), y)), every 4 steps + (‖Jᵀ noise‖ − a)²                      path length
+        in the second part of the training: + λ · privacy loss of G's images without per-pixel noise   `privacy_loss.py`
         running means of G's weights; ADA's p
 
 Deviations: ADA has fewer kinds of change (`ada.py`). R1's gradient is that at the augmented images: PyTorch has no
@@ -18,17 +19,31 @@ the paper lacks the logarithm. Images whose size is no power of two are padded w
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flwr_replay.config.sections import FRACTION, NOT_NEGATIVE_FINITE, POSITIVE, WIDTH, GeneratorConfig, require, within
+from flwr_replay.config.sections import (
+    FRACTION,
+    NOT_NEGATIVE_FINITE,
+    POSITIVE,
+    WIDTH,
+    GeneratorConfig,
+    one_of,
+    require,
+    within,
+)
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.generators.ada import adapted, augmented
 from flwr_replay.generators.base import ImageForm, ImageGenerator, rows_of_step, step_rng
+from flwr_replay.generators.perceptual import LocalFeatures, look_of
+from flwr_replay.generators.privacy_loss import KINDS, PrivacyLoss
 from flwr_replay.generators.style_layers import Discriminator, StyleGenerator
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.seeding import seeded
@@ -63,12 +78,18 @@ class StyleGAN2Config(GeneratorConfig):
     ada_images: int = 500_000  # images in which p rises from 0 to 1 at most; 0: no augmentation
     condition_from: float = 0.0  # share of the training after which the label's weight begins to rise from 0 …
     condition_to: float = 0.0  # … and the one after which it is 1; 0: it is 1 from the start
+    privacy_loss: str = "nearest"  # none | nearest | pairs | printed
+    privacy_steps: int = 150_000  # steps with it, after the others
+    privacy_weight: float = 1.0  # λ; the paper has none
+    perceptual_weights: str = ""  # a file with AlexNet or VGG-16, for LPIPS; empty: features of the own task
 
     def __post_init__(self) -> None:
         super().__post_init__()
         within("generator.", self, latents=(1, WIDTH), mapping=(1, 100), width=(1, WIDTH), max_width=(1, WIDTH))
         within("generator.", self, mapping_rate=POSITIVE, r1=NOT_NEGATIVE_FINITE, steps=(1, MOST))
         within("generator.", self, ema_images=(1, MOST), ada_images=(0, MOST), condition_from=FRACTION)
+        one_of("generator.privacy-loss", self.privacy_loss, KINDS)
+        within("generator.", self, privacy_steps=(1, MOST), privacy_weight=NOT_NEGATIVE_FINITE)
         require(
             self.condition_from <= self.condition_to <= 1,
             f"generator.condition-to lies between condition-from and 1; got {self.condition_from} and "
@@ -104,8 +125,10 @@ class StyleGAN2(ImageGenerator):
         with seeded(derived_seed(seed, "stylegan2")), torch.device("cpu"):
             self.generator = StyleGenerator(config.latents, config.mapping, form.classes, form.channels, side, *widths)
             self.discriminator = Discriminator(form.classes, form.channels, side, *widths, config.residual)
+        self.privacy: PrivacyLoss | None = None  # made when the second part begins
         self.generator.to(device)
         self.discriminator.to(device)
+        self.look = look_of(config.perceptual_weights, form, derived_seed(seed, "look")).to(device)
         self.running = deepcopy(self.generator).requires_grad_(False)
         mapping = [*self.generator.mapping.parameters()]
         others = [p for name, p in self.generator.named_parameters() if not name.startswith("mapping.")]
@@ -121,32 +144,43 @@ class StyleGAN2(ImageGenerator):
         return torch.optim.Adam(groups, lr=self.config.lr * c, betas=(BETAS[0] ** c, BETAS[1] ** c), eps=1e-8)
 
     def steps(self, examples: int) -> int:
-        """Return `generator.steps`, however many images there are."""
-        return self.config.steps
+        """Return the steps of both parts, however many images there are."""
+        return self.config.steps + self.config.privacy_steps * (self.config.privacy_loss != "none")
 
     # --- training -----------------------------------------------------------------------------------------------------
 
     def train(self, images: Tensor, labels: Tensor, steps: range) -> dict[str, float]:
         """Make steps of both networks' training."""
-        losses, d_losses = [], []
+        found: defaultdict[str, list[Tensor]] = defaultdict(list)
         for step in steps:
             rows = rows_of_step(step, len(labels), self.config.batch_size, self.seed).to(images.device)
             x_BCHW = self._padded(as_input(images[rows]).to(self.device) * 2 - 1)
             y_B, rng = labels[rows.to(labels.device)].to(self.device), step_rng(self.seed, step)
-            d_losses.append(self._discriminator_step(step, x_BCHW, y_B, rng))
-            losses.append(self._generator_step(step, y_B, rng))
+            found["discriminator"].append(self._discriminator_step(step, x_BCHW, y_B, rng))
+            second = step >= self.config.steps and self.config.privacy_loss != "none"
+            nearness = partial(self._privacy_loss(images, labels), rows_B=rows.to(self.device)) if second else None
+            for name, value in self._generator_step(step, y_B, rng, nearness).items():
+                found[name].append(value)
             self._average(step)
             if (step + 1) % ADA_EVERY == 0 and self.config.ada_images:
                 self.p = adapted(self.p, self.signs / ADA_EVERY, ADA_EVERY * len(y_B), self.config.ada_images)
                 self.signs = 0.0
-        found = {"loss": losses, "discriminator": d_losses}
-        return {name: float(torch.stack(some).mean()) if some else 0.0 for name, some in found.items()} | {"p": self.p}
+        said = {name: float(torch.stack(values).mean()) for name, values in found.items()}
+        return {"loss": 0.0, "p": self.p} | said | ({"margin": self.privacy.margin} if self.privacy else {})
+
+    def _privacy_loss(self, images: Tensor, labels: Tensor) -> PrivacyLoss:
+        """Return the privacy loss on these images; local features learn them when it is first needed."""
+        if self.privacy is None:
+            if isinstance(self.look, LocalFeatures) and not self.look.learned:
+                self.look.learn(images, labels)
+            self.privacy = PrivacyLoss(self.config.privacy_loss, self.look, images, self.device)
+        return self.privacy
 
     def _discriminator_step(self, step: int, x_BCHW: Tensor, y_B: Tensor, rng: torch.Generator) -> Tensor:
         """Eq. 1 for D, non-saturating, with R1 every 16 steps."""
         weight = self.label_weight(step)
         with torch.no_grad():
-            fake = self.images_of(self._latents(len(y_B), rng), y_B, rng, weight)
+            fake = self.generator.synthesis(self.generator.styles(self._latents(len(y_B), rng), y_B, weight), rng)
         fake, real = augmented(fake, self.p, rng), augmented(x_BCHW, self.p, rng).detach()
         regularised = step % R1_EVERY == 0
         real.requires_grad_(regularised)
@@ -161,17 +195,24 @@ class StyleGAN2(ImageGenerator):
         self.signs += float(scores_B.detach().sign().mean())
         return reported
 
-    def _generator_step(self, step: int, y_B: Tensor, rng: torch.Generator) -> Tensor:
-        """Eq. 1 for G, non-saturating, with the path length every 4 steps."""
+    def _generator_step(
+        self, step: int, y_B: Tensor, rng: torch.Generator, nearness: Callable[[Tensor], Tensor] | None
+    ) -> dict[str, Tensor]:
+        """Eq. 1 for G, non-saturating, with the path length every 4 steps, and the privacy loss if there is one."""
         weight = self.label_weight(step)
-        fake = self.images_of(self._latents(len(y_B), rng), y_B, rng, weight)
+        w_BZ = self.generator.styles(self._latents(len(y_B), rng), y_B, weight)
+        fake = self.generator.synthesis(w_BZ, rng)
         self.discriminator.requires_grad_(False)
         loss = F.softplus(-self.discriminator(augmented(fake, self.p, rng), y_B, weight)).mean()
-        reported = loss.detach()
+        reported = {"loss": loss.detach()}
+        if nearness is not None:
+            # With its per-pixel noise the generator would keep the distance by adding noise.
+            near = nearness(self._shown(self.generator.synthesis(w_BZ, None)))
+            loss, reported["privacy"] = loss + self.config.privacy_weight * near, near.detach()
         if self.config.path_length and step % PATH_EVERY == 0:
             half_B = y_B[: max(1, len(y_B) // 2)]
-            w_BZ = self.generator.styles(self._latents(len(half_B), rng), half_B, weight)
-            lengths_B = path_lengths(self.generator.synthesis(w_BZ, rng), w_BZ, rng)
+            half_BZ = self.generator.styles(self._latents(len(half_B), rng), half_B, weight)
+            lengths_B = path_lengths(self.generator.synthesis(half_BZ, rng), half_BZ, rng)
             self.path_mean += PATH_DECAY * (float(lengths_B.detach().mean()) - self.path_mean)
             loss = loss + PATH_EVERY * PATH_WEIGHT * (lengths_B - self.path_mean).square().mean()
         self.optimizer.zero_grad()
@@ -179,10 +220,6 @@ class StyleGAN2(ImageGenerator):
         self.optimizer.step()
         self.discriminator.requires_grad_(True)
         return reported
-
-    def images_of(self, z_BZ: Tensor, y_B: Tensor, rng: torch.Generator | None, weight: float = 1.0) -> Tensor:
-        """Make padded images in about [-1, 1] by the weights in training; without an rng, without per-pixel noise."""
-        return self.generator.synthesis(self.generator.styles(z_BZ, y_B, weight), rng)
 
     def label_weight(self, step: int) -> float:
         """Return the label's weight (gradual conditioning, Shahbazi et al. 2022, arXiv 2201.06578)."""
@@ -203,15 +240,20 @@ class StyleGAN2(ImageGenerator):
     def _padded(self, x_BCHW: Tensor) -> Tensor:
         return F.pad(x_BCHW, (self.before, self.after) * 2, mode="replicate") if self.before + self.after else x_BCHW
 
+    def _shown(self, images_BCHW: Tensor) -> Tensor:
+        """Crop padded images in about [-1, 1] to images in [0, 1]."""
+        kept = slice(self.before, self.before + self.form.size)
+        return ((images_BCHW[..., kept, kept] + 1) / 2).clamp(0, 1)
+
     # --- sampling and state -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def sample(self, labels_B: Tensor, rng: torch.Generator) -> Tensor:
         """Draw images by the running means."""
-        kept, parts = slice(self.before, self.before + self.form.size), []
+        parts = []
         for y in torch.split(labels_B.to(self.device), AT_ONCE):
             images = self.running.synthesis(self.running.styles(self._latents(len(y), rng), y), rng)
-            parts.append(((images[..., kept, kept] + 1) / 2).clamp(0, 1).cpu())
+            parts.append(self._shown(images).cpu())
         return torch.cat(parts)
 
     def state(self) -> StateDict:
@@ -226,6 +268,7 @@ class StyleGAN2(ImageGenerator):
                 "d_optimizer": optimizer_arrays(self.d_optimizer),
                 "numbers": {"all": numbers},
             }
+            | ({"look": to_arrays(self.look)} if isinstance(self.look, LocalFeatures) and self.look.learned else {})
         )
 
     def load_state(self, state: StateDict) -> None:
@@ -237,6 +280,9 @@ class StyleGAN2(ImageGenerator):
         load_optimizer_arrays(self.optimizer, parts["optimizer"])
         load_optimizer_arrays(self.d_optimizer, parts["d_optimizer"])
         self.p, self.signs, self.path_mean = map(float, parts["numbers"]["all"])
+        if isinstance(self.look, LocalFeatures) and "look" in parts:
+            load_arrays(self.look, parts["look"])
+            self.look.freeze()
 
 
 def gradient_penalty(scores_B: Tensor, x_BCHW: Tensor) -> Tensor:

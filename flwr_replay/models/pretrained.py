@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flwr_replay.errors import ConfigError
 from flwr_replay.memory import remembered
 
-__all__ = ["load_pretrained"]
+__all__ = ["load_pretrained", "read_weights"]
 
 # Foreign names of layers, and ours: torchvision's ResNet, and Buda et al.'s U-Net for brain MRI.
 NAMES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
@@ -64,17 +64,29 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
     return model
 
 
-@remembered(maxsize=1)
-def _read(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path, option: str) -> dict[str, Tensor]:
+    """Read a state dict from a .safetensors, .pt or .pth file.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read, or holds numbers that are not finite; `option` is who asked for it.
+    """
     try:
         loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
         weights = {str(name): torch.as_tensor(value) for name, value in loaded.items()}
     except Exception as error:  # a damaged file can raise any error
         line = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"model.weights must be a .safetensors or .pth file of weights; got {path}: {line}") from None
-    for pattern, ours in NAMES:
-        weights = {re.sub(pattern, ours, name): tensor for name, tensor in weights.items()}
+        raise ConfigError(f"{option} must be a .safetensors or .pth file of weights; got {path}: {line}") from None
     for name, tensor in weights.items():
         if not torch.isfinite(tensor).all():
-            raise ConfigError(f"model.weights must hold finite numbers; {name!r} in {path} does not")
+            raise ConfigError(f"{option} must hold finite numbers; {name!r} in {path} does not")
+    return weights
+
+
+@remembered(maxsize=1)
+def _read(path: Path) -> dict[str, Tensor]:
+    weights = read_weights(path, "model.weights")
+    for pattern, ours in NAMES:
+        weights = {re.sub(pattern, ours, name): tensor for name, tensor in weights.items()}
     return weights
