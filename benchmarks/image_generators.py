@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from flwr_replay.config.compose import compose
 from flwr_replay.data.dealt import loaded
+from flwr_replay.generators.perceptual import spread
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.training import batches, torch_rng
 from flwr_replay.models.layers import as_input
@@ -38,16 +39,6 @@ def accuracy(config, x, y, test_x, test_y, seed, steps=400):
             made += 1
     with torch.no_grad():
         return float((model.eval()(as_input(test_x)).argmax(1) == test_y).float().mean())
-
-
-def spread(x, y):
-    """Return the mean over classes of the mean distance of two of a class's images."""
-    flat, found = as_input(x).flatten(1), []
-    for label in y.unique():
-        own = flat[y == label][:200]
-        if len(own) > 1:
-            found.append(float(torch.cdist(own, own).sum() / (len(own) * (len(own) - 1))))
-    return float(np.mean(found))
 
 
 def main():

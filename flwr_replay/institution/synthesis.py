@@ -6,8 +6,10 @@ directory under a digest of its images and options, so runs with the same images
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from flwr_replay.errors import DataError, DivergedError, TrainingError, WireErro
 from flwr_replay.files.atomic import private_folder
 from flwr_replay.files.tensors import digest, read_with_texts, write_tensors
 from flwr_replay.generators.base import ImageGenerator
+from flwr_replay.generators.perceptual import spread
 from flwr_replay.generators.synthesis import FEWEST, SynthesisPlan
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.state import StateStore
@@ -31,7 +34,18 @@ from flwr_replay.wire.records import StateDict
 __all__ = ["SynthesisStages", "replayed_batches"]
 
 TRAIN, DRAW, KEEP = "train-slice", "draw-buffer", "keep-buffer"
+PER_CLASS = 16  # images drawn to measure how different they are
 AT_ONCE = 10  # steps between two looks at the clock
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the training of a generator is, and its figures."""
+
+    steps: int = 0
+    loss: float = 0.0  # of the last message
+    margin: float | None = None  # m of the privacy loss
+    diversity: float | None = None  # of a complete generator
 
 
 class SynthesisStages:
@@ -47,19 +61,28 @@ class SynthesisStages:
     def train_slice(self, request: TrainSlice) -> GeneratorSlice:
         """Train for some steps, and save: an interrupted message costs at most its own steps."""
         data, config = self.images(), self.plan.generator
-        generator, made, loss = self.trained_so_far()
-        total = generator.steps(len(data))
+        generator, done = self.trained_so_far()
+        total, made = generator.steps(len(data)), done.steps
         began, end, losses = time.monotonic(), min(total, made + config.slice_steps), []
         while made < end and time.monotonic() - began < config.slice_seconds:
             upto = min(end, made + AT_ONCE)
-            losses.append(generator.train(data.x, data.y, range(made, upto))["loss"])
+            losses.append(generator.train(data.x, data.y, range(made, upto)))
             made = upto
         if losses:
-            loss = float(np.mean(losses))
+            loss = float(np.mean([said["loss"] for said in losses]))
             if not np.isfinite(loss):
                 raise DivergedError("a generator's loss must stay finite; it is not: lower generator.lr")
-            self.save(generator, made, loss)
-        return GeneratorSlice(num_examples=len(data), steps=made, steps_left=total - made, loss=loss)
+            diversity = self.diversity(generator, data) if made == total else None
+            done = Progress(steps=made, loss=loss, margin=losses[-1].get("margin"), diversity=diversity)
+            self.save(generator, done)
+        return GeneratorSlice(num_examples=len(data), steps_left=total - made, **asdict(done))
+
+    def diversity(self, generator: ImageGenerator, data: Shard) -> float | None:
+        """Return how far images of a class lie apart, over how far real ones do; None where all are the same."""
+        labels = self.classes(data).repeat_interleave(PER_CLASS)
+        drawn = generator.sample(labels, torch_rng(self.identity, "diversity"))
+        real = spread(data.x, data.y)
+        return spread(drawn, labels) / real if real > 0 else None
 
     def images(self) -> Shard:
         """Return the institution's training examples.
@@ -80,19 +103,19 @@ class SynthesisStages:
         """Return the classes of which the institution has enough images; it draws no others."""
         return torch.nonzero(torch.bincount(data.y.cpu()) >= FEWEST)[:, 0]
 
-    def trained_so_far(self) -> tuple[ImageGenerator, int, float]:
-        """Return the generator, the number of its steps, and the loss of its last message."""
+    def trained_so_far(self) -> tuple[ImageGenerator, Progress]:
+        """Return the generator, and how far its training is."""
         generator = self.plan.fresh(derived_seed(self.identity), self.institution.device)
         if not self.file.exists():
-            return generator, 0, 0.0
+            return generator, Progress()
         state, texts = read_with_texts(self.file)
         generator.load_state(state)
-        return generator, int(texts["steps"]), float(texts["loss"])
+        return generator, Progress(**json.loads(texts["progress"]))
 
-    def save(self, generator: ImageGenerator, made: int, loss: float) -> None:
-        """Write the generator, the number of its steps, and the loss of this message."""
+    def save(self, generator: ImageGenerator, done: Progress) -> None:
+        """Write the generator, and how far its training is."""
         private_folder(self.file.parent)
-        texts = {"steps": str(made), "loss": repr(loss)}
+        texts = {"progress": json.dumps(asdict(done))}
         write_tensors(self.file, generator.state(), texts, to_disk=self.institution.durable)
 
     @property
@@ -125,8 +148,8 @@ class SynthesisStages:
             If the generator's training is not complete.
         """
         data = self.images()
-        generator, made, _ = self.trained_so_far()
-        if left := generator.steps(len(data)) - made:
+        generator, done = self.trained_so_far()
+        if left := generator.steps(len(data)) - done.steps:
             raise TrainingError(f"a buffer is drawn from a trained generator; {left} steps are left: train it first")
         classes, rng = self.classes(data), torch_rng(self.identity, "drawn", *purpose)
         labels = classes[torch.arange(size) % len(classes)][torch.randperm(size, generator=rng)]

@@ -176,14 +176,16 @@ class RunDirectory(Recorder):
         with closing(Lines(self.path / "privacy.jsonl")) as lines:
             lines.append([{"round": server_round, "institution": name, **self.released[name]}])
 
-    def generated(self, name: str, network: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
+    def generated(
+        self, name: str, network: str, losses: list[float], **figures: Sequence[float] | float | None
+    ) -> None:
         """Write the losses of a generator or prior; they replace those of an attempt before the run was resumed."""
-        super().generated(name, network, losses, perplexity)
+        super().generated(name, network, losses, **figures)
         path = self.path / "generator.jsonl"
         own = {"institution": name, "network": network}
         rows: list[dict[str, Any]] = [{**own, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)]
-        if rows and perplexity:
-            rows[-1]["perplexity"] = list(perplexity)
+        for row in rows[-1:]:
+            row.update({figure: values for figure, values in figures.items() if values not in (None, [])})
         before = [row for row in self._lines("generator") if (row["institution"], row["network"]) != (name, network)]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in [*before, *rows]))
 

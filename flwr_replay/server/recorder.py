@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Row
 from flwr_replay.wire.records import StateDict
@@ -75,13 +77,18 @@ class Recorder:
     def forgetting_row(self, server_round: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
         """Note the metrics on each institution's training examples, after an exchange that trained on `data_of`."""
 
-    def generated(self, name: str, network: str, losses: list[float], perplexity: Sequence[float] = ()) -> None:
-        """Note the training of a network, generator or prior: the loss of every epoch, the perplexity of the codes.
+    def generated(
+        self, name: str, network: str, losses: list[float], **figures: Sequence[float] | float | None
+    ) -> None:
+        """Note the training of a network, generator or prior: the losses, and other figures by name.
 
-        Under DP institutions withhold both.
+        Under DP institutions withhold them.
         """
-        used = f"; codes in use (perplexity): {', '.join(f'{p:.1f}' for p in perplexity)}" if perplexity else ""
-        self.log(f"{network} at {name}: loss {', '.join(f'{loss:.4f}' for loss in losses) or 'withheld'}{used}")
+        said = [f"loss {', '.join(f'{loss:.4f}' for loss in losses) or 'withheld'}"]
+        for figure, values in figures.items():
+            if values is not None and np.size(values):
+                said.append(f"{figure} {', '.join(f'{value:.4g}' for value in np.atleast_1d(values))}")
+        self.log(f"{network} at {name}: {'; '.join(said)}")
 
     def spent(
         self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool

@@ -201,7 +201,8 @@ class GenerativeReplay:
             self.movement.recorder.failed(self.server_round, member.name, fault)
             return False
         self.movement.recorder.saw(generated.examples_seen)
-        self.movement.recorder.generated(member.name, "generator", list(generated.losses), list(generated.perplexity))
+        perplexity = list(generated.perplexity)
+        self.movement.recorder.generated(member.name, "generator", list(generated.losses), perplexity=perplexity)
         if not self.codes_travel:
             return self.take_prior(member, weights)
         codes = self.encoded(member, weights, 0 if stale else self.num_replay_examples)

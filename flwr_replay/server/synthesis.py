@@ -12,6 +12,7 @@ Failures: An institution that fails is asked again before the next round. Until 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any
@@ -31,6 +32,7 @@ from flwr_replay.wire.payload import Payload, Request
 
 __all__ = ["FOLDER", "STAGES", "Buffers"]
 
+ALIKE = 0.3  # diversity below which a class is almost one image
 FOLDER = "buffers"  # of a run directory, with all buffers by their numbers
 STAGES = ("train-slice", "draw-buffer", "keep-buffer")
 
@@ -102,6 +104,7 @@ class Buffers:
         asked = [member for member in self.movement.members if member.name not in self.trained]
         made = dict.fromkeys((member.name for member in asked), -1)
         losses: dict[str, list[float]] = {member.name: [] for member in asked}
+        complete: dict[str, GeneratorSlice] = {}
         while asked:
             going_on: list[Member] = []
 
@@ -116,15 +119,22 @@ class Buffers:
                 if answer.steps_left:
                     going_on.append(member)
                 else:
-                    self.trained.add(member.name)
+                    complete[member.name] = answer
 
             request = TrainSlice(server_round=server_round, run=self.movement.settings.run)
             messages = [self.movement.message(member, request, extra) for member in asked]
             self.movement.exchange(grid, server_round, messages, needed=False, take=take)
             asked = going_on
-        for name, found in losses.items():
-            if name in self.trained and found:
-                self.movement.recorder.generated(name, "generator", found)
+        for name, last in complete.items():
+            self.trained.add(name)
+            figures = {"margin": last.margin, "diversity": last.diversity}
+            self.movement.recorder.generated(name, "generator", losses[name], **figures)
+            if last.diversity is not None and last.diversity < ALIKE:
+                logging.getLogger("flwr").warning(
+                    "%s: images of a class lie %.2f as far apart as real ones; below %s they are almost one image: "
+                    "train longer (generator.steps), or choose another generator",
+                    *(name, last.diversity, ALIKE),
+                )
 
     def draw(self, server_round: int) -> DrawBuffer:
         """Ask for a buffer."""
