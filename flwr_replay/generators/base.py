@@ -15,12 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from flwr_replay.errors import WireError
+from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["Grids", "ImageForm", "ImageGenerator", "ReplayGenerator", "by_level", "rows_of_step", "step_rng"]
+__all__ = [
+    "AT_ONCE",
+    "Grids",
+    "ImageForm",
+    "ImageGenerator",
+    "Look",
+    "ReplayGenerator",
+    "by_level",
+    "rows_of_step",
+    "step_rng",
+]
 
 Grids = tuple[tuple[int, int], ...]
+AT_ONCE = 256  # images embedded, encoded or drawn at a time
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,20 @@ class ImageGenerator(ABC):
         """Draw images (B, C, H, W) in [0, 1], float32, for labels (B,); `rng` is on the CPU."""
 
     @abstractmethod
+    def closest(self, x_BCHW: Tensor, labels_B: Tensor, look: Look) -> Tensor:
+        """Look for images that it can make near given ones: (B, C, H, W) in [0, 1], float32, on the CPU.
+
+        Parameters
+        ----------
+        x_BCHW : Tensor
+            Images in [0, 1], float32.
+        labels_B : Tensor
+            Their classes, int64.
+        look : Look
+            What near is.
+        """
+
+    @abstractmethod
     def state(self) -> StateDict:
         """Return all that further training and sampling need: weights, running means, optimizers' states."""
 
@@ -79,6 +105,21 @@ class ImageGenerator(ABC):
         WireError
             If names or shapes are not this generator's.
         """
+
+
+class Look(nn.Module, ABC):
+    """Turns images into vectors whose squared distance says how different they look."""
+
+    name: str  # stands beside every distance
+
+    @abstractmethod
+    def embed(self, x_BCHW: Tensor) -> Tensor:
+        """Return the vectors (B, F) of images (B, C, H, W) in [0, 1]; differentiable."""
+
+    @torch.no_grad()
+    def embed_all(self, x_nCHW: Tensor, device: torch.device) -> Tensor:
+        """Return the vectors (n, F) of many images, uint8 or in [0, 1], on the device."""
+        return torch.cat([self.embed(as_input(x).to(device)) for x in torch.split(x_nCHW, AT_ONCE)])
 
 
 def step_rng(seed: int, step: int, purpose: str = "") -> torch.Generator:

@@ -14,7 +14,6 @@ backbone's weights in a file: nothing is downloaded.
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from itertools import pairwise
 from math import sqrt
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch.nn import functional as F
 
 from flwr_replay.config.sections import require
 from flwr_replay.errors import ConfigError
-from flwr_replay.generators.base import ImageForm, rows_of_step
+from flwr_replay.generators.base import AT_ONCE, ImageForm, Look, rows_of_step
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.pretrained import read_weights
 from flwr_replay.models.seeding import seeded
@@ -35,7 +34,6 @@ from flwr_replay.rng import derived_seed
 
 __all__ = [
     "LocalFeatures",
-    "Look",
     "LpipsFeatures",
     "Pixels",
     "frechet",
@@ -49,23 +47,7 @@ __all__ = [
 SIDE = 64  # pixels: larger images are made smaller for local features; LPIPS has smaller ones made larger
 WIDTHS = (16, 32, 64)  # channels of the local network
 STEPS, RATE, BATCH = 300, 1e-3, 32  # of its training
-AT_ONCE = 256  # images
 BACKBONES = {"alex": (64, 3, 11, 11), "vgg": (64, 3, 3, 3)}  # the shape of the first convolution
-
-
-class Look(nn.Module, ABC):
-    """Turns images into vectors whose squared distance says how different they look."""
-
-    name: str  # stands beside every distance
-
-    @abstractmethod
-    def embed(self, x_BCHW: Tensor) -> Tensor:
-        """Return the vectors (B, F) of images (B, C, H, W) in [0, 1]; differentiable."""
-
-    @torch.no_grad()
-    def embed_all(self, x_nCHW: Tensor, device: torch.device) -> Tensor:
-        """Return the vectors (n, F) of many images, uint8 or in [0, 1], on the device."""
-        return torch.cat([self.embed(as_input(x).to(device)) for x in torch.split(x_nCHW, AT_ONCE)])
 
 
 class Pixels(Look):

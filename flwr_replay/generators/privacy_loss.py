@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flwr_replay.generators.perceptual import Look, nearest, nearest_other, squared_distances
+from flwr_replay.generators.base import Look
+from flwr_replay.generators.perceptual import nearest, nearest_other, squared_distances
 
 __all__ = ["KINDS", "PrivacyLoss"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flwr_replay.config.sections import PriorConfig
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.generators.base import ImageForm, ImageGenerator, rows_of_step, step_rng
+from flwr_replay.generators.base import AT_ONCE, ImageForm, ImageGenerator, Look, rows_of_step, step_rng
 from flwr_replay.generators.pixelcnn import build_prior
 from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
 from flwr_replay.models.layers import as_input
@@ -22,8 +22,6 @@ from flwr_replay.wire.records import StateDict
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
 __all__ = ["VQVAE2Images"]
-
-AT_ONCE = 256  # images encoded or drawn at a time
 
 
 class VQVAE2Images(ImageGenerator):
@@ -100,6 +98,13 @@ class VQVAE2Images(ImageGenerator):
         """Draw codes for the labels, and decode them."""
         prior, model = self.prior.eval(), self.generator.eval()
         parts = [model.decode(prior.sample(y.to(self.device), rng)) for y in torch.split(labels_B, AT_ONCE)]
+        return torch.cat(parts).cpu()
+
+    @torch.no_grad()
+    def closest(self, x_BCHW: Tensor, labels_B: Tensor, look: Look) -> Tensor:
+        """Encode and decode; it knows no other way, so labels and look do not matter."""
+        model = self.generator.eval()
+        parts = [model.decode(model.encode(x.to(self.device))) for x in torch.split(x_BCHW, AT_ONCE)]
         return torch.cat(parts).cpu()
 
     def state(self) -> StateDict:

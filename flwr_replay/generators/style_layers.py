@@ -60,7 +60,7 @@ def conv(inputs: int, outputs: int, kernel: int = 3) -> Scaled:
 
 def leaky(x: Tensor) -> Tensor:
     """Return the leaky ReLU, scaled to keep the variance."""
-    return F.leaky_relu(x, SLOPE) * sqrt(2)
+    return F.leaky_relu(x, SLOPE).mul_(sqrt(2))
 
 
 class Modulated(nn.Module):
@@ -75,10 +75,10 @@ class Modulated(nn.Module):
 
     def forward(self, x_BIHW: Tensor, w_BZ: Tensor) -> Tensor:
         """Return (B, O, H, W), without bias."""
-        s_BI = self.style(w_BZ)
-        out: Tensor = self.conv(x_BIHW * s_BI[:, :, None, None])
+        s_BI = self.style(w_BZ) * self.conv.gain
+        out: Tensor = self.conv.layer(x_BIHW * s_BI[:, :, None, None])
         if self.demodulate:
-            squares_OI = (self.conv.layer.weight * self.conv.gain).square().sum((2, 3))
+            squares_OI = self.conv.layer.weight.square().sum((2, 3))
             norm_BO = (s_BI.square() @ squares_OI.T + 1e-8).rsqrt()
             out = out * norm_BO[:, :, None, None]
         return out

@@ -41,7 +41,7 @@ from flwr_replay.config.sections import (
 )
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.generators.ada import adapted, augmented
-from flwr_replay.generators.base import ImageForm, ImageGenerator, rows_of_step, step_rng
+from flwr_replay.generators.base import AT_ONCE, ImageForm, ImageGenerator, Look, rows_of_step, step_rng
 from flwr_replay.generators.perceptual import LocalFeatures, look_of
 from flwr_replay.generators.privacy_loss import KINDS, PrivacyLoss
 from flwr_replay.generators.style_layers import Discriminator, StyleGenerator
@@ -56,7 +56,7 @@ __all__ = ["StyleGAN2", "StyleGAN2Config"]
 R1_EVERY, PATH_EVERY, ADA_EVERY = 16, 4, 4  # steps
 BETAS = (0.0, 0.99)  # of Adam
 PATH_DECAY, PATH_WEIGHT = 0.01, 2.0
-AT_ONCE = 256  # images drawn at a time
+PROJECTION_STEPS, PROJECTION_RATE, MEAN_OF = 200, 0.05, 1024  # Adam's, and styles in a class's mean
 MOST = 100_000_000  # steps
 
 
@@ -126,8 +126,9 @@ class StyleGAN2(ImageGenerator):
             self.generator = StyleGenerator(config.latents, config.mapping, form.classes, form.channels, side, *widths)
             self.discriminator = Discriminator(form.classes, form.channels, side, *widths, config.residual)
         self.privacy: PrivacyLoss | None = None  # made when the second part begins
-        self.generator.to(device)
-        self.discriminator.to(device)
+        # Half as fast again on a CPU as the other order.
+        self.generator.to(device, memory_format=torch.channels_last)
+        self.discriminator.to(device, memory_format=torch.channels_last)
         self.look = look_of(config.perceptual_weights, form, derived_seed(seed, "look")).to(device)
         self.running = deepcopy(self.generator).requires_grad_(False)
         mapping = [*self.generator.mapping.parameters()]
@@ -255,6 +256,30 @@ class StyleGAN2(ImageGenerator):
             images = self.running.synthesis(self.running.styles(self._latents(len(y), rng), y), rng)
             parts.append(self._shown(images).cpu())
         return torch.cat(parts)
+
+    def closest(self, x_BCHW: Tensor, labels_B: Tensor, look: Look) -> Tensor:
+        """Project: move styles from the class's mean until the image, without noise, looks like the given one.
+
+        Source: Karras et al. 2020 (1912.04958), section 5 and appendix D; Pennisi et al. 2023, section IV-C.2. There
+        the latent also gets noise, and the noise maps are moved too.
+        """
+        found, rng = [], step_rng(self.seed, 0, "closest")
+        for x, y in zip(torch.split(x_BCHW, AT_ONCE), torch.split(labels_B, AT_ONCE), strict=True):
+            target_BF = look.embed(x.to(self.device))
+            with torch.no_grad():
+                z_MZ = self._latents(MEAN_OF, rng)
+                mean_of = {
+                    int(k): self.running.styles(z_MZ, y.new_full((MEAN_OF,), k).to(self.device)).mean(0) for k in y
+                }
+            w_BZ = torch.stack([mean_of[int(k)] for k in y]).requires_grad_(True)
+            optimizer = torch.optim.Adam([w_BZ], lr=PROJECTION_RATE)
+            for _ in range(PROJECTION_STEPS):
+                made_BF = look.embed(self._shown(self.running.synthesis(w_BZ, None)))
+                optimizer.zero_grad()
+                (made_BF - target_BF).square().sum().backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            found.append(self._shown(self.running.synthesis(w_BZ, None)).detach().cpu())
+        return torch.cat(found)
 
     def state(self) -> StateDict:
         """Return networks, running means, optimizers and numbers."""

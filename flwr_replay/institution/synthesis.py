@@ -112,6 +112,19 @@ class SynthesisStages:
         generator.load_state(state)
         return generator, Progress(**json.loads(texts["progress"]))
 
+    def complete(self) -> ImageGenerator:
+        """Return the trained generator.
+
+        Raises
+        ------
+        TrainingError
+            If its training is not complete.
+        """
+        generator, done = self.trained_so_far()
+        if left := generator.steps(len(self.images())) - done.steps:
+            raise TrainingError(f"images are drawn from a trained generator; {left} steps are left: train it first")
+        return generator
+
     def save(self, generator: ImageGenerator, done: Progress) -> None:
         """Write the generator, and how far its training is."""
         private_folder(self.file.parent)
@@ -140,18 +153,9 @@ class SynthesisStages:
         return Buffer(images=drawn["images"], labels=drawn["labels"], num_examples=len(self.institution.train))
 
     def drawn(self, size: int, *purpose: object) -> StateDict:
-        """Draw images, uint8, and labels; the same purpose draws the same.
-
-        Raises
-        ------
-        TrainingError
-            If the generator's training is not complete.
-        """
-        data = self.images()
-        generator, done = self.trained_so_far()
-        if left := generator.steps(len(data)) - done.steps:
-            raise TrainingError(f"a buffer is drawn from a trained generator; {left} steps are left: train it first")
-        classes, rng = self.classes(data), torch_rng(self.identity, "drawn", *purpose)
+        """Draw images, uint8, and labels; the same purpose draws the same."""
+        generator = self.complete()
+        classes, rng = self.classes(self.images()), torch_rng(self.identity, "drawn", *purpose)
         labels = classes[torch.arange(size) % len(classes)][torch.randperm(size, generator=rng)]
         images = generator.sample(labels, rng).mul(255).round().clamp(0, 255).byte()
         return {"images": images.numpy(), "labels": labels.numpy()}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_replay.report.epsilon import shown_epsilon
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["curves", "epsilons", "heat_map", "lines", "losses", "points"]
+__all__ = ["curves", "epsilons", "heat_map", "histograms", "lines", "losses", "points"]
 
 # Okabe and Ito's palette without yellow: distinct for the colour-blind; markers distinguish methods in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -197,6 +198,20 @@ def losses(found: Mapping[str, History], title: str) -> bytes:
         colour, marker = _look(place)
         axes.plot(*zip(*history, strict=True), color=colour, marker=marker, label=name)
     axes.set(xlabel="epoch", ylabel="loss")
+    axes.set_title(title, fontsize="medium")
+    axes.legend(frameon=False, fontsize="small")
+    return _png(figure)
+
+
+def histograms(found: Mapping[str, NDArray[Any]], distance: str, title: str) -> bytes:
+    """Draw how often distances occur in each group, as in Fig. 3 of Pennisi et al. 2023; returns a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
+    bins = np.histogram_bin_edges(np.concatenate(list(found.values())), 30).tolist()
+    axes.hist(list(found.values()), bins, label=list(found), color=list(COLOURS[: len(found)]))
+    axes.set(xlabel=f"distance: {distance}", ylabel="images")
     axes.set_title(title, fontsize="medium")
     axes.legend(frameon=False, fontsize="small")
     return _png(figure)

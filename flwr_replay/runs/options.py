@@ -14,7 +14,7 @@ from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.runs.opening import check_unchanged
 
-__all__ = ["resolve"]
+__all__ = ["resolve", "run_overrides"]
 
 INLINE_NODES = 4
 
@@ -38,7 +38,8 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
                     "a resumed run keeps its options, except rounds, device, timeout, wait, replay.missing and "
                     f"task.data-dir; got {option!r} with --resume: leave it out"
                 )
-        overrides = [*_overrides_of_run(Path(resume).expanduser()), *options]
+        check_unchanged(Path(resume).expanduser())
+        overrides = [*run_overrides(Path(resume).expanduser()), *options]
         overrides.append(f"resume={_quoted(Path(resume).expanduser().absolute())}")
     else:
         overrides = [*options, f"runs_dir={_quoted(Path(runs_dir).expanduser().absolute())}"]
@@ -54,11 +55,17 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
     return [*overrides, f"nodes={nodes}"], replace(config, nodes=nodes)
 
 
-def _overrides_of_run(folder: Path) -> list[str]:
+def run_overrides(folder: Path) -> list[str]:
+    """Return a run's options as overrides.
+
+    Raises
+    ------
+    RunError
+        If the folder is none of a run, or damaged.
+    """
     file = folder / "config.yaml"
     if not file.exists():
-        raise RunError(f"--resume must be a run directory with a config.yaml; got {folder}")
-    check_unchanged(folder)
+        raise RunError(f"a run directory has a config.yaml; got {folder}: give the folder that the run has written")
     try:
         return overrides_of(file)
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:

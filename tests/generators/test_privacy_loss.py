@@ -69,7 +69,7 @@ def test_the_vectors_distance_is_the_mean_over_places_and_layers():
     for a, b in zip(look.maps(x), look.maps(y), strict=True):
         a, b = a / a.norm(dim=1, keepdim=True).clamp(min=1e-5), b / b.norm(dim=1, keepdim=True).clamp(min=1e-5)
         slow += (a - b).square().sum(1).mean().item() / 3
-    assert float(squared_distances(look.embed(x), look.embed(y))) == pytest.approx(slow, rel=1e-3)
+    assert squared_distances(look.embed(x), look.embed(y)).item() == pytest.approx(slow, rel=1e-3)
     assert float(squared_distances(Pixels().embed(x), Pixels().embed(y))) == pytest.approx(
         float((x - y).square().mean()), rel=1e-4
     )

@@ -1,0 +1,105 @@
+"""The command `privacy synthetic`: what a trained generator shows of the images that it has learned."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flwr_replay.errors import ConfigError
+
+if TYPE_CHECKING:  # PyTorch takes seconds to import
+    from flwr_replay.institution.synthesis import SynthesisStages
+
+__all__ = ["show_synthetic"]
+
+CLAIM = "attacks that were tried; that they fail is evidence, and no guarantee: no epsilon covers synthetic images"
+
+
+def show_synthetic(
+    run: Annotated[Path, typer.Argument(help="A run directory, or a folder with its config.yaml.")],
+    institution: Annotated[
+        str, typer.Option("--institution", help="One of a simulation's; all of them if empty.")
+    ] = "",
+    node_config: Annotated[
+        str, typer.Option("--node-config", help="What this institution's SuperNode was started with: its own data.")
+    ] = "",
+    images: Annotated[
+        int, typer.Option("--images", min=8, help="Training images, and held-out images, at most.")
+    ] = 100,
+    samples: Annotated[int, typer.Option("--samples", min=8, help="Images that the generator draws.")] = 1024,
+    weights: Annotated[
+        str, typer.Option("--perceptual-weights", help="A file with AlexNet or VGG-16, for LPIPS distances too.")
+    ] = "",
+    out: Annotated[
+        str, typer.Option("--out", help="Folder for figures and pictures; they show patients' images.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Attack an institution's own generator, at the institution: nothing leaves."""
+    from flwr_replay.files.atomic import private_folder, write_json
+    from flwr_replay.institution.exposure import examine
+
+    found = []
+    for stages in _stages(run, node_config):
+        name = stages.institution.name
+        if institution not in ("", name):
+            continue
+        print(f"{name}: attacking its generator …", file=sys.stderr, flush=True)
+        folder = Path(out).absolute() / name if out else stages.state.folder / "synthetic" / stages.identity
+        private_folder(folder)
+        found.append(result := examine(stages, images, samples, folder, weights))
+        write_json(folder / "result.json", result, indent=2)
+        if not as_json:
+            print(_text(result, folder))
+    if not found:
+        raise ConfigError(f"--institution must be one of the run's; got {institution!r}: leave it out to see all")
+    print(json.dumps(found, indent=2) if as_json else CLAIM)
+
+
+def _stages(run: Path, node_config: str) -> list[SynthesisStages]:
+    """Return the institutions of a simulated run, or the one that a SuperNode's configuration names."""
+    from flwr.app import Context, RecordDict
+    from flwr.common.config import parse_config_args
+
+    from flwr_replay.config.compose import compose
+    from flwr_replay.generators.synthesis import SynthesisPlan
+    from flwr_replay.institution.node import institution_of
+    from flwr_replay.institution.state import StateStore
+    from flwr_replay.institution.synthesis import SynthesisStages
+    from flwr_replay.runs.options import run_overrides
+
+    overrides = run_overrides(run.expanduser())
+    nodes = compose(overrides).nodes
+    owned: list[dict[str, Any]] = [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)]
+    if node_config:
+        owned = [parse_config_args([node_config])]
+    if not owned:
+        raise ConfigError("the run was deployed: each institution examines its own generator, with its --node-config")
+    found = []
+    for node in owned:
+        institution, config = institution_of(Context(1, 1, node, RecordDict(), {"overrides": shlex.join(overrides)}))
+        if (plan := SynthesisPlan.of(config)) is None:
+            raise ConfigError(
+                f"only generators of synthetic images can be examined; {run} has strategy={config.strategy.name}: "
+                "choose a run of feder or syncentral"
+            )
+        found.append(SynthesisStages(institution, StateStore(institution), plan))
+    return found
+
+
+def _text(result: dict[str, Any], folder: Path) -> str:
+    """Say what was found, a line for each attack."""
+    lines = [f"{result['institution']}: {result['images']} training images, as many held-out ones"]
+    for one in result["attacks"]:
+        lines.append(
+            f"  {one['attack']}, {one['distance']}: distance {one['members']:.4f} of training images, "
+            f"{one['others']:.4f} of held-out ones; AUC {one['auc']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+        )
+    made, real = (result[f"frechet-distance, local features{end}"] for end in ("", ", of real others"))
+    lines.append(f"  Fréchet distance, local features: {made:.3f}; of real held-out images {real:.3f}")
+    return "\n".join([*lines, f"  pictures of patients, and figures: {folder}"])

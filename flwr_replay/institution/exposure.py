@@ -1,0 +1,156 @@
+"""What an institution's generator shows of its images: examined at the institution, nothing leaves.
+
+Training images, *members*, are compared with as many held-out images of the same source, *others*. A generator that
+comes nearer to members than to others gives away who was in the training.
+
+    nearest sample: the distance of an image to the nearest of many that the generator draws
+    projection:     its distance to the nearest image that the generator can make (Pennisi et al. 2023, section IV-C.2)
+    membership:     who takes the images at small distances for members is right with this area under the ROC curve
+
+The network that is projected with, and the one of the privacy loss, are others than the one that measures.
+These are attacks that were tried. That they fail is evidence, and no guarantee.
+
+`n` images, `F` numbers in an image's vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flwr_replay.errors import DataError
+from flwr_replay.files.atomic import write_atomic
+from flwr_replay.generators.base import Look
+from flwr_replay.generators.perceptual import LocalFeatures, LpipsFeatures, Pixels, frechet, nearest, spread
+from flwr_replay.institution.pictures import draw_grid
+from flwr_replay.institution.synthesis import SynthesisStages
+from flwr_replay.learning.training import torch_rng
+from flwr_replay.models.layers import as_input
+from flwr_replay.report.plots import histograms
+from flwr_replay.rng import derived_seed
+
+__all__ = ["Attack", "examine", "membership"]
+
+RESAMPLES = 1000  # of the bootstrap
+FEWEST = 8  # images on each side
+
+
+@dataclass(frozen=True)
+class Attack:
+    """The distances that an attack found, and how well they tell members from others."""
+
+    attack: str
+    distance: str  # the name of the look
+    members: float  # mean squared distance
+    others: float
+    auc: float  # 0.5: no better than guessing
+    low: float  # of a 95 % interval
+    high: float
+
+
+def membership(members_n: NDArray[Any], others_n: NDArray[Any], seed: int) -> tuple[float, float, float]:
+    """Return the AUC of 'small distances are members', and a 95 % interval (percentiles of a bootstrap)."""
+    rng = np.random.default_rng(derived_seed(seed, "bootstrap"))
+    before = members_n[:, None] < others_n[None]
+    right = np.where(members_n[:, None] == others_n[None], 0.5, before)  # of each pair: who is told apart
+    rows, columns = (rng.integers(0, size, (RESAMPLES, size)) for size in right.shape)
+    drawn = [right[np.ix_(i, j)].mean() for i, j in zip(rows, columns, strict=True)]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return float(right.mean()), float(low), float(high)
+
+
+def examine(stages: SynthesisStages, images: int, samples: int, folder: Path, backbone: str = "") -> dict[str, Any]:
+    """Attack the institution's own generator.
+
+    Parameters
+    ----------
+    stages : SynthesisStages
+        The institution's data, state and generator.
+    images : int
+        Members, and others, at most.
+    samples : int
+        Images that the generator draws.
+    folder : Path
+        For the pictures: patients' images and those that the generator makes. It must stay here.
+    backbone : str
+        A file with AlexNet or VGG-16, for LPIPS distances too.
+
+    Returns
+    -------
+    dict
+        `attacks`, Fréchet distances, diversity, and the numbers of images.
+
+    Raises
+    ------
+    DataError
+        If there are too few images on one side.
+    TrainingError
+        If the generator's training is not complete.
+    """
+    institution, plan = stages.institution, stages.plan
+    generator, seed = stages.complete(), derived_seed(stages.identity)
+    count = min(images, len(institution.train), len(institution.test))
+    if count < FEWEST:
+        raise DataError(
+            f"the attacks need {FEWEST} training images and as many test images; there are {count}: add some"
+        )
+    sides = [
+        (as_input(shard.x[rows]).cpu(), shard.y[rows].cpu())
+        for shard in (institution.train, institution.test)
+        for rows in [torch.randperm(len(shard), generator=torch_rng(seed, "examined"))[:count].to(shard.x.device)]
+    ]
+    drawn = stages.drawn(samples, "examined")
+    synthetic, labels = as_input(torch.from_numpy(drawn["images"])), torch.from_numpy(drawn["labels"])
+
+    data, device = stages.images(), institution.device
+    measuring, projecting = (
+        LocalFeatures(plan.form, derived_seed(seed, purpose)).to(device).learn(data.x, data.y)
+        for purpose in ("measure", "project")
+    )
+    looks: list[Look] = [Pixels(), measuring, *([LpipsFeatures(backbone, plan.form).to(device)] if backbone else [])]
+    made = [generator.closest(x, y, projecting) for x, y in sides]
+    attacks = []
+    for look in looks:
+        sample_SF, real = look.embed_all(synthetic, device), [look.embed_all(x, device) for x, _ in sides]
+        near = [look.embed_all(x, device) for x in made]
+        found = {
+            "nearest sample": [nearest(x_nF, sample_SF) for x_nF in real],
+            "projection": [(x_nF - y_nF).square().sum(1) for x_nF, y_nF in zip(real, near, strict=True)],
+        }
+        for attack, (members, others) in found.items():
+            in_n, out_n = members.cpu().numpy(), others.cpu().numpy()
+            figures = float(in_n.mean()), float(out_n.mean()), *membership(in_n, out_n, seed)
+            attacks.append(Attack(attack, look.name, *figures))
+            title = f"AUC {figures[2]:.2f} ({figures[3]:.2f} to {figures[4]:.2f})"
+            shown = histograms({"training images": in_n, "held-out images": out_n}, f"{attack}, {look.name}", title)
+            write_atomic(folder / f"{'-'.join(f'{attack} {look.name}'.replace(',', '').split())}.png", shown)
+    for name, (x, _), closest in zip(("members", "others"), sides, made, strict=True):
+        pick = nearest_images(measuring, x, synthetic, device)
+        draw_grid(folder / f"{name}-real-projection-nearest.png", {"real": x, "projection": closest, "nearest": pick})
+
+    (x_in, y_in), (x_out, _) = sides
+    pooled_in, pooled_out, pooled_made = (
+        measuring.pooled(x.to(device)).detach().cpu().double().numpy() for x in (x_in, x_out, synthetic)
+    )
+    real_spread = spread(x_in, y_in)
+    return {
+        "institution": institution.name,
+        "images": count,
+        "samples": samples,
+        "attacks": [asdict(attack) for attack in attacks],
+        "frechet-distance, local features": frechet(pooled_made, pooled_in),
+        "frechet-distance, local features, of real others": frechet(pooled_out, pooled_in),
+        "diversity, pixels": spread(synthetic, labels) / real_spread if real_spread else None,
+    }
+
+
+def nearest_images(look: Look, x_nCHW: Tensor, synthetic: Tensor, device: torch.device) -> Tensor:
+    """Return for every image the synthetic one that looks most like it."""
+    distances_nS = torch.cdist(look.embed_all(x_nCHW, device), look.embed_all(synthetic, device))
+    return synthetic[distances_nS.argmin(1).cpu()]
