@@ -19,6 +19,7 @@ from flwr_replay.wire.weights import encoded, to_arrays
 
 __all__ = ["FedERClient"]
 
+OWN_MODEL = "private"  # a model that stays; its architecture may be the institution's own
 OWN = "own-synthetic"  # mode=synthetic-only: what stands for the institution's real images
 
 
@@ -38,14 +39,17 @@ class FedERClient(InstitutionClient):
     def train_own_with_buffers(self, request: TrainOwnWithBuffers) -> TrainedOwn:
         """Train the institution's own model, which stays."""
         kept = self.kept("model", request)
-        learner, examples = self.trained_model(request, kept or to_arrays(self.fresh(request.init_seed)))
+        fresh = kept or to_arrays(self.fresh_private(request.init_seed))
+        learner, examples = self.trained_model(request, fresh, role=OWN_MODEL)
         loss = learner.train_loss()
         self.save("model", request, to_arrays(learner.model), give=True)
         return TrainedOwn(num_examples=examples, examples_seen=learner.seen, train_loss=loss)
 
-    def trained_model(self, request: TrainWithBuffers | TrainOwnWithBuffers, arrays: Weights) -> tuple[Learner, int]:
+    def trained_model(
+        self, request: TrainWithBuffers | TrainOwnWithBuffers, arrays: Weights, role: str = ""
+    ) -> tuple[Learner, int]:
         """Train a model for E passes on D_i and B: eq. 4."""
-        b, model = self.batch_size, self.scratch_model(arrays)
+        b, model = self.batch_size, self.scratch_model(arrays, role)
         data = self.examples(request)
         refuse_single_batches(model, len(data), b)
         buffer = self.images.kept(request.run, request.server_round, request.buffers, request.buffered)
@@ -76,7 +80,7 @@ class FedERClient(InstitutionClient):
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
         """Test the institution's own model after this round's training."""
-        return self.evaluated(self.latest("model", request), request.split)
+        return self.evaluated(self.latest("model", request), request.split, role=OWN_MODEL)
 
     @property
     def images(self) -> SynthesisStages:

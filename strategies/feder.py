@@ -11,9 +11,11 @@ stay.
     every institution i: train a generator on D_i;  B_i ← images that it draws          `Buffers`
     round 1: every i trains its own model on D_i
     in every further round:
-        draw a K-cycle over the institutions present                                    `hop`
+        draw a K-cycle over the institutions present                                    `Cycles`
         every i receives the model of its predecessor j, and trains it:
             θ ← argmin L(θ; D_i) + L(θ; B_j), for E epochs                              # eq. 4
+    with order=queue, in every further round, until as many models are trained as there are institutions:
+        who is free trains the first model of its queue, and passes it on to another at random       `Queues`
 
 What is protected: Nothing by a guarantee. A generator depends on all images of its institution; that synthetic images
 lie far from real ones is evidence, and no (ε, δ).
@@ -22,33 +24,36 @@ Deviations: The server passes models and buffers on; the paper's institutions se
 every model goes to another institution, along one random cycle, as in the authors' code. Eq. 4's two terms are added,
 where that code averages over real and synthetic examples. A batch of the buffer passes the model by itself: batch norm
 normalises real and synthetic examples apart. In the first round there is no predecessor and no buffer, as in that code.
-All models begin with the same weights. Every training begins with a fresh optimizer.
+All models begin with the same weights. Every training begins with a fresh optimizer. With order=queue a round ends when
+its trainings have; until then nobody waits for the slow.
 
-Failures: Who fails leaves its model as it was sent, and that model goes on in the next round. The model of an absent
-institution waits for it.
+Failures: Who fails leaves its model as it was sent, and that model goes on, in the next round or queue. The model of
+an absent institution waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, ClassVar
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from flwr_replay.config.sections import PASSES, one_of, within
+from flwr_replay.config.sections import PASSES, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.movements.base import Exchange
-from flwr_replay.movements.relay import Relay
-from flwr_replay.movements.topology import mixing_matrix, receivers
+from flwr_replay.movements.base import Exchange, Movement, Run
+from flwr_replay.movements.hops import Cycles, Hops, Queues, Reopening, Turn
 from flwr_replay.payloads.common import Evaluate, Trained
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
 from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.members import Member
+from flwr_replay.server.settings import Settings
 from flwr_replay.server.synthesis import STAGES, Buffers
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights, opened
@@ -56,6 +61,7 @@ from flwr_replay.wire.records import StateDict, Weights, opened
 __all__ = ["FedER", "FedERConfig"]
 
 LARGEST = 2048  # images in a buffer; the paper has up to 512
+SCORE = "balanced-accuracy"  # section IV-B
 MODES = ("standard", "buffer-only", "synthetic-only")
 
 
@@ -71,16 +77,38 @@ class FedERConfig(StrategyConfig):
     buffer_refresh: str = "never"  # never: one buffer for the whole run | round: a new one every round
     memory: str = "predecessor"  # whose buffers: predecessor | all
     local_epochs: int = 1  # E
+    order: str = "cycle"  # cycle: one random cycle in each round | queue: a trained model joins another's queue
+    durations: tuple[float, ...] = ()  # order=queue: how long each institution trains; empty: answers decide
+    private_models: tuple[str, ...] = ()  # mode=buffer-only: of conf/model, by turns; empty: the run's model
+    agreement: bool = False  # after the last round, test every model at every institution
 
     def __post_init__(self) -> None:
         one_of("strategy.mode", self.mode, MODES)
+        one_of("strategy.order", self.order, ("cycle", "queue"))
         one_of("strategy.buffer-refresh", self.buffer_refresh, ("never", "round"))
         one_of("strategy.memory", self.memory, ("predecessor", "all"))
         within("strategy.", self, buffer=(0, LARGEST), local_epochs=(1, PASSES))
+        stays = self.mode == "buffer-only"
+        require(
+            stays or not self.private_models,
+            f"models that hop have one form; got mode={self.mode} with private-models: choose mode=buffer-only",
+        )
+        require(
+            not (stays and (self.order == "queue" or self.agreement)),
+            "with mode=buffer-only models stay: leave order and agreement out",
+        )
+        require(
+            self.order == "queue" or not self.durations,
+            f"durations are for order=queue; got order={self.order}: leave durations out",
+        )
+        require(
+            all(0 < duration < inf for duration in self.durations),
+            f"strategy.durations must be positive and finite; got {list(self.durations)}",
+        )
 
 
-class FedER(Relay):
-    """Models go along random cycles, with synthetic images of the institutions that they come from."""
+class FedER(Movement):
+    """Models go from institution to institution, with synthetic images of where they come from."""
 
     name = "feder"
     config_type = FedERConfig
@@ -94,11 +122,31 @@ class FedER(Relay):
             raise ConfigError("FedER needs a generator: give Settings(synthesis=...)")
         refreshed = self.config.buffer_refresh == "round"
         self.buffers = Buffers(self, plan, self.config.buffer, refreshed, always=synthetic)
+        self.hops = self.new_hops()
         self.fresh: StateDict = {}  # the weights with which every model begins
-        self.models: dict[str, StateDict] = {}  # by the institution where a model is: its weights
-        self.origins: dict[str, str] = {}  # by the institution where a model is: the one where it began
-        self.predecessors: dict[str, str] = {}  # in this round: where each institution's model comes from
-        self.received: dict[str, list[int]] = {}  # in this round: the buffers that each institution trains on
+        self.models: dict[str, StateDict] = {}  # by the institution where a model began: its weights
+        self.trained_at: dict[str, StateDict] = {}  # by institution: the model that it has trained last
+        self.turns: dict[str, Turn] = {}  # by institution: its turn in this round
+        self.held: dict[str, list[int]] = {}  # by institution: the buffers that it has of those it may train on
+        self.shown: StateDict | None = None  # the model that all are to test
+
+    def new_hops(self, durations: Sequence[float] = ()) -> Hops:
+        """Return the order of the options, at its beginning."""
+        if self.config.order == "queue":
+            return Queues(self.settings.seed, self.config.durations or durations)
+        return Cycles(self.settings.seed, self.stays)
+
+    @classmethod
+    def check(cls, config: FedERConfig, settings: Settings, names: Sequence[str] = ()) -> None:
+        """Refuse durations for fewer institutions than there are, and models that cannot be built for the task."""
+        super().check(config, settings, names)
+        if config.durations and len(config.durations) < len(names):
+            raise ConfigError(
+                "strategy.durations must have a number for each institution; got "
+                f"{len(config.durations)} for {len(names)}"
+            )
+        for fresh in settings.private_models:
+            fresh(0)
 
     @property
     def stays(self) -> bool:
@@ -117,47 +165,77 @@ class FedER(Relay):
         """What answers a request to train."""
         return TrainedOwn if self.stays else Trained
 
+    def begin_run(self) -> None:
+        """Note what decides the order of a queue."""
+        self.check(self.config, self.settings, [member.name for member in self.members])
+        if self.config.order == "queue":
+            self.recorder.notes["order-decided-by"] = "durations" if self.config.durations else "arrival"
+
+    def exchanges_per_round(self) -> int:
+        """One: as many models are trained in it as there are institutions."""
+        return 1
+
     # --- a round ------------------------------------------------------------------------------------------------------
 
     def exchange_round(
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Draw buffers if need be, let the models hop, deliver the buffers, have all institutions train."""
+        """Draw buffers if need be and deliver them; have every institution train a model, which then goes on."""
         self.fresh = self.fresh or opened(arrays)
         self.buffers.prepare(grid, server_round, config)
-        self.hop(server_round, [member.name for member in self.members])
-        self.received = self.buffers.deliver(grid, server_round, self.wanted(server_round), config)
-        replies = self.exchange(grid, server_round, self.configure_train(server_round, arrays, config, grid))
-        for member, reply in self.answers(replies):
-            answer = self.answer.decode(reply.content)
-            self.recorder.saw(answer.examples_seen)
-            if isinstance(answer, Trained):
-                self.models[member.name] = opened(answer.arrays)
+        self.hops.begin_round(server_round, [member.name for member in self.members])
+        self.held = self.buffers.deliver(grid, server_round, self.wanted(), config)
+        turns = self.configure_train(server_round, arrays, config, grid)
+        self.exchange(grid, server_round, turns, take=self.take, missed=self.missed, at_once=self.hops.at_once)
+        return self.aggregate_train(server_round, [])
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the institutions to train, each when its turn comes."""
+
+        def following() -> Message | None:
+            if (turn := self.hops.start()) is None:
+                return None
+            self.turns[turn.institution], member = turn, self.members.get(turn.institution)
+            assert member is not None
+            return self.message(member, self.turn_request(server_round, turn, self.held.get(member.name, [])), config)
+
+        return Reopening(following)
+
+    def take(self, member: Member, reply: Message) -> None:
+        """Keep the trained model, and let it go on."""
+        answer = self.answer.decode(reply.content)
+        self.recorder.saw(answer.examples_seen)
+        if isinstance(answer, Trained):
+            self.models[self.turns[member.name].model] = self.trained_at[member.name] = opened(answer.arrays)
+        self.hops.pass_on(member.name, trained=True)
+
+    def missed(self, member: Member) -> None:
+        """Let the model go on as it was sent."""
+        self.hops.pass_on(member.name, trained=False)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Aggregate nothing: the server has models, and no global one."""
         return ArrayRecord(), None
 
-    def hop(self, server_round: int, present: Sequence[str]) -> None:
-        """Move every model along one K-cycle over the institutions present; who has no model yet begins one."""
-        here = [name for name in sorted(present) if name in self.origins]
-        cycle = mixing_matrix("random", max(1, len(here)), server_round - 1, self.settings.seed)
-        self.predecessors = {here[to]: name for k, name in enumerate(here) for to in receivers(cycle, k)[0]}
-        models, origins = dict(self.models), dict(self.origins)
-        for name, before in self.predecessors.items():
-            if not self.stays:
-                self.models[name], self.origins[name] = models[before], origins[before]
-        for name in set(present) - set(here):
-            self.models[name], self.origins[name] = ({} if self.stays else self.fresh), name
+    def wanted(self) -> dict[str, list[int]]:
+        """Return the buffers that each institution may train on in this round."""
+        return {name: self.memory(name, sources) for name, sources in self.hops.sources().items()}
 
-    def wanted(self, server_round: int) -> dict[str, list[int]]:
-        """Return the buffers that each institution trains on in this round."""
-        numbers, found = self.buffers.numbers, {}
-        for name, before in self.predecessors.items():
-            others = [before] if self.config.memory == "predecessor" else sorted(set(numbers) - {name})
-            found[name] = [numbers[other] for other in others if other in numbers and other != name]
-        return found
+    def memory(self, name: str, sources: Sequence[str]) -> list[int]:
+        """Return the numbers of these institutions' buffers, or with memory=all of all others'."""
+        numbers = self.buffers.numbers
+        others = sorted(numbers) if self.config.memory == "all" else sources
+        return [numbers[other] for other in others if other in numbers and other != name]
 
-    def train_request(self, server_round: int, member: Member) -> TrainWithBuffers | TrainOwnWithBuffers:
-        """Ask to train the model that is at this institution, on its examples and on buffers."""
-        buffers = self.received.get(member.name, [])
+    def turn_request(
+        self, server_round: int, turn: Turn, held: Sequence[int]
+    ) -> TrainWithBuffers | TrainOwnWithBuffers:
+        """Ask to train a model on the institution's examples, and on buffers unless the model begins here."""
+        buffers = [number for number in self.memory(turn.institution, [turn.before]) if turn.before and number in held]
         common: dict[str, Any] = {
             "server_round": server_round,
             "run": self.settings.run,
@@ -169,7 +247,7 @@ class FedER(Relay):
         }
         if self.stays:
             return TrainOwnWithBuffers(**common, init_seed=derived_seed(self.settings.seed, "model"))
-        return TrainWithBuffers(**common, arrays=self.models.get(member.name, self.fresh))
+        return TrainWithBuffers(**common, arrays=self.models.get(turn.model, self.fresh))
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -180,50 +258,84 @@ class FedER(Relay):
         return Evaluate(server_round=server_round, run=self.settings.run, arrays=arrays)
 
     def addressed(self, member: Member, request: Request) -> Request:
-        """Put into an evaluation the model that is at this institution."""
+        """Put into an evaluation the model that this institution has trained last, or the one that all are to test."""
         request = super().addressed(member, request)
-        if isinstance(request, Evaluate) and member.name in self.models:
-            request = replace(request, arrays=self.models[member.name])
-        return request
+        model = self.shown or self.trained_at.get(member.name, self.fresh)
+        return replace(request, arrays=model) if isinstance(request, Evaluate) and model else request
+
+    def evaluate_if_due(self, run: Run, server_round: int, arrays: ArrayRecord) -> None:
+        """Evaluate; with `agreement`, after the last round have every institution test every model."""
+        super().evaluate_if_due(run, server_round, arrays)
+        if self.config.agreement and server_round == run.num_rounds:
+            self.recorder.notes["agreement"] = self.agreement(run, server_round, arrays)
+
+    def agreement(self, run: Run, server_round: int, arrays: ArrayRecord) -> dict[str, Any]:
+        """Return every model's balanced accuracy by institution, and its standard deviation over the models."""
+        found: dict[str, dict[str, float]] = {}
+        for model, weights in sorted(self.models_at_end({}).items()):
+            self.shown = weights
+            messages = self.configure_evaluate(server_round, arrays, run.evaluate_config, run.grid)
+            replies = self.exchange(run.grid, server_round, messages, needed=False)
+            _, own = self.pooled(server_round, replies) or ({}, {})
+            for name, metrics in own.items():
+                found.setdefault(name, {})[model] = metrics[SCORE]
+        self.shown = None
+        spread = {name: float(np.std(list(by_model.values()))) for name, by_model in found.items()}
+        return {"metric": SCORE, "by-institution": found, "standard-deviation": spread}
 
     # --- what a checkpoint holds, and what will travel ----------------------------------------------------------------
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
-        """Return the models, where each is and began, and what is known of buffers."""
-        names = sorted(self.models)
-        arrays = nested({"fresh": self.fresh, **{str(i): self.models[name] for i, name in enumerate(names)}})
-        return arrays, {"at": names, "origins": dict(self.origins), "buffers": self.buffers.state()}
+        """Return the models, the order, and what is known of buffers."""
+        models = {f"model-{i}": self.models[name] for i, name in enumerate(sorted(self.models))}
+        # Most of what was trained last are models as they stand now: their number is enough.
+        found = {id(weights): number for number, weights in models.items()}
+        trained_at = {name: found.setdefault(id(w), f"older-{name}") for name, w in self.trained_at.items()}
+        older = {number: self.trained_at[name] for name, number in trained_at.items() if number not in models}
+        values = {"models": sorted(self.models), "trained-at": trained_at}
+        values |= {"hops": self.hops.state(), "buffers": self.buffers.state()}
+        return nested({"fresh": self.fresh, **models, **older}), values
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         parts = unnested(arrays)
-        self.fresh, self.origins = parts["fresh"], values["origins"]
-        self.models = {name: parts[str(i)] for i, name in enumerate(values["at"])}
+        self.fresh = parts["fresh"]
+        self.models = {name: parts[f"model-{i}"] for i, name in enumerate(values["models"])}
+        self.trained_at = {name: parts[number] for name, number in values["trained-at"].items()}
+        self.hops.restore(values["hops"])
         self.buffers.restore(values["buffers"])
 
     def models_at_end(self, arrays: StateDict) -> Mapping[str, StateDict]:
-        """Return every model, by the institution that has trained it last."""
-        return {} if self.stays else self.models
+        """Return every model, by the institution where it is; those of queues by where they began."""
+        if self.stays:
+            return {}
+        return {name: self.models.get(model, self.fresh) for name, model in self.hops.names().items()}
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """Generators and buffers once, then a training at every institution in every round."""
-        members, names = list(self.members), [member.name for member in self.members]
-        self.buffers.numbers = {name: i for i, name in enumerate(names, 1)} if self.config.buffer else {}
-        found, held = list[Exchange](), {name: set[tuple[int, int]]() for name in names}
-        refreshed = self.buffers.refreshed
+        """Generators and buffers once, then as many turns in every round as there are institutions."""
+        members = {member.name: member for member in self.members}
+        self.buffers.numbers = {name: i for i, name in enumerate(members, 1)} if self.config.buffer else {}
+        self.hops = self.new_hops([1.0] * len(members))  # if answers decide: as if all took equally long
+        answer = blank_own() if self.stays else Trained.empty(arrays)
+        found, held = list[Exchange](), {name: set[tuple[int, int]]() for name in members}
         for server_round in range(1, num_rounds + 1):
-            self.hop(server_round, names)
-            self.received = self.wanted(server_round)
-            for member in members:
-                held[member.name] |= {(server_round * refreshed, n) for n in self.received.get(member.name, [])}
-                answer = self.answer.empty(arrays) if self.answer is Trained else blank_own()
-                request = self.train_request(server_round, member)
-                request = request if self.stays else replace(request, arrays=arrays)  # type: ignore[call-arg]
-                found.append((member, request, answer, 1))
+            self.hops.begin_round(server_round, list(members))
+            for name, numbers in self.wanted().items():
+                held[name] |= {(server_round * self.buffers.refreshed, number) for number in numbers}
+            while turn := self.hops.start():
+                request = self.turn_request(server_round, turn, list(self.buffers.numbers.values()))
+                request = request if isinstance(request, TrainOwnWithBuffers) else replace(request, arrays=arrays)
+                found.append((members[turn.institution], request, answer, 1))
+                self.hops.pass_on(turn.institution, trained=True)
         deliveries = {name: len(pairs) for name, pairs in held.items()}
-        found = [*self.buffers.forecast(deliveries, num_rounds), *found]
-        self.models, self.origins, self.received, self.buffers.numbers = {}, {}, {}, {}
-        return found
+        self.hops = self.new_hops()
+        return [*self.buffers.forecast(deliveries, num_rounds), *found]
+
+    def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """Return the evaluations, and those of every model by all after the last round."""
+        tests, blank = len(self.members) * self.config.agreement, self.evaluated.empty(self.task)
+        further = [(member, self.evaluation(0, arrays), blank, tests) for member in self.members]
+        return [*super().forecast_evaluation(arrays, num_rounds), *further]
 
 
 def blank_own() -> TrainedOwn:

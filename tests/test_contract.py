@@ -39,6 +39,7 @@ def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
         "feder mode=buffer-only",
         "feder mode=synthetic-only",
         "feder buffer_refresh=round memory=all local_epochs=2",
+        "feder order=queue durations=[1,3,2] agreement=true",
     ],
 )
 def test_options_keep_the_contract(job, monkeypatch, tmp_path):

@@ -250,6 +250,11 @@ class GeneratorConfig:
         within("generator.", self, batch_size=(1, BATCH), lr=POSITIVE, slice_steps=(1, BATCH), slice_seconds=POSITIVE)
 
     @property
+    def keeps_distance(self) -> bool:
+        """Whether a loss keeps its images away from real ones, by a margin that is measured."""
+        return False
+
+    @property
     def dp_passes(self) -> int:
         """How many passes DP-SGD makes over an institution's images."""
         return 0

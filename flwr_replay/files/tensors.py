@@ -102,13 +102,13 @@ def read_with_texts(path: Path) -> tuple[StateDict, dict[str, str]]:
             stored, view = data[AT], memoryview(data)
             if stored != _digits(crc32(view[AT.stop :], crc32(view[: AT.start]))):
                 raise ValueError("its checksum differs")
-        arrays = load(data)
-        texts = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+        arrays, header = load(data), json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunError(
             f"{path} must be as it was written; it is damaged ({error}): restore it from a backup, or begin a new run"
         ) from None
-    return arrays, texts
+    texts = header.pop("__metadata__", {})
+    return {name: arrays[name] for name in header}, texts  # in the file's order, which `load` does not keep
 
 
 def nested(parts: Mapping[str, Mapping[str, T]], *, mark: str = ".") -> dict[str, T]:

@@ -97,6 +97,11 @@ class StyleGAN2Config(GeneratorConfig):
         )
 
     @property
+    def keeps_distance(self) -> bool:
+        """Whether there is a second part of the training."""
+        return self.privacy_loss != "none"
+
+    @property
     def dp_fault(self) -> str:
         """Its training by DP-SGD is not written yet."""
         return "dp=generator is for generator=vqvae2 so far; got generator=stylegan2: choose generator=vqvae2"
@@ -127,8 +132,8 @@ class StyleGAN2(ImageGenerator):
             self.discriminator = Discriminator(form.classes, form.channels, side, *widths, config.residual)
         self.privacy: PrivacyLoss | None = None  # made when the second part begins
         # Half as fast again on a CPU as the other order.
-        self.generator.to(device, memory_format=torch.channels_last)
-        self.discriminator.to(device, memory_format=torch.channels_last)
+        self.generator.to(device).to(memory_format=torch.channels_last)
+        self.discriminator.to(device).to(memory_format=torch.channels_last)
         self.look = look_of(config.perceptual_weights, form, derived_seed(seed, "look")).to(device)
         self.running = deepcopy(self.generator).requires_grad_(False)
         mapping = [*self.generator.mapping.parameters()]
@@ -146,7 +151,7 @@ class StyleGAN2(ImageGenerator):
 
     def steps(self, examples: int) -> int:
         """Return the steps of both parts, however many images there are."""
-        return self.config.steps + self.config.privacy_steps * (self.config.privacy_loss != "none")
+        return self.config.steps + self.config.privacy_steps * self.config.keeps_distance
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -158,7 +163,7 @@ class StyleGAN2(ImageGenerator):
             x_BCHW = self._padded(as_input(images[rows]).to(self.device) * 2 - 1)
             y_B, rng = labels[rows.to(labels.device)].to(self.device), step_rng(self.seed, step)
             found["discriminator"].append(self._discriminator_step(step, x_BCHW, y_B, rng))
-            second = step >= self.config.steps and self.config.privacy_loss != "none"
+            second = step >= self.config.steps and self.config.keeps_distance
             nearness = partial(self._privacy_loss(images, labels), rows_B=rows.to(self.device)) if second else None
             for name, value in self._generator_step(step, y_B, rng, nearness).items():
                 found[name].append(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +44,8 @@ class Progress:
 
     steps: int = 0
     loss: float = 0.0  # of the last message
-    margin: float | None = None  # m of the privacy loss
-    diversity: float | None = None  # of a complete generator
+    margin: float | None = None  # of a complete one: m of the privacy loss
+    diversity: float | None = None  # of a complete one
 
 
 class SynthesisStages:
@@ -72,8 +72,9 @@ class SynthesisStages:
             loss = float(np.mean([said["loss"] for said in losses]))
             if not np.isfinite(loss):
                 raise DivergedError("a generator's loss must stay finite; it is not: lower generator.lr")
-            diversity = self.diversity(generator, data) if made == total else None
-            done = Progress(steps=made, loss=loss, margin=losses[-1].get("margin"), diversity=diversity)
+            done = Progress(steps=made, loss=loss)
+            if made == total:
+                done = replace(done, margin=losses[-1].get("margin"), diversity=self.diversity(generator, data))
             self.save(generator, done)
         return GeneratorSlice(num_examples=len(data), steps_left=total - made, **asdict(done))
 

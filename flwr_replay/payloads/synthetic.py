@@ -26,7 +26,7 @@ class GeneratorSlice(Payload):
     steps: int = statistic("steps made so far", public=True)
     steps_left: int = statistic("steps to the end of the training", public=True)
     loss: float | None = statistic("mean over the steps of this message", default=None, withheld=True)
-    margin: float | None = statistic("m of the privacy loss, once there is one", default=None, withheld=True)
+    margin: float | None = statistic("at the end: m of the privacy loss", default=None, withheld=True)
     diversity: float | None = statistic(
         "at the end: of images drawn, over that of real ones", default=None, withheld=True
     )

@@ -301,6 +301,7 @@ class RunDirectory(Recorder):
             "failures": self.failures,
             "wall-seconds": round(self.counters.seconds + time.monotonic() - self.started, 3),
             "versions": _versions(),
+            **self.notes,
         }
         write_json(self.path / "result.json", result, indent=2)
         return result

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -191,6 +192,7 @@ class Exchanging(Strategy):
         needed: bool = True,
         take: Take | None = None,
         at_once: int | None = None,
+        missed: Callable[[Member], None] | None = None,
     ) -> list[Message]:
         """Send messages, write the ledger, report failures; return the valid replies, ordered by institutions' names.
 
@@ -209,6 +211,8 @@ class Exchanging(Strategy):
             then empty. It may refuse a reply by a `WireError`.
         at_once : int | None
             How many messages may wait for a reply at a time, and so how many replies are in memory; None: all.
+        missed : Callable[[Member], None] | None
+            Called for each message without a valid reply.
 
         Raises
         ------
@@ -220,7 +224,7 @@ class Exchanging(Strategy):
         good: list[tuple[str, Message]] = []
         answered, diverged, failed = list[str](), list[str](), 0
         take = take or (lambda member, reply: good.append((member.name, reply)))
-        for message, reply in ask(grid, self.noted(server_round, messages), self.timeout, at_once):
+        for message, reply in ask(grid, map(partial(self.noted, server_round), messages), self.timeout, at_once):
             member = self.members.by_node(message.metadata.dst_node_id)
             assert member is not None
             fault = self.fault_of(server_round, member, message, reply)
@@ -235,6 +239,8 @@ class Exchanging(Strategy):
                 failed += 1
                 self.recorder.failed(server_round, member.name, str(fault))
                 diverged += [f"{member.name}: {fault}"] if isinstance(fault, DivergedError) else []
+                if missed:
+                    missed(member)
                 continue
             answered.append(member.name)
             request = request_of(message)
@@ -252,15 +258,14 @@ class Exchanging(Strategy):
             raise stopped(why, failed, diverged)
         return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
 
-    def noted(self, server_round: int, messages: Iterable[Message]) -> Iterator[Message]:
-        """Write requests to the ledger before they are sent, so that it has them even if the process is killed."""
-        for message in messages:
-            member, request = self.members.by_node(message.metadata.dst_node_id), request_of(message)
-            assert member is not None
-            found, stage = list(rows(message.content, request, self.extra)), request.stage_name if request else ""
-            self.recorder.travelled(server_round, member, "down", found, stage, split=split_of(message))
-            self.recorder.flush()
-            yield message
+    def noted(self, server_round: int, message: Message) -> Message:
+        """Write a request to the ledger before it is sent, so that it has it even if the process is killed."""
+        member, request = self.members.by_node(message.metadata.dst_node_id), request_of(message)
+        assert member is not None
+        found, stage = list(rows(message.content, request, self.extra)), request.stage_name if request else ""
+        self.recorder.travelled(server_round, member, "down", found, stage, split=split_of(message))
+        self.recorder.flush()
+        return message
 
     def fault_of(
         self, server_round: int, member: Member, message: Message, reply: Message | None

@@ -40,6 +40,7 @@ class Recorder:
         self.failures: list[dict[str, Any]] = []
         self.earlier = 0  # how many of these are from before the run was resumed
         self.released: dict[str, dict[str, Any]] = {}  # by institution: the epsilon and delta that it stated last
+        self.notes: dict[str, Any] = {}  # what a method adds to the run's result, by name
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def log(self, text: str) -> None:

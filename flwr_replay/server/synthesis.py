@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -217,7 +218,8 @@ class Buffers:
         for member in self.movement.members:
             slices = ceil(self.plan.steps(member.num_examples) / self.plan.generator.slice_steps)
             answer = GeneratorSlice(num_examples=0, steps=0, steps_left=0, loss=0.0)
-            found.append((member, TrainSlice(run=run), answer, slices))
+            last = replace(answer, diversity=0.0, margin=0.0 if self.plan.generator.keeps_distance else None)
+            found += [(member, TrainSlice(run=run), said, n) for said, n in ((answer, slices - 1), (last, 1))]
             if self.size:
                 found.append(
                     (

@@ -5,7 +5,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from flwr_replay.files.tensors import CODES, write_tensors
+from flwr_replay.files.tensors import CODES, read_tensors, write_tensors
 
 
 @pytest.mark.parametrize("dtype", CODES)
@@ -40,3 +40,12 @@ def test_what_the_format_does_not_have_is_refused_before_anything_is_written(tmp
     with pytest.raises(TypeError, match="'name' is <U5"):
         write_tensors(tmp_path / "x", {"name": np.array(["Curie"])})
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_read_keeps_the_files_order_so_that_it_is_written_with_the_same_bytes(tmp_path):
+    arrays = {f"{key}{i}": np.full(i + 1, i, np.float32) for i in range(9) for key in "zca"}
+    write_tensors(tmp_path / "one", arrays)
+    read = read_tensors(tmp_path / "one")
+    assert list(read) == list(arrays)
+    write_tensors(tmp_path / "two", read)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()

@@ -84,25 +84,6 @@ def test_between_two_without_a_buffer_a_model_makes_cwts_visits(start):
 # --- what is conserved ------------------------------------------------------------------------------------------------
 
 
-def test_every_round_is_one_cycle_over_those_present():
-    config = compose([*JOB, "nodes=5"])
-    strategy = Job.of(config).strategy("run")
-    names = list("abcde")
-    for server_round in range(1, 30):
-        present = names if server_round % 3 else names[1:]
-        before = dict(strategy.origins)
-        strategy.hop(server_round, present)
-        assert sorted(strategy.origins.values()) == sorted({*before.values(), *strategy.origins.values()})
-        if server_round > 1:
-            at, seen = present[0], []
-            while at not in seen:
-                seen.append(at)
-                at = strategy.predecessors[at]
-            assert sorted(seen) == sorted(present)
-            assert all(strategy.origins[name] == before[strategy.predecessors[name]] for name in present)
-    assert sorted(strategy.origins.values()) == names
-
-
 def test_who_fails_leaves_its_model_as_it_was_sent(start):
     ran = start("buffer=0", "rounds=2", failing=(("train-with-buffers", "b", 2),))
     assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
@@ -112,7 +93,15 @@ def test_who_fails_leaves_its_model_as_it_was_sent(start):
     assert len({b"".join(array.tobytes() for array in model.values()) for model in ran.models.values()}) == 3
 
 
-@pytest.mark.parametrize("options", [(), ("mode=buffer-only",), ("mode=synthetic-only", "buffer_refresh=round")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("mode=buffer-only",),
+        ("mode=synthetic-only", "buffer_refresh=round"),
+        ("order=queue", "durations=[1,3,2]", "agreement=true"),
+    ],
+)
 def test_a_run_that_broke_off_goes_on_with_the_same_bits(folder, tmp_path, options):
     job = [*JOB, *options]
 
@@ -125,6 +114,7 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(folder, tmp_path, optio
     assert whole.models.keys() == resumed.models.keys()
     assert all(same(whole.models[name], resumed.models[name]) for name in whole.models)
     assert whole.result["final"] == resumed.result["final"]
+    assert whole.result.get("agreement") == resumed.result.get("agreement")
 
 
 def test_a_generator_that_is_trained_in_many_messages_is_the_same(folder, tmp_path):
@@ -134,6 +124,59 @@ def test_a_generator_that_is_trained_in_many_messages_is_the_same(folder, tmp_pa
         runs.append(run(folder, [*job, f"generator.slice_steps={steps}"], nodes, ran=Models))
     assert [len(asked_of(one, "train-slice")) > 3 for one in runs] == [True, False]
     assert all(same(runs[0].models[name], runs[1].models[name]) for name in SIZES)
+
+
+# --- queues, agreement, architectures ---------------------------------------------------------------------------------
+
+
+def test_a_queue_says_what_decided_the_order(start):
+    timed, arrived = start("order=queue", "durations=[1,3,2]"), start("order=queue", "rounds=6")
+    assert timed.result["order-decided-by"] == "durations"
+    assert arrived.result["order-decided-by"] == "arrival"
+    assert "order-decided-by" not in start("rounds=2").result
+    for ran, rounds in ((timed, 4), (arrived, 6)):
+        assert len(asked_of(ran, "train-with-buffers")) == 3 * rounds
+        assert len(asked_of(ran, "keep-buffer")) == 6
+        assert set(ran.models) == set(SIZES)
+
+
+def test_a_queues_model_that_was_not_trained_goes_on_as_it_was_sent(start):
+    failing = tuple(("train-with-buffers", "b", at) for at in range(1, 9))
+    ran = start("order=queue", "durations=[1,1,1]", "buffer=0", "rounds=8", failing=failing)
+    assert set(ran.models) == set(SIZES)
+    sent = [opened(asked.content["arrays"]) for at, asked, _ in ran.grid.log if at[:2] == ("train-with-buffers", "b")]
+    others = [
+        opened(asked.content["arrays"])
+        for at, asked, _ in ran.grid.log
+        if at[0] == "train-with-buffers" and at[1] != "b"
+    ]
+    assert sent
+    assert any(same(model, other) for model in sent for other in others)
+
+
+def test_agreement_is_every_models_test_at_every_institution(start):
+    ran = start("agreement=true", "buffer=0", "rounds=2")
+    found = ran.result["agreement"]
+    assert found["metric"] == "balanced-accuracy"
+    for name in SIZES:
+        scores = found["by-institution"][name]
+        assert set(scores) == set(SIZES)
+        assert found["standard-deviation"][name] == pytest.approx(np.std(list(scores.values())))
+        own = ran.result["final"]["institutions"][name]["balanced-accuracy"]
+        assert scores[name] == own  # the model that is there
+
+
+def test_with_buffer_only_models_may_have_two_architectures(folder, tmp_path):
+    nodes = node_configs(folder, tmp_path / "state")
+    for node, model in zip(nodes, ("cnn", "lenet5", "cnn"), strict=True):
+        node["private-model"] = model
+    job = [*JOB, "mode=buffer-only", "private-models=[cnn,lenet5]"]
+    ran = run(folder, job, nodes, ran=Models)
+    assert not ran.result["failures"]
+    kept = {name: tmp_path / "state" / name / "runs" / ran.run / "model-000004.safetensors" for name in SIZES}
+    forms = {name: frozenset(load_file(file)) for name, file in kept.items()}
+    assert forms["c"] == forms["b"] != forms["a"]  # the nodes' order is c, a, b
+    assert "model" not in {row["kind"] for row in ran.ledger}
 
 
 # --- what crosses -----------------------------------------------------------------------------------------------------
@@ -199,6 +242,11 @@ def test_synthetic_only_reads_no_real_image_after_the_generator(start, monkeypat
         (["buffer=2049"], "strategy.buffer must be at most 2048"),
         (["mode=buffers-only"], "did you mean buffer-only"),
         (["memory=al"], "did you mean all"),
+        (["order=queues"], "did you mean queue"),
+        (["durations=[1,2]"], "durations are for order=queue"),
+        (["order=queue", "durations=[1,0]"], "strategy.durations must be positive"),
+        (["order=queue", "mode=buffer-only"], "models stay"),
+        (["private-models=[cnn]"], "models that hop have one form"),
         (["task=diabetes", "model=mlp"], "has tables"),
         (["task=histopathology", "model=deepset"], "has bags"),
         (["task=isbi2012", "model=unet"], "is a segmentation"),
@@ -211,6 +259,11 @@ def test_options_that_do_not_fit_are_refused(options, says):
     other = any(option.startswith("task=") for option in options)
     with pytest.raises(FlwrReplayError, match=says):
         Job.of(compose([*(["strategy=feder"] if other else JOB), *options]))
+
+
+def test_durations_for_too_few_institutions_end_the_run_before_any_training(start):
+    with pytest.raises(ConfigError, match="a number for each institution; got 2 for 3"):
+        start("order=queue", "durations=[1,2]")
 
 
 def test_an_institution_without_enough_images_of_any_class_takes_part_without_a_generator(tmp_path):
