@@ -243,6 +243,9 @@ class GeneratorConfig:
     name: str
     lr: float  # of Adam
     batch_size: int = 32
+    checkpoint: str = (
+        ""  # where each institution has its own: a trained one's file, or a folder with <institution>.safetensors
+    )
     slice_steps: int = 500  # where each institution trains its own: steps in a message, at most
     slice_seconds: float = 300.0  # where each institution trains its own: after it the message is answered
 

@@ -99,7 +99,7 @@ class StyleGAN2Config(GeneratorConfig):
     @property
     def keeps_distance(self) -> bool:
         """Whether there is a second part of the training."""
-        return self.privacy_loss != "none"
+        return self.privacy_loss != "none" and not self.checkpoint
 
     @property
     def dp_fault(self) -> str:

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
 from typing import Self
 
 import torch
 
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import GeneratorConfig, PriorConfig, require
-from flwr_replay.errors import ConfigError
+from flwr_replay.errors import ConfigError, RunError, WireError
+from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.generators.base import ImageForm, ImageGenerator
 from flwr_replay.generators.sampled import VQVAE2Images
 from flwr_replay.generators.stylegan2 import StyleGAN2, StyleGAN2Config
 from flwr_replay.generators.vqvae2 import VQVAE2Config
 
-__all__ = ["FEWEST", "LARGEST", "SynthesisPlan"]
+__all__ = ["FEWEST", "LARGEST", "Progress", "SynthesisPlan"]
 
 LARGEST = 256  # pixels of an image's side
-SLICES = ("slice_steps", "slice_seconds")
+NOT_LEARNED = ("slice_steps", "slice_seconds", "checkpoint")  # options on which what it has learned does not depend
 FEWEST = 4  # images of a class from which a generator can learn it
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the training of a generator is, and its figures."""
+
+    steps: int = 0
+    steps_left: int = 0
+    loss: float = 0.0  # of the last message
+    margin: float | None = None  # of a complete one: m of the privacy loss
+    diversity: float | None = None  # of a complete one
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,10 @@ class SynthesisPlan:
         """
         task = config.task
         if not config.strategy.draws_images:
+            require(
+                not config.generator.checkpoint,
+                f"generator.checkpoint is for feder and syncentral; got strategy={config.strategy.name}: leave it out",
+            )
             return None
         require(
             task.size > 1 and task.format != "bags",
@@ -66,13 +85,87 @@ class SynthesisPlan:
             return StyleGAN2(self.generator, self.form, seed, device)
         raise ConfigError(f"generator={self.generator.name} makes no images for labels: choose stylegan2 or vqvae2")
 
-    def steps(self, examples: int) -> int:
-        """Return the number of steps of a training on so many images."""
-        return self.fresh(0, torch.device("cpu")).steps(examples)
+    def check(self, names: Sequence[str]) -> None:
+        """Refuse a generator that cannot be built, and checkpoints of these institutions that cannot be used.
+
+        Raises
+        ------
+        ConfigError
+            If so.
+        """
+        self.fresh(0, torch.device("cpu"))
+        for path in sorted({path for name in names if (path := self.checkpoint(name))}):
+            self.checkpointed(path, torch.device("cpu"))
+
+    def slices(self, examples: int) -> int:
+        """Return how many messages a training on so many images takes, if none is cut short by the clock."""
+        steps = 0 if self.generator.checkpoint else self.fresh(0, torch.device("cpu")).steps(examples)
+        return max(1, ceil(steps / self.generator.slice_steps))
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def write(self, path: Path, generator: ImageGenerator, progress: Progress, *, to_disk: bool) -> None:
+        """Write a generator, the form of its images, and how far its training is."""
+        texts = {"form": json.dumps(asdict(self.form)), "progress": json.dumps(asdict(progress))}
+        write_tensors(path, generator.state(), texts, to_disk=to_disk)
+
+    def read(self, path: Path, seed: int, device: torch.device) -> tuple[ImageGenerator, Progress]:
+        """Read what `write` wrote.
+
+        Raises
+        ------
+        ConfigError
+            If the file has images of another form, or another generator's weights.
+        RunError
+            If it cannot be read.
+        """
+        state, texts = read_with_texts(path)
+        found = json.loads(texts.get("form", "{}"))
+        if found != asdict(self.form):
+            forms = (
+                ", ".join(f"{name} {number}" for name, number in form.items()) for form in (asdict(self.form), found)
+            )
+            raise ConfigError(
+                "{} must hold a generator with {}; got {}".format(path, *(form or "none" for form in forms))
+            )
+        generator = self.fresh(seed, device)
+        try:
+            generator.load_state(state)
+        except WireError as error:
+            raise ConfigError(
+                f"{path} must hold a generator={self.generator.name} with the run's generator.* and prior.* options; "
+                f"{error}"
+            ) from None
+        return generator, Progress(**json.loads(texts["progress"]))
+
+    def checkpoint(self, institution: str) -> Path | None:
+        """Return the file with an institution's trained generator; None where it trains one."""
+        if not self.generator.checkpoint:
+            return None
+        place = Path(self.generator.checkpoint).expanduser().absolute()
+        return place / f"{institution}.safetensors" if place.is_dir() else place
+
+    def checkpointed(self, path: Path, device: torch.device) -> tuple[ImageGenerator, Progress]:
+        """Read a generator that has been trained elsewhere.
+
+        Raises
+        ------
+        ConfigError
+            If there is none that the run can use.
+        """
+        try:
+            generator, progress = self.read(path, 0, device)
+        except RunError as error:
+            raise ConfigError(f"generator.checkpoint must be a trained generator: {error}") from None
+        require(
+            not progress.steps_left,
+            f"generator.checkpoint must be a trained generator; {path} has {progress.steps_left} steps to go: train it",
+        )
+        return generator, Progress(steps=progress.steps, loss=progress.loss)
 
     @property
     def identity(self) -> str:
         """All options that a trained generator depends on, as JSON; how its training is cut is none of them."""
-        generator = {name: value for name, value in asdict(self.generator).items() if name not in SLICES}
+        generator = {name: value for name, value in asdict(self.generator).items() if name not in NOT_LEARNED}
         values = {"form": asdict(self.form), "generator": generator, "prior": asdict(self.prior)}
         return json.dumps(values, sort_keys=True)

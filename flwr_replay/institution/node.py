@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from flwr_replay.memory import remembered
 
 __all__ = ["institution_of"]
 
-NODE_KEYS = ("name", "data", "state", "policy", "private-model")
+FILES = {"checkpoint": "generator-checkpoint", "perceptual_weights": "perceptual-weights"}  # options, and a node's keys
+NODE_KEYS = ("name", "data", "state", "policy", "private-model", *FILES.values())
 
 
 def institution_of(context: Context) -> tuple[Institution, RunConfig]:
@@ -39,7 +40,7 @@ def _institution(
     config = from_run_config(dict(run_config))
     owned = dict(node)
     if "data" in owned or "name" in owned:
-        return _deployed(config, owned), config
+        return _deployed(config, owned), _with_own_files(config, owned)
     if "partition-id" not in owned:
         raise ConfigError(
             f"a SuperNode must say what it owns; got keys {', '.join(owned) or 'none'}: start it with "
@@ -75,6 +76,19 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         private_model=_private_model(config, owned),
         durable=True,
     )
+
+
+def _with_own_files(config: RunConfig, owned: Mapping[str, str]) -> RunConfig:
+    """Put the institution's own files into the generator's options; a server must not name any."""
+    options = [option.name for option in fields(config.generator) if option.name in FILES]
+    for option in options:
+        if getattr(config.generator, option):
+            raise ConfigError(
+                f"generator.{option.replace('_', '-')} is an institution's own file: leave it out; start the SuperNode "
+                f"""with --node-config '… {FILES[option]}="FILE"'"""
+            )
+    own: dict[str, Any] = {option: owned.get(FILES[option], "") for option in options}
+    return replace(config, generator=replace(config.generator, **own))
 
 
 def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:

@@ -6,10 +6,9 @@ directory under a digest of its images and options, so runs with the same images
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor
 
 from flwr_replay.errors import DataError, DivergedError, TrainingError, WireError
-from flwr_replay.files.atomic import private_folder
-from flwr_replay.files.tensors import digest, read_with_texts, write_tensors
+from flwr_replay.files.atomic import private_folder, read_bytes
+from flwr_replay.files.tensors import digest
 from flwr_replay.generators.base import ImageGenerator
 from flwr_replay.generators.perceptual import spread
-from flwr_replay.generators.synthesis import FEWEST, SynthesisPlan
+from flwr_replay.generators.synthesis import FEWEST, Progress, SynthesisPlan
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.training import torch_rng
@@ -38,16 +37,6 @@ PER_CLASS = 16  # images drawn to measure how different they are
 AT_ONCE = 10  # steps between two looks at the clock
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far the training of a generator is, and its figures."""
-
-    steps: int = 0
-    loss: float = 0.0  # of the last message
-    margin: float | None = None  # of a complete one: m of the privacy loss
-    diversity: float | None = None  # of a complete one
-
-
 class SynthesisStages:
     """The stages of an institution that trains a generator, draws from it, and keeps others' buffers."""
 
@@ -62,7 +51,7 @@ class SynthesisStages:
         """Train for some steps, and save: an interrupted message costs at most its own steps."""
         data, config = self.images(), self.plan.generator
         generator, done = self.trained_so_far()
-        total, made = generator.steps(len(data)), done.steps
+        total, made = done.steps + done.steps_left, done.steps
         began, end, losses = time.monotonic(), min(total, made + config.slice_steps), []
         while made < end and time.monotonic() - began < config.slice_seconds:
             upto = min(end, made + AT_ONCE)
@@ -72,18 +61,19 @@ class SynthesisStages:
             loss = float(np.mean([said["loss"] for said in losses]))
             if not np.isfinite(loss):
                 raise DivergedError("a generator's loss must stay finite; it is not: lower generator.lr")
-            done = Progress(steps=made, loss=loss)
-            if made == total:
-                done = replace(done, margin=losses[-1].get("margin"), diversity=self.diversity(generator, data))
+            done = Progress(steps=made, steps_left=total - made, loss=loss, margin=losses[-1].get("margin"))
+            done = replace(done, margin=None) if done.steps_left else self.measured(done, generator, data)
             self.save(generator, done)
-        return GeneratorSlice(num_examples=len(data), steps_left=total - made, **asdict(done))
+        elif self.plan.checkpoint(self.institution.name):
+            done = self.measured(done, generator, data)
+        return GeneratorSlice(num_examples=len(data), **asdict(done))
 
-    def diversity(self, generator: ImageGenerator, data: Shard) -> float | None:
-        """Return how far images of a class lie apart, over how far real ones do; None where all are the same."""
+    def measured(self, done: Progress, generator: ImageGenerator, data: Shard) -> Progress:
+        """Add how far images of a class lie apart, over how far real ones do; None where all are the same."""
         labels = self.classes(data).repeat_interleave(PER_CLASS)
         drawn = generator.sample(labels, torch_rng(self.identity, "diversity"))
         real = spread(data.x, data.y)
-        return spread(drawn, labels) / real if real > 0 else None
+        return replace(done, diversity=spread(drawn, labels) / real if real > 0 else None)
 
     def images(self) -> Shard:
         """Return the institution's training examples.
@@ -105,13 +95,14 @@ class SynthesisStages:
         return torch.nonzero(torch.bincount(data.y.cpu()) >= FEWEST)[:, 0]
 
     def trained_so_far(self) -> tuple[ImageGenerator, Progress]:
-        """Return the generator, and how far its training is."""
-        generator = self.plan.fresh(derived_seed(self.identity), self.institution.device)
-        if not self.file.exists():
-            return generator, Progress()
-        state, texts = read_with_texts(self.file)
-        generator.load_state(state)
-        return generator, Progress(**json.loads(texts["progress"]))
+        """Return the generator, and how far its training is; or the trained one of the institution's checkpoint."""
+        seed, device = derived_seed(self.identity), self.institution.device
+        if path := self.plan.checkpoint(self.institution.name):
+            return self.plan.checkpointed(path, device)
+        if self.file.exists():
+            return self.plan.read(self.file, seed, device)
+        generator = self.plan.fresh(seed, device)
+        return generator, Progress(steps_left=generator.steps(len(self.images())))
 
     def complete(self) -> ImageGenerator:
         """Return the trained generator.
@@ -122,15 +113,16 @@ class SynthesisStages:
             If its training is not complete.
         """
         generator, done = self.trained_so_far()
-        if left := generator.steps(len(self.images())) - done.steps:
-            raise TrainingError(f"images are drawn from a trained generator; {left} steps are left: train it first")
+        if done.steps_left:
+            raise TrainingError(
+                f"images are drawn from a trained generator; {done.steps_left} steps are left: train it first"
+            )
         return generator
 
     def save(self, generator: ImageGenerator, done: Progress) -> None:
         """Write the generator, and how far its training is."""
         private_folder(self.file.parent)
-        texts = {"progress": json.dumps(asdict(done))}
-        write_tensors(self.file, generator.state(), texts, to_disk=self.institution.durable)
+        self.plan.write(self.file, generator, done, to_disk=self.institution.durable)
 
     @property
     def file(self) -> Path:
@@ -139,10 +131,11 @@ class SynthesisStages:
 
     @property
     def identity(self) -> str:
-        """A digest of the institution's images, their labels, and all options of the generator."""
+        """A digest of the institution's images, their labels, and all options of the generator, or its checkpoint."""
         data = self.institution.train
         arrays = {"x": data.x.cpu().numpy(), "y": data.y.cpu().numpy()}
-        arrays["options"] = np.frombuffer(self.plan.identity.encode(), np.uint8)
+        path = self.plan.checkpoint(self.institution.name)
+        arrays["options"] = np.frombuffer(read_bytes(path) if path else self.plan.identity.encode(), np.uint8)
         return digest(arrays).removeprefix("sha256:")[:32]
 
     # --- buffers ------------------------------------------------------------------------------------------------------

@@ -60,6 +60,8 @@ class Job:
         """
         job = cls(config, settings_of(config))
         load_strategy(config.strategy.name)[0].check(config.strategy, job.settings, names)
+        if job.settings.synthesis:
+            job.settings.synthesis.check(names)
         return job
 
     def strategy(self, run_id: str, recorder: Recorder | None = None) -> Movement:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -216,7 +215,7 @@ class Buffers:
         images, labels = np.broadcast_to(np.zeros((), np.uint8), shape), np.zeros(self.size, np.int64)
         found: list[tuple[Member, Request, Payload, int]] = []
         for member in self.movement.members:
-            slices = ceil(self.plan.steps(member.num_examples) / self.plan.generator.slice_steps)
+            slices = self.plan.slices(member.num_examples)
             answer = GeneratorSlice(num_examples=0, steps=0, steps_left=0, loss=0.0)
             last = replace(answer, diversity=0.0, margin=0.0 if self.plan.generator.keeps_distance else None)
             found += [(member, TrainSlice(run=run), said, n) for said, n in ((answer, slices - 1), (last, 1))]
