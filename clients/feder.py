@@ -9,7 +9,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.learner import Learner
 from flwr_replay.institution.owner import Shard
-from flwr_replay.institution.synthesis import SynthesisStages, replayed_batches
+from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches
 from flwr_replay.payloads.common import Evaluation, Trained
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
@@ -52,11 +52,11 @@ class FedERClient(InstitutionClient):
         b, model = self.batch_size, self.scratch_model(arrays, role)
         data = self.examples(request)
         refuse_single_batches(model, len(data), b)
-        buffer = self.images.kept(request.run, request.server_round, request.buffers, request.buffered)
+        sampler = self.images.sampler(request.run, request.server_round, request.buffers, request.buffered)
         learner = self.learner_of(
             model, make_optimizer(model, self.training, request.lr), request, request.local_epochs
         )
-        replayed = replayed_batches(buffer, b, self.shuffle(request.server_round, "buffer")) if buffer else None
+        replayed = sampler.batches(b, self.shuffle(request.server_round, "buffer")) if sampler else None
         shuffle = self.shuffle(request.server_round)
         for _ in range(request.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):

@@ -310,7 +310,7 @@ class SplitNN(Serial):
         """Return how many replayed examples each of an institution's batches has."""
         if self.replay is None or not self.replay.holding(member.name):
             return 0
-        return self.replay.replay_plan.replay_batch_size(self.settings.training.batch_size)
+        return self.replay.options.beside(self.settings.training.batch_size)
 
     def mixed_batch_size(self, member: Member) -> int:
         """Return how many examples each of an institution's batches has, replayed ones included."""

@@ -55,6 +55,8 @@ def test_options_keep_the_contract(job, monkeypatch, tmp_path):
         "cwt replay=vqvae2 replay.codes=last-pass",
         "fedprox replay=vqvae2 replay.codes=stale",
         "fedavgshare replay=pixelcnn",
+        "cwt replay=buffer replay.images=7",
+        "splitnn replay=buffer replay.ratio=0.5",
         "cwt replay=vqvae2 dp=generator codebook=gradient noise=seeded",
         "fedavg replay=pixelcnn dp=end-to-end codebook=gradient model.norm=group noise=seeded",
         "fedreplay dp=encoder model.norm=group noise=seeded strategy.encoder_epochs=2",

@@ -36,6 +36,7 @@ __all__ = [
 # Upper limits, far above any use, within a machine's memory, threads and time. An institution composes the options that
 # a server sends, so these also limit what a server can ask for. The institution's policy may allow less.
 BATCH = 1_000_000  # examples
+BUFFER = 100_000  # images
 CHANNELS = 65_536  # of an input: a table's features, a bag's vectors
 CLASSES = 4_096  # a confusion matrix has their square
 EXAMPLE = 2**26  # numbers of an input, channels x size x size
@@ -223,17 +224,23 @@ class TrainingConfig:
 class ReplayConfig:
     """Replayed examples, which represent the other institutions in every batch (Qu et al. 2022, Algorithm 1)."""
 
-    name: str = "none"  # none | vqvae2: codes of real images | pixelcnn: codes that priors draw
+    name: str = "none"  # none | vqvae2: codes of real images | pixelcnn: codes that priors draw | buffer: images
     codes: str = "paper"  # vqvae2: paper: encoded at every visit | last-pass: and once at the end | stale: encoded once
     ratio: float = 1.0  # replayed examples for each real one in a batch; paper: 1
+    images: int = 512  # buffer: images that every institution draws from its generator
     cache_mb: float = 512.0  # memory for decoded images, 10^6 bytes; images beyond it are decoded at every draw
     missing: str = "stop"  # if an institution's images are not replayed in the last round: stop the run | say so
 
     def __post_init__(self) -> None:
-        one_of("replay.name", self.name, ("none", "vqvae2", "pixelcnn"))
+        one_of("replay.name", self.name, ("none", "vqvae2", "pixelcnn", "buffer"))
         one_of("replay.codes", self.codes, ("paper", "last-pass", "stale"))
         one_of("replay.missing", self.missing, ("stop", "say"))
         within("replay.", self, ratio=Range(0, 100, "lies in (0, 100]", "(]"), cache_mb=NOT_NEGATIVE_FINITE)
+        within("replay.", self, images=(1, BUFFER))
+
+    def beside(self, batch_size: int) -> int:
+        """Return the number of replayed examples in a batch with b real ones."""
+        return max(1, round(self.ratio * batch_size))
 
 
 @dataclass(frozen=True, kw_only=True)

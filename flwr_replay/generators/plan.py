@@ -40,7 +40,7 @@ class ReplayPlan:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self | None:
-        """Read a run's configuration; None without replay.
+        """Read a run's configuration; None where no codes are replayed.
 
         Raises
         ------
@@ -48,7 +48,7 @@ class ReplayPlan:
             If there are no images to replay, or a prior would have to draw masks.
         """
         replay, task = config.replay, config.task
-        if replay.name == "none":
+        if replay.name in ("none", "buffer"):
             return None
         things = "bags" if task.format == "bags" else "tables"
         require(
@@ -87,10 +87,6 @@ class ReplayPlan:
     def code_bytes(self, generator: ReplayGenerator) -> int:
         """Return the bytes of one image's packed codes."""
         return -(-generator.codes_per_image * bits_per_code(generator.codebook_size) // 8)
-
-    def replay_batch_size(self, batch_size: int) -> int:
-        """Return the number of replayed examples in a batch with b real ones."""
-        return max(1, round(self.replay.ratio * batch_size))
 
     def generator_input(self, x_B: Tensor, y_B: Tensor) -> Tensor:
         """Return a batch as the generator learns it: images in [0, 1], with masks as one more channel."""

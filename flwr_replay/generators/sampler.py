@@ -1,9 +1,10 @@
-"""Replayed examples: codes are decoded when they are drawn, with a bounded cache."""
+"""Replayed examples: images that came as such, or codes, decoded when they are drawn, with a bounded cache."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flwr_replay.config.sections import ReplayConfig
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
@@ -20,7 +22,7 @@ from flwr_replay.memory import remembered
 from flwr_replay.models.layers import as_input
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["ReplaySampler", "Source", "sampler_of"]
+__all__ = ["CodeSampler", "ImageSampler", "ReplaySampler", "Source", "sampler_of"]
 
 
 @dataclass(frozen=True)
@@ -33,51 +35,22 @@ class Source:
     labels: NDArray[Any] = field(compare=False)  # (n,)
 
 
-class ReplaySampler:
-    """Draws batches of replayed examples from all codes that an institution keeps.
+class ReplaySampler(ABC):
+    """Draws batches of replayed examples from all that an institution keeps for replay."""
 
-    Parameters
-    ----------
-    parts : sequence of (ReplayGenerator, Source)
-        Generators whose decoders are the sources', in evaluation mode.
-    replay_plan : ReplayPlan
-        Has the cache's size: a byte for each value. Where not all images fit, they are decoded at every draw.
-    """
-
-    def __init__(self, parts: Sequence[tuple[ReplayGenerator, Source]], replay_plan: ReplayPlan) -> None:
-        self.replay_plan = replay_plan
-        self.generators = [generator for generator, _ in parts]
-        self.device = next(self.generators[0].parameters()).device
-        unpacked = [unpack_codes(s.codes, g.codes_per_image, g.codebook_size) for g, s in parts]
-        small = max(generator.codebook_size for generator in self.generators) <= 256
-        self.codes = torch.from_numpy(np.concatenate(unpacked).astype(np.uint8 if small else np.int32))
-        self.labels = torch.from_numpy(np.concatenate([source.labels for _, source in parts]))
-        self.ends = np.cumsum([len(codes) for codes in unpacked])
-        self.cached: Tensor | None = None
-        values = self.decoded(torch.arange(1))[0].numel()
-        if len(self) * values <= replay_plan.replay.cache_mb * 1e6:
-            blocks = torch.split(torch.arange(len(self)), replay_plan.at_once)
-            self.cached = torch.cat([self.decoded(rows) for rows in blocks])
+    options: ReplayConfig
+    labels: Tensor
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def decoded(self, rows: Tensor) -> Tensor:
-        """Decode images (B, C, H, W) to bytes, as real images are kept."""
-        images: Tensor | None = None
-        for i, (generator, end) in enumerate(zip(self.generators, self.ends, strict=True)):
-            mine = (rows < end) & (rows >= (self.ends[i - 1] if i else 0))
-            if mine.any():
-                made = generator.decode(self.codes[rows[mine]].long().to(self.device)).mul_(255).round_().byte()
-                images = made.new_zeros((len(rows), *made.shape[1:])) if images is None else images
-                images[mine.to(self.device)] = made
-        assert images is not None
-        return images
-
+    @abstractmethod
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return generated images, float32 in [0, 1], masks included, and the labels of their codes."""
-        made = self.cached.index_select(0, rows.to(self.device)) if self.cached is not None else self.decoded(rows)
-        return as_input(made), self.labels[rows].to(self.device)
+        """Return images, float32 in [0, 1], masks included, and their labels."""
+
+    def example(self, images_B: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return examples and labels, as a method trains on them, of what `take` returned."""
+        return images_B, labels_B
 
     def batches(self, size: int, rng: torch.Generator, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches without end, from number `first` on; every code comes once before any comes again."""
@@ -105,18 +78,88 @@ class ReplaySampler:
         first : int
             Number of the first of these batches within the training.
         """
-        replayed = self.batches(self.replay_plan.replay_batch_size(batch_size), rng, first)
+        replayed = self.batches(self.options.beside(batch_size), rng, first)
         for x_B, y_B in real:
-            x_R, y_R = self.replay_plan.split_masks(*next(replayed))
+            x_R, y_R = self.example(*next(replayed))
             yield torch.cat([x_R, x_B]), torch.cat([y_R.to(y_B.dtype), y_B])
 
 
+class ImageSampler(ReplaySampler):
+    """Draws from buffers of images.
+
+    Parameters
+    ----------
+    images : Tensor
+        (n, C, H, W), uint8.
+    labels : Tensor
+        (n,), on the images' device.
+    options : ReplayConfig
+        How many to draw beside real ones.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, options: ReplayConfig) -> None:
+        self.images, self.labels, self.options = images, labels, options
+
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images and their labels."""
+        rows = rows.to(self.labels.device)
+        return as_input(self.images[rows]), self.labels[rows]
+
+
+class CodeSampler(ReplaySampler):
+    """Draws from codes, and decodes them.
+
+    Parameters
+    ----------
+    parts : sequence of (ReplayGenerator, Source)
+        Generators whose decoders are the sources', in evaluation mode.
+    replay_plan : ReplayPlan
+        Has the cache's size: a byte for each value. Where not all images fit, they are decoded at every draw.
+    """
+
+    def __init__(self, parts: Sequence[tuple[ReplayGenerator, Source]], replay_plan: ReplayPlan) -> None:
+        self.replay_plan, self.options = replay_plan, replay_plan.replay
+        self.generators = [generator for generator, _ in parts]
+        self.device = next(self.generators[0].parameters()).device
+        unpacked = [unpack_codes(s.codes, g.codes_per_image, g.codebook_size) for g, s in parts]
+        small = max(generator.codebook_size for generator in self.generators) <= 256
+        self.codes = torch.from_numpy(np.concatenate(unpacked).astype(np.uint8 if small else np.int32))
+        self.labels = torch.from_numpy(np.concatenate([source.labels for _, source in parts]))
+        self.ends = np.cumsum([len(codes) for codes in unpacked])
+        self.cached: Tensor | None = None
+        values = self.decoded(torch.arange(1))[0].numel()
+        if len(self) * values <= replay_plan.replay.cache_mb * 1e6:
+            blocks = torch.split(torch.arange(len(self)), replay_plan.at_once)
+            self.cached = torch.cat([self.decoded(rows) for rows in blocks])
+
+    def decoded(self, rows: Tensor) -> Tensor:
+        """Decode images (B, C, H, W) to bytes, as real images are kept."""
+        images: Tensor | None = None
+        for i, (generator, end) in enumerate(zip(self.generators, self.ends, strict=True)):
+            mine = (rows < end) & (rows >= (self.ends[i - 1] if i else 0))
+            if mine.any():
+                made = generator.decode(self.codes[rows[mine]].long().to(self.device)).mul_(255).round_().byte()
+                images = made.new_zeros((len(rows), *made.shape[1:])) if images is None else images
+                images[mine.to(self.device)] = made
+        assert images is not None
+        return images
+
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return generated images, float32 in [0, 1], masks included, and the labels of their codes."""
+        made = self.cached.index_select(0, rows.to(self.device)) if self.cached is not None else self.decoded(rows)
+        return as_input(made), self.labels[rows].to(self.device)
+
+    def example(self, images_B: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Split generated images into examples and masks, if the labels are masks."""
+        return self.replay_plan.split_masks(images_B, labels_B)
+
+
 @remembered(maxsize=1)  # institutions that share a process and sources share the sampler
-def sampler_of(sources: tuple[Source, ...], replay_plan: ReplayPlan, device: torch.device) -> ReplaySampler:
+def sampler_of(sources: tuple[Source, ...], replay_plan: ReplayPlan, device: torch.device) -> CodeSampler:
     """Return a sampler of these sources, made once in a process."""
     parts = []
     for source in sources:
         generator = replay_plan.fresh_generator()
         generator.load_decoder({name: torch.from_numpy(array) for name, array in source.decoder.items()})
         parts.append((generator.to(device).eval(), source))
-    return ReplaySampler(parts, replay_plan)
+    return CodeSampler(parts, replay_plan)

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from flwr_replay.config.run import RunConfig
-from flwr_replay.config.sections import GeneratorConfig, PriorConfig, require
+from flwr_replay.config.sections import GeneratorConfig, PriorConfig, ReplayConfig, require
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.generators.base import ImageForm, ImageGenerator
@@ -45,6 +45,7 @@ class SynthesisPlan:
     generator: GeneratorConfig
     prior: PriorConfig
     form: ImageForm
+    replay: ReplayConfig
 
     @classmethod
     def of(cls, config: RunConfig) -> Self | None:
@@ -56,10 +57,11 @@ class SynthesisPlan:
             If the task has no images with classes, or they are too large.
         """
         task = config.task
-        if not config.strategy.draws_images:
+        if not config.strategy.draws_images and config.replay.name != "buffer":
             require(
                 not config.generator.checkpoint,
-                f"generator.checkpoint is for feder and syncentral; got strategy={config.strategy.name}: leave it out",
+                "generator.checkpoint is for feder, syncentral and replay=buffer; got "
+                f"strategy={config.strategy.name} replay={config.replay.name}: leave it out",
             )
             return None
         require(
@@ -75,7 +77,12 @@ class SynthesisPlan:
             task.size <= LARGEST,
             f"generators make images of up to {LARGEST} pixels; got task.size={task.size}: choose a smaller size",
         )
-        return cls(config.generator, config.prior, ImageForm(task.channels, task.size, task.classes))
+        return cls(config.generator, config.prior, ImageForm(task.channels, task.size, task.classes), config.replay)
+
+    @property
+    def replays(self) -> bool:
+        """Whether every batch of the method holds images of others' buffers."""
+        return self.replay.name == "buffer"
 
     def fresh(self, seed: int, device: torch.device) -> ImageGenerator:
         """Build the generator with fresh weights, which depend on the seed alone."""

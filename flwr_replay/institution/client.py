@@ -116,6 +116,8 @@ class InstitutionClient(NumPyClient):
         self.budget = PrivacyBudget(privacy, institution, self.state, seed) if privacy else None
         self.replay = GenerativeStages(institution, self.state, replay_plan, self.budget) if replay_plan else None
         self.synthesis = SynthesisStages(institution, self.state, synthesis) if synthesis else None
+        buffered = synthesis.replay if synthesis and synthesis.replays else None
+        self.replay_options = replay_plan.replay if replay_plan else buffered  # None: nothing is replayed
 
     # --- Flower's NumPyClient ---------------------------------------------------------------------------------------
 
@@ -284,14 +286,17 @@ class InstitutionClient(NumPyClient):
         TrainingError
             If the run replays, and the request cannot say how many examples are kept for it.
         """
-        if self.replay is None:
+        if self.replay_options is None:
             return None
         if not isinstance(request, ExpectsReplay):
             raise TrainingError(
-                f"the run has replay={self.replay.replay_plan.replay.name}; {type(request).__name__} trains without "
-                "it: choose replay=none, or a method that replays"
+                f"the run has replay={self.replay_options.name}; {type(request).__name__} trains without it: choose "
+                "replay=none, or a method that replays"
             )
-        return self.replay.sampler(request.run, request.server_round, request.replayed or 0)
+        run, server_round, replayed = request.run, request.server_round, request.replayed or 0
+        if self.replay:
+            return self.replay.sampler(run, server_round, replayed)
+        return self.synthesis.sampler(run, server_round, request.buffers or (), replayed) if self.synthesis else None
 
     def spent(self, run: str) -> dict[str, Any]:
         """Return the epsilon and delta that an answer states; none without DP."""

@@ -7,7 +7,7 @@ directory under a digest of its images and options, so runs with the same images
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,17 +20,17 @@ from flwr_replay.files.atomic import private_folder, read_bytes
 from flwr_replay.files.tensors import digest
 from flwr_replay.generators.base import ImageGenerator
 from flwr_replay.generators.perceptual import spread
+from flwr_replay.generators.sampler import ImageSampler
 from flwr_replay.generators.synthesis import FEWEST, Progress, SynthesisPlan
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.training import torch_rng
-from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, KeepBuffer, TrainSlice
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["SynthesisStages", "replayed_batches"]
+__all__ = ["SynthesisStages"]
 
 TRAIN, DRAW, KEEP = "train-slice", "draw-buffer", "keep-buffer"
 PER_CLASS = 16  # images drawn to measure how different they are
@@ -174,8 +174,8 @@ class SynthesisStages:
         self.state.save(_key(request.number), request.run, request.server_round, arrays, self.institution.durable)
         return Kept(num_examples=len(labels))
 
-    def kept(self, run: str, server_round: int, numbers: Sequence[int], expected: int) -> Shard | None:
-        """Return the examples of the buffers of these numbers; None of none.
+    def sampler(self, run: str, server_round: int, numbers: Sequence[int], expected: int) -> ImageSampler | None:
+        """Return a sampler of the buffers of these numbers; None of none.
 
         Raises
         ------
@@ -189,23 +189,16 @@ class SynthesisStages:
                 f"an institution trains on the {expected} synthetic examples that it has received; it has {have}: "
                 "restore the state directory, or begin a new run"
             )
-        return self.shard(buffers) if have else None
+        if not have:
+            return None
+        examples = self.shard(buffers)
+        return ImageSampler(examples.x, examples.y, self.plan.replay)
 
     def shard(self, buffers: Sequence[StateDict]) -> Shard:
         """Return buffers as examples on the institution's device."""
         x, y = (np.concatenate([buffer[key] for buffer in buffers]) for key in ("images", "labels"))
         device = self.institution.device
         return Shard(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device), 0)
-
-
-def replayed_batches(buffer: Shard, size: int, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of a buffer's examples without end; every example comes once before any comes again."""
-    order = torch.empty(0, dtype=torch.int64)
-    while True:
-        while len(order) < size:
-            order = torch.cat([order, torch.randperm(len(buffer), generator=rng)])
-        rows, order = order[:size].to(buffer.x.device), order[size:]
-        yield as_input(buffer.x[rows]), buffer.y[rows]
 
 
 def _key(number: int) -> str:

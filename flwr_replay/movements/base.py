@@ -34,12 +34,14 @@ from flwr_replay.payloads.common import Evaluate, Evaluation, ExpectsReplay
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.server.asking import wait_for_nodes
+from flwr_replay.server.buffer_replay import BufferReplay
 from flwr_replay.server.evaluation import Pooled, pool_answers
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
 from flwr_replay.server.replay import GenerativeReplay
 from flwr_replay.server.replay_forecast import exchanges_of
+from flwr_replay.server.replaying import Replay
 from flwr_replay.server.settings import Settings
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
@@ -77,13 +79,19 @@ class Movement(Exchanging):
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__(config, settings, recorder)
-        plan = self.settings.replay_plan
-        self.replay = GenerativeReplay(self, plan, self.checkpoint) if plan else None
+        self.replay = self.new_replay()
         self.observers: list[Observer] = []
         if self.settings.forgetting:
             self.observers.append(Forgetting(self.recorder))
         if self.settings.external:
             self.observers.append(ExternalTests())
+
+    def new_replay(self) -> Replay | None:
+        """Return what the options say is replayed."""
+        plan, synthesis = self.settings.replay_plan, self.settings.synthesis
+        if plan:
+            return GenerativeReplay(self, plan, self.checkpoint)
+        return BufferReplay(self, synthesis) if synthesis and synthesis.replays else None
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -106,7 +114,7 @@ class Movement(Exchanging):
         ConfigError, TrainingError
             If an option does not fit.
         """
-        if settings.replay_plan and not cls.supports_replay:
+        if (settings.replay_plan or (settings.synthesis and settings.synthesis.replays)) and not cls.supports_replay:
             methods = [name for name in choices("strategy") if load_strategy(name)[0].supports_replay]
             raise ConfigError(
                 f"replay is for serial and parallel methods; got strategy={cls.name}: choose replay=none, or strategy="
@@ -174,20 +182,19 @@ class Movement(Exchanging):
 
     def all_stages(self) -> list[str]:
         """Return the stages of replay and the method's own."""
-        return [*(self.replay.replay_plan.stages if self.replay else ()), *self.stages]
+        return [*(self.replay.stages if self.replay else ()), *self.stages]
 
     def forecast_replay(self) -> list[Exchange]:
         """Return the exchanges of replay before the first round."""
         if self.replay is None:
             return []
-        self.replay.expect(list(self.members))
         return exchanges_of(self.replay, list(self.members))
 
     def addressed(self, member: Member, request: Request) -> Request:
         """Add to a request to train how many examples the institution should have kept for replay."""
         request = super().addressed(member, request)
         if self.replay and isinstance(request, ExpectsReplay):
-            request = replace(request, replayed=self.replay.holding(member.name))  # type: ignore[call-arg]
+            request = replace(request, **self.replay.told(member.name))
         return request
 
     def models_at_end(self, arrays: StateDict) -> Mapping[str, StateDict]:

@@ -215,6 +215,7 @@ class ExpectsReplay(Payload):
     """Part of a request to train with replay: how many examples the institution should have kept for it."""
 
     replayed: int | None = instruction("examples that the institution keeps for replay; none: no replay", default=None)
+    buffers: Sequence[int] | None = instruction("replay=buffer: numbers of the buffers to replay", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,11 @@ class PrivacyPlan:
             "change which others are used: choose dp=none or balanced=false",
         )
         require(
+            config.replay.name != "buffer",
+            "synthetic images of replay=buffer have no epsilon, nor has what learns from them: choose dp=none, or "
+            "replay=pixelcnn with dp=end-to-end",
+        )
+        require(
             "generator" not in wanted or config.replay.name != "none",
             f"dp=generator needs a generator; got replay={config.replay.name}: choose replay=vqvae2 or pixelcnn",
         )

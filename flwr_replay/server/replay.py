@@ -27,15 +27,13 @@ what is missing. The last pass of codes=last-pass takes effect once all institut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord
-from flwr.serverapp import Grid
 
-from flwr_replay.errors import RunError, WireError
+from flwr_replay.errors import WireError
 from flwr_replay.files.tensors import nested, read_tensors, unnested, write_tensors
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
@@ -52,6 +50,7 @@ from flwr_replay.payloads.replay import (
 )
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
+from flwr_replay.server.replaying import Replay
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import load_arrays, to_arrays
@@ -62,7 +61,7 @@ Answer = TypeVar("Answer", Codes, Generated, TrainedPrior)
 KEPT = ("itinerary", "visits", "trained", "codes_at", "rows", "coded", "counts", "missing")
 
 
-class GenerativeReplay:
+class GenerativeReplay(Replay):
     """Trains generator and priors before a method's first round, and sends them to every institution.
 
     Parameters
@@ -78,7 +77,8 @@ class GenerativeReplay:
     def __init__(
         self, movement: Exchanging, replay_plan: ReplayPlan, checkpoint: Callable[[int, StateDict], None]
     ) -> None:
-        self.movement, self.replay_plan, self.checkpoint = movement, replay_plan, checkpoint
+        super().__init__(movement, replay_plan.replay)
+        self.replay_plan, self.checkpoint = replay_plan, checkpoint
         self.run = movement.settings.run
         self.model = replay_plan.fresh_generator()
         self.itinerary: list[str] = []  # names in the order of visits; a failed one is added again
@@ -88,8 +88,6 @@ class GenerativeReplay:
         self.coded = 0  # codes=last-pass: number of visits at the last complete pass
         self.uncoded: list[str] = []  # codes=last-pass: names of those that have not encoded again
         self.counts: list[list[int]] = []  # replay=pixelcnn: by prior, examples of each label
-        self.missing: dict[str, str] = {}  # by institution: what is incomplete in the last round
-        self.server_round = 0
         self.held: dict[str, int] = {}  # by institution: 1 if it has decoder and codes, or its number of priors
 
     @property
@@ -105,29 +103,15 @@ class GenerativeReplay:
         """Restore what `state` returned; checkpoints of older versions may have other entries."""
         vars(self).update({name: value for name, value in values.items() if name in KEPT})
 
-    def prepare(self, grid: Grid, server_round: int, arrays: StateDict, extra: ConfigRecord, last: bool) -> None:
-        """Make the visits that are due and send what institutions lack; called before every exchange.
+    @property
+    def begun(self) -> bool:
+        """Whether an institution has trained the generator."""
+        return bool(self.trained)
 
-        Raises
-        ------
-        RunError
-            If no institution could train the generator, or if replay is incomplete for the last round and
-            replay.missing=stop.
-        """
-        self.grid, self.server_round, self.extra = grid, server_round, extra
-        self.complete(arrays)
-        if not self.trained or (last and self.lacking() != self.missing):  # not again if already accepted
-            self.complete(arrays)
-        failures = self.movement.recorder.failures_line()
-        if not self.trained:
-            raise RunError(f"no institution could train the generator; {failures}: resume the run when one can")
-        self.missing = self.lacking() if last else {}
-        if self.missing and self.replay_plan.replay.missing == "stop":
-            lacks = "; ".join(f"{name} {what}" for name, what in self.missing.items())
-            raise RunError(
-                f"the last round needs all that is replayed; {lacks} ({failures}): resume the run when they answer, "
-                "or with replay.missing=say"
-            )
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages of the plan."""
+        return self.replay_plan.stages
 
     def complete(self, arrays: StateDict) -> None:
         """Make the visits that are due, then send the results to the institutions that lack them."""
@@ -160,10 +144,14 @@ class GenerativeReplay:
         last_pass = self.codes_travel and self.replay_plan.replay.codes == "last-pass"
         return last_pass and self.coded < len(self.trained)
 
-    def expect(self, members: list[Member]) -> None:
+    def expect(self, members: Sequence[Member]) -> None:
         """Assume that replay is complete, so that a forecast can be made."""
         self.rows = sum(member.num_examples for member in members)
         self.counts, self.held = [[self.rows]], {member.name: 1 for member in members}
+
+    def told(self, name: str) -> dict[str, Any]:
+        """Return how many examples the institution holds."""
+        return {"replayed": self.holding(name)}
 
     def holding(self, name: str) -> int:
         """Return how many examples an institution has for replay."""

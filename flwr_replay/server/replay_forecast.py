@@ -10,16 +10,27 @@ import numpy as np
 from flwr_replay.files.tensors import nested
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.payloads.replay import Codes, Generated, KeepCodes, KeepDecoder, KeepPrior, Kept, TrainedPrior
+from flwr_replay.server.buffer_replay import BufferReplay
 from flwr_replay.server.members import Member
 from flwr_replay.server.replay import GenerativeReplay
+from flwr_replay.server.replaying import Replay
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.weights import to_arrays
 
 __all__ = ["exchanges_of"]
 
 
-def exchanges_of(replay: GenerativeReplay, members: Sequence[Member]) -> list[tuple[Member, Request, Payload, int]]:
-    """Return the exchanges if every institution stays: member, request, answer, how often; codes are zeros."""
+def exchanges_of(replay: Replay, members: Sequence[Member]) -> list[tuple[Member, Request, Payload, int]]:
+    """Return the exchanges if every institution stays: member, request, answer, how often; codes are zeros.
+
+    From then on the replay is as if they had been made.
+    """
+    if isinstance(replay, BufferReplay):
+        replay.buffers.numbers = {member.name: i for i, member in enumerate(members, 1)}
+        replay.buffers.held = {member.name: replay.others(member.name) for member in members}
+        return replay.buffers.forecast({member.name: len(members) - 1 for member in members}, 1)
+    assert isinstance(replay, GenerativeReplay)
+    replay.expect(members)
     plan, before = replay.replay_plan, 0
     found: list[tuple[Member, Request, Payload, int]] = []
     weights, prior = to_arrays(replay.model), plan.fresh_prior(replay.model)

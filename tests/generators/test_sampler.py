@@ -11,7 +11,7 @@ from replay_runs import FEW, JOB, SIZES, B, K, N, run
 from flwr_replay.config.compose import compose
 from flwr_replay.generators.codes import pack_codes
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.generators.sampler import ReplaySampler, Source
+from flwr_replay.generators.sampler import CodeSampler, Source
 from flwr_replay.wire.weights import to_arrays
 
 
@@ -35,7 +35,7 @@ def parts(replay_plan, sizes=(7, 4)):
 
 def sampler(*options):
     replay_plan = ReplayPlan.of(compose([*JOB, "replay=vqvae2", *options]))
-    return ReplaySampler(parts(replay_plan), replay_plan)
+    return CodeSampler(parts(replay_plan), replay_plan)
 
 
 @pytest.mark.parametrize("size", [3, 11, 30])

@@ -15,7 +15,7 @@ from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_strategy, overrides_of
 from flwr_replay.errors import ConfigError
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.generators.sampler import ReplaySampler
+from flwr_replay.generators.sampler import CodeSampler
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
@@ -294,13 +294,13 @@ def ask(folder, request, *options):
 
 def test_what_is_replayed_does_not_depend_on_the_private_batches(folder, monkeypatch):
     """It is neither clipped nor noised, so one example more or less in a batch must not change it."""
-    take, found = ReplaySampler.take, []
+    take, found = CodeSampler.take, []
 
     def watched(self, rows):
         found[-1].append(rows.tolist())
         return take(self, rows)
 
-    monkeypatch.setattr(ReplaySampler, "take", watched)
+    monkeypatch.setattr(CodeSampler, "take", watched)
     for sizes in ((0, 3), (5, 3)):
         found.append([])
 

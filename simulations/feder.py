@@ -1,0 +1,84 @@
+"""FedER and its modes, beside averaging, cycling and what nobody shares: Pennisi et al.'s Tables I and II in shape.
+
+Source: Pennisi et al. 2023, sections IV-B and IV-C.
+
+The generator is vqvae2 with its prior: at this size it passes the bar that StyleGAN2 misses (docs/feder.md). Every
+institution trains one, for all methods and modes of a seed. The score is balanced accuracy, pooled over the
+institutions' test shards; with FedER each tests the model that it has trained last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flwr_replay.studies.study import Part
+
+__all__ = ["PARTS"]
+
+MNIST = ["task=mnist", "partition.size=1000", "model=cnn", "rounds=10", "evaluate_every=10", "seeds=3"]
+SKEW = [*MNIST, "partition=ks", "ks=0.93", "nodes=4"]
+XRAYS = [
+    "task=medmnist",
+    "classes=2",
+    "model=cnn",
+    "nodes=2",
+    "partition=ks",
+    "rounds=20",
+    "evaluate_every=20",
+    "seeds=3",
+]
+FEDER = "standard := feder"
+HOPS = "buffer 0 := feder:buffer=0"
+MODES = [FEDER, HOPS, "buffer-only := feder:mode=buffer-only", "synthetic-only := feder:mode=synthetic-only"]
+OTHERS = [
+    "memory=all := feder:memory=all",
+    "fedavg",
+    "fedavg, buffers := fedavg:replay=buffer",
+    "cwt",
+    "local",
+    "central",
+]
+
+
+def part(name: str, about: str, methods: Sequence[str], options: Sequence[str], data: str = "mnist") -> Part:
+    """Return a part whose methods are compared with FedER's standard mode."""
+    first = methods[0].split(" := ")[0]
+    return Part(
+        name=name, about=about, methods=methods, options=options, against=first, metric="balanced-accuracy", data=data
+    )
+
+
+def iid(nodes: int) -> Part:
+    """Return a part without skew."""
+    return part(f"iid-{nodes}", "No skew.", [FEDER, HOPS, "central"], [*MNIST, "partition=iid", f"nodes={nodes}"])
+
+
+PARTS = [
+    part("skew", "Table I in shape: label skew, four institutions.", [*MODES, *OTHERS, "syncentral"], SKEW),
+    part(
+        "xrays",
+        "Chest X-rays, label skew, two institutions.",
+        [*MODES, *OTHERS, "syncentral"],
+        [*XRAYS, "ks=0.6"],
+        "pneumoniamnist.npz",
+    ),
+    part(
+        "buffers",
+        "Images in a buffer.",
+        [FEDER, *(f"buffer {size} := feder:buffer={size}" for size in (0, 128, 2048))],
+        SKEW,
+    ),
+    part(
+        "epochs",
+        "Rounds and epochs of equal products.",
+        [
+            FEDER,
+            *(
+                f"{r} rounds of {e} := feder:rounds={r}:evaluate_every={r}:local_epochs={e}"
+                for r, e in ((5, 2), (2, 5))
+            ),
+        ],
+        SKEW,
+    ),
+    *map(iid, (2, 4, 8)),
+]
