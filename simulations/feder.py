@@ -22,7 +22,6 @@ XRAYS = [
     "classes=2",
     "model=cnn",
     "nodes=2",
-    "partition=ks",
     "rounds=20",
     "evaluate_every=20",
     "seeds=3",
@@ -59,7 +58,14 @@ PARTS = [
         "xrays",
         "Chest X-rays, label skew, two institutions.",
         [*MODES, *OTHERS, "syncentral"],
-        [*XRAYS, "ks=0.6"],
+        [*XRAYS, "partition=ks", "ks=0.6", "drop=true"],
+        "pneumoniamnist.npz",
+    ),
+    part(
+        "contrast",
+        "Chest X-rays, no label skew; one institution's have less contrast, the other's more.",
+        [*MODES, *OTHERS, "syncentral"],
+        [*XRAYS, "partition=iid", "contrast=0.6"],
         "pneumoniamnist.npz",
     ),
     part(

@@ -1,7 +1,8 @@
 """What an institution's generator shows of its images: examined at the institution, nothing leaves.
 
-Training images, *members*, are compared with as many held-out images of the same source, *others*. A generator that
-comes nearer to members than to others gives away who was in the training.
+Training images, *members*, are compared with test images, *others*, as many of each class. A generator that comes
+nearer to members than to others gives away who was in the training. Others should come from the members' source: where
+they do not, an attack may tell the sources apart, and its AUC is too high.
 
     nearest sample: the distance of an image to the nearest of many that the generator draws
     projection:     its distance to the nearest image that the generator can make (Pennisi et al. 2023, section IV-C.2)
@@ -15,6 +16,7 @@ These are attacks that were tried. That they fail is evidence, and no guarantee.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from flwr_replay.models.layers import as_input
 from flwr_replay.report.plots import histograms
 from flwr_replay.rng import derived_seed
 
-__all__ = ["Attack", "examine", "membership"]
+__all__ = ["Attack", "examine", "matched", "membership"]
 
 RESAMPLES = 1000  # of the bootstrap
 FEWEST = 8  # images on each side
@@ -95,15 +97,15 @@ def examine(stages: SynthesisStages, images: int, samples: int, folder: Path, ba
     """
     institution, plan = stages.institution, stages.plan
     generator, seed = stages.complete(), derived_seed(stages.identity)
-    count = min(images, len(institution.train), len(institution.test))
-    if count < FEWEST:
+    shards = institution.train, institution.test
+    chosen = matched([shard.y.cpu() for shard in shards], plan.form.classes, images, torch_rng(seed, "examined"))
+    if (count := len(chosen[0])) < FEWEST:
         raise DataError(
-            f"the attacks need {FEWEST} training images and as many test images; there are {count}: add some"
+            f"the attacks need {FEWEST} training images, and test images of their classes; there are {count}: add some"
         )
     sides = [
-        (as_input(shard.x[rows]).cpu(), shard.y[rows].cpu())
-        for shard in (institution.train, institution.test)
-        for rows in [torch.randperm(len(shard), generator=torch_rng(seed, "examined"))[:count].to(shard.x.device)]
+        (as_input(shard.x[rows.to(shard.x.device)]).cpu(), shard.y.cpu()[rows])
+        for shard, rows in zip(shards, chosen, strict=True)
     ]
     drawn = stages.drawn(samples, "examined")
     synthetic, labels = as_input(torch.from_numpy(drawn["images"])), torch.from_numpy(drawn["labels"])
@@ -148,6 +150,20 @@ def examine(stages: SynthesisStages, images: int, samples: int, folder: Path, ba
         "frechet-distance, local features, of real others": frechet(pooled_out, pooled_in),
         "diversity, pixels": spread(synthetic, labels) / real_spread if real_spread else None,
     }
+
+
+def matched(labels: Sequence[Tensor], classes: int, most: int, rng: torch.Generator) -> list[Tensor]:
+    """Return rows of each side: of every class as many as of the other side, and about so many in all.
+
+    Otherwise an attack might tell classes apart, which says nothing about members.
+    """
+    counts = torch.stack([torch.bincount(y, minlength=classes) for y in labels]).amin(0)
+    wanted = (counts * min(1.0, most / max(1, int(counts.sum())))).long()
+    orders = [torch.randperm(len(y), generator=rng) for y in labels]
+    return [
+        torch.cat([order[y[order] == k][:n] for k, n in enumerate(wanted)])
+        for y, order in zip(labels, orders, strict=True)
+    ]
 
 
 def nearest_images(look: Look, x_nCHW: Tensor, synthetic: Tensor, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from harness import node_configs, run, write_shards
 
 from flwr_replay.cli.main import main
 from flwr_replay.generators.base import ImageGenerator
-from flwr_replay.institution.exposure import membership
+from flwr_replay.institution.exposure import matched, membership
 from flwr_replay.institution.synthesis import SynthesisStages
 
 SIZES = {"a": 40, "b": 33}
@@ -70,6 +70,15 @@ def test_membership_is_certain_for_separate_distances_and_a_guess_for_equal_ones
     assert auc == 0.5
     assert low < 0.5 < high
     assert membership(np.arange(30, 50), np.arange(20), 0)[0] == 0
+
+
+def test_both_sides_have_as_many_images_of_each_class():
+    labels = [torch.tensor([0] * 30 + [1] * 10 + [2] * 5), torch.tensor([0] * 6 + [1] * 40 + [3] * 9)]
+    for most, expected in ((100, [6, 10, 0, 0]), (8, [3, 5, 0, 0])):
+        rows = matched(labels, 4, most, torch.Generator().manual_seed(0))
+        for y, chosen in zip(labels, rows, strict=True):
+            assert torch.bincount(y[chosen], minlength=4).tolist() == expected
+            assert len(set(chosen.tolist())) == len(chosen)
 
 
 def test_a_generator_that_copies_is_found_out(hospitals, synthetic, monkeypatch):
