@@ -35,6 +35,7 @@ class AvgPushConfig(GossipConfig):
     """Options of AvgPush."""
 
     name: ClassVar[str] = "avgpush"
+    own_batches: ClassVar[bool] = True
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """One pass a round."""

@@ -32,6 +32,7 @@ class CentralConfig(StrategyConfig):
     """Options of Central."""
 
     name: ClassVar[str] = "central"
+    own_batches: ClassVar[bool] = True
     pooled: ClassVar[bool] = True  # one institution trains on the examples of all
     metrics_note: ClassVar[str] = (
         "central trains one model on all data pooled: the reference, which needs the data in one place"

@@ -34,6 +34,7 @@ class CWTConfig(StrategyConfig):
     """Options of CWT."""
 
     name: ClassVar[str] = "cwt"
+    own_batches: ClassVar[bool] = True
     order: str = "fixed"  # fixed: by name | shuffled: a new order in every cycle
     optimizer_state: str = (
         "reset"  # reset: every visit begins with fresh momentum | keep: each institution keeps its own

@@ -71,6 +71,7 @@ class FedERConfig(StrategyConfig):
 
     name: ClassVar[str] = "feder"
     draws_images: ClassVar[bool] = True
+    own_batches: ClassVar[bool] = True
 
     mode: str = "standard"  # standard | buffer-only: models stay | synthetic-only: no model sees a real image
     buffer: int = 512  # images in an institution's buffer; 0: none

@@ -35,6 +35,7 @@ class LocalConfig(StrategyConfig):
     """Options of Local."""
 
     name: ClassVar[str] = "local"
+    own_batches: ClassVar[bool] = True
     metrics_note: ClassVar[str] = (
         "local is each institution's own model, tested on that institution's test examples only"
     )

@@ -20,6 +20,7 @@ from flwr_replay.config.sections import (
     ReplayConfig,
     TaskConfig,
     TrainingConfig,
+    require,
     within,
 )
 from flwr_replay.config.strategy import StrategyConfig
@@ -60,3 +61,16 @@ class RunConfig:
         within("", self, timeout=Range(0, SECONDS, "must be positive, in seconds, and at most a year", "(]"))
         within("", self, wait=Range(0, SECONDS, "must not be negative, in seconds, and at most a year"))
         self.strategy.check_task(self.task)
+        changed = [f"training.augment={self.training.augment}"] if self.training.augment != "none" else []
+        changed += ["training.batch-sizes"] if self.training.batch_sizes else []
+        for option in changed:
+            require(
+                self.strategy.own_batches,
+                f"{option} is for methods whose institutions train on batches of their own; got strategy="
+                f"{self.strategy.name}: leave it out",
+            )
+            require(not self.privacy.mechanisms, f"{option} is not for training under DP: leave it out, or dp=none")
+        require(
+            self.training.augment == "none" or (self.task.size > 1 and self.task.kind != "segmentation"),
+            f"training.augment changes images, and no masks; got task={self.task.name}: leave it out",
+        )

@@ -122,7 +122,7 @@ class TaskConfig:
     train_size: int = 0  # clinical sets: subjects to train on; 0: all that remain
     val_size: int = 0  # clinical sets: subjects to validate on
     test_size: int = 0  # clinical sets: subjects to test on; 0: the set's own test split, else one in five
-    balanced: bool = False  # retina: equally many examples of every class in every split
+    balanced: bool = False  # as many examples of every class; retina: in every split, tuberculosis and isic: in tests
 
     def __post_init__(self) -> None:
         one_of("task.kind", self.kind, ("classification", "regression", "segmentation"))
@@ -212,10 +212,15 @@ class TrainingConfig:
     momentum: float = 0.9
     weight_decay: float = 0.0
     batch_size: int = 32
+    batch_sizes: tuple[int, ...] = ()  # of the institutions, by turns; empty: batch_size
+    augment: str = "none"  # none | flip | flip+rot90
     lr_step: int = 0  # rounds after which the learning rate is divided by ten; 0: never (paper: 35)
 
     def __post_init__(self) -> None:
         one_of("training.optimizer", self.optimizer, ("sgd", "adam"))
+        one_of("training.augment", self.augment, ("none", "flip", "flip+rot90"))
+        for size in self.batch_sizes:
+            require(1 <= size <= BATCH, f"training.batch-sizes must lie in 1 to {BATCH:,}; got {size}")
         within("training.", self, lr=POSITIVE, momentum=FRACTION, weight_decay=NOT_NEGATIVE_FINITE)
         within("training.", self, batch_size=(1, BATCH), lr_step=NOT_NEGATIVE)
 

@@ -35,6 +35,8 @@ class StrategyConfig:
         What a reader of a comparison must know of the method's metrics: whose model they are of.
     draws_images : bool
         Whether each institution trains an image generator, from which it draws synthetic images.
+    own_batches : bool
+        Whether institutions train on batches of a `Learner`, which can be augmented, and have the institution's size.
     """
 
     name: ClassVar[str]
@@ -44,6 +46,7 @@ class StrategyConfig:
     chosen_later: ClassVar[tuple[str, ...]] = ()
     metrics_note: ClassVar[str] = ""
     draws_images: ClassVar[bool] = False
+    own_batches: ClassVar[bool] = False
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """Return how many passes an institution makes over its examples, by mechanism: encoder, classifier, proxy.

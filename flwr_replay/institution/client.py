@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.replay import GenerativeStages
 from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.synthesis import SynthesisStages
+from flwr_replay.learning.augment import augmented
 from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches, torch_rng
 from flwr_replay.memory import remembered
@@ -222,8 +224,8 @@ class InstitutionClient(NumPyClient):
 
     @property
     def batch_size(self) -> int:
-        """b, the number of examples in a batch."""
-        return self.training.batch_size
+        """b, the number of examples in a batch, which may be the institution's own."""
+        return self.institution.batch_size or self.training.batch_size
 
     def training_data(self, pooled: bool = False) -> Shard:
         """Return the institution's training examples, or in a simulation the union of all institutions'."""
@@ -276,7 +278,9 @@ class InstitutionClient(NumPyClient):
         """Return a learner of a model. Under DP its steps are charged first."""
         dp = self.budget.begin("classifier", epochs, request) if self.budget else None
         sampler, rng = self.replay_sampler(request), self.shuffle(request.server_round, "replay")
-        return Learner(model, optimizer, self.task, self.batch_size, sampler, rng, dp)
+        draws = self.shuffle(request.server_round, "augment")
+        changed = partial(augmented, how=self.training.augment, rng=draws) if self.training.augment != "none" else None
+        return Learner(model, optimizer, self.task, self.batch_size, sampler, rng, dp, changed)
 
     def replay_sampler(self, request: RunRequest) -> ReplaySampler | None:
         """Return a sampler of the replayed examples in every batch; None without replay.

@@ -5,7 +5,7 @@ The loop over the batches is in each method's file. Here is what all methods sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ class Learner:
         Chooses the replayed examples of each batch.
     dp : DPTraining | None
         Charged steps of DP-SGD; None: plain steps on shuffled batches.
+    augment : Callable[[Tensor], Tensor] | None
+        Changes the images of a batch at random; None: they stay as they are.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class Learner:
         sampler: ReplaySampler | None,
         rng: torch.Generator,
         dp: DPTraining | None = None,
+        augment: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.model, self.optimizer, self.task, self.batch_size = model, optimizer, task, batch_size
-        self.sampler, self.rng, self.dp = sampler, rng, dp
+        self.sampler, self.rng, self.dp, self.augment = sampler, rng, dp, augment
         self.losses: list[Tensor] = []
         self.seen = 0  # examples, with repetition; under DP their expected number
 
@@ -58,7 +61,8 @@ class Learner:
         """Yield x_U and its labels, one pass over the real examples."""  # Qu et al. 2022, Alg. 1, lines 2-4
         plain = batches(data.x, data.y, self.batch_size, shuffle)
         real = self.dp.batches(data) if self.dp else plain
-        return self.sampler.mixed_batches(real, self.batch_size, self.rng) if self.sampler else real
+        mixed = self.sampler.mixed_batches(real, self.batch_size, self.rng) if self.sampler else real
+        return ((self.augment(x_B), y_B) for x_B, y_B in mixed) if self.augment else mixed
 
     def step(self, x_B: Tensor, y_B: Tensor, penalty: Tensor | None = None) -> None:
         """Take a step on a batch: θ ← θ − η ∇(L(θ; x_U) + penalty). The reported loss has no penalty.

@@ -12,6 +12,7 @@ from flwr.app import Context
 
 from flwr_replay.config.compose import from_run_config
 from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import BATCH
 from flwr_replay.data import institution_name, load
 from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.errors import ConfigError, nearest
@@ -24,7 +25,7 @@ from flwr_replay.memory import remembered
 __all__ = ["institution_of"]
 
 FILES = {"checkpoint": "generator-checkpoint", "perceptual_weights": "perceptual-weights"}  # options, and a node's keys
-NODE_KEYS = ("name", "data", "state", "policy", "private-model", *FILES.values())
+NODE_KEYS = ("name", "data", "state", "policy", "batch-size", "private-model", *FILES.values())
 
 
 def institution_of(context: Context) -> tuple[Institution, RunConfig]:
@@ -73,9 +74,24 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state",
         tests_external=config.external,
         tests_training=config.forgetting,
+        batch_size=_batch_size(config, owned),
         private_model=_private_model(config, owned),
         durable=True,
     )
+
+
+def _batch_size(config: RunConfig, owned: Mapping[str, str]) -> int:
+    sizes, own = config.training.batch_sizes, owned.get("batch-size", "")
+    if len(sizes) > 1 and not own:
+        raise ConfigError(
+            f"training.batch-sizes={list(sizes)} are dealt in turn in a simulation; a SuperNode names its own: start "
+            "it with --node-config '… batch-size=8'"
+        )
+    if own and not (own.isdecimal() and 1 <= int(own) <= BATCH):
+        raise ConfigError(f"batch-size in --node-config must be a whole number from 1 to {BATCH:,}; got {own!r}")
+    if own and not sizes:
+        return 0  # the run says it
+    return int(own or 0) or (sizes[0] if sizes else 0)
 
 
 def _with_own_files(config: RunConfig, owned: Mapping[str, str]) -> RunConfig:
@@ -103,7 +119,7 @@ def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
 
 def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) -> Institution:
     names = dealt(config.task, config.partition, nodes, config.seed).names if config.partition.name == "natural" else ()
-    private = config.strategy.private_models
+    private, sizes = config.strategy.private_models, config.training.batch_sizes
     return Institution(
         name=names[k] if names else institution_name(k, nodes),
         read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(loaded(config.task), k),
@@ -114,5 +130,6 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         state_root=Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation",
         tests_external=config.external,
         tests_training=config.forgetting,
+        batch_size=sizes[k % len(sizes)] if sizes else 0,
         private_model=private[k % len(private)] if private else "",
     )

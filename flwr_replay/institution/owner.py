@@ -60,6 +60,7 @@ class Institution:
     state_root: Path = field(default_factory=lambda: home() / "state")
     tests_external: bool = False  # external=true: models are tested on its external examples, too
     tests_training: bool = False  # forgetting=true: models are tested on its training examples, too
+    batch_size: int = 0  # examples in a batch; 0: as many as the run says
     private_model: str = ""  # in conf/model, of the private model φ; empty: like the common model
     durable: bool = False  # ledger lines reach the disk before anything leaves
 

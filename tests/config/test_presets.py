@@ -64,3 +64,31 @@ def test_sound_baselines_have_the_same_epsilon(strategy):
     assert (config.training, config.strategy.optimizer_state) == (proxyfl.training, "keep")
     assert getattr(config.strategy, "topology", "complete") == proxyfl.strategy.topology
     assert (config.privacy.dp, config.privacy.target_epsilon, config.training.optimizer) == ("classifier", 8.0, "sgd")
+
+
+@pytest.mark.parametrize(
+    ("task", "sizes", "batch", "augment"),
+    [("tuberculosis", (8, 32), 32, "flip"), ("isic", (), 64, "flip+rot90")],
+)
+def test_feders_preset_is_section_iv_b(task, sizes, batch, augment):
+    config = paper(task, "feder")
+    training, gan = config.training, config.generator
+    assert (training.optimizer, training.lr, training.batch_size, training.batch_sizes) == ("adam", 1e-4, batch, sizes)
+    assert (training.augment, config.rounds, config.strategy.local_epochs, config.strategy.buffer) == (
+        augment,
+        100,
+        100,
+        512,
+    )
+    assert (config.task.size, config.task.balanced, config.model.name, config.partition.name) == (
+        *(256, True, "resnet18", "natural"),
+    )
+    assert (gan.name, gan.lr, gan.batch_size, gan.steps, gan.privacy_steps) == (
+        "stylegan2",
+        0.0025,
+        32,
+        800_000,
+        150_000,
+    )
+    assert (gan.latents, gan.mapping, gan.mapping_rate, gan.ada_images) == (512, 8, 0.01, 500_000)
+    assert paper(task, "cwt").training == training

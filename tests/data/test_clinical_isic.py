@@ -103,3 +103,11 @@ def test_what_is_wrong_is_named(folder):
     refused("isic", folder, folder / METADATA, "'lesion_id'", overrides=SIZE)
     (folder / METADATA).unlink()
     refused("isic", folder, folder / METADATA, "does not exist", overrides=SIZE)
+
+
+def test_balanced_tests_keep_lesions_together(folder):
+    data = read("isic", folder, *SIZE, "task.balanced=true")
+    tested, trained = ({n // 2 for n in numbers_of(split)} for split in (data.test, data.train))
+    assert tested
+    assert not tested & trained
+    assert set(data.test.sites.tolist()) == set(HOSPITALS)

@@ -93,12 +93,13 @@ def test_more_than_there_is_is_refused_with_both_numbers():
 @pytest.mark.parametrize("name", choices("task"))
 def test_every_task_composes_with_the_presets_that_know_it(name):
     assert compose([f"task={name}", "preset=quick"]).task.name == name
-    if name in ("retina", "boneage", "brats", "mnist", "fashion_mnist", "cifar10", "histopathology"):
+    if name in (*CLINICAL, "mnist", "fashion_mnist", "cifar10", "histopathology"):
         assert compose([f"task={name}", "preset=paper"]).task.name == name
     else:
         with pytest.raises(
             ConfigError,
-            match="preset=paper has values for task=boneage, brats, cifar10, fashion_mnist, histopathology, mnist",
+            match="preset=paper has values for task=boneage, brats, cifar10, fashion_mnist, histopathology, isic, "
+            "mnist, retina, tuberculosis",
         ):
             compose([f"task={name}", "preset=paper"])
 
@@ -121,7 +122,7 @@ def test_sizes_are_options_of_these_tasks_only():
     with pytest.raises(ConfigError, match="unknown option 'train-size'"):
         compose(["task=mnist", "train-size=10"])
     with pytest.raises(ConfigError, match=r"unknown option 'task\.balanced'"):
-        compose(["task=isic", "task.balanced=true"])
+        compose(["task=boneage", "task.balanced=true"])
     with pytest.raises(ConfigError, match=r"task\.val-size must not be negative; got -1"):
         compose(["task=isic", "val-size=-1"])
 

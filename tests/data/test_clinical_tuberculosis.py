@@ -6,6 +6,7 @@ import pytest
 from clinical import draw, levels, read, refused, truncate
 from PIL import Image
 
+from flwr_replay.errors import ConfigError
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.options import resolve
 from flwr_replay.runs.simulate import run_inline
@@ -37,6 +38,31 @@ def test_labels_and_sites_come_from_the_names(folder):
         *(("montgomery", label) for label in (0, 1)),
         *(("shenzhen", label) for label in (0, 0, 1, 1)),
     ]
+
+
+def test_balanced_tests_have_as_many_of_both_classes_and_all_others_train(folder):
+    for n in range(12, 19):  # Shenzhen: 14 normal, 6 with tuberculosis after these are renamed
+        old = folder / SHENZHEN / "CXR_png" / f"CHNCXR_{n:04d}_1.png"
+        for part, end in (("CXR_png", "png"), ("ClinicalReadings", "txt")):
+            path = folder / SHENZHEN / part / f"{old.stem}.{end}"
+            path.rename(path.with_name(f"CHNCXR_{n:04d}_0.{end}"))
+    data = read("tuberculosis", folder, *SIZE, "task.balanced=true")
+    assert sorted(levels(data.train) + levels(data.test)) == [*range(1, 11), *range(101, 121)]
+    assert sorted(zip(data.test.sites.tolist(), data.test.y.tolist(), strict=True)) == [
+        *(("montgomery", label) for label in (0, 1)),
+        *(("shenzhen", label) for label in (0, 0, 1, 1)),
+    ]
+    assert len(data.train.y[data.train.sites == "shenzhen"]) == 16
+    with pytest.raises(ConfigError, match=r"leave task\.test-size out"):
+        read("tuberculosis", folder, *SIZE, "task.balanced=true", "task.test_size=4")
+
+
+def test_a_class_of_one_cannot_be_tested_in_balance(folder):
+    for part in ("CXR_png", "ClinicalReadings"):
+        for path in sorted((folder / MONTGOMERY / part).glob("*_1.*"))[1:]:
+            path.unlink()
+    words = ("two subjects of every class at montgomery",)
+    refused("tuberculosis", folder, *words, overrides=(*SIZE, "task.balanced=true"))
 
 
 def test_one_of_the_sets_is_enough_and_reads_alike(folder):

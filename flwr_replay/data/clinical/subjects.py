@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.sections import TaskConfig
+from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, data_root
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.rng import derived_seed
@@ -148,9 +148,45 @@ def pictures(cases: Sequence[Case], read: Callable[[Path], NDArray[np.uint8]], t
     return Raw(x, y, str(source), str(source), sites if sites.all() and len(cases) else None)
 
 
+def _divided(cases: Sequence[Case], task: TaskConfig, source: Path, **options: float) -> dict[str, Indices]:
+    strata = [(case.site, case.label) for case in cases]
+    return divide([case.subject for case in cases], strata, task, source, **options)
+
+
+def with_balanced_tests(cases: Sequence[Case], task: TaskConfig, source: Path) -> dict[str, Indices]:
+    """Divide cases so that every site tests on as many subjects of each class; all others are for training.
+
+    Source: Pennisi et al. 2023, section IV-A: 20 % of each data set, balanced, are the test set.
+
+    Raises
+    ------
+    ConfigError
+        With `task.test_size`.
+    DataError
+        As `divide`, and if a class of a site has fewer than two subjects.
+    """
+    require(not task.test_size, "task.balanced=true tests on a fifth of every site's: leave task.test-size out")
+    sites: dict[str, dict[float, dict[str, None]]] = {}
+    for case in cases:
+        sites.setdefault(case.site, {}).setdefault(case.label, {})[case.subject] = None
+    tested: set[str] = set()
+    for site, classes in sites.items():
+        wanted = round(TEST_SHARE * sum(map(len, classes.values())) / len(classes))
+        number = min(max(wanted, 1), min(map(len, classes.values())) - 1)
+        if number < 1:
+            raise DataError(f"task.balanced=true needs two subjects of every class at {site}; {source} has fewer")
+        for subjects in classes.values():
+            tested |= set(sorted(subjects, key=lambda subject: derived_seed(SPLIT_SEED, task.format, subject))[:number])
+    rest = [row for row, case in enumerate(cases) if case.subject not in tested]
+    found = _divided([cases[row] for row in rest], replace(task, balanced=False), source, test_share=0.0)
+    test = np.asarray([row for row, case in enumerate(cases) if case.subject in tested], np.int64)
+    return {split: test if split == "test" else np.asarray(rest, np.int64)[rows] for split, rows in found.items()}
+
+
 def splits_of(
     cases: Sequence[Case], read: Callable[[Path], NDArray[np.uint8]], task: TaskConfig, source: Path
 ) -> dict[str, Raw]:
     """Divide cases in the same proportion for every class of every site, and decode the chosen ones."""
-    splits = divide([case.subject for case in cases], [(case.site, case.label) for case in cases], task, source)
+    balance = task.balanced and any(case.site for case in cases)
+    splits = with_balanced_tests(cases, task, source) if balance else _divided(cases, task, source)
     return {split: pictures([cases[n] for n in rows], read, task, source) for split, rows in splits.items()}
