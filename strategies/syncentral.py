@@ -14,7 +14,7 @@ Deviations: An institution that is late draws its buffer when it comes, and trai
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -50,6 +50,11 @@ class SynCentralConfig(StrategyConfig):
 
     def __post_init__(self) -> None:
         within("strategy.", self, buffer=(1, LARGEST))
+
+    @property
+    def instructed(self) -> Mapping[str, object]:
+        """The one buffer is drawn once."""
+        return {"buffer_refresh": "never"}
 
 
 class SynCentral(Movement):

@@ -147,23 +147,23 @@ def _check_request(message: Message, request: type[Request] | None, policy: Poli
 
 def _check_options_kept(instructions: Mapping[str, Any], config: RunConfig) -> None:
     """Refuse instructions that differ from the run's own options: a larger share, another beta."""
-    for key, value in _kept_options(config):
-        if (asked := instructions.get(key, value)) != value:
+    for option, value in _kept_options(config):
+        if (asked := instructions.get(option.rpartition(".")[2], value)) != value:
             raise RefusedError(
-                f"a server asks for what its run says; strategy.{key} is {value!r}, it asks for {str(asked)[:40]}: "
-                "refused"
+                f"a server asks for what its run says; {option} is {value!r}, it asks for {str(asked)[:40]}: refused"
             )
 
 
 @lru_cache(maxsize=64)  # the same options come with every message
 def _kept_options(config: RunConfig) -> tuple[tuple[str, Any], ...]:
-    """Return the strategy's options that an instruction of the same name must equal.
+    """Return the strategy's options that an instruction of the same name must equal, and those of replay=buffer.
 
     An empty option means that the server chooses. Learning rates fall, and a batch size may be that of training.
     """
-    options = {**asdict(config.strategy), **config.strategy.instructed}.items()
-    chosen_later = config.strategy.chosen_later
-    return tuple((name.replace("_", "-"), value) for name, value in options if name not in chosen_later and value != "")
+    options = {**asdict(config.strategy), **config.strategy.instructed}
+    kept = {name: value for name, value in options.items() if name not in config.strategy.chosen_later and value != ""}
+    kept |= {"buffer": config.replay.images, "buffer_refresh": "never"} if config.replay.name == "buffer" else {}
+    return tuple((f"strategy.{name.replace('_', '-')}", value) for name, value in kept.items())
 
 
 @lru_cache(maxsize=64)  # the same options come with every message

@@ -6,10 +6,11 @@ import torch
 from harness import node_configs, run, write_shards
 
 from flwr_replay.config.compose import compose
-from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.errors import ConfigError, FlwrReplayError, RunError
 from flwr_replay.files.tensors import read_tensors
 from flwr_replay.generators.sampler import ImageSampler
 from flwr_replay.runs.execute import Job
+from flwr_replay.wire.records import config_in
 
 SIZES = {"a": 40, "b": 33, "c": 20}
 TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=4", "batch_size=16", "lr=0.05"]
@@ -89,3 +90,25 @@ def test_options_that_do_not_fit_are_refused(options, says):
     task = TASK if not any(option.startswith("task=") for option in options) else []
     with pytest.raises(ConfigError, match=says):
         Job.of(compose([*task, "replay=buffer", *options]))
+
+
+@pytest.mark.parametrize("options", [("strategy=fedavg",), ("strategy=syncentral", "replay=none", "strategy.buffer=6")])
+@pytest.mark.parametrize("wrong", [{"buffer": 7}, {"buffer-refresh": "round", "server-round": 5}])
+def test_a_server_gets_no_other_images_than_the_run_says(start, options, wrong):
+    def more(grid, message):
+        config = config_in(message.content)
+        if config.get("stage") == "draw-buffer":
+            message.content["config"].update(wrong)
+
+    with pytest.raises(FlwrReplayError, match="a server asks for what its run says; strategy"):
+        start(*options, before=more)
+
+
+@pytest.mark.parametrize("wrong", [{"buffers": [1, 99]}, {"replayed": 5}, {"buffers": []}])
+def test_what_an_institution_does_not_hold_as_the_server_says_is_not_trained_on(start, wrong):
+    def spoil(grid, message):
+        if config_in(message.content).get("stage") == "train":
+            message.content["config"].update(wrong)
+
+    with pytest.raises(FlwrReplayError):
+        start("strategy=fedavg", "rounds=1", before=spoil)
