@@ -35,6 +35,9 @@ def show_synthetic(
     weights: Annotated[
         str, typer.Option("--perceptual-weights", help="A file with AlexNet or VGG-16, for LPIPS distances too.")
     ] = "",
+    inception: Annotated[
+        str, typer.Option("--inception-weights", help="A file with FID's Inception, for that distance too.")
+    ] = "",
     out: Annotated[
         str, typer.Option("--out", help="Folder for figures and pictures; they show patients' images.")
     ] = "",
@@ -52,7 +55,7 @@ def show_synthetic(
         print(f"{name}: attacking its generator …", file=sys.stderr, flush=True)
         folder = Path(out).absolute() / name if out else stages.state.folder / "synthetic" / stages.identity
         private_folder(folder)
-        found.append(result := examine(stages, images, samples, folder, weights))
+        found.append(result := examine(stages, images, samples, folder, weights, inception))
         write_json(folder / "result.json", result, indent=2)
         if not as_json:
             print(_text(result, folder))
@@ -102,4 +105,7 @@ def _text(result: dict[str, Any], folder: Path) -> str:
         )
     made, real = (result[f"frechet-distance, local features{end}"] for end in ("", ", of real others"))
     lines.append(f"  Fréchet distance, local features: {made:.3f}; of real held-out images {real:.3f}")
+    if (fid := result.get("frechet-inception-distance")) is not None:
+        others = result["frechet-inception-distance, of real others"]
+        lines.append(f"  Fréchet Inception distance: {fid:.2f}; of real held-out images {others:.2f}")
     return "\n".join([*lines, f"  pictures of patients, and figures: {folder}"])

@@ -29,6 +29,7 @@ from torch import Tensor
 from flwr_replay.errors import DataError
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.generators.base import Look
+from flwr_replay.generators.inception import InceptionDistance
 from flwr_replay.generators.perceptual import LocalFeatures, LpipsFeatures, Pixels, frechet, nearest, spread
 from flwr_replay.institution.pictures import draw_grid
 from flwr_replay.institution.synthesis import SynthesisStages
@@ -67,7 +68,9 @@ def membership(members_n: NDArray[Any], others_n: NDArray[Any], seed: int) -> tu
     return float(right.mean()), float(low), float(high)
 
 
-def examine(stages: SynthesisStages, images: int, samples: int, folder: Path, backbone: str = "") -> dict[str, Any]:
+def examine(
+    stages: SynthesisStages, images: int, samples: int, folder: Path, backbone: str = "", inception: str = ""
+) -> dict[str, Any]:
     """Attack the institution's own generator.
 
     Parameters
@@ -82,6 +85,8 @@ def examine(stages: SynthesisStages, images: int, samples: int, folder: Path, ba
         For the pictures: patients' images and those that the generator makes. It must stay here.
     backbone : str
         A file with AlexNet or VGG-16, for LPIPS distances too.
+    inception : str
+        A file with FID's Inception, for the Fréchet Inception distance too.
 
     Returns
     -------
@@ -111,6 +116,7 @@ def examine(stages: SynthesisStages, images: int, samples: int, folder: Path, ba
     synthetic, labels = as_input(torch.from_numpy(drawn["images"])), torch.from_numpy(drawn["labels"])
 
     data, device = stages.images(), institution.device
+    inceptions = InceptionDistance(inception, data.x, device) if inception else None
     measuring, projecting = (
         LocalFeatures(plan.form, derived_seed(seed, purpose)).to(device).learn(data.x, data.y)
         for purpose in ("measure", "project")
@@ -148,6 +154,8 @@ def examine(stages: SynthesisStages, images: int, samples: int, folder: Path, ba
         "attacks": [asdict(attack) for attack in attacks],
         "frechet-distance, local features": frechet(pooled_made, pooled_in),
         "frechet-distance, local features, of real others": frechet(pooled_out, pooled_in),
+        **({"frechet-inception-distance": inceptions.of(synthetic)} if inceptions else {}),
+        **({"frechet-inception-distance, of real others": inceptions.of(institution.test.x)} if inceptions else {}),
         "diversity, pixels": spread(synthetic, labels) / real_spread if real_spread else None,
     }
 
