@@ -44,7 +44,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import PASSES, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig
-from flwr_replay.errors import ConfigError
+from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.movements.base import Exchange, Movement, Run
 from flwr_replay.movements.hops import Cycles, Hops, Queues, Reopening, Turn
@@ -184,6 +184,8 @@ class FedER(Movement):
         """Draw buffers if need be and deliver them; have every institution train a model, which then goes on."""
         self.fresh = self.fresh or opened(arrays)
         self.buffers.prepare(grid, server_round, config)
+        if STAGES[0] in self.stages and not self.buffers.trained:
+            raise RunError(f"no institution could train its generator; {self.recorder.failures_line()}")
         self.hops.begin_round(server_round, [member.name for member in self.members])
         self.held = self.buffers.deliver(grid, server_round, self.wanted(), config)
         turns = self.configure_train(server_round, arrays, config, grid)

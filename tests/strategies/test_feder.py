@@ -10,8 +10,12 @@ from safetensors.numpy import load_file
 
 from flwr_replay.clients.feder import FedERClient
 from flwr_replay.config.compose import compose
-from flwr_replay.errors import ConfigError, FlwrReplayError, RefusedError
-from flwr_replay.payloads.synthetic import Buffer, KeepBuffer
+from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RefusedError, RunError
+from flwr_replay.generators.synthesis import SynthesisPlan
+from flwr_replay.institution.owner import Institution
+from flwr_replay.institution.state import StateStore
+from flwr_replay.institution.synthesis import SynthesisStages
+from flwr_replay.payloads.synthetic import Buffer, KeepBuffer, TrainSlice
 from flwr_replay.runs.execute import Job
 from flwr_replay.strategies.feder import FedER
 from flwr_replay.wire.records import config_in, opened
@@ -271,6 +275,26 @@ def test_an_institution_without_enough_images_of_any_class_takes_part_without_a_
     ran = run(tmp_path, JOB, node_configs(tmp_path, tmp_path / "state"), ran=Models)
     assert {failure["institution"] for failure in ran.result["failures"]} <= {"c"}
     assert set(ran.models) == set("abc")
+
+
+def test_a_run_without_any_generator_ends_before_a_model_is_trained(tmp_path):
+    write_shards(tmp_path, {"a": 5, "b": 6})
+    with pytest.raises(RunError, match="no institution could train its generator"):
+        run(tmp_path, JOB, node_configs(tmp_path, tmp_path / "state", "ab"))
+
+
+@pytest.mark.parametrize(("low", "high", "fine"), [(0.0, 1.0, True), (-0.1, 1.0, False), (0.0, 1.1, False)])
+def test_a_generator_learns_only_images_in_0_to_1(tmp_path, low, high, fine):
+    x = np.full((40, 1, 8, 8), low, np.float32)
+    x[20:] = high
+    institution = Institution.from_arrays("a", (x, np.arange(40) % 3))
+    institution.state_root = tmp_path
+    stages = SynthesisStages(institution, StateStore(institution), SynthesisPlan.of(compose(JOB)))
+    if fine:
+        assert stages.train_slice(TrainSlice(run="r")).steps_left == 0
+    else:
+        with pytest.raises(DataError, match=r"numbers in \[0, 1\]; got others: rescale them"):
+            stages.train_slice(TrainSlice(run="r"))
 
 
 @pytest.mark.parametrize("wrong", ["shape", "labels", "number"])
