@@ -160,6 +160,11 @@ class SynthesisPlan:
         ConfigError
             If there is none that the run can use.
         """
+        require(
+            path.is_file(),
+            "generator.checkpoint must be a trained generator, or a folder with <institution>.safetensors; there is no "
+            f"{path}",
+        )
         try:
             generator, progress = self.read(path, 0, device)
         except RunError as error:

@@ -93,8 +93,8 @@ def test_files_that_are_no_generators_are_refused(tmp_path):
     for place, says in (
         (foreign, "must hold a generator with channels 1, size 8, classes 3; got none"),
         (tmp_path / "text.safetensors", "it is damaged"),
-        (tmp_path / "absent.safetensors", r"generator\.checkpoint must be a trained generator: .*absent"),
-        (tmp_path, r"generator\.checkpoint must be a trained generator: .*institution-1\.safetensors"),
+        (tmp_path / "absent.safetensors", r"generator\.checkpoint must be a trained generator, .*absent"),
+        (tmp_path, r"generator\.checkpoint must be a trained generator, .*institution-1\.safetensors"),
     ):
         with pytest.raises(ConfigError, match=says):
             Job.of(compose([*JOB, f"generator.checkpoint={place}"]), ["institution-1"])
