@@ -10,6 +10,7 @@ import torch
 from harness import node_configs, run, write_shards
 
 from flwr_replay.cli.main import main
+from flwr_replay.generators import perceptual
 from flwr_replay.generators.base import ImageGenerator
 from flwr_replay.institution.exposure import matched, membership
 from flwr_replay.institution.synthesis import SynthesisStages
@@ -18,6 +19,11 @@ SIZES = {"a": 40, "b": 33}
 JOB = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4", "model.norm=group", "device=cpu"]
 JOB += ["generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=1", "prior.width=4"]
 JOB += ["prior.layers=1", "prior.epochs=1", "strategy=feder", "buffer=8", "rounds=1"]
+
+
+@pytest.fixture(autouse=True)
+def shorter(monkeypatch):
+    monkeypatch.setattr(perceptual, "STEPS", 40)  # the networks that measure and project need not be good
 
 
 @pytest.fixture(scope="module")
