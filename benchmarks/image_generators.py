@@ -4,12 +4,13 @@
         generator=stylegan2 --losses none nearest pairs printed --seeds 0 1 2 --out FILE.jsonl
 
 Every institution trains a generator; all losses go on from the same first part of the training. One line of JSON for
-each (seed, institution, loss); repeated, the command goes on with what is missing, and prints the table.
+each (seed, institution, loss). Repeated, the command goes on with the institutions that are missing, and prints the
+tables.
 
 TSTR: the balanced accuracy of a small network trained on synthetic images and tested on all institutions' real test
-images of the same classes, beside the same network trained on as many real ones of
-the institution, with uniform labels too. Diversity: mean distance of
-two images of a class, pixels, over the real images'. Attacks: `flwr-replay privacy synthetic`.
+images of the same classes, beside the same network trained on as many real ones of the institution. Both have labels
+that are uniform over the classes. Diversity: mean distance of two images of a class, pixels, over the real images'.
+Attacks: `flwr-replay privacy synthetic`.
 """
 
 from __future__ import annotations
@@ -190,14 +191,13 @@ def main():
                 continue
             plan = SynthesisPlan.of(config)
             stages = Trained(institution, StateStore(institution), plan)
-            for row in figures(config, stages, losses_of(plan, args.losses), test, seed, args):
-                rows.append({"seed": seed, "options": overrides, **row})
-                print(
-                    json.dumps({key: rows[-1][key] for key in ("seed", "institution", "loss", "tstr", "real")}),
-                    flush=True,
-                )
-                with out.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+            made = list(figures(config, stages, losses_of(plan, args.losses), test, seed, args))
+            made = [{"seed": seed, "options": overrides, **row} for row in made]
+            with out.open("a") as file:  # all of an institution or nothing
+                file.write("".join(json.dumps(row) + "\n" for row in made))
+            for row in made:
+                print({key: row[key] for key in ("seed", "institution", "loss", "tstr", "real")}, flush=True)
+            rows += made
     print(table(rows))
 
 

@@ -53,7 +53,7 @@ class ReplaySampler(ABC):
         return images_B, labels_B
 
     def batches(self, size: int, rng: torch.Generator, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches without end, from number `first` on; every code comes once before any comes again."""
+        """Yield batches without end, from number `first` on; every example comes once before any comes again."""
         order = torch.empty(0, dtype=torch.int64)
         for i in itertools.count():
             lacking = math.ceil(max(0, size - len(order)) / len(self))

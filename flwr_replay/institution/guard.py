@@ -147,23 +147,26 @@ def _check_request(message: Message, request: type[Request] | None, policy: Poli
 
 def _check_options_kept(instructions: Mapping[str, Any], config: RunConfig) -> None:
     """Refuse instructions that differ from the run's own options: a larger share, another beta."""
-    for option, value in _kept_options(config):
-        if (asked := instructions.get(option.rpartition(".")[2], value)) != value:
+    for instruction, option, value in _kept_options(config):
+        if (asked := instructions.get(instruction, value)) != value:
             raise RefusedError(
                 f"a server asks for what its run says; {option} is {value!r}, it asks for {str(asked)[:40]}: refused"
             )
 
 
 @lru_cache(maxsize=64)  # the same options come with every message
-def _kept_options(config: RunConfig) -> tuple[tuple[str, Any], ...]:
-    """Return the strategy's options that an instruction of the same name must equal, and those of replay=buffer.
+def _kept_options(config: RunConfig) -> tuple[tuple[str, str, Any], ...]:
+    """Return the instructions that must equal an option, with the option and its value.
 
-    An empty option means that the server chooses. Learning rates fall, and a batch size may be that of training.
+    They are the strategy's options of the same name, and what replay=buffer says of buffers. An empty option means
+    that the server chooses. Learning rates fall, and a batch size may be that of training.
     """
     options = {**asdict(config.strategy), **config.strategy.instructed}
-    kept = {name: value for name, value in options.items() if name not in config.strategy.chosen_later and value != ""}
-    kept |= {"buffer": config.replay.images, "buffer_refresh": "never"} if config.replay.name == "buffer" else {}
-    return tuple((f"strategy.{name.replace('_', '-')}", value) for name, value in kept.items())
+    own = {name.replace("_", "-"): value for name, value in options.items() if name not in config.strategy.chosen_later}
+    kept = [(name, f"strategy.{name}", value) for name, value in own.items() if value != ""]
+    if config.replay.name == "buffer":
+        kept += [("buffer", "replay.images", config.replay.images), ("buffer-refresh", "buffer-refresh", "never")]
+    return tuple(kept)
 
 
 @lru_cache(maxsize=64)  # the same options come with every message

@@ -17,6 +17,7 @@ TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=4
 TINY = ["generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=1"]
 TINY += ["prior.width=4", "prior.layers=1", "prior.epochs=1", "device=cpu"]
 JOB = [*TASK, *TINY, "rounds=2", "replay=buffer", "replay.images=6"]
+SYNCENTRAL = ("strategy=syncentral", "replay=none", "strategy.buffer=6")
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +93,22 @@ def test_options_that_do_not_fit_are_refused(options, says):
         Job.of(compose([*task, "replay=buffer", *options]))
 
 
-@pytest.mark.parametrize("options", [("strategy=fedavg",), ("strategy=syncentral", "replay=none", "strategy.buffer=6")])
-@pytest.mark.parametrize("wrong", [{"buffer": 7}, {"buffer-refresh": "round", "server-round": 5}])
-def test_a_server_gets_no_other_images_than_the_run_says(start, options, wrong):
+@pytest.mark.parametrize(
+    ("options", "wrong", "says"),
+    [
+        (("strategy=fedavg",), {"buffer": 7}, r"replay\.images is 6, it asks for 7"),
+        (("strategy=fedavg",), {"buffer-refresh": "round", "server-round": 5}, "buffer-refresh is 'never'"),
+        (SYNCENTRAL, {"buffer": 7}, r"strategy\.buffer is 6, it asks for 7"),
+        (SYNCENTRAL, {"buffer-refresh": "round", "server-round": 5}, r"strategy\.buffer-refresh is 'never'"),
+    ],
+)
+def test_a_server_gets_no_other_images_than_the_run_says(start, options, wrong, says):
     def more(grid, message):
         config = config_in(message.content)
         if config.get("stage") == "draw-buffer":
             message.content["config"].update(wrong)
 
-    with pytest.raises(FlwrReplayError, match="a server asks for what its run says; strategy"):
+    with pytest.raises(FlwrReplayError, match=f"a server asks for what its run says; {says}"):
         start(*options, before=more)
 
 
