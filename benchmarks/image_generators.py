@@ -45,7 +45,7 @@ class Trained(SynthesisStages):
 
     generator = None
 
-    def complete(self):
+    def complete(self, run):
         """Return it."""
         return self.generator
 
@@ -98,11 +98,11 @@ def figures(config, stages, plans, first, seed, args):
         said = generator.train(data.x, data.y, range(part, generator.steps(len(data))))
         seconds = spent + time.perf_counter() - began
         stages.generator = generator
-        drawn = stages.drawn(len(data), "benchmark")
+        drawn = stages.drawn("", len(data), "benchmark")
         x, y = torch.from_numpy(drawn["images"]), torch.from_numpy(drawn["labels"])
         real = real or balanced_accuracy(config, *uniform(data, stages.classes(data), seed), test, seed)
         with tempfile.TemporaryDirectory() as folder:
-            shown = examine(stages, args.images, args.samples, Path(args.pictures or folder))
+            shown = examine(stages, "", args.images, args.samples, Path(args.pictures or folder))
         yield {
             "loss": loss,
             "steps": generator.steps(len(data)),

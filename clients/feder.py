@@ -26,6 +26,8 @@ OWN = "own-synthetic"  # mode=synthetic-only: what stands for the institution's 
 class FedERClient(InstitutionClient):
     """Trains the models that come by on its own examples and on buffers of others."""
 
+    dp_mechanisms = ("generator", "prior")
+
     def train_with_buffers(self, request: TrainWithBuffers) -> Trained:
         """Train a received model and return it."""
         learner, examples = self.trained_model(request, request.arrays)
@@ -34,6 +36,7 @@ class FedERClient(InstitutionClient):
             num_examples=examples,
             examples_seen=learner.seen,
             train_loss=learner.train_loss(),
+            **self.spent(request.run),
         )
 
     def train_own_with_buffers(self, request: TrainOwnWithBuffers) -> TrainedOwn:
@@ -41,9 +44,11 @@ class FedERClient(InstitutionClient):
         kept = self.kept("model", request)
         fresh = kept or to_arrays(self.fresh_private(request.init_seed))
         learner, examples = self.trained_model(request, fresh, role=OWN_MODEL)
-        loss = learner.train_loss()
+        # With dp=end-to-end nobody is told of this training, not even by an error that it diverged.
+        loss = None if self.budget and self.budget.plan.config.end_to_end else learner.train_loss()
         self.save("model", request, to_arrays(learner.model), give=True)
-        return TrainedOwn(num_examples=examples, examples_seen=learner.seen, train_loss=loss)
+        spent = self.spent(request.run)
+        return TrainedOwn(num_examples=examples, examples_seen=learner.seen, train_loss=loss, **spent)
 
     def trained_model(
         self, request: TrainWithBuffers | TrainOwnWithBuffers, arrays: Weights, role: str = ""
@@ -75,7 +80,7 @@ class FedERClient(InstitutionClient):
             return self.training_data()
         kept = self.state.load(OWN, request.run, request.server_round + 1)
         if kept is None:
-            kept = self.images.drawn(len(self.institution.train), "own")
+            kept = self.images.drawn(request.run, len(self.institution.train), "own")
             self.save(OWN, request, kept)
         return self.images.shard([kept])
 

@@ -13,3 +13,5 @@ __all__ = ["SynCentralClient"]
 
 class SynCentralClient(InstitutionClient):
     """Draws synthetic images for the server, and tests the server's model."""
+
+    dp_mechanisms = ("generator", "prior")

@@ -178,14 +178,14 @@ def _check_charges(job: list[str], folder: Path) -> None:
         steps: Counter[str] = Counter()
         for charge in read_lines(account):
             steps[charge["mechanism"]] += charge["steps"]
-        for mechanism, passes, _ in plan.passes:
-            expected = plan.cost(mechanism, examples, passes).steps
+        for planned in plan.passes:
+            mechanism, expected = planned.mechanism, planned.cost(examples, plan.config.sigma).steps
             assert steps[mechanism] in (0, expected), (  # 0: another institution trains it, as FedReplay's encoder
-                f"dp_passes must be the passes made; {passes} of {mechanism} are {expected} steps, {name} was charged "
-                f"for {steps[mechanism]}"
+                f"dp_passes must be the passes made; {planned.epochs} of {mechanism} are {expected} steps, {name} was "
+                f"charged for {steps[mechanism]}"
             )
         charged += steps
-    idle = [mechanism for mechanism, _, _ in plan.passes if not charged[mechanism]]
+    idle = [mechanism for mechanism in plan.mechanisms if not charged[mechanism]]
     assert not idle, f"mechanisms in dp= must be trained by DP-SGD; no institution was charged for {', '.join(idle)}"
 
 

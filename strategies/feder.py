@@ -107,6 +107,11 @@ class FedERConfig(StrategyConfig):
             f"strategy.durations must be positive and finite; got {list(self.durations)}",
         )
 
+    @property
+    def classifiers(self) -> str:
+        """With mode=buffer-only they stay."""
+        return "kept" if self.mode == "buffer-only" else "released"
+
 
 class FedER(Movement):
     """Models go from institution to institution, with synthetic images of where they come from."""
@@ -115,6 +120,7 @@ class FedER(Movement):
     config_type = FedERConfig
     config: FedERConfig
     begins_at_server = True
+    dp_mechanisms = ("generator", "prior")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

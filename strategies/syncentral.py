@@ -52,6 +52,11 @@ class SynCentralConfig(StrategyConfig):
         within("strategy.", self, buffer=(1, LARGEST))
 
     @property
+    def classifiers(self) -> str:
+        """The server trains the only one."""
+        return "none"
+
+    @property
     def instructed(self) -> Mapping[str, object]:
         """The one buffer is drawn once."""
         return {"buffer_refresh": "never"}
@@ -63,6 +68,7 @@ class SynCentral(Movement):
     name = "syncentral"
     config_type = SynCentralConfig
     config: SynCentralConfig
+    dp_mechanisms = ("generator", "prior")
     stages = (*STAGES[:2], "evaluate")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -17,7 +17,11 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import
 
 __all__ = ["show_synthetic"]
 
-CLAIM = "attacks that were tried; that they fail is evidence, and no guarantee: no epsilon covers synthetic images"
+TRIED = "attacks that were tried; that they fail is evidence, and no guarantee: "
+CLAIMS = {
+    False: "no epsilon covers synthetic images",
+    True: "the guarantee is the epsilon of training the generator, which the institution's account states",
+}
 
 
 def show_synthetic(
@@ -46,8 +50,9 @@ def show_synthetic(
     """Attack an institution's own generator, at the institution: nothing leaves."""
     from flwr_replay.files.atomic import private_folder, write_json
     from flwr_replay.institution.exposure import examine
+    from flwr_replay.runs.opening import read_run_id
 
-    found = []
+    found, private = [], False
     for stages in _stages(run, node_config):
         name = stages.institution.name
         if institution not in ("", name):
@@ -55,13 +60,15 @@ def show_synthetic(
         print(f"{name}: attacking its generator …", file=sys.stderr, flush=True)
         folder = Path(out).absolute() / name if out else stages.state.folder / "synthetic" / stages.identity
         private_folder(folder)
-        found.append(result := examine(stages, images, samples, folder, weights, inception))
+        private = stages.budget is not None
+        own = read_run_id(run.expanduser()) if private else ""
+        found.append(result := examine(stages, own, images, samples, folder, weights, inception))
         write_json(folder / "result.json", result, indent=2)
         if not as_json:
             print(_text(result, folder))
     if not found:
         raise ConfigError(f"--institution must be one of the run's; got {institution!r}: leave it out to see all")
-    print(json.dumps(found, indent=2) if as_json else CLAIM)
+    print(json.dumps(found, indent=2) if as_json else TRIED + CLAIMS[private])
 
 
 def _stages(run: Path, node_config: str) -> list[SynthesisStages]:
@@ -71,9 +78,11 @@ def _stages(run: Path, node_config: str) -> list[SynthesisStages]:
 
     from flwr_replay.config.compose import compose
     from flwr_replay.generators.synthesis import SynthesisPlan
+    from flwr_replay.institution.budget import PrivacyBudget
     from flwr_replay.institution.node import institution_of
     from flwr_replay.institution.state import StateStore
     from flwr_replay.institution.synthesis import SynthesisStages
+    from flwr_replay.privacy.plan import PrivacyPlan
     from flwr_replay.runs.options import run_overrides
 
     overrides = run_overrides(run.expanduser())
@@ -91,7 +100,9 @@ def _stages(run: Path, node_config: str) -> list[SynthesisStages]:
                 f"only generators of synthetic images can be examined; {run} has strategy={config.strategy.name}: "
                 "choose a run of feder or syncentral"
             )
-        found.append(SynthesisStages(institution, StateStore(institution), plan))
+        state, private = StateStore(institution), PrivacyPlan.of(config)
+        budget = PrivacyBudget(private, institution, state, config.seed) if private else None
+        found.append(SynthesisStages(institution, state, plan, budget))
     return found
 
 

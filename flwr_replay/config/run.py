@@ -74,3 +74,8 @@ class RunConfig:
             self.training.augment == "none" or (self.task.size > 1 and self.task.kind != "segmentation"),
             f"training.augment changes images, and no masks; got task={self.task.name}: leave it out",
         )
+
+    @property
+    def draws_images(self) -> bool:
+        """Whether each institution trains an image generator, from which it draws synthetic images."""
+        return self.strategy.draws_images or self.replay.name == "buffer"

@@ -258,11 +258,25 @@ class GeneratorConfig:
     checkpoint: str = (
         ""  # where each institution has its own: a trained one's file, or a folder with <institution>.safetensors
     )
+    classes: tuple[str, ...] = ()  # which institutions draw, by turns: "all" or numbers; empty: those that they have
     slice_steps: int = 500  # where each institution trains its own: steps in a message, at most
     slice_seconds: float = 300.0  # where each institution trains its own: after it the message is answered
 
     def __post_init__(self) -> None:
         within("generator.", self, batch_size=(1, BATCH), lr=POSITIVE, slice_steps=(1, BATCH), slice_seconds=POSITIVE)
+
+    def check_classes(self, declared: str, classes: int, option: str = "generator.classes") -> None:
+        """Refuse what names no classes of a task that has so many."""
+        numbers = declared.split()
+        require(
+            declared == "all" or (bool(numbers) and all(n.isdecimal() and int(n) < classes for n in numbers)),
+            f"{option} is all, or numbers below {classes} with spaces between; got {declared!r}",
+        )
+
+    @property
+    def draws_with(self) -> tuple[str, ...]:
+        """Mechanisms on which an image that is drawn for a label depends."""
+        return ("generator",)
 
     @property
     def keeps_distance(self) -> bool:
@@ -272,6 +286,11 @@ class GeneratorConfig:
     @property
     def dp_passes(self) -> int:
         """How many passes DP-SGD makes over an institution's images."""
+        return 0
+
+    @property
+    def dp_steps(self) -> int:
+        """How many steps DP-SGD makes, where they are no passes."""
         return 0
 
     @property

@@ -65,6 +65,11 @@ class StrategyConfig:
         return None
 
     @property
+    def classifiers(self) -> str:
+        """What becomes of classifiers that institutions train: `released`; `kept`: they never leave; `none` are."""
+        return "released"
+
+    @property
     def private_models(self) -> tuple[str, ...]:
         """Names in conf/model of models that never leave the institutions, which take them in turn."""
         return ()

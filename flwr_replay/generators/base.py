@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from flwr_replay.wire.records import StateDict
 
 __all__ = [
     "AT_ONCE",
+    "ChargedSteps",
     "Grids",
     "ImageForm",
     "ImageGenerator",
@@ -44,19 +45,49 @@ class ImageForm:
     classes: int
 
 
+class ChargedSteps(Protocol):
+    """Steps of DP-SGD that an institution has been charged for; `flwr_replay.institution.budget.DPTraining`."""
+
+    def rows(self, examples: int) -> Iterator[Tensor]:
+        """Yield the row numbers of each step's batch."""
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        losses: Callable[..., Tensor],
+        batch: tuple[Tensor, ...],
+        batch_size: int,
+        num_replayed: int = 0,
+    ) -> None:
+        """Take one step; the first `num_replayed` rows of the batch are public."""
+
+
 class ImageGenerator(ABC):
     """Makes images for labels; one institution trains it alone, on its own images, from fresh weights.
 
     Its steps are numbered from 0. All randomness of a step comes from the seed and the step's number. So training may
-    be cut into slices anywhere, with `state` and `load_state` between them, and ends with the same bits.
+    be cut into slices anywhere, with `state` and `load_state` between them, and ends with the same bits. Under DP masks
+    and noise are others every time.
     """
 
     @abstractmethod
+    def parts(self, examples: int) -> dict[str, int]:
+        """Return the steps of the whole training on so many images: by mechanism, in the order of the training."""
+
     def steps(self, examples: int) -> int:
-        """Return the number of steps of the whole training on so many images."""
+        """Return the number of all steps."""
+        return sum(self.parts(examples).values())
 
     @abstractmethod
-    def train(self, images: Tensor, labels: Tensor, steps: range) -> dict[str, float]:
+    def train(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        steps: range,
+        dp: ChargedSteps | None = None,
+        classes: Tensor | None = None,
+    ) -> dict[str, float]:
         """Make some steps of the training.
 
         Parameters
@@ -67,11 +98,16 @@ class ImageGenerator(ABC):
             Their classes, (n,), int64.
         steps : range
             The numbers of the steps to make; those before have been made.
+        dp : ChargedSteps or None
+            Takes all steps that depend on the images, which belong to one of the `parts`; None: there is no DP.
+        classes : Tensor or None
+            Under DP: those that the institution declares, (k,), int64.
 
         Returns
         -------
         dict of str to float
             Means over these steps, by name: losses, and statistics of the training. The key `loss` is always there.
+            Under DP it is 0, and the only one.
         """
 
     @abstractmethod

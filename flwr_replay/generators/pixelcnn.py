@@ -22,7 +22,7 @@ from flwr_replay.config.sections import PriorConfig
 from flwr_replay.generators.base import ReplayGenerator, by_level
 from flwr_replay.models.seeding import seeded
 
-__all__ = ["CodePrior", "LabelBins", "PixelCNN", "build_prior"]
+__all__ = ["CodePrior", "LabelBins", "PixelCNN", "build_prior", "summed_nats"]
 
 
 def build_prior(config: PriorConfig, generator: ReplayGenerator, classes: int, seed: int) -> CodePrior:
@@ -220,3 +220,8 @@ def _features(embed: nn.Module, codes_BHW: Tensor) -> Tensor:
 def _gate(gates: Tensor) -> Tensor:
     content, gate = gates.chunk(2, dim=1)
     return content.tanh() * gate.sigmoid()
+
+
+def summed_nats(prior: CodePrior, e_B: Tensor, y_B: Tensor) -> Tensor:
+    """Return the sum of the examples' losses, nats."""
+    return prior.loss(e_B, y_B) * len(y_B)

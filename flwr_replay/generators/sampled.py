@@ -8,14 +8,17 @@ Not in Pennisi et al. 2023, whose generator is StyleGAN2-ADA.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from flwr_replay.config.sections import PriorConfig
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.generators.base import AT_ONCE, ImageForm, ImageGenerator, Look, rows_of_step, step_rng
-from flwr_replay.generators.pixelcnn import build_prior
-from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
+from flwr_replay.generators.base import AT_ONCE, ChargedSteps, ImageForm, ImageGenerator, Look, rows_of_step, step_rng
+from flwr_replay.generators.pixelcnn import build_prior, summed_nats
+from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator, summed_loss
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.records import StateDict
@@ -49,45 +52,67 @@ class VQVAE2Images(ImageGenerator):
         self.optimizer = torch.optim.Adam(self.generator.parameters(), lr=config.lr)
         self.prior_optimizer = torch.optim.Adam(self.prior.parameters(), lr=prior.lr)
 
-    def steps(self, examples: int) -> int:
+    def parts(self, examples: int) -> dict[str, int]:
         """Return the batches of all epochs of both."""
-        return self._before_prior(examples) + self.prior_config.epochs * max(
-            1, examples // self.prior_config.batch_size
-        )
+        generator, prior = self.config, self.prior_config
+        return {
+            "generator": generator.epochs * max(1, examples // generator.batch_size),
+            "prior": prior.epochs * max(1, examples // prior.batch_size),
+        }
 
-    def _before_prior(self, examples: int) -> int:
-        return self.config.epochs * max(1, examples // self.config.batch_size)
-
-    def train(self, images: Tensor, labels: Tensor, steps: range) -> dict[str, float]:
+    def train(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        steps: range,
+        dp: ChargedSteps | None = None,
+        classes: Tensor | None = None,
+    ) -> dict[str, float]:
         """Make steps of the generator's training, or of the prior's once the generator is complete."""
-        middle, losses, codes = self._before_prior(len(labels)), [], None
+        middle, losses, codes = self.parts(len(labels))["generator"], list[Tensor](), None
+        rows = dp.rows(len(labels)) if dp else None
         for step in steps:
             if step < middle:
-                losses.append(self._generator_step(images, step))
+                losses += self._generator_step(images, step, dp, rows)
                 continue
             codes = self._codes(images) if codes is None else codes
-            losses.append(self._prior_step(codes, labels, step - middle))
+            losses += self._prior_step(codes, labels, step - middle, dp, rows)
         return {"loss": float(torch.stack(losses).mean())} if losses else {"loss": 0.0}
 
-    def _generator_step(self, images: Tensor, step: int) -> Tensor:
+    def _generator_step(
+        self, images: Tensor, step: int, dp: ChargedSteps | None, drawn: Iterator[Tensor] | None
+    ) -> list[Tensor]:
         config, n = self.config, len(images)
         epoch = step // max(1, n // config.batch_size)
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr * 0.5 ** (epoch // config.lr_halving if config.lr_halving else 0)
-        rows = rows_of_step(step, n, config.batch_size, self.seed).to(images.device)
-        loss, _ = self.generator.train().loss(as_input(images[rows]).to(self.device), step_rng(self.seed, step))
+        rows = next(drawn) if drawn else rows_of_step(step, n, config.batch_size, self.seed)
+        x_BCHW, rng = as_input(images[rows.to(images.device)]).to(self.device), step_rng(self.seed, step)
+        if dp:
+            losses = partial(summed_loss, self.generator.train(), rng)
+            dp.step(self.generator, self.optimizer, losses, (x_BCHW,), config.batch_size)
+            return []
+        loss, _ = self.generator.train().loss(x_BCHW, rng)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        return loss.detach()
+        return [loss.detach()]
 
-    def _prior_step(self, codes: Tensor, labels: Tensor, step: int) -> Tensor:
-        rows = rows_of_step(step, len(labels), self.prior_config.batch_size, derived_seed(self.seed, "prior"))
-        loss = self.prior.train().loss(codes[rows].to(self.device), labels[rows.to(labels.device)].to(self.device))
+    def _prior_step(
+        self, codes: Tensor, labels: Tensor, step: int, dp: ChargedSteps | None, drawn: Iterator[Tensor] | None
+    ) -> list[Tensor]:
+        n, b = len(labels), self.prior_config.batch_size
+        rows = next(drawn) if drawn else rows_of_step(step, n, b, derived_seed(self.seed, "prior"))
+        e_B, y_B = codes[rows].to(self.device), labels[rows.to(labels.device)].to(self.device)
+        if dp:
+            losses = partial(summed_nats, self.prior.train())
+            dp.step(self.prior, self.prior_optimizer, losses, (e_B, y_B), b)
+            return []
+        loss = self.prior.train().loss(e_B, y_B)
         self.prior_optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.prior_optimizer.step()
-        return loss.detach()
+        return [loss.detach()]
 
     def _codes(self, images: Tensor) -> Tensor:
         """Encode all images: (n, N), on the CPU."""

@@ -165,11 +165,22 @@ class Discriminator(nn.Module):
         As of the generator.
     residual : bool
         Whether blocks have two convolutions and a shortcut, as published; otherwise they have one convolution.
+    deviation : bool
+        Whether it sees how far the examples of a batch deviate, which mixes them.
     """
 
-    def __init__(self, classes: int, channels: int, side: int, width: int, max_width: int, residual: bool) -> None:
+    def __init__(
+        self,
+        classes: int,
+        channels: int,
+        side: int,
+        width: int,
+        max_width: int,
+        residual: bool = True,
+        deviation: bool = True,
+    ) -> None:
         super().__init__()
-        self.residual = residual
+        self.residual, self.deviation = residual, deviation
         sizes = widths(side, width, max_width)[::-1]
         self.from_rgb = conv(channels, sizes[0], 1)
         pairs = list(pairwise(sizes))
@@ -189,7 +200,8 @@ class Discriminator(nn.Module):
             inner = leaky(self.before[i](x)) if self.residual else x
             out = halved(leaky(block(inner)))
             x = (out + self.shortcuts[i](halved(x))) / sqrt(2) if self.residual else out
-        x = leaky(self.join(torch.cat([x, label_deviation(x, labels_B)], dim=1)))
+        deviation = label_deviation(x, labels_B) if self.deviation else torch.zeros_like(x[:, :1])
+        x = leaky(self.join(torch.cat([x, deviation], dim=1)))
         f_BF = leaky(self.features(x.flatten(1)))
         projection_B = (normalised(self.embed(labels_B)) * f_BF).sum(1) / sqrt(f_BF.shape[1])
         scores: Tensor = self.score(f_BF)[:, 0] + weight * projection_B

@@ -5,6 +5,7 @@ Idea: a generator G makes images of latents and labels; a discriminator D learns
 
     for each step:
         D: softplus(D(G(z, y), y)) + softplus(−D(x, y)), every 16 steps + γ/2 ‖∇D(x)‖²      non-saturating; R1
+           with dp=generator by DP-SGD on x, without R1; G learns from D alone, so it is as private as D
         G: softplus(−D(G(z, y), y)), every 4 steps + (‖Jᵀ noise‖ − a)²                      path length
         in the second part of the training: + λ · privacy loss of G's images without per-pixel noise   `privacy_loss.py`
         running means of G's weights; ADA's p
@@ -12,7 +13,8 @@ Idea: a generator G makes images of latents and labels; a discriminator D learns
 Deviations: ADA has fewer kinds of change (`ada.py`). R1's gradient is that at the augmented images: PyTorch has no
 second derivative of its sampling. The mapping's lower learning rate is one of its own in Adam, which is the same, since
 Adam does not see the scale of a parameter's gradient. Images are resized by means and bilinear interpolation. Eq. 2 of
-the paper lacks the logarithm. Images whose size is no power of two are padded with their border, and cropped.
+the paper lacks the logarithm. Images whose size is no power of two are padded with their border, and cropped. Under DP
+there is no deviation over a batch, R1, ADA or privacy loss.
 
 `n` images of an institution, `B` batch, `C` channels, `H` height, `W` width, `Z` latents.
 """
@@ -41,7 +43,7 @@ from flwr_replay.config.sections import (
 )
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.generators.ada import adapted, augmented
-from flwr_replay.generators.base import AT_ONCE, ImageForm, ImageGenerator, Look, rows_of_step, step_rng
+from flwr_replay.generators.base import AT_ONCE, ChargedSteps, ImageForm, ImageGenerator, Look, rows_of_step, step_rng
 from flwr_replay.generators.perceptual import LocalFeatures, look_of
 from flwr_replay.generators.privacy_loss import KINDS, PrivacyLoss
 from flwr_replay.generators.style_layers import Discriminator, StyleGenerator
@@ -53,7 +55,7 @@ from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimiz
 
 __all__ = ["StyleGAN2", "StyleGAN2Config"]
 
-R1_EVERY, PATH_EVERY, ADA_EVERY = 16, 4, 4  # steps
+PATH_EVERY, ADA_EVERY = 4, 4  # steps
 BETAS = (0.0, 0.99)  # of Adam
 PATH_DECAY, PATH_WEIGHT = 0.01, 2.0
 PROJECTION_STEPS, PROJECTION_RATE, MEAN_OF = 200, 0.05, 1024  # Adam's, and styles in a class's mean
@@ -72,7 +74,9 @@ class StyleGAN2Config(GeneratorConfig):
     residual: bool = True  # shortcuts in the discriminator
     lr: float = 0.0025  # of Adam
     steps: int = 800_000
+    deviation: bool = True  # whether the discriminator sees how far the examples of a batch deviate
     r1: float = 0.0  # γ; 0: 0.0002 times pixels over the batch size
+    r1_every: int = 16  # steps between two of R1; 0: none
     path_length: bool = True
     ema_images: int = 10_000  # images in which an image's share of the running means halves
     ada_images: int = 500_000  # images in which p rises from 0 to 1 at most; 0: no augmentation
@@ -86,7 +90,7 @@ class StyleGAN2Config(GeneratorConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         within("generator.", self, latents=(1, WIDTH), mapping=(1, 100), width=(1, WIDTH), max_width=(1, WIDTH))
-        within("generator.", self, mapping_rate=POSITIVE, r1=NOT_NEGATIVE_FINITE, steps=(1, MOST))
+        within("generator.", self, mapping_rate=POSITIVE, r1=NOT_NEGATIVE_FINITE, r1_every=(0, MOST), steps=(1, MOST))
         within("generator.", self, ema_images=(1, MOST), ada_images=(0, MOST), condition_from=FRACTION)
         one_of("generator.privacy-loss", self.privacy_loss, KINDS)
         within("generator.", self, privacy_steps=(1, MOST), privacy_weight=NOT_NEGATIVE_FINITE)
@@ -102,9 +106,21 @@ class StyleGAN2Config(GeneratorConfig):
         return self.privacy_loss != "none" and not self.checkpoint
 
     @property
+    def dp_steps(self) -> int:
+        """Of the discriminator, the only network that sees images."""
+        return self.steps
+
+    @property
     def dp_fault(self) -> str:
-        """Its training by DP-SGD is not written yet."""
-        return "dp=generator is for generator=vqvae2 so far; got generator=stylegan2: choose generator=vqvae2"
+        """All that mixes the examples of a batch, or depends on them without noise, must be off."""
+        got = self.deviation, self.r1_every, self.ada_images, self.privacy_loss
+        if got == (False, 0, 0, "none"):
+            return ""
+        return (
+            "under differential privacy a discriminator learns from each real image by itself, and its scores of real "
+            "images are secret; got generator.deviation={}, r1-every={}, ada-images={}, privacy-loss={}: set "
+            "generator.deviation=false generator.r1-every=0 generator.ada-images=0 generator.privacy-loss=none"
+        ).format(*got)
 
 
 class StyleGAN2(ImageGenerator):
@@ -129,7 +145,9 @@ class StyleGAN2(ImageGenerator):
         widths = config.width, config.max_width
         with seeded(derived_seed(seed, "stylegan2")), torch.device("cpu"):
             self.generator = StyleGenerator(config.latents, config.mapping, form.classes, form.channels, side, *widths)
-            self.discriminator = Discriminator(form.classes, form.channels, side, *widths, config.residual)
+            self.discriminator = Discriminator(
+                form.classes, form.channels, side, *widths, config.residual, config.deviation
+            )
         self.privacy: PrivacyLoss | None = None  # made when the second part begins
         # Half as fast again on a CPU as the other order.
         self.generator.to(device).to(memory_format=torch.channels_last)
@@ -140,7 +158,7 @@ class StyleGAN2(ImageGenerator):
         others = [p for name, p in self.generator.named_parameters() if not name.startswith("mapping.")]
         self.optimizer = self._adam([{"params": others}, {"params": mapping}], PATH_EVERY * config.path_length)
         self.optimizer.param_groups[1]["lr"] *= config.mapping_rate
-        self.d_optimizer = self._adam([{"params": [*self.discriminator.parameters()]}], R1_EVERY)
+        self.d_optimizer = self._adam([{"params": [*self.discriminator.parameters()]}], config.r1_every)
         self.r1 = config.r1 or 0.0002 * side**2 / config.batch_size
         self.p, self.signs, self.path_mean = 0.0, 0.0, 0.0
 
@@ -149,14 +167,25 @@ class StyleGAN2(ImageGenerator):
         c = every / (every + 1) if every else 1.0
         return torch.optim.Adam(groups, lr=self.config.lr * c, betas=(BETAS[0] ** c, BETAS[1] ** c), eps=1e-8)
 
-    def steps(self, examples: int) -> int:
-        """Return the steps of both parts, however many images there are."""
-        return self.config.steps + self.config.privacy_steps * self.config.keeps_distance
+    def parts(self, examples: int) -> dict[str, int]:
+        """Return the steps without and with privacy loss, however many images there are."""
+        return {"generator": self.config.steps + self.config.privacy_steps * self.config.keeps_distance}
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    def train(self, images: Tensor, labels: Tensor, steps: range) -> dict[str, float]:
+    def train(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        steps: range,
+        dp: ChargedSteps | None = None,
+        classes: Tensor | None = None,
+    ) -> dict[str, float]:
         """Make steps of both networks' training."""
+        if dp:
+            assert classes is not None
+            self._train_privately(images, labels, steps, dp, classes)
+            return {"loss": 0.0}
         found: defaultdict[str, list[Tensor]] = defaultdict(list)
         for step in steps:
             rows = rows_of_step(step, len(labels), self.config.batch_size, self.seed).to(images.device)
@@ -174,6 +203,27 @@ class StyleGAN2(ImageGenerator):
         said = {name: float(torch.stack(values).mean()) for name, values in found.items()}
         return {"loss": 0.0, "p": self.p} | said | ({"margin": self.privacy.margin} if self.privacy else {})
 
+    def _train_privately(self, images: Tensor, labels: Tensor, steps: range, dp: ChargedSteps, classes: Tensor) -> None:
+        """Make steps of which D's are taken by DP-SGD; fakes are public, and so are their labels."""
+        b = self.config.batch_size
+        for step, rows in zip(steps, dp.rows(len(labels)), strict=True):
+            rng, weight = step_rng(self.seed, step), self.label_weight(step)
+            x_BCHW = self._padded(as_input(images[rows.to(images.device)]).to(self.device) * 2 - 1)
+            y_B = labels[rows.to(labels.device)].to(self.device)
+            fake_y_B = classes[torch.randint(len(classes), (b,), generator=rng)].to(self.device)
+            with torch.no_grad():
+                w_BZ = self.generator.styles(self._latents(b, rng), fake_y_B, weight)
+                fake_BCHW = self.generator.synthesis(w_BZ, rng)
+            signs = torch.cat([-x_BCHW.new_ones(b), x_BCHW.new_ones(len(y_B))])
+            batch = torch.cat([fake_BCHW, x_BCHW]), torch.cat([fake_y_B, y_B]), signs
+            dp.step(self.discriminator, self.d_optimizer, partial(self._told_apart, weight), batch, b, b)
+            self._generator_step(step, fake_y_B, rng, None)
+            self._average(step)
+
+    def _told_apart(self, weight: float, x_BCHW: Tensor, y_B: Tensor, signs_B: Tensor) -> Tensor:
+        """Return eq. 1's losses for D, one for each image; the sign is 1 of a real one, and -1 of a fake."""
+        return F.softplus(-signs_B * self.discriminator(x_BCHW, y_B, weight))
+
     def _privacy_loss(self, images: Tensor, labels: Tensor) -> PrivacyLoss:
         """Return the privacy loss on these images; local features learn them when it is first needed."""
         if self.privacy is None:
@@ -188,13 +238,13 @@ class StyleGAN2(ImageGenerator):
         with torch.no_grad():
             fake = self.generator.synthesis(self.generator.styles(self._latents(len(y_B), rng), y_B, weight), rng)
         fake, real = augmented(fake, self.p, rng), augmented(x_BCHW, self.p, rng).detach()
-        regularised = step % R1_EVERY == 0
+        regularised = bool(self.config.r1_every) and step % self.config.r1_every == 0
         real.requires_grad_(regularised)
         scores_B = self.discriminator(real, y_B, weight)
         loss = F.softplus(self.discriminator(fake, y_B, weight)).mean() + F.softplus(-scores_B).mean()
         reported = loss.detach()
         if regularised:
-            loss = loss + R1_EVERY * self.r1 / 2 * gradient_penalty(scores_B, real)
+            loss = loss + self.config.r1_every * self.r1 / 2 * gradient_penalty(scores_B, real)
         self.d_optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.d_optimizer.step()

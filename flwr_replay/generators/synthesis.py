@@ -57,12 +57,13 @@ class SynthesisPlan:
             If the task has no images with classes, or they are too large.
         """
         task = config.task
-        if not config.strategy.draws_images and config.replay.name != "buffer":
-            require(
-                not config.generator.checkpoint,
-                "generator.checkpoint is for feder, syncentral and replay=buffer; got "
-                f"strategy={config.strategy.name} replay={config.replay.name}: leave it out",
-            )
+        if not config.draws_images:
+            for option in ("checkpoint", "classes"):
+                require(
+                    not getattr(config.generator, option),
+                    f"generator.{option} is for feder, syncentral and replay=buffer; got "
+                    f"strategy={config.strategy.name} replay={config.replay.name}: leave it out",
+                )
             return None
         require(
             task.size > 1 and task.format != "bags",
@@ -77,6 +78,8 @@ class SynthesisPlan:
             task.size <= LARGEST,
             f"generators make images of up to {LARGEST} pixels; got task.size={task.size}: choose a smaller size",
         )
+        for declared in config.generator.classes:
+            config.generator.check_classes(declared, task.classes)
         return cls(config.generator, config.prior, ImageForm(task.channels, task.size, task.classes), config.replay)
 
     @property

@@ -38,7 +38,7 @@ from flwr_replay.generators.base import ReplayGenerator, by_level
 from flwr_replay.generators.codebooks import EMACodebook, GradientCodebook, perplexity
 from flwr_replay.models.seeding import seeded
 
-__all__ = ["VQVAE2", "VQVAE2Config", "build_generator"]
+__all__ = ["VQVAE2", "VQVAE2Config", "build_generator", "summed_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,11 @@ class VQVAE2Config(GeneratorConfig):
         within("generator.", self, codes=(2, 2**16), width=(2, WIDTH), dim=(1, WIDTH), blocks=(0, 100))
         within("generator.", self, epochs=(1, PASSES), lr_halving=NOT_NEGATIVE)
         within("generator.", self, beta=NOT_NEGATIVE_FINITE, decay=FRACTION)
+
+    @property
+    def draws_with(self) -> tuple[str, ...]:
+        """A prior draws the codes that the decoder decodes."""
+        return "generator", "prior"
 
     @property
     def dp_passes(self) -> int:
@@ -232,3 +237,8 @@ def _codebook(config: VQVAE2Config, positions: int) -> EMACodebook | GradientCod
     if config.codebook == "gradient":
         return GradientCodebook(config.codes, config.dim)
     return EMACodebook(config.codes, config.dim, config.decay, config.batch_size * positions / config.codes)
+
+
+def summed_loss(model: ReplayGenerator, rng: torch.Generator, x_B: Tensor) -> Tensor:
+    """Return the sum of the examples' losses, their mean times their number; no loss depends on another example."""
+    return model.loss(x_B, rng)[0] * len(x_B)

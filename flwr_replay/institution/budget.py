@@ -79,6 +79,19 @@ class PrivacyBudget:
             self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream, epochs
         )
 
+    def begin_steps(self, mechanism: str, steps: int, request: ChargedRequest) -> DPTraining:
+        """Charge for some steps of a mechanism that the run trains under DP, and return their DP-SGD.
+
+        Raises
+        ------
+        PrivacyError
+            As `begin`.
+        """
+        cost = replace(self.plan.cost(mechanism, self.examples, 1), steps=steps)
+        stream = self.stream(mechanism, request)
+        self.charge(mechanism, cost, request)
+        return DPTraining(self.plan.config.clip_of(mechanism), cost, stream)
+
     def charge(self, mechanism: str, cost: SampledGaussian, request: ChargedRequest) -> None:
         """Charge the account, unless it states less than the institution stated before."""
         account, stated = self.account(request.run), request.stated

@@ -117,7 +117,7 @@ class InstitutionClient(NumPyClient):
         self.state, self.bound = StateStore(institution, bound), bound
         self.budget = PrivacyBudget(privacy, institution, self.state, seed) if privacy else None
         self.replay = GenerativeStages(institution, self.state, replay_plan, self.budget) if replay_plan else None
-        self.synthesis = SynthesisStages(institution, self.state, synthesis) if synthesis else None
+        self.synthesis = SynthesisStages(institution, self.state, synthesis, self.budget) if synthesis else None
         buffered = synthesis.replay if synthesis and synthesis.replays else None
         self.replay_options = replay_plan.replay if replay_plan else buffered  # None: nothing is replayed
 

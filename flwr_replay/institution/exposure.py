@@ -69,7 +69,13 @@ def membership(members_n: NDArray[Any], others_n: NDArray[Any], seed: int) -> tu
 
 
 def examine(
-    stages: SynthesisStages, images: int, samples: int, folder: Path, backbone: str = "", inception: str = ""
+    stages: SynthesisStages,
+    run: str,
+    images: int,
+    samples: int,
+    folder: Path,
+    backbone: str = "",
+    inception: str = "",
 ) -> dict[str, Any]:
     """Attack the institution's own generator.
 
@@ -77,6 +83,8 @@ def examine(
     ----------
     stages : SynthesisStages
         The institution's data, state and generator.
+    run : str
+        Whose generator it is, if it was trained under DP; otherwise all runs share it.
     images : int
         Members, and others, at most.
     samples : int
@@ -101,7 +109,7 @@ def examine(
         If the generator's training is not complete.
     """
     institution, plan = stages.institution, stages.plan
-    generator, seed = stages.complete(), derived_seed(stages.identity)
+    generator, seed = stages.complete(run), derived_seed(stages.identity)
     shards = institution.train, institution.test
     chosen = matched([shard.y.cpu() for shard in shards], plan.form.classes, images, torch_rng(seed, "examined"))
     if (count := len(chosen[0])) < FEWEST:
@@ -112,7 +120,7 @@ def examine(
         (as_input(shard.x[rows.to(shard.x.device)]).cpu(), shard.y.cpu()[rows])
         for shard, rows in zip(shards, chosen, strict=True)
     ]
-    drawn = stages.drawn(samples, "examined")
+    drawn = stages.drawn(run, samples, "examined")
     synthetic, labels = as_input(torch.from_numpy(drawn["images"])), torch.from_numpy(drawn["labels"])
 
     data, device = stages.images(), institution.device

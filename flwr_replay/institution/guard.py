@@ -172,7 +172,7 @@ def _kept_options(config: RunConfig) -> tuple[tuple[str, str, Any], ...]:
 @lru_cache(maxsize=64)  # the same options come with every message
 def _check_options(policy: Policy, config: RunConfig) -> None:
     """Refuse a configuration that asks for more than the policy's limits."""
-    generates = config.replay.name != "none" or config.strategy.draws_images
+    generates = config.replay.name != "none" or config.draws_images
     unused = () if generates else ("generator", "prior")
     for section, values in asdict(config).items():
         if section in unused:

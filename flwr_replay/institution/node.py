@@ -25,7 +25,7 @@ from flwr_replay.memory import remembered
 __all__ = ["institution_of"]
 
 FILES = {"checkpoint": "generator-checkpoint", "perceptual_weights": "perceptual-weights"}  # options, and a node's keys
-NODE_KEYS = ("name", "data", "state", "policy", "batch-size", "private-model", *FILES.values())
+NODE_KEYS = ("name", "data", "state", "policy", "batch-size", "classes", "private-model", *FILES.values())
 
 
 def institution_of(context: Context) -> tuple[Institution, RunConfig]:
@@ -75,6 +75,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         tests_external=config.external,
         tests_training=config.forgetting,
         batch_size=_batch_size(config, owned),
+        classes=_classes(config, owned),
         private_model=_private_model(config, owned),
         durable=True,
     )
@@ -92,6 +93,20 @@ def _batch_size(config: RunConfig, owned: Mapping[str, str]) -> int:
     if own and not sizes:
         return 0  # the run says it
     return int(own or 0) or (sizes[0] if sizes else 0)
+
+
+def _classes(config: RunConfig, owned: Mapping[str, str]) -> str:
+    declared, own = config.generator.classes, owned.get("classes", "")
+    if len(declared) > 1 and not own:
+        raise ConfigError(
+            f"generator.classes={list(declared)} are dealt in turn in a simulation; a SuperNode names its own: start "
+            """it with --node-config '… classes="0 1"'"""
+        )
+    if not declared:
+        return ""  # the run draws those of which there are enough
+    if own:  # the same rules
+        config.generator.check_classes(own, config.task.classes, "classes in --node-config")
+    return own or declared[0]
 
 
 def _with_own_files(config: RunConfig, owned: Mapping[str, str]) -> RunConfig:
@@ -119,7 +134,7 @@ def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
 
 def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) -> Institution:
     names = dealt(config.task, config.partition, nodes, config.seed).names if config.partition.name == "natural" else ()
-    private, sizes = config.strategy.private_models, config.training.batch_sizes
+    private, sizes, classes = config.strategy.private_models, config.training.batch_sizes, config.generator.classes
     return Institution(
         name=names[k] if names else institution_name(k, nodes),
         read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(loaded(config.task), k),
@@ -131,5 +146,6 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         tests_external=config.external,
         tests_training=config.forgetting,
         batch_size=sizes[k % len(sizes)] if sizes else 0,
+        classes=classes[k % len(classes)] if classes else "",
         private_model=private[k % len(private)] if private else "",
     )

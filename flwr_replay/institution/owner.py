@@ -61,6 +61,7 @@ class Institution:
     tests_external: bool = False  # external=true: models are tested on its external examples, too
     tests_training: bool = False  # forgetting=true: models are tested on its training examples, too
     batch_size: int = 0  # examples in a batch; 0: as many as the run says
+    classes: str = ""  # for which its generator draws images: all, or numbers; empty: those of which it has enough
     private_model: str = ""  # in conf/model, of the private model φ; empty: like the common model
     durable: bool = False  # ledger lines reach the disk before anything leaves
 

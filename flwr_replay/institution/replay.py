@@ -19,9 +19,10 @@ from flwr_replay.errors import DataError, TrainingError, WireError
 from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import pack_codes, unpack_codes
-from flwr_replay.generators.pixelcnn import CodePrior
+from flwr_replay.generators.pixelcnn import summed_nats
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import ReplaySampler, Source, sampler_of
+from flwr_replay.generators.vqvae2 import summed_loss
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.pictures import SHOWN, draw_grid
@@ -300,16 +301,6 @@ def drawn(drawing: Drawing, replay_plan: ReplayPlan, device: torch.device) -> ND
     blocks = torch.split(classes.to(device), replay_plan.at_once)
     codes = [prior.sample(labels, rng).cpu() for labels in blocks]
     return pack_codes(torch.cat(codes).numpy(), model.codebook_size)
-
-
-def summed_loss(model: ReplayGenerator, rng: torch.Generator, x_B: Tensor) -> Tensor:
-    """Return the sum of the examples' losses, their mean times their number; no loss depends on another example."""
-    return model.loss(x_B, rng)[0] * len(x_B)
-
-
-def summed_nats(prior: CodePrior, e_B: Tensor, y_B: Tensor) -> Tensor:
-    """Return the sum of the examples' losses, nats."""
-    return prior.loss(e_B, y_B) * len(y_B)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float, epoch: int, halving: int) -> None:

@@ -2,26 +2,33 @@
 
 The institution trains a generator on its own images, alone, in slices. The generator never leaves. It lies in the state
 directory under a digest of its images and options, so runs with the same images and options share it.
+
+Under DP it belongs to one run, and lies in its folder beside the account that was charged for it. Steps are charged
+before they are taken. Seeds, the classes that are drawn and all figures in answers do not depend on images then.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flwr_replay.errors import DataError, DivergedError, TrainingError, WireError
+from flwr_replay.errors import BudgetError, DataError, DivergedError, TrainingError, WireError
 from flwr_replay.files.atomic import private_folder, read_bytes
 from flwr_replay.files.tensors import digest
 from flwr_replay.generators.base import ImageGenerator
 from flwr_replay.generators.perceptual import spread
 from flwr_replay.generators.sampler import ImageSampler
 from flwr_replay.generators.synthesis import FEWEST, Progress, SynthesisPlan
+from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.training import torch_rng
@@ -35,6 +42,7 @@ __all__ = ["SynthesisStages"]
 TRAIN, DRAW, KEEP = "train-slice", "draw-buffer", "keep-buffer"
 PER_CLASS = 16  # images drawn to measure how different they are
 AT_ONCE = 10  # steps between two looks at the clock
+CHARGED_AT_ONCE = 50  # the same under DP, where every look is a charge on the disk
 
 
 class SynthesisStages:
@@ -42,69 +50,110 @@ class SynthesisStages:
 
     stages = (TRAIN, DRAW, KEEP)
 
-    def __init__(self, institution: Institution, state: StateStore, plan: SynthesisPlan) -> None:
+    def __init__(
+        self, institution: Institution, state: StateStore, plan: SynthesisPlan, budget: PrivacyBudget | None = None
+    ) -> None:
         self.institution, self.state, self.plan = institution, state, plan
+        self.budget = budget if budget and budget.plan.covers("generator") else None  # None: no generator under DP
 
     # --- the generator ------------------------------------------------------------------------------------------------
 
     def train_slice(self, request: TrainSlice) -> GeneratorSlice:
         """Train for some steps, and save: an interrupted message costs at most its own steps."""
         data, config = self.images(), self.plan.generator
-        generator, done = self.trained_so_far()
+        generator, done = self.trained_so_far(request.run)
         total, made = done.steps + done.steps_left, done.steps
         began, end, losses = time.monotonic(), min(total, made + config.slice_steps), []
         while made < end and time.monotonic() - began < config.slice_seconds:
-            upto = min(end, made + AT_ONCE)
-            losses.append(generator.train(data.x, data.y, range(made, upto)))
-            made = upto
-        if losses:
-            loss = float(np.mean([said["loss"] for said in losses]))
+            part = part_at(generator.parts(len(data)), made)
+            steps = range(made, min(end, part.end, made + self.at_once))
+            try:
+                dp = self.budget.begin_steps(part.mechanism, len(steps), request) if self.budget else None
+            except BudgetError:
+                if part.end < total or made == part.start:  # it could draw nothing
+                    raise
+                total = made  # the budget ends the training: what a crash had repeated was charged twice
+                break
+            losses.append(generator.train(data.x, data.y, steps, dp, self.classes(data)))
+            made = steps.stop
+        if made > done.steps or total < done.steps + done.steps_left:
+            loss = float(np.mean([said["loss"] for said in losses])) if losses else done.loss
             if not np.isfinite(loss):
                 raise DivergedError("a generator's loss must stay finite; it is not: lower generator.lr")
-            done = Progress(steps=made, steps_left=total - made, loss=loss, margin=losses[-1].get("margin"))
-            done = replace(done, margin=None) if done.steps_left else self.measured(done, generator, data)
-            self.save(generator, done)
+            margin = losses[-1].get("margin") if losses and made == total else None
+            done = Progress(steps=made, steps_left=total - made, loss=loss, margin=margin)
+            done = done if done.steps_left else self.measured(done, generator, data)
+            self.save(generator, done, request.run)
         elif self.plan.checkpoint(self.institution.name):
             done = self.measured(done, generator, data)
-        return GeneratorSlice(num_examples=len(data), **asdict(done))
+        said = asdict(done) | ({"loss": None} if self.budget else {})
+        return GeneratorSlice(num_examples=len(data), **said, **self.spent(request.run))
+
+    @property
+    def at_once(self) -> int:
+        """Steps between two looks at the clock."""
+        return CHARGED_AT_ONCE if self.budget else AT_ONCE
+
+    def spent(self, run: str) -> dict[str, Any]:
+        """Return the epsilon and delta that an answer states; none without DP."""
+        return self.budget.spent(run) if self.budget else {}
 
     def measured(self, done: Progress, generator: ImageGenerator, data: Shard) -> Progress:
         """Add how far images of a class lie apart, over how far real ones do; None where all are the same."""
+        if self.budget:  # real ones have no noise
+            return done
         labels = self.classes(data).repeat_interleave(PER_CLASS)
         drawn = generator.sample(labels, torch_rng(self.identity, "diversity"))
         real = spread(data.x, data.y)
         return replace(done, diversity=spread(drawn, labels) / real if real > 0 else None)
 
     def images(self) -> Shard:
-        """Return the institution's training examples.
+        """Return the institution's training examples. Under DP numbers outside [0, 1] are clipped.
 
         Raises
         ------
         DataError
-            If numbers lie outside [0, 1], or no class has enough images.
+            Without DP, if numbers lie outside [0, 1], or there are not enough images of a class. Under DP an error
+            would reveal that.
         """
         data = self.institution.train
+        if self.budget:
+            return data if data.x.dtype == torch.uint8 else replace(data, x=data.x.clamp(0, 1))
         if data.x.dtype != torch.uint8 and not (data.x.min() >= 0 and data.x.max() <= 1):
             raise DataError("a generator needs images of bytes, or of numbers in [0, 1]; got others: rescale them")
-        if not len(self.classes(data)):
+        enough, classes = self.with_enough(data), self.classes(data)
+        if not len(enough):
             raise DataError(f"a generator needs a class of at least {FEWEST} images; every class has fewer: add images")
+        if lacking := sorted({*classes.tolist()} - {*enough.tolist()}):
+            raise DataError(
+                f"a generator needs at least {FEWEST} images of each class that is declared; it has fewer of "
+                f"{lacking[0]}: declare others"
+            )
         return data
 
-    def classes(self, data: Shard) -> Tensor:
-        """Return the classes of which the institution has enough images; it draws no others."""
+    def with_enough(self, data: Shard) -> Tensor:
+        """Return the classes of which the institution has enough images."""
         return torch.nonzero(torch.bincount(data.y.cpu()) >= FEWEST)[:, 0]
 
-    def trained_so_far(self) -> tuple[ImageGenerator, Progress]:
+    def classes(self, data: Shard) -> Tensor:
+        """Return the classes for which images are drawn: those that are declared, or those with enough images."""
+        declared = self.institution.classes
+        if not declared:
+            return self.with_enough(data)
+        numbers = range(self.plan.form.classes) if declared == "all" else sorted({*map(int, declared.split())})
+        return torch.tensor([*numbers])
+
+    def trained_so_far(self, run: str) -> tuple[ImageGenerator, Progress]:
         """Return the generator, and how far its training is; or the trained one of the institution's checkpoint."""
-        seed, device = derived_seed(self.identity), self.institution.device
+        seed, device, file = derived_seed(self.identity), self.institution.device, self.file(run)
         if path := self.plan.checkpoint(self.institution.name):
             return self.plan.checkpointed(path, device)
-        if self.file.exists():
-            return self.plan.read(self.file, seed, device)
+        if file.exists():
+            return self.plan.read(file, seed, device)
         generator = self.plan.fresh(seed, device)
         return generator, Progress(steps_left=generator.steps(len(self.images())))
 
-    def complete(self) -> ImageGenerator:
+    def complete(self, run: str) -> ImageGenerator:
         """Return the trained generator.
 
         Raises
@@ -112,43 +161,53 @@ class SynthesisStages:
         TrainingError
             If its training is not complete.
         """
-        generator, done = self.trained_so_far()
+        generator, done = self.trained_so_far(run)
         if done.steps_left:
             raise TrainingError(
                 f"images are drawn from a trained generator; {done.steps_left} steps are left: train it first"
             )
         return generator
 
-    def save(self, generator: ImageGenerator, done: Progress) -> None:
+    def save(self, generator: ImageGenerator, done: Progress, run: str) -> None:
         """Write the generator, and how far its training is."""
-        private_folder(self.file.parent)
-        self.plan.write(self.file, generator, done, to_disk=self.institution.durable)
+        private_folder(self.file(run).parent)
+        self.plan.write(self.file(run), generator, done, to_disk=self.institution.durable)
 
-    @property
-    def file(self) -> Path:
-        """Where the generator lies."""
-        return self.state.folder / "generators" / f"{self.identity}.safetensors"
+    def file(self, run: str) -> Path:
+        """Return where the generator lies: under DP beside the account that was charged, otherwise for all runs."""
+        folder = self.state.of_run(run) if self.budget else self.state.folder
+        return folder / "generators" / f"{self.identity}.safetensors"
 
     @property
     def identity(self) -> str:
-        """A digest of the institution's images, their labels, and all options of the generator, or its checkpoint."""
+        """A digest of the generator's options, and of the images and labels, or of the checkpoint.
+
+        Seeds come from it, so under DP it has the institution's name and the run's seed in place of its images.
+        """
+        options = np.frombuffer(self.plan.identity.encode(), np.uint8)
+        if self.budget:
+            public = f"{self.budget.seed} {self.institution.name}".encode()
+            return _digest({"options": options, "public": np.frombuffer(public, np.uint8)})
         data = self.institution.train
-        arrays = {"x": data.x.cpu().numpy(), "y": data.y.cpu().numpy()}
         path = self.plan.checkpoint(self.institution.name)
-        arrays["options"] = np.frombuffer(read_bytes(path) if path else self.plan.identity.encode(), np.uint8)
-        return digest(arrays).removeprefix("sha256:")[:32]
+        options = np.frombuffer(read_bytes(path), np.uint8) if path else options
+        return _digest({"x": data.x.cpu().numpy(), "y": data.y.cpu().numpy(), "options": options})
 
     # --- buffers ------------------------------------------------------------------------------------------------------
 
     def draw_buffer(self, request: DrawBuffer) -> Buffer:
         """Draw images for labels that are uniform over the institution's classes."""
         # Whatever a server asks for and however often: without a refresh all draws of a run are the same images.
-        drawn = self.drawn(request.buffer, request.server_round if request.buffer_refresh == "round" else 0)
-        return Buffer(images=drawn["images"], labels=drawn["labels"], num_examples=len(self.institution.train))
+        purpose = request.server_round if request.buffer_refresh == "round" else 0
+        drawn = self.drawn(request.run, request.buffer, purpose)
+        if self.budget:
+            self.budget.rest("generator", request)  # drawing costs nothing more
+        images, labels, n = drawn["images"], drawn["labels"], len(self.institution.train)
+        return Buffer(images=images, labels=labels, num_examples=n, **self.spent(request.run))
 
-    def drawn(self, size: int, *purpose: object) -> StateDict:
+    def drawn(self, run: str, size: int, *purpose: object) -> StateDict:
         """Draw images, uint8, and labels; the same purpose draws the same."""
-        generator = self.complete()
+        generator = self.complete(run)
         classes, rng = self.classes(self.images()), torch_rng(self.identity, "drawn", *purpose)
         labels = classes[torch.arange(size) % len(classes)][torch.randperm(size, generator=rng)]
         images = generator.sample(labels, rng).mul(255).round().clamp(0, 255).byte()
@@ -203,3 +262,27 @@ class SynthesisStages:
 
 def _key(number: int) -> str:
     return f"buffer-{number:06d}"
+
+
+def _digest(arrays: StateDict) -> str:
+    return digest(arrays).removeprefix("sha256:")[:32]
+
+
+class Part(NamedTuple):
+    """The steps of a training that train one mechanism."""
+
+    mechanism: str
+    start: int
+    end: int
+
+
+def part_at(parts: Mapping[str, int], step: int) -> Part:
+    """Return the part to which a step belongs.
+
+    >>> part_at({"generator": 20, "prior": 5}, 20)
+    Part(mechanism='prior', start=20, end=25)
+    """
+    ends = [*accumulate(parts.values())]
+    i = bisect_right(ends, step)
+    mechanism, steps = [*parts.items()][i]
+    return Part(mechanism, ends[i] - steps, ends[i])

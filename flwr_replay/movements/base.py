@@ -120,7 +120,7 @@ class Movement(Exchanging):
                 f"replay is for serial and parallel methods; got strategy={cls.name}: choose replay=none, or strategy="
                 f"{', '.join(methods)}"
             )
-        wanted = settings.privacy.config.mechanisms if settings.privacy else ()
+        wanted = settings.privacy.mechanisms if settings.privacy else ()
         if settings.privacy:
             settings.privacy.check_method(cls.name, mechanisms_of(cls))
         if settings.model is not None and {"classifier", "encoder", "proxy"} & set(wanted):

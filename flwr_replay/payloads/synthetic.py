@@ -1,7 +1,8 @@
 """What travels where institutions draw synthetic images: buffers with labels, up once and to each receiver once.
 
 A generator stays with the institution that trains it. An image that it draws is no patient's image, but it depends on
-all of them: without DP nothing bounds how much it shows of one.
+all of them: without DP nothing bounds how much it shows of one. Labels are uniform over some classes, under DP over
+those that the institution declares, whatever its examples are.
 """
 
 from __future__ import annotations
@@ -11,21 +12,22 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from flwr_replay.payloads.common import Spending, Spent
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.wire.fields import instruction, statistic, synthetic
-from flwr_replay.wire.payload import Payload, Request
+from flwr_replay.wire.payload import Request
 
 __all__ = ["Buffer", "DrawBuffer", "GeneratorSlice", "KeepBuffer", "TrainSlice"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeneratorSlice(Payload):
+class GeneratorSlice(Spent):
     """How far the training of an institution's generator is; the generator stays there."""
 
     num_examples: int = statistic("examples", public=True)
     steps: int = statistic("steps made so far", public=True)
     steps_left: int = statistic("steps to the end of the training", public=True)
-    loss: float | None = statistic("mean over the steps of this message", default=None, withheld=True)
+    loss: float | None = statistic("mean over the steps of this message", default=None, dp="generator", withheld=True)
     margin: float | None = statistic("at the end: m of the privacy loss", default=None, withheld=True)
     diversity: float | None = statistic(
         "at the end: of images drawn, over that of real ones", default=None, withheld=True
@@ -33,23 +35,23 @@ class GeneratorSlice(Payload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSlice(Request, stage="train-slice", answer=GeneratorSlice):
+class TrainSlice(Spending, Request, stage="train-slice", answer=GeneratorSlice):
     """Train your generator for some more steps on your own images."""
 
     run: str = instruction()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Buffer(Payload):
+class Buffer(Spent):
     """Images that an institution's generator has drawn, with the labels for which they were drawn."""
 
-    images: NDArray[Any] = synthetic("N C H W", "uint8")
-    labels: NDArray[Any] = synthetic("N", "int64")
+    images: NDArray[Any] = synthetic("N C H W", "uint8", dp="generator")
+    labels: NDArray[Any] = synthetic("N", "int64", dp="generator")
     num_examples: int = statistic("examples, real ones that the generator has learned", public=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawBuffer(Request, stage="draw-buffer", answer=Buffer):
+class DrawBuffer(Spending, Request, stage="draw-buffer", answer=Buffer):
     """Draw this number of images from your trained generator."""
 
     run: str = instruction()

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import inf, isfinite
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.run import RunConfig
@@ -14,14 +14,29 @@ from flwr_replay.config.sections import require
 from flwr_replay.errors import BudgetError, ConfigError, PrivacyError
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for, rounded_up
+from flwr_replay.privacy.fitting import check_fit, mechanisms_wanted
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import Payload, Row
 
-__all__ = ["COUNTS", "NOTHING", "PrivacyPlan", "mechanisms_of"]
+__all__ = ["COUNTS", "NOTHING", "Passes", "PrivacyPlan", "mechanisms_of"]
 
 NO_PROOF = " as the paper counts it; not a proof"
 COUNTS = "label counts"  # released together with a prior, with noise of their own
 NOTHING = "Nothing here is differentially private; no epsilon can be stated."
+
+
+class Passes(NamedTuple):
+    """How long DP-SGD trains a mechanism in the whole run, and with which b."""
+
+    mechanism: str
+    epochs: int
+    batch: int
+    steps: int = 0  # in place of those of the epochs, however many examples there are
+
+    def cost(self, examples: int, sigma: float) -> SampledGaussian:
+        """Return the cost of the whole training."""
+        cost = SampledGaussian.of_epochs(examples=examples, batch=self.batch, sigma=sigma, epochs=self.epochs)
+        return replace(cost, steps=self.steps) if self.steps else cost
 
 
 @dataclass(frozen=True)
@@ -30,18 +45,27 @@ class PrivacyPlan:
 
     Attributes
     ----------
-    passes : tuple of (str, int, int)
-        Of every mechanism that is trained by DP-SGD: its name, its epochs in the whole run, b.
+    passes : tuple of Passes
+        Of every mechanism that is trained by DP-SGD.
     unproven : str
         Why the computed epsilon is no proven bound; empty: it is one.
     pooled : bool
         Whether one institution trains on the examples of all, in a simulation.
+    counted : bool
+        Whether label counts are released together with a prior.
+    tests_own : bool
+        Whether tests are of models that institutions train on their examples without noise, and keep.
+    replays_codes : bool
+        Whether institutions learn from codes of each other's images.
     """
 
     config: PrivacyConfig
-    passes: tuple[tuple[str, int, int], ...]
+    passes: tuple[Passes, ...]
     unproven: str = ""
     pooled: bool = False
+    counted: bool = False
+    tests_own: bool = False
+    replays_codes: bool = False
 
     @classmethod
     def of(cls, config: RunConfig) -> Self | None:
@@ -54,7 +78,7 @@ class PrivacyPlan:
             not declare how many passes it makes. These are never guessed.
         """
         privacy, strategy = config.privacy, config.strategy
-        wanted = privacy.mechanisms
+        wanted = mechanisms_wanted(config)
         declared = {name: epochs for name, epochs in strategy.dp_passes(config.rounds).items() if epochs >= 1}
         require(
             bool(wanted) or privacy.limit == inf,
@@ -64,45 +88,7 @@ class PrivacyPlan:
         )
         if not wanted:
             return None
-        if privacy.end_to_end:
-            _check_end_to_end(config)
-        require(
-            config.task.format != "heart_disease",
-            "task=heart_disease fills gaps with medians of the training rows, which mixes patients without noise: "
-            "choose dp=none or another task",
-        )
-        require(
-            not config.task.balanced,
-            "task.balanced=true leaves patients out until both classes are equally frequent, so adding one patient may "
-            "change which others are used: choose dp=none or balanced=false",
-        )
-        require(
-            config.replay.name != "buffer",
-            "synthetic images of replay=buffer have no epsilon, nor has what learns from them: choose dp=none, or "
-            "replay=pixelcnn with dp=end-to-end",
-        )
-        require(
-            "generator" not in wanted or config.replay.name != "none",
-            f"dp=generator needs a generator; got replay={config.replay.name}: choose replay=vqvae2 or pixelcnn",
-        )
-        require(
-            "generator" not in wanted or not config.generator.dp_fault,
-            config.generator.dp_fault,
-        )
-        require(
-            "prior" not in wanted or config.replay.name == "pixelcnn",
-            f"dp=prior needs a prior; got replay={config.replay.name}: choose replay=pixelcnn",
-        )
-        require(
-            "prior" not in wanted or "generator" in wanted,
-            "a prior learns the codes of a generator, and a generator trained without noise depends on all images: "
-            "choose dp=generator+prior or dp=end-to-end",
-        )
-        require(
-            "classifier" not in wanted or config.replay.name == "none" or "prior" in wanted,
-            "a classifier that also learns replays of the same patients, made without noise, has no epsilon; got "
-            f"replay={config.replay.name}: choose replay=none or dp=end-to-end",
-        )
+        check_fit(config, wanted)
         require(
             "encoder" not in wanted or "encoder" in declared,
             "dp=encoder needs an encoder that an institution trains: choose strategy=fedreplay, encoder=institution",
@@ -112,21 +98,35 @@ class PrivacyPlan:
             f"a proxy may learn from a model trained without noise, and then its epsilon is not proven; "
             f"{type(strategy).__name__} does not say so or otherwise: let it declare `unproven`",
         )
-        passes = {name: (epochs, config.training.batch_size) for name, epochs in declared.items()}
-        passes["generator"] = config.generator.dp_passes, config.generator.batch_size
-        passes["prior"] = config.prior.epochs, config.prior.batch_size
+        passes = {name: Passes(name, epochs, config.training.batch_size) for name, epochs in declared.items()}
+        generator, prior = config.generator, config.prior
+        passes["generator"] = Passes("generator", generator.dp_passes, generator.batch_size, generator.dp_steps)
+        passes["prior"] = Passes("prior", prior.epochs, prior.batch_size)
+        possible = [*(generator.draws_with if strategy.draws_images else ()), *declared]
         for name in wanted:
             require(
                 name in passes,
-                f"strategy={strategy.name} can have dp={'+'.join(declared) or 'none'}; got {name}, for which "
+                f"strategy={strategy.name} can have dp={'+'.join(possible) or 'none'}; got {name}, for which "
                 f"{type(strategy).__name__} declares no passes (dp_passes): choose among these, or another strategy",
             )
-        return cls(privacy, tuple((name, *passes[name]) for name in wanted), strategy.unproven or "", strategy.pooled)
+        return cls(
+            privacy,
+            tuple(passes[name] for name in wanted),
+            strategy.unproven or "",
+            strategy.pooled,
+            counted="prior" in wanted and config.replay.name == "pixelcnn",
+            tests_own=strategy.classifiers == "kept",
+            replays_codes=config.replay.name in ("vqvae2", "pixelcnn"),
+        )
+
+    @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """All that is trained by DP-SGD."""
+        return tuple(passes.mechanism for passes in self.passes)
 
     def covers(self, mechanism: str) -> bool:
         """Return whether a mechanism's releases are under DP; label counts belong to the prior."""
-        wanted = "prior" if mechanism == COUNTS else mechanism
-        return any(name == wanted for name, _, _ in self.passes)
+        return self.counted if mechanism == COUNTS else mechanism in self.mechanisms
 
     def check_method(self, strategy: str, mechanisms: Sequence[str]) -> None:
         """Refuse mechanisms that a method does not train by DP-SGD: its answers would wrongly be labelled so.
@@ -138,7 +138,7 @@ class PrivacyPlan:
         mechanisms : Sequence[str]
             Of one of its halves, from `mechanisms_of`.
         """
-        for mechanism in self.config.mechanisms:
+        for mechanism in self.mechanisms:
             require(
                 mechanism in mechanisms,
                 f"strategy={strategy} can have dp={'+'.join(mechanisms) or 'none'}; got {mechanism}: choose among "
@@ -151,13 +151,12 @@ class PrivacyPlan:
 
     def cost(self, mechanism: str, examples: int, epochs: int) -> SampledGaussian:
         """Return the cost of some epochs of a mechanism at an institution with this number of examples."""
-        batch = next(batch for name, _, batch in self.passes if name == mechanism)
-        sigma = _sigma(self, examples)
-        return SampledGaussian.of_epochs(examples=examples, batch=batch, sigma=sigma, epochs=epochs)
+        passes = next(passes for passes in self.passes if passes.mechanism == mechanism)
+        return passes._replace(epochs=epochs, steps=0).cost(examples, _sigma(self, examples))
 
     def planned(self, examples: int) -> tuple[float, float]:
         """Return epsilon, by Rényi DP, and delta of an institution that stays to the end; at most its budget."""
-        costs = [self.cost(name, examples, epochs) for name, epochs, _ in self.passes]
+        costs = [passes.cost(examples, _sigma(self, examples)) for passes in self.passes]
         delta = self.config.delta_for(examples)
         return min(self.config.limit, epsilon([*costs, *self.fixed()], delta)), delta
 
@@ -178,7 +177,7 @@ class PrivacyPlan:
 
     def fixed(self) -> list[SampledGaussian]:
         """Return the releases whose noise does not depend on the target epsilon: label counts."""
-        return [self.counts()] if self.covers("prior") else []
+        return [self.counts()] if self.counted else []
 
     def check_first_passes(self, examples: int) -> None:
         """Refuse a run in which an institution could not take the first pass of what every round trains.
@@ -189,7 +188,7 @@ class PrivacyPlan:
             If the budget does not allow it, delta is too large, or there are fewer examples than a batch has.
         """
         delta, limit = self.checked_delta(examples), self.config.limit
-        for mechanism in [name for name, _, _ in self.passes if name in ("classifier", "proxy")]:
+        for mechanism in [name for name in self.mechanisms if name in ("classifier", "proxy")]:
             try:
                 first = self.cost(mechanism, examples, 1)
             except ConfigError as error:
@@ -232,12 +231,13 @@ class PrivacyPlan:
     def promise(self, answer: type[Payload], field: Field) -> float:
         """Return the largest epsilon that a field of an answer can have: the budget, 0, or infinity for no promise.
 
-        Under dp=end-to-end it is 0 for fields that are declared public, for metrics on test examples, and for fields
-        that are withheld.
+        Under dp=end-to-end it is 0 for fields that are declared public, for fields that are withheld, and for metrics
+        on test examples, unless they are those of models that an institution keeps.
         """
         if field.dp and self.covers(field.dp):
             return self.config.limit if self.config.noise == "secret" and not self.unproven else inf
-        free = field.public or issubclass(answer, Evaluation) or self.left_out(answer, field)
+        tested = issubclass(answer, Evaluation) and not self.tests_own
+        free = field.public or tested or self.left_out(answer, field)
         return 0.0 if self.config.end_to_end and free else inf
 
     def answered(self, answer: Payload, examples: int) -> Payload:
@@ -269,13 +269,15 @@ class PrivacyPlan:
         """Return what the whole run's epsilon covers and what not, as the answers of all stages declare it."""
         if self.config.noise == "seeded":
             return "The noise comes from the run's seed, for tests: nothing is protected."
-        named = [name for name, _, _ in self.passes]
+        named = [*self.mechanisms, *(["label counts"] if self.counted else [])]
         covered = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
         if self.config.end_to_end:
+            own = "; an institution's own model, which never leaves, is trained without noise" if self.tests_own else ""
             return (
-                f"All that depends on training examples is differentially private: {covered} and label counts "
-                "together, for each institution by itself. Declared public: numbers and bytes of examples, names, who "
-                "takes part and when. Not covered: metrics on test examples."
+                "All that leaves and depends on training examples is differentially private, but for metrics: "
+                f"{covered}, together, for each institution by itself. Declared public: numbers and bytes of examples, "
+                "names, who takes part and when, and which classes an institution says that it has. Not covered: "
+                f"metrics on test examples{own}."
             )
         samples, weights, numbers = [], [], False
         for stage, answer in stages.items():
@@ -287,7 +289,7 @@ class PrivacyPlan:
         left = [f"{' and '.join(samples)} of single patients"] if samples else []
         left += [f"the weights that stage {stage} returns" for stage in weights]
         left += ["losses, metrics, counts and, of a regression, sums of labels"] if numbers else []
-        learns_replays = "generator" in named and "prior" not in named
+        learns_replays = self.replays_codes and "generator" in named and "prior" not in named
         others = " It also learns replays of the others' images, which are not protected." if learns_replays else ""
         if self.unproven:
             return f"{self.unproven} These also leave unprotected: {'; '.join(left)}."
@@ -311,17 +313,5 @@ def _sigma(plan: PrivacyPlan, examples: int) -> float:
     """Return the noise multiplier of an institution, the same in all mechanisms."""
     if not plan.config.target_epsilon:
         return plan.config.sigma
-    samplings = [(min(1.0, batch / examples), examples // batch * epochs) for _, epochs, batch in plan.passes]
+    samplings = [(min(1.0, p.batch / examples), p.steps or examples // p.batch * p.epochs) for p in plan.passes]
     return noise_for(plan.config.target_epsilon, plan.config.delta_for(examples), samplings, fixed=plan.fixed())
-
-
-def _check_end_to_end(config: RunConfig) -> None:
-    require(
-        config.replay.name == "pixelcnn",
-        f"dp=end-to-end lets no codes leave; got replay={config.replay.name}: choose replay=pixelcnn",
-    )
-    require(
-        config.task.kind == "classification",
-        f"dp=end-to-end does not cover the sums of labels that task={config.task.name} needs: choose a classification",
-    )
-    require(not config.forgetting, "dp=end-to-end does not cover metrics on training examples: leave forgetting out")

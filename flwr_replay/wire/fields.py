@@ -51,9 +51,9 @@ def per_sample(shape: str, *dtypes: str, raw: bool = False, default: Any = datac
     return _declare(Field("per-sample-raw" if raw else "per-sample", shape, dtypes), default)
 
 
-def synthetic(shape: str, *dtypes: str) -> Any:
+def synthetic(shape: str, *dtypes: str, dp: str = "") -> Any:
     """Declare an array with one row for each example that a generator has drawn."""
-    return _declare(Field("synthetic", shape, dtypes), dataclasses.MISSING)
+    return _declare(Field("synthetic", shape, dtypes, dp=dp), dataclasses.MISSING)
 
 
 def statistic(

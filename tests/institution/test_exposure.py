@@ -55,10 +55,10 @@ class Copies(ImageGenerator):
     def __init__(self, own, labels):
         self.own, self.labels = own, labels
 
-    def steps(self, examples):
-        return 0
+    def parts(self, examples):
+        return {}
 
-    def train(self, images, labels, steps):
+    def train(self, images, labels, steps, dp=None, classes=None):
         raise AssertionError
 
     def sample(self, labels_B, rng):
@@ -89,7 +89,7 @@ def test_both_sides_have_as_many_images_of_each_class():
 
 def test_a_generator_that_copies_is_found_out(hospitals, synthetic, monkeypatch):
     own = hospitals[1]["a"]
-    monkeypatch.setattr(SynthesisStages, "complete", lambda stages: Copies(*own))
+    monkeypatch.setattr(SynthesisStages, "complete", lambda stages, run: Copies(*own))
     code, out, _ = synthetic("--json", "--samples", "64")
     assert code == 0
     for attack in json.loads(out)[0]["attacks"]:

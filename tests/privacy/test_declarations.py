@@ -15,7 +15,7 @@ from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
 from flwr_replay.payloads.common import Train
 from flwr_replay.privacy.accounting import rounded_up
-from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.privacy.plan import Passes, PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.forecast import forecast
 from flwr_replay.runs.simulate import Simulation, simulate
@@ -102,7 +102,7 @@ def test_passes_under_another_name_are_planned_charged_and_forecast(install, tmp
     run = Simulation.of(compose(overrides))
     plan, examples = run.job.settings.privacy, len(run.part.train[0])
     twin, once = (PrivacyPlan.of(compose(["strategy=fedavg", *overrides[1:], f"local_epochs={e}"])) for e in (3, 1))
-    assert plan.passes == twin.passes == (("classifier", 6, 32),)
+    assert plan.passes == twin.passes == (Passes("classifier", 6, 32),)
     assert plan.cost("classifier", examples, 6) == twin.cost("classifier", examples, 6)  # sigma among them
     assert plan.cost("classifier", examples, 6).sigma > once.cost("classifier", examples, 6).sigma
 

@@ -80,8 +80,11 @@ def test_an_institution_that_cannot_draw_is_said_to_be_missing_and_the_run_stops
     [
         (["strategy=local"], "replay is for serial and parallel methods"),
         (["strategy=feder"], "replay is for serial and parallel methods"),
-        (["strategy=fedavg", "dp=classifier"], "synthetic images of replay=buffer have no epsilon"),
-        (["strategy=fedavg", "dp=end-to-end"], "replay=pixelcnn"),
+        (
+            ["strategy=fedavg", "dp=classifier"],
+            r"synthetic images .* no epsilon: choose dp=generator\+prior\+classifier",
+        ),
+        (["strategy=fedavg", "dp=end-to-end"], "choose generator.codebook=gradient"),
         (["strategy=fedavg", "replay.images=0"], r"replay\.images"),
         (["strategy=fedavg", "task=diabetes"], "has tables"),
         (["strategy=fedavg", "task=isbi2012", "model=unet"], "is a segmentation"),

@@ -1,0 +1,112 @@
+"""Whether the mechanisms that a run is to train by DP-SGD fit its task, its replay and its generator."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import require
+
+__all__ = ["check_fit", "mechanisms_wanted"]
+
+
+def mechanisms_wanted(config: RunConfig) -> tuple[str, ...]:
+    """Return the mechanisms that are to be trained by DP-SGD."""
+    if not (config.privacy.end_to_end and config.draws_images):
+        return config.privacy.mechanisms
+    require(
+        config.strategy.classifiers != "released" or not config.strategy.draws_images,
+        f"dp=end-to-end trains all that leaves by DP-SGD; strategy={config.strategy.name} lets classifiers leave that "
+        "it cannot train so: choose mode=buffer-only, dp=generator, or another strategy",
+    )
+    released = ("classifier",) if config.strategy.classifiers == "released" else ()
+    return (*config.generator.draws_with, *released)
+
+
+def check_fit(config: RunConfig, wanted: Container[str]) -> None:
+    """Refuse a task, replay or generator with which these mechanisms cannot be trained by DP-SGD.
+
+    Raises
+    ------
+    ConfigError
+        If so.
+    """
+    if config.privacy.end_to_end:
+        _check_end_to_end(config)
+    require(
+        config.task.format != "heart_disease",
+        "task=heart_disease fills gaps with medians of the training rows, which mixes patients without noise: "
+        "choose dp=none or another task",
+    )
+    require(
+        not config.task.balanced,
+        "task.balanced=true leaves patients out until both classes are equally frequent, so adding one patient may "
+        "change which others are used: choose dp=none or balanced=false",
+    )
+    if config.draws_images:
+        _check_drawing(config, wanted)
+    else:
+        _check_replay(config, wanted)
+    require(
+        "prior" not in wanted or "generator" in wanted,
+        "a prior learns the codes of a generator, and a generator trained without noise depends on all images: "
+        "choose dp=generator+prior or dp=end-to-end",
+    )
+
+
+def _check_drawing(config: RunConfig, wanted: Container[str]) -> None:
+    """Refuse mechanisms that do not fit the drawing of images by each institution's own generator."""
+    needed, named = config.generator.draws_with, "+".join(config.generator.draws_with)
+    some = [name for name in ("generator", "prior") if name in wanted]
+    require(
+        not some or sorted(some) == sorted(needed),
+        f"with generator={config.generator.name} images are drawn by {' and '.join(needed)}; got dp={'+'.join(some)}: "
+        f"choose dp={named}",
+    )
+    require(
+        "classifier" not in wanted or bool(some) or config.strategy.draws_images,
+        "a classifier that also learns from synthetic images of the same patients, made without noise, has no epsilon: "
+        f"choose dp={named}+classifier, or replay=none",
+    )
+    if some:
+        require(not config.generator.dp_fault, config.generator.dp_fault)
+        require(
+            not config.generator.checkpoint,
+            "a trained generator of generator.checkpoint has no epsilon: leave it out, or choose dp=none",
+        )
+        require(
+            bool(config.generator.classes),
+            "which classes an institution has depends on its examples; under DP it draws those that it declares: set "
+            "generator.classes=[all], or name them by institution, ['0 1','2 3']",
+        )
+
+
+def _check_replay(config: RunConfig, wanted: Container[str]) -> None:
+    """Refuse mechanisms that do not fit the replay of codes."""
+    replay = config.replay.name
+    require(
+        "generator" not in wanted or replay != "none",
+        f"dp=generator needs a generator; got replay={replay}: choose replay=vqvae2 or pixelcnn",
+    )
+    require("generator" not in wanted or not config.generator.dp_fault, config.generator.dp_fault)
+    require(
+        "prior" not in wanted or replay == "pixelcnn",
+        f"dp=prior needs a prior; got replay={replay}: choose replay=pixelcnn",
+    )
+    require(
+        "classifier" not in wanted or replay == "none" or "prior" in wanted,
+        "a classifier that also learns replays of the same patients, made without noise, has no epsilon; got "
+        f"replay={replay}: choose replay=none or dp=end-to-end",
+    )
+
+
+def _check_end_to_end(config: RunConfig) -> None:
+    require(
+        config.replay.name == "pixelcnn" or config.draws_images,
+        f"dp=end-to-end lets no codes leave; got replay={config.replay.name}: choose replay=pixelcnn",
+    )
+    require(
+        config.task.kind == "classification",
+        f"dp=end-to-end does not cover the sums of labels that task={config.task.name} needs: choose a classification",
+    )
+    require(not config.forgetting, "dp=end-to-end does not cover metrics on training examples: leave forgetting out")
