@@ -236,10 +236,11 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
         place = f", in place of {shown_bytes(raw)} of raw data" if raw else ""
         lines.append(f"of single patients: {shown_bytes(count)} went up{place}; not differentially private")
     if count := up.get("synthetic", 0):
-        lines.append(
-            f"synthetic images: {shown_bytes(count)} went up; their generators depend on all images of an institution, "
-            "and no epsilon bounds what one shows of a patient"
-        )
+        # A run with synthetic images has an epsilon only if its generators are trained under DP.
+        bounded = all(one and one["epsilon"] is not None for one in result["privacy"].values())
+        depend = "; their generators depend on all images of an institution, and no epsilon bounds what one shows"
+        said = ", drawn by generators trained under DP" if bounded else f"{depend} of a patient"
+        lines.append(f"synthetic images: {shown_bytes(count)} went up{said}")
     if stated := {name: one for name, one in result["privacy"].items() if one}:
         lines.append(result["privacy-claim"])
         for name, one in stated.items():

@@ -12,6 +12,7 @@ from flwr.app import Context, RecordDict
 from harness import Ran, broken, node_configs, run, write_shards
 from torch.nn import functional as F
 
+from flwr_replay.cli import main
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.errors import BudgetError, ConfigError, FlwrReplayError, TrainingError
 from flwr_replay.generators.base import ImageForm
@@ -104,6 +105,16 @@ def test_only_what_the_claim_leaves_out_leaves_unprotected(once, name):
     assert ("train-own-with-buffers", "train-loss") not in up
     own = {(e["stage"], e["field"]) for e in ran.own_ledger("a") if e["protection"].endswith("-DP")}
     assert own == {key for key, protection in up.items() if protection.endswith("-DP")}
+
+
+def test_the_summary_says_what_bounds_synthetic_images(once):
+    shown = main._summary(once("feder, codes").result, once("feder, codes").folder)
+    assert "drawn by generators trained under DP" in shown
+    assert "Only what training the generator and prior at an institution reveals" in shown
+    shown = main._summary(once("buffer-only, codes").result, once("buffer-only, codes").folder)
+    assert "own model, which never leaves, is trained without noise" in shown
+    plain = {"bytes-by-kind": {"up": {"synthetic": 9}}, "privacy": {"a": None}}
+    assert "no epsilon bounds" in main._summary({**once("feder, codes").result, **plain}, once("feder, codes").folder)
 
 
 @pytest.mark.parametrize("name", ["feder, codes", "buffer-only, stylegan2"])
