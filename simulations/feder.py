@@ -63,9 +63,9 @@ PARTS = [
     ),
     part(
         "contrast",
-        "Chest X-rays, no label skew; one institution's have less contrast, the other's more.",
+        "Chest X-rays, no label skew; one institution's have less contrast, the other's more; 650 each.",
         [*MODES, *OTHERS, "syncentral"],
-        [*XRAYS, "partition=iid", "contrast=0.6"],
+        [*XRAYS, "partition=iid", "partition.size=650", "contrast=0.6"],
         "pneumoniamnist.npz",
     ),
     part(
