@@ -19,7 +19,7 @@ from flwr_replay.generators.base import ImageForm
 from flwr_replay.generators.style_layers import Discriminator
 from flwr_replay.generators.stylegan2 import StyleGAN2
 from flwr_replay.generators.synthesis import SynthesisPlan
-from flwr_replay.institution.budget import PrivacyBudget
+from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.state import StateStore
@@ -31,7 +31,7 @@ from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.runs.execute import Job
 from flwr_replay.runs.forecast import forecast
 from flwr_replay.runs.simulate import Simulation
-from flwr_replay.wire.records import config_in
+from flwr_replay.wire.records import config_in, metrics_in
 
 SIZES = {"a": 40, "b": 33, "c": 20}
 TASK = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4", "model.norm=group", "device=cpu"]
@@ -50,6 +50,10 @@ RUNS = {
     "syncentral": [*PLAIN, *CODES, "strategy=syncentral", "buffer=12", "dp=end-to-end"],
     "fedavg": [*PLAIN, *STYLE, "strategy=fedavg", "replay=buffer", "replay.images=12", "dp=end-to-end"],
 }
+
+UNCOVERED = {name: {"evaluate"} for name in RUNS}
+UNCOVERED |= {name: {"evaluate-own"} for name in RUNS if name.startswith("buffer-only")}
+UNCOVERED |= {name: {"evaluate", "train-with-buffers"} for name in RUNS if name.startswith("feder")}
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +147,26 @@ def test_a_crash_after_an_answer_costs_nothing(folder, once):
     usual = once("feder, codes")
     ran = broken(started, folder, *RUNS["feder, codes"], breaking=[("train-slice", "b")])
     assert charged(ran, "b") == charged(usual, "b")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_without_its_charged_steps_nothing_would_depend_on_an_image(tmp_path, monkeypatch, name):
+    """Two data sets differ in an image and its label. Where no step is taken, the same bits leave."""
+    monkeypatch.setattr(DPTraining, "step", lambda *_, **__: None)
+    found = []
+    for changed in (0, 1):
+        (place := tmp_path / str(changed)).mkdir()
+        write_shards(place, SIZES)
+        shard = dict(np.load(place / "a.npz"))
+        shard["train_images"][0] += changed * 99
+        shard["train_labels"][0] = (shard["train_labels"][0] + changed) % 3
+        np.savez(place / "a.npz", **shard)
+        log = started(place, *RUNS[name]).grid.log
+        answers = [(asked, reply.content) for asked, _, reply in log if asked.stage not in UNCOVERED[name]]
+        bits = [{key: a.numpy().tobytes() for key, a in content.get("arrays", {}).items()} for _, content in answers]
+        found.append([(asked, metrics_in(content), b) for (asked, content), b in zip(answers, bits, strict=True)])
+    assert len(found[0]) > 10
+    assert found[0] == found[1]
 
 
 # --- one institution ------------------------------------------------------------------------------------------------
