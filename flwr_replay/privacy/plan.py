@@ -272,12 +272,13 @@ class PrivacyPlan:
         named = [*self.mechanisms, *(["label counts"] if self.counted else [])]
         covered = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
         if self.config.end_to_end:
-            own = "; an institution's own model, which never leaves, is trained without noise" if self.tests_own else ""
+            own = "; those of an institution's own model, which never leaves and is trained without noise, also depend "
+            own += "on its training examples"
             return (
-                "All that leaves and depends on training examples is differentially private, but for metrics: "
-                f"{covered}, together, for each institution by itself. Declared public: numbers and bytes of examples, "
-                "names, who takes part and when, and which classes an institution says that it has. Not covered: "
-                f"metrics on test examples{own}."
+                f"All that leaves and depends on training examples is differentially private: {covered}, together, for "
+                "each institution by itself. Declared public: numbers and bytes of examples, names, who takes part and "
+                f"when{'' if self.counted else ', the classes that an institution says it has'}. Not covered: metrics "
+                f"on test examples{own if self.tests_own else ''}."
             )
         samples, weights, numbers = [], [], False
         for stage, answer in stages.items():

@@ -118,7 +118,7 @@ def test_the_summary_says_what_bounds_synthetic_images(once):
 
     assert "drawn by generators trained under DP" in shown("feder, codes")
     assert "Only what training the generator and prior at an institution reveals" in shown("feder, codes")
-    assert "own model, which never leaves, is trained without noise" in shown("buffer-only, codes")
+    assert "own model, which never leaves and is trained without noise, also depend" in shown("buffer-only, codes")
     assert "no epsilon bounds" in shown("feder, codes", privacy={"a": None})
 
 
@@ -143,9 +143,9 @@ def test_the_forecast_says_what_the_ledger_will_say(tmp_path, name):
     assert found == expected
 
 
-def test_a_crash_after_an_answer_costs_nothing(folder, once):
+def test_a_crash_after_an_answer_costs_nothing_and_every_message_may_meet_a_new_process(folder, once):
     usual = once("feder, codes")
-    ran = broken(started, folder, *RUNS["feder, codes"], breaking=[("train-slice", "b")])
+    ran = broken(started, folder, *RUNS["feder, codes"], breaking=[("train-slice", "b")], forgetful=True)
     assert charged(ran, "b") == charged(usual, "b")
 
 
