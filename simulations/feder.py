@@ -69,6 +69,18 @@ PARTS = [
         "pneumoniamnist.npz",
     ),
     part(
+        "generators",
+        "Chest X-rays, label skew, two institutions: buffers of both generators.",
+        [
+            FEDER,
+            "standard, stylegan2 := feder:generator=stylegan2",
+            "fedavg, buffers := fedavg:replay=buffer",
+            "fedavg, stylegan2 := fedavg:replay=buffer:generator=stylegan2",
+        ],
+        [*XRAYS, "partition=ks", "ks=0.6", "drop=true"],
+        "pneumoniamnist.npz",
+    ),
+    part(
         "buffers",
         "Images in a buffer.",
         [FEDER, *(f"buffer {size} := feder:buffer={size}" for size in (0, 128, 2048))],

@@ -23,7 +23,7 @@ from flwr_replay.generators.vqvae2 import VQVAE2Config
 __all__ = ["FEWEST", "LARGEST", "Progress", "SynthesisPlan"]
 
 LARGEST = 256  # pixels of an image's side
-NOT_LEARNED = ("slice_steps", "slice_seconds", "checkpoint")  # options on which what it has learned does not depend
+NOT_LEARNED = ("slice_steps", "slice_seconds", "checkpoint", "classes")  # options that do not change what it learns
 FEWEST = 4  # images of a class from which a generator can learn it
 
 
