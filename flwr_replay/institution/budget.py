@@ -79,16 +79,16 @@ class PrivacyBudget:
             self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream, epochs
         )
 
-    def begin_steps(self, mechanism: str, steps: int, request: ChargedRequest) -> DPTraining:
-        """Charge for some steps of a mechanism that the run trains under DP, and return their DP-SGD.
+    def begin_steps(self, mechanism: str, steps: range, request: ChargedRequest) -> DPTraining:
+        """Charge for the steps of these numbers, of a mechanism that the run trains under DP; return their DP-SGD.
 
         Raises
         ------
         PrivacyError
             As `begin`.
         """
-        cost = replace(self.plan.cost(mechanism, self.examples, 1), steps=steps)
-        stream = self.stream(mechanism, request)
+        cost = replace(self.plan.cost(mechanism, self.examples, 1), steps=len(steps))
+        stream = self.stream(mechanism, request, steps.start)
         self.charge(mechanism, cost, request)
         return DPTraining(self.plan.config.clip_of(mechanism), cost, stream)
 
@@ -133,9 +133,9 @@ class PrivacyBudget:
             )
         self.charge(mechanism, replace(self.plan.cost(mechanism, self.examples, 1), steps=0), request)
 
-    def stream(self, mechanism: str, request: ChargedRequest) -> Stream:
-        """Open a stream of noise."""
-        purpose = (self.seed, self.institution.name, mechanism, request.server_round)
+    def stream(self, mechanism: str, request: ChargedRequest, *first: int) -> Stream:
+        """Open a stream of noise; `first` is the number of its first step, where one message takes several streams."""
+        purpose = (self.seed, self.institution.name, mechanism, request.server_round, *first)
         return noise_stream(self.plan.config.noise, self.institution.state, *purpose)
 
 

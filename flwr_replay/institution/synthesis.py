@@ -68,7 +68,7 @@ class SynthesisStages:
             part = part_at(generator.parts(len(data)), made)
             steps = range(made, min(end, part.end, made + self.at_once))
             try:
-                dp = self.budget.begin_steps(part.mechanism, len(steps), request) if self.budget else None
+                dp = self.budget.begin_steps(part.mechanism, steps, request) if self.budget else None
             except BudgetError:
                 if part.end < total or made == part.start:  # it could draw nothing
                     raise

@@ -227,7 +227,7 @@ def test_a_training_ends_where_the_budget_ends(tmp_path, spent):
     cost = stages_of(tmp_path).budget.plan.cost("generator", 40, 1)
     limit = epsilon([replace(cost, steps=6)], 1 / 40)
     stages = stages_of(tmp_path, f"privacy.epsilon={limit}")
-    stages.budget.begin_steps("generator", spent, TrainSlice(run="r"))  # as by a crash
+    stages.budget.begin_steps("generator", range(spent), TrainSlice(run="r"))  # as by a crash
     if spent == 6:
         with pytest.raises(BudgetError, match="steps of generator would make"):
             stages.train_slice(TrainSlice(run="r"))
