@@ -65,7 +65,7 @@ PARTS = [
         "contrast",
         "Chest X-rays, no label skew; one institution's have less contrast, the other's more; 650 each.",
         [*MODES, *OTHERS, "syncentral"],
-        [*XRAYS, "partition=iid", "partition.size=650", "contrast=0.6"],
+        [*XRAYS, "partition=iid", "partition.size=650", "contrast=0.6", "generator.epochs=18", "prior.epochs=36"],
         "pneumoniamnist.npz",
     ),
     part(
