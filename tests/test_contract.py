@@ -62,6 +62,8 @@ def test_options_keep_the_contract(job, monkeypatch, tmp_path):
         "fedreplay dp=encoder model.norm=group noise=seeded strategy.encoder_epochs=2",
         "local dp=classifier model.norm=group noise=seeded",
         "central dp=classifier model.norm=group noise=seeded",
+        "feder mode=buffer-only dp=end-to-end codebook=gradient generator.classes=[all] noise=seeded",
+        "fedavg replay=buffer dp=end-to-end codebook=gradient generator.classes=[all] model.norm=group noise=seeded",
     ],
 )
 def test_replay_and_privacy_keep_the_contract(job, monkeypatch, tmp_path):

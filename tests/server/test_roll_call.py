@@ -93,3 +93,9 @@ def test_state_that_is_gone_is_reported_not_begun_anew(tmp_path, strategy):
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, 3, state=str(tmp_path / "other"))
     with pytest.raises(RunError, match=r"is gone: restore the state directory, or begin a new run"):
         execute(grid, compose(overrides), Display())
+
+
+def test_too_few_institutions_end_the_run_with_one_line(tmp_path):
+    few = "this run needs at least 4 institutions; 2 joined within 0.1 s: start more SuperNodes"
+    with pytest.raises(RunError, match=few):
+        run(tmp_path, "strategy=cwt", "nodes=4", "wait=0.1", there=lambda grid: [2, 3])
