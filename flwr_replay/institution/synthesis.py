@@ -175,8 +175,9 @@ class SynthesisStages:
 
     def file(self, run: str) -> Path:
         """Return where the generator lies: under DP beside the account that was charged, otherwise for all runs."""
-        folder = self.state.of_run(run) if self.budget else self.state.folder
-        return folder / "generators" / f"{self.identity}.safetensors"
+        if self.budget:  # a run's options are bound to it
+            return self.state.of_run(run) / "generators" / "own.safetensors"
+        return self.state.folder / "generators" / f"{self.identity}.safetensors"
 
     @property
     def identity(self) -> str:

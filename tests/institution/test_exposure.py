@@ -114,6 +114,17 @@ def test_the_same_attack_finds_the_same(synthetic):
     assert synthetic("--json", "--samples", "16")[1] == synthetic("--json", "--samples", "16")[1]
 
 
+def test_a_generator_under_dp_is_its_runs_and_the_command_says_what_is_guaranteed(hospitals, synthetic):
+    folder = hospitals[0]
+    under_dp = ["dp=generator+prior", "codebook=gradient", "generator.classes=[all]"]
+    ran = run(folder, [*JOB, *under_dp], node_configs(folder, folder / "state", "ab"))
+    code, out, err = synthetic("--samples", "16", found=ran.folder)
+    assert code == 0, err
+    assert "the guarantee is the epsilon of training the generator" in out
+    assert "no epsilon covers synthetic images" not in out
+    assert synthetic("--json", "--samples", "16", found=ran.folder)[1] != synthetic("--json", "--samples", "16")[1]
+
+
 def test_runs_without_generators_and_incomplete_ones_are_refused(hospitals, synthetic, tmp_path):
     folder = hospitals[0]
     plain = run(folder, [*JOB[:7], "strategy=cwt", "rounds=1"], node_configs(folder, tmp_path / "state", "ab"))
