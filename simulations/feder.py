@@ -91,10 +91,7 @@ PARTS = [
         "Rounds and epochs of equal products.",
         [
             FEDER,
-            *(
-                f"{r} rounds of {e} := feder:rounds={r}:evaluate_every={r}:local_epochs={e}"
-                for r, e in ((5, 2), (2, 5))
-            ),
+            *(f"{r} rounds of {e} := feder:rounds={r}:local_epochs={e}" for r, e in ((5, 2), (2, 5))),
         ],
         SKEW,
     ),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 
-from flwr_replay.config.compose import SECTIONS, choices, load_strategy
+from flwr_replay.config.compose import SECTIONS, choices, load_generator, load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.studies.cells import Method
@@ -16,6 +16,7 @@ __all__ = ["methods_of", "named", "options_of"]
 SEEDS = (0, 1, 2)
 MOST_SEEDS = 1000
 OF_A_METHOD = ("prior", "generator", "privacy", "replay", "training")  # sections in which the methods may differ
+CHOSEN = ("generator", "replay", "rounds")  # in which they may differ, too
 OURS = {  # options that a comparison sets itself, with what to write instead
     "strategy": "name the strategies before the options",
     "seed": "write seeds=3, or seeds=0,5,7",
@@ -122,13 +123,18 @@ def _own_option(strategy: str, option: str) -> tuple[str, str]:
     """Return an option of one method under its full name with its section, and its value."""
     key, _, value = option.partition("=")
     plain = key.replace("-", "_")
-    sections = {name: [field.name for field in fields(SECTIONS[name]) if field.name != "name"] for name in OF_A_METHOD}
+    classes = {name: [SECTIONS[name]] for name in OF_A_METHOD}
+    classes["generator"] = [load_generator(name) for name in choices("generator")]
+    sections = {
+        name: [field.name for cls in found for field in fields(cls) if field.name != "name"]
+        for name, found in classes.items()
+    }
     sections["strategy"] = _own_fields(strategy)
     full = {f"{section}.{name}" for section, names in sections.items() for name in names}
     short = {name: f"{section}.{name}" for section, names in sections.items() for name in names}  # the last one wins
-    if plain in full or plain in ("rounds", "replay"):
+    if plain in full or plain in CHOSEN:
         return plain, value
     if plain in short:
         return short[plain], value
-    known = [name.replace("_", "-") for name in [*short, "replay", "rounds"]]
+    known = [name.replace("_", "-") for name in [*short, *CHOSEN]]
     raise ConfigError(f"unknown option {key!r} of the method {strategy}: {nearest(key, known)}")

@@ -7,26 +7,31 @@ import pytest
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.gaps import gaps
-from flwr_replay.simulations import partitions, proxyfl, replay, skew
+from flwr_replay.simulations import feder, partitions, proxyfl, replay, skew
 from flwr_replay.studies.compare import _by_epsilon
+from flwr_replay.studies.methods import methods_of, named, options_of
 from flwr_replay.studies.study import Part, run_study, studies
 
 
 def test_every_part_composes():
     """Each part's options with one method at least, and each method with one part's options."""
-    assert set(studies()) >= {"partitions", "proxyfl", "replay", "skew"}
+    assert set(studies()) >= {"feder", "partitions", "proxyfl", "replay", "skew"}
     seen = set()
-    for part in [*partitions.PARTS, *proxyfl.PARTS, *replay.PARTS, *skew.PARTS]:
-        assert part.against in [method.partition(" := ")[0] for method in part.methods]
-        shared = [option for option in part.options if not option.startswith(("seeds=", "fedreplay."))]
-        for method in part.methods:
-            name, *own = method.rpartition(":= ")[2].split(":")
-            if {tuple(shared), (name, *own)} <= seen:
+    for part in [*feder.PARTS, *partitions.PARTS, *proxyfl.PARTS, *replay.PARTS, *skew.PARTS]:
+        names = [named(method)[1].partition(":")[0] for method in part.methods]
+        shared, own, _ = options_of(part.options, names)
+        methods = methods_of(part.methods, own)
+        assert part.against in [method.label for method in methods]
+        for method in methods:
+            options = (method.strategy, *method.options)
+            if {tuple(shared), options} <= seen:
                 continue
-            seen |= {tuple(shared), (name, *own)}
-            ReplayPlan.of(config := compose([f"strategy={name}", *shared, *own]))
+            seen |= {tuple(shared), options}
+            ReplayPlan.of(config := compose([f"strategy={method.strategy}", *shared, *method.options]))
+            SynthesisPlan.of(config)
             PrivacyPlan.of(config)
 
 
