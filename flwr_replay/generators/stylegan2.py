@@ -184,7 +184,7 @@ class StyleGAN2(ImageGenerator):
         """Make steps of both networks' training."""
         if dp:
             assert classes is not None
-            self._train_privately(images, labels, steps, dp, classes)
+            self._train_under_dp(images, labels, steps, dp, classes)
             return {"loss": 0.0}
         found: defaultdict[str, list[Tensor]] = defaultdict(list)
         for step in steps:
@@ -203,7 +203,7 @@ class StyleGAN2(ImageGenerator):
         said = {name: float(torch.stack(values).mean()) for name, values in found.items()}
         return {"loss": 0.0, "p": self.p} | said | ({"margin": self.privacy.margin} if self.privacy else {})
 
-    def _train_privately(self, images: Tensor, labels: Tensor, steps: range, dp: ChargedSteps, classes: Tensor) -> None:
+    def _train_under_dp(self, images: Tensor, labels: Tensor, steps: range, dp: ChargedSteps, classes: Tensor) -> None:
         """Make steps of which D's are taken by DP-SGD; fakes are public, and so are their labels."""
         b = self.config.batch_size
         for step, rows in zip(steps, dp.rows(len(labels)), strict=True):
@@ -216,11 +216,11 @@ class StyleGAN2(ImageGenerator):
                 fake_BCHW = self.generator.synthesis(w_BZ, rng)
             signs = torch.cat([-x_BCHW.new_ones(b), x_BCHW.new_ones(len(y_B))])
             batch = torch.cat([fake_BCHW, x_BCHW]), torch.cat([fake_y_B, y_B]), signs
-            dp.step(self.discriminator, self.d_optimizer, partial(self._told_apart, weight), batch, b, b)
+            dp.step(self.discriminator, self.d_optimizer, partial(self._adversarial_losses, weight), batch, b, b)
             self._generator_step(step, fake_y_B, rng, None)
             self._average(step)
 
-    def _told_apart(self, weight: float, x_BCHW: Tensor, y_B: Tensor, signs_B: Tensor) -> Tensor:
+    def _adversarial_losses(self, weight: float, x_BCHW: Tensor, y_B: Tensor, signs_B: Tensor) -> Tensor:
         """Return eq. 1's losses for D, one for each image; the sign is 1 of a real one, and -1 of a fake."""
         return F.softplus(-signs_B * self.discriminator(x_BCHW, y_B, weight))
 
