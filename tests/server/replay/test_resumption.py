@@ -47,6 +47,12 @@ def test_with_an_answer_on_its_way(folder, uninterrupted, kind, at):
     check(uninterrupted[kind], broken(folder, *JOB, f"replay={kind}", breaking=[at]))
 
 
+@pytest.mark.parametrize("kind", BREAKS)
+def test_where_every_message_meets_a_new_process(folder, uninterrupted, kind):
+    """As in a deployment: nothing but the disk is left."""
+    check(uninterrupted[kind], run(folder, *JOB, f"replay={kind}", forgetful=True))
+
+
 @pytest.mark.parametrize(
     ("codes", "where"), [("stale", {"breaking": [("encode-images", "c")]}), ("last-pass", {"stop_after": 3})]
 )
