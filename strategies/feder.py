@@ -46,8 +46,9 @@ from flwr_replay.config.sections import PASSES, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.movements.base import Exchange, Movement, Run
+from flwr_replay.movements.base import Exchange, Run
 from flwr_replay.movements.hops import Cycles, Hops, Queues, Reopening, Turn
+from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.common import Evaluate, Trained
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
 from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn
@@ -113,7 +114,7 @@ class FedERConfig(StrategyConfig):
         return "kept" if self.mode == "buffer-only" else "released"
 
 
-class FedER(Movement):
+class FedER(Relay):
     """Models go from institution to institution, with synthetic images of where they come from."""
 
     name = "feder"
@@ -178,10 +179,6 @@ class FedER(Movement):
         if self.config.order == "queue":
             self.recorder.notes["order-decided-by"] = "durations" if self.config.durations else "arrival"
 
-    def exchanges_per_round(self) -> int:
-        """One: as many models are trained in it as there are institutions."""
-        return 1
-
     # --- a round ------------------------------------------------------------------------------------------------------
 
     def exchange_round(
@@ -208,7 +205,7 @@ class FedER(Movement):
                 return None
             self.turns[turn.institution], member = turn, self.members.get(turn.institution)
             assert member is not None
-            return self.message(member, self.turn_request(server_round, turn, self.held.get(member.name, [])), config)
+            return self.message(member, self.train_request(server_round, member), config)
 
         return Reopening(following)
 
@@ -224,12 +221,6 @@ class FedER(Movement):
         """Let the model go on as it was sent."""
         self.hops.pass_on(member.name, trained=False)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate nothing: the server has models, and no global one."""
-        return ArrayRecord(), None
-
     def wanted(self) -> dict[str, list[int]]:
         """Return the buffers that each institution may train on in this round."""
         return {name: self.memory(name, sources) for name, sources in self.hops.sources().items()}
@@ -240,11 +231,10 @@ class FedER(Movement):
         others = sorted(numbers) if self.config.memory == "all" else sources
         return [numbers[other] for other in others if other in numbers and other != name]
 
-    def turn_request(
-        self, server_round: int, turn: Turn, held: Sequence[int]
-    ) -> TrainWithBuffers | TrainOwnWithBuffers:
+    def train_request(self, server_round: int, member: Member) -> TrainWithBuffers | TrainOwnWithBuffers:
         """Ask to train a model on the institution's examples, and on buffers unless the model begins here."""
-        buffers = [number for number in self.memory(turn.institution, [turn.before]) if turn.before and number in held]
+        turn, held = self.turns[member.name], self.held.get(member.name, [])
+        buffers = [number for number in self.memory(member.name, [turn.before]) if turn.before and number in held]
         common: dict[str, Any] = {
             "server_round": server_round,
             "run": self.settings.run,
@@ -326,18 +316,20 @@ class FedER(Movement):
         self.buffers.numbers = {name: i for i, name in enumerate(members, 1)} if self.config.buffer else {}
         self.hops = self.new_hops([1.0] * len(members))  # if answers decide: as if all took equally long
         answer = blank_own() if self.stays else Trained.empty(arrays)
-        found, held = list[Exchange](), {name: set[tuple[int, int]]() for name in members}
+        self.held = {name: list(self.buffers.numbers.values()) for name in members}
+        found, delivered = list[Exchange](), {name: set[tuple[int, int]]() for name in members}
         for server_round in range(1, num_rounds + 1):
             self.hops.begin_round(server_round, list(members))
             for name, numbers in self.wanted().items():
-                held[name] |= {(server_round * self.buffers.refreshed, number) for number in numbers}
+                delivered[name] |= {(server_round * self.buffers.refreshed, number) for number in numbers}
             while turn := self.hops.start():
-                request = self.turn_request(server_round, turn, list(self.buffers.numbers.values()))
+                self.turns[turn.institution] = turn
+                request = self.train_request(server_round, members[turn.institution])
                 request = request if isinstance(request, TrainOwnWithBuffers) else replace(request, arrays=arrays)
                 found.append((members[turn.institution], request, answer, 1))
                 self.hops.pass_on(turn.institution, trained=True)
-        deliveries = {name: len(pairs) for name, pairs in held.items()}
-        self.hops = self.new_hops()
+        deliveries = {name: len(pairs) for name, pairs in delivered.items()}
+        self.hops, self.held, self.turns = self.new_hops(), {}, {}
         return [*self.buffers.forecast(deliveries, num_rounds), *found]
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:

@@ -249,25 +249,31 @@ def _pair(override: str) -> tuple[str, str]:
 
 
 def _value(key: str, text: str) -> Any:
-    """Parse a value with Hydra's grammar, without functions, sweeps and interpolations."""
-    from hydra._internal.grammar.functions import Functions
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
+    """Parse an option's value."""
     option = key.replace("_", "-")
-    try:
-        override = OverridesParser(functions=Functions()).parse_override(f"value={text}")
-        value = None if override.is_sweep_override() else override.value()
-    except (HydraException, ValueError, RecursionError):
-        override = None
-    if override is None or override.is_sweep_override():
+    if (parsed := _parsed(text)) is None:
         raise ConfigError(
             f"the value of {option} must be a number, true, false, a word, or a list [a,b]; got {_short(text)}: quote "
             f"any other text, \"{option}='…'\""
         )
+    (value,) = parsed
     if "${" in str(value):  # an interpolation, which would never be resolved
         raise ConfigError(f"an option must be a plain value without ${{...}}; got one in {option!r}: write the value")
-    return value
+    return deepcopy(value)
+
+
+@lru_cache(maxsize=1024)  # a run that is resumed sets every option, and most of them to the same few values
+def _parsed(text: str) -> tuple[Any] | None:
+    """Parse a value with Hydra's grammar, without functions, sweeps and interpolations; None: it has none."""
+    from hydra._internal.grammar.functions import Functions
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        override = OverridesParser(functions=Functions()).parse_override(f"value={text}")
+        return None if override.is_sweep_override() else (override.value(),)
+    except (HydraException, ValueError, RecursionError):
+        return None
 
 
 def _full_key(key: str, base: Mapping[str, Any]) -> str:

@@ -1,4 +1,7 @@
-"""Relay: every institution trains a model that stays with it; the server has no model and averages nothing."""
+"""Relay: every institution trains a model; the server has no global one and averages nothing.
+
+Models stay (Local), are mixed with others' over a graph (`gossip.py`), or hop from place to place (FedER, `hops.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ __all__ = ["Relay"]
 
 
 class Relay(Movement):
-    """Base of the methods in which each institution keeps its own model; in this base no model is exchanged."""
+    """Base of the methods without a global model; in this base each institution keeps its own."""
 
     begins_at_server = False
     answer: ClassVar[type[Payload]]

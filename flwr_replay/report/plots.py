@@ -192,7 +192,7 @@ def losses(found: Mapping[str, History], title: str) -> bytes:
     """Draw the loss by epoch, a line for each institution; returns a PNG."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    figure = Figure(figsize=(6.4, 4))
     axes = figure.subplots()
     for place, (name, history) in enumerate(found.items()):
         colour, marker = _look(place)

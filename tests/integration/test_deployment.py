@@ -1,6 +1,6 @@
 """A SuperLink and SuperNode processes: the weights of in process, honest ledgers, and refusals with their reason.
 
-FedReplay, CWT and ProxyFL share the deployment and run at the same time, since a deployed message mostly waits.
+FedReplay and ProxyFL share the deployment and run at the same time, since a deployed message mostly waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("deployment")]
 RUNS = {
     "fedreplay": ("rounds=8", "encoder_epochs=4"),  # rounds at the server cost no messages
     "proxyfl": ("rounds=1", "model=mlp", "private_models=[lenet5]", "noise=seeded", "epsilon=50"),
-    "cwt": ("rounds=1",),
 }
 AT_ONCE = 60  # seconds; without a reason Flower waits as long for a sign of life
 
@@ -92,7 +91,6 @@ def test_own_ledger_equals_the_servers(clinic: str, deployment: Any, said: dict[
 def test_a_forbidding_policy_is_reported_and_the_run_goes_on(name: str, deployment: Any, said: dict[str, str]) -> None:
     field = {
         "fedreplay": "Latents.latents is per-sample",
-        "cwt": "Trained.arrays is model",
         "proxyfl": "ReleasedProxy.arrays is model",
     }[name]
     refusals = [line for line in said[name].splitlines() if "takes no part" in line]
