@@ -6,8 +6,9 @@ It runs small jobs in process, and checks:
 - two runs with one seed are equal, and a resumed run equals an uninterrupted one
 - dtypes are kept, inputs are unchanged, one failing institution is tolerated
 - the ledger counts the bytes sent, and the forecast equals the ledger
-- every mechanism that can be trained by DP-SGD declares its passes; with `dp=...` among the overrides, the institutions
-  are charged for exactly these passes
+- what the strategy declares of itself has the declared types, and names that exist
+- every mechanism that can be trained by DP-SGD declares its passes, and the institutions are charged for exactly these
+- every step that was charged is taken, with noise
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import json
 import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ from flwr.app import Error, Message
 from safetensors.numpy import load_file
 
 from flwr_replay.client_app import app
-from flwr_replay.config.compose import compose, load_strategy, overrides_of
+from flwr_replay.config.compose import compose, load_client, load_strategy, overrides_of, own_options
+from flwr_replay.errors import FlwrReplayError
 from flwr_replay.files.atomic import home, read_lines
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.state import RUNS
@@ -37,16 +41,27 @@ from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import Job, execute
-from flwr_replay.runs.forecast import forecast
+from flwr_replay.runs.forecast import forecast, idea_of
 from flwr_replay.runs.opening import new_run_id, read_run_id
 from flwr_replay.runs.simulate import Simulation
-from flwr_replay.wire.payload import CLIENT_APP_RAISED
+from flwr_replay.wire.payload import CLIENT_APP_RAISED, REQUESTS
 from flwr_replay.wire.records import StateDict, array_record, opened
 from flwr_replay.wire.weights import to_arrays
 
 __all__ = ["check_strategy"]
 
 JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "device=cpu")
+MECHANISMS = ("encoder", "classifier", "proxy", "generator", "prior")
+OF_REPLAY = {"generator", "prior"}  # replay declares their passes
+CLASSIFIERS = ("released", "kept", "none")
+DECLARED: dict[str, type] = {
+    "dp_by_default": str,
+    "metrics_note": str,
+    "pooled": bool,
+    "draws_images": bool,
+    "own_batches": bool,
+    "private_models": tuple,
+}
 REPEATABLE = ("model.norm=group", "privacy.noise=seeded")  # for methods that draw secret noise by default
 
 
@@ -100,18 +115,26 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
     AssertionError
         At the first clause that does not hold; the message names it.
     """
-    with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
+    try:
         _check_declared(name)
-        noisy = load_strategy(name)[1].dp_by_default != "none"
-        job = [f"strategy={name}", *JOB, *(REPEATABLE if noisy else ()), *overrides, f"runs_dir={folder}"]
-        whole, grid, result = _run([*job, "run_name=whole"])
-        _check_bytes(Path(folder) / "whole", grid, result)
-        _check_forecast([*job, "run_name=whole"], Path(folder) / "whole")
-        _check_charges(job, Path(folder) / "whole")
-        _check_dtypes(job, whole)
-        _check_resumption(job, Path(folder), whole, result)
-        _check_failure([*job, "run_name=failing"])
-        _check_inputs(job)
+        _check_mechanisms(name)
+        with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
+            _check_runs(name, Path(folder), overrides)
+    except FlwrReplayError as error:
+        raise AssertionError(f"a strategy must be found, and its jobs must run: {error}") from error
+
+
+def _check_runs(name: str, folder: Path, overrides: Sequence[str]) -> None:
+    noisy = load_strategy(name)[1].dp_by_default != "none"
+    job = [f"strategy={name}", *JOB, *(REPEATABLE if noisy else ()), *overrides, f"runs_dir={folder}"]
+    whole, grid, result = _run([*job, "run_name=whole"])
+    _check_bytes(folder / "whole", grid, result)
+    _check_forecast([*job, "run_name=whole"], folder / "whole")
+    _check_charges(job, folder / "whole")
+    _check_dtypes(job, whole)
+    _check_resumption(job, folder, whole, result)
+    _check_failure([*job, "run_name=failing"])
+    _check_inputs(job)
 
 
 def _run(
@@ -158,12 +181,49 @@ def _check_forecast(overrides: list[str], folder: Path) -> None:
 
 
 def _check_declared(name: str) -> None:
-    trained = set(mechanisms_of(load_strategy(name)[0])) - {"generator", "prior"}  # replay declares their passes
-    declared = compose([f"strategy={name}"]).strategy.dp_passes(1)
-    lacking = sorted(mechanism for mechanism in trained if declared.get(mechanism, 0) < 1)
+    strategy, config_type = load_strategy(name)
+    config, client = compose([f"strategy={name}"]).strategy, load_client(name)
+    assert strategy.name == config_type.name == name, f"both classes must have the name of their files, {name!r}"
+    for attribute, kind in DECLARED.items():
+        value = getattr(config, attribute)
+        assert isinstance(value, kind), f"{attribute} must be a {kind.__name__}; got {value!r}"
+    assert config.unproven is None or isinstance(config.unproven, str), "unproven must be a sentence or None"
+    assert config.classifiers in CLASSIFIERS, f"classifiers must be one of {CLASSIFIERS}; got {config.classifiers!r}"
+    options, own = {field.name for field in fields(config)}, own_options(name)
+    assert options == own, (
+        f"conf/strategy/{name}.yaml must have the options of the config; they differ in {options ^ own}"
+    )
+    _check_names("files", config.files, options)
+    instructions = {field for request in REQUESTS.values() for field in request.declared()}
+    _check_names("chosen_later", config.chosen_later, options)
+    _check_names("instructed", config.instructed, instructions)
+    trained, passes = set(mechanisms_of(strategy)), config.dp_passes(1)
+    assert trained == set(mechanisms_of(client)), "strategy and client must have the same dp_mechanisms"
+    _check_names("dp_mechanisms", mechanisms_of(strategy), MECHANISMS)
+    _check_names("dp_passes", passes, MECHANISMS)
+    whole = all(type(epochs) is int and epochs >= 0 for epochs in passes.values())
+    assert whole, f"dp_passes must be whole numbers, none negative; got {dict(passes)}"
+    lacking = sorted(trained - {name for name, epochs in passes.items() if epochs} - OF_REPLAY)
     assert not lacking, (
         f"dp_passes must have every mechanism that can be trained by DP-SGD; missing: {', '.join(lacking)}"
     )
+    assert all(idea_of(name)), f"the text of strategies/{name}.py must have its Idea: and what Travels:"
+
+
+def _check_names(declared: str, names: Iterable[str], known: Collection[str]) -> None:
+    assert isinstance(names, tuple | Mapping), f"{declared} must be a tuple or a mapping; got {names!r}"
+    unknown = [name for name in names if name not in known]
+    assert not unknown, f"{declared} must have names among {', '.join(sorted(known))}; got {unknown}"
+
+
+@cache
+def _check_mechanisms(name: str) -> None:
+    """Train every mechanism under DP, once for a strategy."""
+    for mechanism in sorted({*mechanisms_of(load_strategy(name)[0])} - OF_REPLAY):
+        with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
+            job = [f"strategy={name}", *JOB, *REPEATABLE, "partition.size=100", f"dp={mechanism}", f"runs_dir={folder}"]
+            _run([*job, "run_name=dp"])
+            _check_charges(job, Path(folder) / "dp")
 
 
 def _check_charges(job: list[str], folder: Path) -> None:

@@ -184,7 +184,7 @@ class SplitNN(Serial):
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Make one visit, message by message; if it fails, the next institution gets the same weights."""
-        member, trained = self.whose_turn(server_round), set(self.trained)
+        member, trained = self.members.get(self.turn), set(self.trained)
         if member is None:
             self.exchange(grid, server_round, [])  # ends the run if no institution of a whole cycle is present
             return self.broken_off(trained)
@@ -310,7 +310,7 @@ class SplitNN(Serial):
         """Return how many replayed examples each of an institution's batches has."""
         if self.replay is None or not self.replay.holding(member.name):
             return 0
-        return self.replay.options.beside(self.settings.training.batch_size)
+        return self.replay.options.num_replayed(self.settings.training.batch_size)
 
     def mixed_batch_size(self, member: Member) -> int:
         """Return how many examples each of an institution's batches has, replayed ones included."""

@@ -19,7 +19,7 @@ from copy import deepcopy
 from dataclasses import asdict, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from flwr_replay.config.privacy import PrivacyConfig
@@ -107,8 +107,7 @@ def load_strategy(name: str) -> tuple[type[Any], type[StrategyConfig]]:
     ConfigError
         If the config is not a `StrategyConfig`, which declares what its options mean.
     """
-    module = importlib.import_module(f"flwr_replay.strategies.{name}")
-    strategy: type[Any] = next(value for key, value in vars(module).items() if key.lower() == name)
+    strategy, module = _half("strategies", name, "")
     config = vars(module).get(f"{strategy.__name__}Config")
     if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
         raise ConfigError(
@@ -129,9 +128,26 @@ def load_generator(name: str) -> type[GeneratorConfig]:
 @cache
 def load_client(name: str) -> type[Any]:
     """Return the institution's half of a strategy, found by name in `flwr_replay.clients`."""
-    module = importlib.import_module(f"flwr_replay.clients.{name}")
-    client: type[Any] = next(value for key, value in vars(module).items() if key.lower() == f"{name}client")
-    return client
+    return _half("clients", name, "client")[0]
+
+
+def _half(package: str, name: str, suffix: str) -> tuple[type[Any], ModuleType]:
+    """Return one half of a method, found by its name, and its module."""
+    full = f"flwr_replay.{package}.{name}"
+    try:
+        module = importlib.import_module(full)
+    except ModuleNotFoundError as error:
+        if error.name != full:
+            raise
+        raise ConfigError(
+            f"a method {name!r} has a file {package}/{name}.py: {nearest(name, choices('strategy'))}"
+        ) from None
+    found: list[type[Any]] = [value for key, value in vars(module).items() if key.lower() == f"{name}{suffix}"]
+    if not found:
+        raise ConfigError(
+            f"{package}/{name}.py must have a class of the file's name; got none called {name}{suffix}, in any case"
+        )
+    return found[0], module
 
 
 def from_run_config(run_config: Mapping[str, Any]) -> RunConfig:
@@ -291,7 +307,7 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
     if matches and not matches[0].startswith(SPELLED_OUT):
         return matches[0]
     plain = key.removeprefix("strategy.")
-    having = [name for name in choices("strategy") if plain in _own_options(name)]
+    having = [name for name in choices("strategy") if plain in own_options(name)]
     if matches and having:  # ProxyFL's beta is not the generator's
         raise ConfigError(f"{key} is an option of strategy={', '.join(having)}; for the other one write {matches[0]}")
     if matches:
@@ -304,7 +320,7 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
 
 
 @cache
-def _own_options(strategy: str) -> frozenset[str]:
+def own_options(strategy: str) -> frozenset[str]:
     """Return the names of a strategy's options."""
     import yaml
 

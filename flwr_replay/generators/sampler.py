@@ -78,7 +78,7 @@ class ReplaySampler(ABC):
         first : int
             Number of the first of these batches within the training.
         """
-        replayed = self.batches(self.options.beside(batch_size), rng, first)
+        replayed = self.batches(self.options.num_replayed(batch_size), rng, first)
         for x_B, y_B in real:
             x_R, y_R = self.example(*next(replayed))
             yield torch.cat([x_R, x_B]), torch.cat([y_R.to(y_B.dtype), y_B])

@@ -42,6 +42,7 @@ class PrivacyBudget:
 
     def __init__(self, plan: PrivacyPlan, institution: Institution, state: StateStore, seed: int) -> None:
         self.plan, self.institution, self.state, self.seed = plan, institution, state, seed
+        self.begun: list[tuple[str, DPTraining]] = []  # what this message has charged for
 
     @property
     def examples(self) -> int:
@@ -75,9 +76,7 @@ class PrivacyBudget:
         cost = self.plan.cost(mechanism, self.examples, epochs)
         stream = self.stream(mechanism, request)  # first: a key that cannot be read costs nothing
         self.charge(mechanism, cost, request)
-        return DPTraining(
-            self.plan.config.clip_of(mechanism), replace(cost, steps=cost.steps // epochs), stream, epochs
-        )
+        return self.beginning(mechanism, replace(cost, steps=cost.steps // epochs), stream, epochs)
 
     def begin_steps(self, mechanism: str, steps: range, request: ChargedRequest) -> DPTraining:
         """Charge for the steps of these numbers, of a mechanism that the run trains under DP; return their DP-SGD.
@@ -90,7 +89,28 @@ class PrivacyBudget:
         cost = replace(self.plan.cost(mechanism, self.examples, 1), steps=len(steps))
         stream = self.stream(mechanism, request, steps.start)
         self.charge(mechanism, cost, request)
-        return DPTraining(self.plan.config.clip_of(mechanism), cost, stream)
+        return self.beginning(mechanism, cost, stream, 1)
+
+    def beginning(self, mechanism: str, epoch_cost: SampledGaussian, stream: Stream, epochs: int) -> DPTraining:
+        """Return the DP-SGD of a training that was charged."""
+        training = DPTraining(self.plan.config.clip_of(mechanism), epoch_cost, stream, epochs)
+        self.begun.append((mechanism, training))
+        return training
+
+    def check_steps(self) -> None:
+        """Refuse an answer before all steps were taken that this message was charged for.
+
+        Raises
+        ------
+        PrivacyError
+            If a step is missing: the method may have taken others, without noise.
+        """
+        for mechanism, training in self.begun:
+            if training.left:
+                raise PrivacyError(
+                    f"a training under DP takes every step that was charged by DPTraining.step; of {mechanism} "
+                    f"{training.left} of {training.charged} were not: train by these steps alone"
+                )
 
     def charge(self, mechanism: str, cost: SampledGaussian, request: ChargedRequest) -> None:
         """Charge the account, unless it states less than the institution stated before."""

@@ -177,6 +177,8 @@ class InstitutionClient(NumPyClient):
         if (run := getattr(asked, "run", "")) or self.budget:
             self.state.bind(run, self.bound)
         answer = method(asked)
+        if self.budget:
+            self.budget.check_steps()
         if type(answer) is not request.answer:
             raise WireError(
                 f"stage {stage!r} declares the answer {request.answer.__name__}; got {type(answer).__name__}"

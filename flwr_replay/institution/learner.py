@@ -72,7 +72,7 @@ class Learner:
         TrainingError
             If there is a penalty under DP: the clipped gradients of single examples do not hold it.
         """
-        num_replayed = self.sampler.options.beside(self.batch_size) if self.sampler else 0
+        num_replayed = self.sampler.options.num_replayed(self.batch_size) if self.sampler else 0
         if self.dp:
             if penalty is not None:
                 raise TrainingError("a step of DP-SGD has no penalty: leave classifier out of dp_mechanisms")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -90,37 +91,44 @@ class MutualLearner:
             for plain_B, y_B in batches(data.x, data.y, self.request.private_batch_size, shuffle):
                 x_B = shift_batch(plain_B, self.request.private_shift, shuffle)
                 f_B, h_B = phi.model(x_B), inference(theta.model, x_B)
-                loss_phi = mutual_loss(self.task, self.alpha, f_B, h_B, y_B)  # eq. 4
-                self.losses.append(step(phi.model, phi.optimizer, loss_phi))  # eq. 6
+                loss_phi = partial(mutual_loss, self.task, self.alpha, f_B, y_B=y_B)  # eq. 4
+                self.private_step(loss_phi, h_B)  # eq. 6
                 self.seen += len(y_B)
 
     def step(self, x_B: Tensor, y_B: Tensor) -> None:
         """Let both models step on a batch, each with the other's outputs from before either has stepped."""
-        phi, theta, learns = self.private, self.proxy, len(y_B) >= self.fewest
-        f_B = phi.model(x_B) if learns else inference(phi.model, x_B)
-        h_parts: list[Tensor] = []  # h_θ(x) from before θ's step; DP-SGD may take a batch in parts
+        learns = len(y_B) >= self.fewest
+        f_B = self.private.model(x_B) if learns else inference(self.private.model, x_B)
         mutual = mutual_losses if self.dp else mutual_loss  # DP-SGD needs every example's own loss
 
-        def loss_theta(x: Tensor, y: Tensor, f: Tensor) -> Tensor:
-            h_parts.append(theta.model(x))
-            return mutual(self.task, self.beta, h_parts[-1], f, y)  # eq. 5: (1 - β) CE(h, y) + β KL(f ‖ h)
-
-        self.proxy_step(loss_theta, (x_B, y_B, f_B.detach()))  # eq. 7: θ ← θ - η (Σ clipped g_θ + noise) / b
+        loss_phi = partial(mutual_loss, self.task, self.alpha, f_B, y_B=y_B)  # eq. 4: (1 - α) CE(f, y) + α KL(h ‖ f)
+        loss_theta = partial(mutual, self.task, self.beta)  # eq. 5: (1 - β) CE(h, y) + β KL(f ‖ h)
+        h_B = self.proxy_step(loss_theta, x_B, y_B, f_B.detach())  # eq. 7: θ ← θ - η (Σ clipped g_θ + noise) / b
         if learns:
-            h_B = inference(theta.model, x_B) if self.rests else torch.cat(h_parts).detach()
-            loss_phi = mutual_loss(self.task, self.alpha, f_B, h_B, y_B)  # eq. 4: (1 - α) CE(f, y) + α KL(h ‖ f)
-            self.losses.append(step(phi.model, phi.optimizer, loss_phi))  # eq. 6: φ ← φ - η ∇L_φ
+            self.private_step(loss_phi, h_B)  # eq. 6: φ ← φ - η ∇L_φ
+
         self.seen += self.batch_size if self.dp else len(y_B)  # the size of a Poisson batch is as secret as its mask
 
-    def proxy_step(self, loss: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> None:
-        """Let θ step on a batch, by DP-SGD where it was charged; not at all where θ rests."""
+    def private_step(self, loss: Callable[..., Tensor], h_B: Tensor) -> None:
+        """Let φ step on a batch."""
+        self.losses.append(step(self.private.model, self.private.optimizer, loss(h_B)))
+
+    def proxy_step(self, loss: Callable[..., Tensor], x_B: Tensor, y_B: Tensor, f_B: Tensor) -> Tensor:
+        """Let θ step on a batch, by DP-SGD where it was charged, not at all where θ rests; return h from before."""
+        theta, h_parts = self.proxy, [f_B[:0]]  # DP-SGD may take a batch in parts
         if self.rests:
-            return
+            return inference(theta.model, x_B)
+
+        def loss_of(x: Tensor, y: Tensor, f: Tensor) -> Tensor:
+            h_parts.append(theta.model(x))
+            return loss(h_parts[-1], f, y)
+
         if self.dp:
-            self.dp.step(self.proxy.model, self.proxy.optimizer, loss, batch, self.batch_size)
+            self.dp.step(theta.model, theta.optimizer, loss_of, (x_B, y_B, f_B), self.batch_size)
         else:
-            step(self.proxy.model, self.proxy.optimizer, loss(*batch))
+            step(theta.model, theta.optimizer, loss_of(x_B, y_B, f_B))
         self.proxy_steps += 1
+        return torch.cat(h_parts).detach()
 
     def loss(self) -> float | None:
         """Return φ's mean loss; None where the proxy is under DP, since the loss has no noise.

@@ -68,7 +68,7 @@ class GenerativeStages:
         old = self.sampler(request.run, request.server_round, request.replayed)
         optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
         dp = self.dp_training("generator", config.epochs, request)
-        num_replayed = self.replay_plan.replay.beside(config.batch_size) if old else 0
+        num_replayed = self.replay_plan.replay.num_replayed(config.batch_size) if old else 0
         losses, seen = [], 0
         for epoch in range(config.epochs):  # line 9
             set_rate(optimizer, config.lr, epoch, config.lr_halving)

@@ -15,9 +15,10 @@ pass may take several. `observers.py` has what observes the loop.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from math import ceil
 from typing import Any, ClassVar
 
@@ -134,6 +135,10 @@ class Movement(Exchanging):
     def exchanges_per_round(self) -> int:
         """Return how many exchanges make one pass over the institutions' data."""
 
+    def exchanges(self, num_rounds: int) -> Iterator[int]:
+        """Yield the numbers of all exchanges of a run, from 1."""
+        yield from range(1, num_rounds * self.exchanges_per_round() + 1)
+
     def begin_run(self) -> None:
         """Fix what holds for the whole run; called after the roll call and after `restore`."""
 
@@ -194,7 +199,7 @@ class Movement(Exchanging):
         """Add to a request to train how many examples the institution should have kept for replay."""
         request = super().addressed(member, request)
         if self.replay and isinstance(request, ExpectsReplay):
-            request = replace(request, **self.replay.told(member.name))
+            request = replace(request, **self.replay.instructions(member.name))
         return request
 
     def models_at_end(self, arrays: StateDict) -> Mapping[str, StateDict]:
@@ -249,7 +254,7 @@ class Movement(Exchanging):
         )
         self.extra = frozenset([*run.train_config, *run.evaluate_config])
         arrays, done = self.open(run, initial_arrays)
-        for server_round in range(done + 1, num_rounds * self.exchanges_per_round() + 1):
+        for server_round in islice(self.exchanges(num_rounds), done, None):
             arrays = self.train(run, server_round, arrays)
             self.evaluate_if_due(run, server_round, arrays)
             self.checkpoint(server_round, opened(arrays))

@@ -1,14 +1,15 @@
 """Serial: an exchange is a visit to one institution; a cycle, which is one pass, visits all.
 
 for each cycle:
-    for each institution k of the itinerary, in the order of this cycle:        `whose_turn`
+    for each institution k of the itinerary, in the order of this cycle:        `exchanges`
         θ ← train θ at k                                                        one visit, one exchange
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -28,6 +29,7 @@ class Serial(Movement):
 
     itinerary: Sequence[str] = ()  # names of the institutions in a cycle, fixed when the run begins
     missed: int = 0  # failed visits in a row
+    turn: str = ""  # the institution whose turn it is
 
     @abstractmethod
     def train_request(self, server_round: int, arrays: Weights) -> Request:
@@ -45,16 +47,19 @@ class Serial(Movement):
         """One visit for each institution of the itinerary."""
         return len(self.itinerary)
 
-    def whose_turn(self, server_round: int) -> Member | None:
-        """Return the institution that is visited in an exchange; None if it is not present."""
-        cycle, turn = divmod(server_round - 1, len(self.itinerary))
-        return self.members.get(self.order(cycle, list(self.itinerary))[turn])
+    def exchanges(self, num_rounds: int) -> Iterator[int]:
+        """In every cycle each institution has its turn, which is one exchange."""
+        numbers = count(1)
+        for cycle in range(num_rounds):
+            for name in self.order(cycle, list(self.itinerary)):
+                self.turn = name
+                yield next(numbers)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the model to the institution whose turn it is, if it is present."""
-        member = self.whose_turn(server_round)
+        member = self.members.get(self.turn)
         if member is None:
             return []
         return [self.message(member, self.train_request(server_round, arrays), config)]

@@ -89,26 +89,17 @@ class PrivacyPlan:
         if not wanted:
             return None
         check_fit(config, wanted)
-        require(
-            "encoder" not in wanted or "encoder" in declared,
-            "dp=encoder needs an encoder that an institution trains: choose strategy=fedreplay, encoder=institution",
-        )
-        require(
-            "proxy" not in wanted or strategy.unproven is not None,
-            f"a proxy may learn from a model trained without noise, and then its epsilon is not proven; "
-            f"{type(strategy).__name__} does not say so or otherwise: let it declare `unproven`",
-        )
         passes = {name: Passes(name, epochs, config.training.batch_size) for name, epochs in declared.items()}
         generator, prior = config.generator, config.prior
         passes["generator"] = Passes("generator", generator.dp_passes, generator.batch_size, generator.dp_steps)
         passes["prior"] = Passes("prior", prior.epochs, prior.batch_size)
         possible = [*(generator.draws_with if strategy.draws_images else ()), *declared]
-        for name in wanted:
-            require(
-                name in passes,
-                f"strategy={strategy.name} can have dp={'+'.join(possible) or 'none'}; got {name}, for which "
-                f"{type(strategy).__name__} declares no passes (dp_passes): choose among these, or another strategy",
-            )
+        _refuse_untrained(strategy.name, [name for name in wanted if name not in passes], possible)
+        require(
+            "proxy" not in wanted or strategy.unproven is not None,
+            f"a proxy may learn from a model trained without noise, and then its epsilon is not proven; "
+            f"{type(strategy).__name__} does not say so or otherwise: let it declare `unproven`",
+        )
         return cls(
             privacy,
             tuple(passes[name] for name in wanted),
@@ -138,12 +129,7 @@ class PrivacyPlan:
         mechanisms : Sequence[str]
             Of one of its halves, from `mechanisms_of`.
         """
-        for mechanism in self.mechanisms:
-            require(
-                mechanism in mechanisms,
-                f"strategy={strategy} can have dp={'+'.join(mechanisms) or 'none'}; got {mechanism}: choose among "
-                "these, or another strategy",
-            )
+        _refuse_untrained(strategy, [name for name in self.mechanisms if name not in mechanisms], mechanisms)
 
     def counts(self) -> SampledGaussian:
         """Return the cost of noisy label counts: adding an example changes one count by one."""
@@ -307,6 +293,15 @@ def mechanisms_of(half: type[Any]) -> tuple[str, ...]:
     """
     own: tuple[str, ...] = vars(half).get("dp_mechanisms", ())
     return own
+
+
+def _refuse_untrained(strategy: str, wanted: Sequence[str], possible: Sequence[str]) -> None:
+    """Refuse mechanisms that a method does not train by DP-SGD, or not with the run's options."""
+    if wanted:
+        raise ConfigError(
+            f"strategy={strategy} with these options can have dp={'+'.join(possible) or 'none'}; got "
+            f"{'+'.join(wanted)}: choose among these, other options, or another strategy"
+        )
 
 
 @lru_cache(maxsize=256)

@@ -10,8 +10,6 @@ from flwr_replay.privacy.accounting import rounded_up
 
 __all__ = ["Stated", "epsilon_suffix", "largest", "shown_epsilon"]
 
-OLD_NO_PROOF = "as the paper counts it; not a proof"  # ends the mechanism in runs of older versions without `proven`
-
 
 class Stated(NamedTuple):
     """An epsilon, whether it is proven, and what it covers."""
@@ -42,10 +40,8 @@ def largest(stated: Iterable[Mapping[str, Any] | None]) -> Stated | None:
 
 
 def _proven(one: Mapping[str, Any]) -> bool:
-    """Say whether a stated epsilon is proven; an unknown one needs no proof."""
-    if one["epsilon"] is None:
-        return True
-    return one.get("proven", True) is True and not str(one["mechanism"]).endswith(OLD_NO_PROOF)
+    """Say whether a stated epsilon is proven; one that is not known needs no proof."""
+    return one["epsilon"] is None or one.get("proven") is True
 
 
 def shown_epsilon(found: Sequence[Stated | None]) -> str:

@@ -21,7 +21,7 @@ from flwr_replay.wire.payload import rows
 from flwr_replay.wire.records import metrics_in
 from flwr_replay.wire.weights import to_arrays
 
-__all__ = ["describe_strategies", "forecast", "forecast_page"]
+__all__ = ["describe_strategies", "forecast", "forecast_page", "idea_of"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def forecast_page(simulation: Simulation) -> str:
     text = [
         f"Forecast of the ledger: {what}",
         "",
-        _idea(config.strategy.name)[0],
+        idea_of(config.strategy.name)[0],
         "",
         "Sent by all institutions (up) and to all institutions (down)",
         f"{'direction':10}{'stage':17}{'field':18}{'kind':13}{'messages':>9}{'bytes':>14}  protection",
@@ -135,10 +135,11 @@ def forecast_page(simulation: Simulation) -> str:
 
 def describe_strategies() -> dict[str, tuple[str, str]]:
     """Return each method's idea and what it sends, as its file states them."""
-    return {name: _idea(name) for name in choices("strategy")}
+    return {name: idea_of(name) for name in choices("strategy")}
 
 
-def _idea(name: str) -> tuple[str, str]:
+def idea_of(name: str) -> tuple[str, str]:
+    """Return a method's idea and what it sends; empty where its file does not say so."""
     document = inspect.getmodule(load_strategy(name)[0]).__doc__ or ""
     return _paragraph(document, "Idea: "), _paragraph(document, "Travels: ")
 

@@ -61,7 +61,7 @@ class BufferReplay(Replay):
         """Return how many images of others an institution has."""
         return len(self.held(name)) * self.options.images
 
-    def told(self, name: str) -> dict[str, Any]:
+    def instructions(self, name: str) -> dict[str, Any]:
         """Return how many images the institution has, and the numbers of their buffers."""
         return {"replayed": self.holding(name), "buffers": self.held(name)}
 

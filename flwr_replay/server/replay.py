@@ -149,7 +149,7 @@ class GenerativeReplay(Replay):
         self.rows = sum(member.num_examples for member in members)
         self.counts, self.held = [[self.rows]], {member.name: 1 for member in members}
 
-    def told(self, name: str) -> dict[str, Any]:
+    def instructions(self, name: str) -> dict[str, Any]:
         """Return how many examples the institution holds."""
         return {"replayed": self.holding(name)}
 

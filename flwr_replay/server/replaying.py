@@ -79,7 +79,7 @@ class Replay(ABC):
         """Return how many examples an institution has for replay."""
 
     @abstractmethod
-    def told(self, name: str) -> dict[str, Any]:
+    def instructions(self, name: str) -> dict[str, Any]:
         """Return, by the names of their fields, the instructions about replay in a request to train."""
 
     @abstractmethod

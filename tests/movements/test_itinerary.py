@@ -16,7 +16,11 @@ def begun(strategy, names):
 
 
 def names(strategy, exchanges):
-    return [strategy.whose_turn(i).name for i in range(1, exchanges + 1)]
+    found = []
+    for number in strategy.exchanges(exchanges // strategy.exchanges_per_round()):
+        found.append(strategy.turn)
+        assert number == len(found)
+    return found
 
 
 @pytest.mark.parametrize("order", ["fixed", "shuffled"])

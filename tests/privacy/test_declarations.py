@@ -20,7 +20,11 @@ from flwr_replay.report.progress import Display
 from flwr_replay.runs.forecast import forecast
 from flwr_replay.runs.simulate import Simulation, simulate
 
-STRATEGY = '''"""Idea: averages after some sweeps. Travels: weights."""
+STRATEGY = '''"""Sweeping.
+
+Idea: averages after some sweeps.
+Travels: weights.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -81,12 +85,12 @@ def install(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     modules = []
 
-    def installed(name, passes="", base="(StrategyConfig)"):
+    def installed(name, passes="", base="(StrategyConfig)", change=("", "")):
         words = {"name": name, "Name": name.capitalize(), "base": base, "declared": DECLARED % passes if passes else ""}
         (conf / "strategy" / f"{name}.yaml").write_text(f"name: {name}\nsweeps: 3\n")
         for part, text in (("strategies", STRATEGY), ("clients", CLIENT)):
             (tmp_path / part).mkdir(exist_ok=True)
-            (tmp_path / part / f"{name}.py").write_text(text.format(**words))
+            (tmp_path / part / f"{name}.py").write_text(text.format(**words).replace(*change))
             package = importlib.import_module(f"flwr_replay.{part}")
             monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / part)])
             modules.append(f"flwr_replay.{part}.{name}")
@@ -121,19 +125,74 @@ def test_passes_under_another_name_are_planned_charged_and_forecast(install, tmp
 
 def test_it_keeps_the_contract(install):
     install("keeping", "rounds * self.sweeps")
-    check_strategy("keeping", GROUP)
+    check_strategy("keeping")
 
 
 def test_passes_that_are_not_those_that_are_made_break_the_contract(install):
     install("lying", "rounds")
-    with pytest.raises(AssertionError, match=r"dp_passes must be .*; 2 of classifier are 30 steps, .* 90"):
-        check_strategy("lying", GROUP)
+    with pytest.raises(AssertionError, match=r"dp_passes must be .*; 2 of classifier are .* steps, .* was charged for"):
+        check_strategy("lying")
+
+
+PLAIN = """learner.optimizer.zero_grad()
+                self.task.loss(learner.model(x_B), y_B).backward()
+                learner.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("plain", ("learner.step(x_B, y_B)\n", PLAIN)),
+        ("partly", ("learner.step(x_B, y_B)\n", "learner.step(x_B, y_B)\n                break\n")),
+    ],
+)
+def test_a_method_that_does_not_take_the_steps_it_was_charged_for_breaks_the_contract(install, name, change):
+    install(name, "rounds * self.sweeps", change=change)
+    with pytest.raises(
+        AssertionError, match=r"takes every step that was charged .*; of classifier \d+ of \d+ were not"
+    ):
+        check_strategy(name)
+
+
+DECLARATION = "    sweeps: int = 3\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "rule"),
+    [
+        ("half", ("rounds * self.sweeps", "rounds * 1.5"), "dp_passes must be whole numbers"),
+        ("typo", ('{"classifier": rounds', '{"clasifier": rounds'), "dp_passes must have names among .*'clasifier'"),
+        ("untyped", (DECLARATION, DECLARATION + "    pooled = 'no'\n"), "pooled must be a bool; got 'no'"),
+        ("keep", (DECLARATION, DECLARATION + "    classifiers = 'keep'\n"), "classifiers must be one of .*'keep'"),
+        ("sure", (DECLARATION, DECLARATION + "    unproven = True\n"), "unproven must be a sentence or None"),
+        ("filed", (DECLARATION, DECLARATION + "    files = ('nothing',)\n"), "files must have names among sweeps"),
+        ("unset", (DECLARATION, DECLARATION + "    more: int = 1\n"), "must have the options of the config; .*'more'"),
+        ("text", ('("classifier",)', '("classifier")'), "dp_mechanisms must be a tuple"),
+        ("named", ('name = "named"', 'name = "other"'), "must have the name of their files"),
+        ("quiet", ("Travels: ", "Sends: "), "must have its Idea: and what Travels:"),
+    ],
+)
+def test_a_wrong_declaration_breaks_the_contract(install, name, change, rule):
+    install(name, "rounds * self.sweeps", change=change)
+    with pytest.raises(AssertionError, match=rule):
+        check_strategy(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("fedavgg", "did you mean fedavg"), ("nobody", "has a file strategies/nobody.py")]
+)
+def test_a_name_without_a_strategy_is_one_line(name, rule):
+    with pytest.raises(AssertionError, match=rule):
+        check_strategy(name)
 
 
 @pytest.mark.parametrize(("name", "passes"), [("silent", ""), ("idle", "0")])
 def test_a_mechanism_without_passes_is_refused_in_one_line(install, tmp_path, name, passes):
     overrides = [install(name, passes), *DP]
-    with pytest.raises(ConfigError, match=rf"strategy={name} can have dp=none; got classifier, for which") as refused:
+    with pytest.raises(
+        ConfigError, match=rf"strategy={name} with these options can have dp=none; got classifier:"
+    ) as refused:
         Simulation.of(compose(overrides))
     assert "\n" not in str(refused.value)
     with pytest.raises(AssertionError, match=r"must have every mechanism .*; missing: classifier"):
