@@ -67,14 +67,14 @@ class RunError(FlwrReplayError):
 
 
 def nearest(value: str, known: Iterable[str]) -> str:
-    """Suggest the known names nearest to a wrong one; list all names if they are few or none is near.
+    """Suggest the known names nearest to a wrong one; list all names if they are few.
 
     >>> nearest("fedreplya", ["cwt", "fedreplay"])
     'did you mean fedreplay? known: cwt, fedreplay'
     """
     names = sorted(known)
     hint = near_matches(value, names)
-    listed = f"known: {', '.join(names)}" if len(names) <= FEW or not hint else ""
+    listed = f"known: {', '.join(names)}" if len(names) <= FEW else "" if hint else f"none of {len(names)} is near"
     return f"{hint} {listed}".strip()
 
 

@@ -1,7 +1,7 @@
 """Cyclic weight transfer: the server's half; the institution's half is `clients/cwt.py`.
 
 Source: Chang et al. 2018 (doi:10.1093/jamia/ocy017); Qu et al. 2022, section 4.1. With replay: Qu et al. 2022,
-Algorithm 1, whose generator is trained by `flwr_replay/server/replay.py` before the first cycle.
+Algorithm 1, whose generator is trained by `flwr_replay/server/replay_codes.py` before the first cycle.
 Idea: One model visits the institutions in turn. Each trains it for max(1, ⌊|D_k|/b⌋) iterations and hands it on.
 Travels: the weights, to the visited institution (`Train`) and back (`Trained`, with counts and a loss).
 

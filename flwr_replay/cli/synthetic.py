@@ -52,7 +52,7 @@ def show_synthetic(
     from flwr_replay.institution.exposure import examine
     from flwr_replay.runs.opening import read_run_id
 
-    found, private = [], False
+    found, under_dp = [], False
     for stages in _stages(run, node_config):
         name = stages.institution.name
         if institution not in ("", name):
@@ -60,15 +60,15 @@ def show_synthetic(
         print(f"{name}: attacking its generator …", file=sys.stderr, flush=True)
         folder = Path(out).absolute() / name if out else stages.state.folder / "synthetic" / stages.identity
         private_folder(folder)
-        private = stages.budget is not None
-        own = read_run_id(run.expanduser()) if private else ""
+        under_dp = stages.budget is not None
+        own = read_run_id(run.expanduser()) if under_dp else ""
         found.append(result := examine(stages, own, images, samples, folder, weights, inception))
         write_json(folder / "result.json", result, indent=2)
         if not as_json:
             print(_text(result, folder))
     if not found:
         raise ConfigError(f"--institution must be one of the run's; got {institution!r}: leave it out to see all")
-    print(json.dumps(found, indent=2) if as_json else TRIED + CLAIMS[private])
+    print(json.dumps(found, indent=2) if as_json else TRIED + CLAIMS[under_dp])
 
 
 def _stages(run: Path, node_config: str) -> list[SynthesisStages]:
@@ -100,8 +100,8 @@ def _stages(run: Path, node_config: str) -> list[SynthesisStages]:
                 f"only generators of synthetic images can be examined; {run} has strategy={config.strategy.name}: "
                 "choose a run of feder or syncentral"
             )
-        state, private = StateStore(institution), PrivacyPlan.of(config)
-        budget = PrivacyBudget(private, institution, state, config.seed) if private else None
+        state, under_dp = StateStore(institution), PrivacyPlan.of(config)
+        budget = PrivacyBudget(under_dp, institution, state, config.seed) if under_dp else None
         found.append(SynthesisStages(institution, state, plan, budget))
     return found
 

@@ -316,7 +316,8 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
     if having:
         ours = base["strategy"]["name"]
         raise ConfigError(f"{key.replace('_', '-')} is an option of strategy={', '.join(having)}; got strategy={ours}")
-    raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {nearest(key.replace('_', '-'), shown)}")
+    near = nearest(key.replace("_", "-"), shown)
+    raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {near}; docs/options.md has all")
 
 
 @cache

@@ -234,7 +234,7 @@ class InstitutionClient(NumPyClient):
         return self.institution.pooled if pooled else self.institution.train
 
     def shuffle(self, *purpose: object) -> torch.Generator:
-        """Return a generator of this institution's own for one purpose, such as a round."""
+        """Return a random stream of this institution's own for one purpose, such as a round."""
         return torch_rng(self.seed, self.institution.name, *purpose)
 
     def scratch_model(self, arrays: Weights | None = None, role: str = "") -> nn.Module:

@@ -43,7 +43,7 @@ def select_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         if not DEVICE.fullmatch(device):  # torch would import a module of that name
-            raise RuntimeError("no other is supported")
+            raise RuntimeError("choose one of these")
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:

@@ -35,14 +35,14 @@ from flwr_replay.payloads.common import Evaluate, Evaluation, ExpectsReplay
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.server.asking import wait_for_nodes
-from flwr_replay.server.buffer_replay import BufferReplay
 from flwr_replay.server.evaluation import Pooled, pool_answers
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
-from flwr_replay.server.replay import GenerativeReplay
+from flwr_replay.server.replay_base import Replay
+from flwr_replay.server.replay_buffers import BufferReplay
+from flwr_replay.server.replay_codes import GenerativeReplay
 from flwr_replay.server.replay_forecast import exchanges_of
-from flwr_replay.server.replaying import Replay
 from flwr_replay.server.settings import Settings
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened

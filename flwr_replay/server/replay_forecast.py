@@ -10,10 +10,10 @@ import numpy as np
 from flwr_replay.files.tensors import nested
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.payloads.replay import Codes, Generated, KeepCodes, KeepDecoder, KeepPrior, Kept, TrainedPrior
-from flwr_replay.server.buffer_replay import BufferReplay
 from flwr_replay.server.members import Member
-from flwr_replay.server.replay import GenerativeReplay
-from flwr_replay.server.replaying import Replay
+from flwr_replay.server.replay_base import Replay
+from flwr_replay.server.replay_buffers import BufferReplay
+from flwr_replay.server.replay_codes import GenerativeReplay
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.weights import to_arrays
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.server.exchange import Exchanging
-from flwr_replay.server.replaying import Replay
+from flwr_replay.server.replay_base import Replay
 from flwr_replay.server.synthesis import STAGES, Buffers
 from flwr_replay.wire.records import StateDict
 

@@ -50,7 +50,7 @@ from flwr_replay.payloads.replay import (
 )
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
-from flwr_replay.server.replaying import Replay
+from flwr_replay.server.replay_base import Replay
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import load_arrays, to_arrays
