@@ -130,7 +130,7 @@ def alone(folder: Path, wait: bool = False) -> Iterator[None]:
             raise RunError(f"only one process may work in {folder}; another does: wait until it ends") from None
         if wait and not held:  # without a lock, two processes could each spend what is left of one budget
             raise RunError(
-                f"privacy accounts and keys need file locks; {folder} has none: put the state directory on a file "
+                f"accounts, keys and generators need file locks; {folder} has none: put the state directory on a file "
                 "system with locks"
             )
         yield

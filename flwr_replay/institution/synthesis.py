@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flwr_replay.errors import BudgetError, DataError, DivergedError, TrainingError, WireError
-from flwr_replay.files.atomic import private_folder, read_bytes
+from flwr_replay.files.atomic import alone, private_folder, read_bytes
 from flwr_replay.files.tensors import digest
 from flwr_replay.generators.base import ImageGenerator
 from flwr_replay.generators.perceptual import spread
@@ -59,12 +59,21 @@ class SynthesisStages:
     # --- the generator ------------------------------------------------------------------------------------------------
 
     def train_slice(self, request: TrainSlice) -> GeneratorSlice:
-        """Train for some steps, and save: an interrupted message costs at most its own steps."""
+        """Train for some steps, and save: an interrupted message costs at most its own steps.
+
+        Processes that want the same generator train it by turns: each goes on from where the one before it has stopped.
+        """
+        began = time.monotonic()
+        with alone(private_folder(self.file(request.run).with_suffix("")), wait=True):
+            return self.go_on(request, began)
+
+    def go_on(self, request: TrainSlice, began: float) -> GeneratorSlice:
+        """Train from where the training is; at least one part, even if the time was spent on waiting."""
         data, config = self.images(), self.plan.generator
         generator, done = self.trained_so_far(request.run)
         total, made = done.steps + done.steps_left, done.steps
-        began, end, losses = time.monotonic(), min(total, made + config.slice_steps), []
-        while made < end and time.monotonic() - began < config.slice_seconds:
+        end, losses = min(total, made + config.slice_steps), []
+        while made < end and (made == done.steps or time.monotonic() - began < config.slice_seconds):
             part = part_at(generator.parts(len(data)), made)
             steps = range(made, min(end, part.end, made + self.at_once))
             try:

@@ -1,0 +1,51 @@
+"""A generator that several processes of an institution want is trained once."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from flwr_replay.config.compose import compose
+from flwr_replay.generators.sampled import VQVAE2Images
+from flwr_replay.generators.synthesis import SynthesisPlan
+from flwr_replay.institution.owner import Institution
+from flwr_replay.institution.state import StateStore
+from flwr_replay.institution.synthesis import SynthesisStages
+from flwr_replay.payloads.synthetic import TrainSlice
+
+RUN = ["strategy=feder", "task=medmnist", "task.size=8", "classes=2", "model=cnn", "model.width=4", "device=cpu"]
+CODES = ["generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=8", "prior.epochs=1"]
+SMALL = ["prior.width=4", "prior.layers=1", "generator.batch_size=16", "prior.batch_size=16"]
+
+
+def stages_of(folder, *options):
+    rng = np.random.default_rng(0)
+    institution = Institution.from_arrays("a", (rng.integers(0, 256, (48, 1, 8, 8), np.uint8), np.arange(48) % 2))
+    institution.state_root = folder
+    return SynthesisStages(
+        institution, StateStore(institution), SynthesisPlan.of(compose([*RUN, *CODES, *SMALL, *options]))
+    )
+
+
+def test_processes_that_want_one_generator_train_it_by_turns(tmp_path, monkeypatch):
+    train, taken = VQVAE2Images.train, []
+
+    def watched(self, x, y, steps, *further):
+        taken.extend(steps)
+        return train(self, x, y, steps, *further)
+
+    monkeypatch.setattr(VQVAE2Images, "train", watched)
+
+    def trained(stages):
+        while stages.train_slice(TrainSlice(run="r")).steps_left:
+            pass
+        return stages.complete("r").state()
+
+    with ThreadPoolExecutor(3) as pool:
+        one, *others = pool.map(trained, [stages_of(tmp_path, "generator.slice_steps=3") for _ in range(3)])
+    assert sorted(taken) == list(range(27))  # every step once: 3 batches x (8 + 1) epochs
+    assert all(np.array_equal(one[key], other[key]) for other in others for key in one)
+
+
+def test_a_message_that_has_waited_longer_than_a_slice_lasts_still_takes_steps(tmp_path):
+    stages = stages_of(tmp_path, "generator.slice_seconds=1")
+    assert stages.go_on(TrainSlice(run="r"), began=-1e9).steps == 10
