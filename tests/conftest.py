@@ -1,5 +1,6 @@
-"""Order and threads of the tests: the longest files begin first, so that all workers end together."""
+"""Order, threads and memory of the tests: the longest files begin first, so that all workers end together."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers do not fight over the cores
@@ -9,3 +10,13 @@ LONGEST = ("test_deployment.py", "test_readme.py", "test_orphans.py", "test_exam
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+def pytest_collection_finish():
+    """What is imported by now stays; the garbage collector would look at it again and again, a tenth of all time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
