@@ -40,8 +40,8 @@ def test_an_institution_draws_from_its_checkpoint_and_trains_nothing(tmp_path, t
     nodes[0]["generator-checkpoint"] = str(trained())
     ran = run(tmp_path, JOB, nodes)
     assert not ran.result["failures"]
-    assert not list((tmp_path / "state" / "a").glob("generators/*"))
-    assert len(list((tmp_path / "state" / "b").glob("generators/*"))) == 1
+    assert not list((tmp_path / "state" / "a").glob("generators/*.safetensors"))
+    assert len(list((tmp_path / "state" / "b").glob("generators/*.safetensors"))) == 1
     slices = [reply for asked, _, reply in ran.grid.log if asked[:2] == ("train-slice", "a")]
     assert len(slices) == 1
     metrics = slices[0].content["metrics"]
