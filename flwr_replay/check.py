@@ -8,7 +8,7 @@ It runs small jobs in process, and checks:
 - the ledger counts the bytes sent, and the forecast equals the ledger
 - what the strategy declares of itself has the declared types, and names that exist
 - every mechanism that can be trained by DP-SGD declares its passes, and the institutions are charged for exactly these
-- every step that was charged is taken, with noise
+- every step that was charged is taken by DP-SGD; that no other step is taken, it cannot see
 """
 
 from __future__ import annotations
