@@ -4,8 +4,16 @@ import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers do not fight over the cores
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes of tests share what one has compiled
 
-LONGEST = ("test_deployment.py", "test_readme.py", "test_orphans.py", "test_examples.py")
+LONGEST = (
+    "test_deployment.py",
+    "test_readme.py",
+    "test_orphans.py",
+    "test_examples.py",
+    "test_contract.py",
+    "test_fuzz_answers.py",
+)
 
 
 def pytest_collection_modifyitems(items):

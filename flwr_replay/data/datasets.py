@@ -21,7 +21,7 @@ from flwr_replay.data.sections import read_isbi2012
 from flwr_replay.data.tables import read_diabetes, read_heart_disease
 from flwr_replay.errors import DataError
 
-__all__ = ["Dataset", "Examples", "load"]
+__all__ = ["MIXES_PATIENTS", "Dataset", "Examples", "load"]
 
 READERS: dict[str, Callable[[TaskConfig], dict[str, Raw]]] = {
     "digits": read_digits,
@@ -39,6 +39,8 @@ READERS: dict[str, Callable[[TaskConfig], dict[str, Raw]]] = {
     "isic": read_isic,
     "tuberculosis": read_tuberculosis,
 }
+#: Readers that mix patients' data, and how; there is no DP with them.
+MIXES_PATIENTS = {"heart_disease": "fills gaps with medians of the training rows"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from collections.abc import Container
 
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
+from flwr_replay.data.datasets import MIXES_PATIENTS
 
 __all__ = ["check_fit", "mechanisms_wanted"]
 
@@ -33,10 +34,10 @@ def check_fit(config: RunConfig, wanted: Container[str]) -> None:
     """
     if config.privacy.end_to_end:
         _check_end_to_end(config)
+    mixed = MIXES_PATIENTS.get(config.task.format)
     require(
-        config.task.format != "heart_disease",
-        "task=heart_disease fills gaps with medians of the training rows, which mixes patients without noise: "
-        "choose dp=none or another task",
+        mixed is None,
+        f"task={config.task.name} {mixed}, which mixes patients without noise: choose dp=none or another task",
     )
     require(
         not config.task.balanced,
