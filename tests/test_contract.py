@@ -52,7 +52,6 @@ def test_options_keep_the_contract(job, monkeypatch, tmp_path):
     "job",
     [
         "cwt replay=vqvae2",
-        "cwt replay=vqvae2 replay.codes=last-pass",
         "fedprox replay=vqvae2 replay.codes=stale",
         "fedavgshare replay=pixelcnn",
         "cwt replay=buffer replay.images=7",

@@ -20,7 +20,7 @@ from flwr_replay.payloads.common import Failure
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import execute
 
-MUTANTS = int(os.environ.get("FLWR_REPLAY_FUZZ", "2"))
+MUTANTS = int(os.environ.get("FLWR_REPLAY_FUZZ", "1"))
 ROUNDS = min(MUTANTS, 25)
 NAMES = {2: "institution-1", 3: "institution-2", 4: "institution-3"}
 ONCE = ("roll-call", "train-generator", "encode-images", "train-prior")  # are asked once in a run
