@@ -10,7 +10,7 @@ from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.learner import Learner
 from flwr_replay.institution.owner import Shard
 from flwr_replay.institution.synthesis import SynthesisStages
-from flwr_replay.learning.training import make_optimizer, refuse_single_batches
+from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.payloads.common import Evaluation, Trained
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
 from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn
@@ -47,6 +47,7 @@ class FedERClient(InstitutionClient):
         # With dp=end-to-end nobody is told of this training, not even by an error that it diverged.
         loss = None if self.budget and self.budget.plan.config.end_to_end else learner.train_loss()
         self.save("model", request, to_arrays(learner.model), give=True)
+        self.suspend(request, learner.optimizer)
         spent = self.spent(request.run)
         return TrainedOwn(num_examples=examples, examples_seen=learner.seen, train_loss=loss, **spent)
 
@@ -58,9 +59,7 @@ class FedERClient(InstitutionClient):
         data = self.examples(request)
         refuse_single_batches(model, len(data), b)
         sampler = self.images.sampler(request.run, request.server_round, request.buffers, request.buffered)
-        learner = self.learner_of(
-            model, make_optimizer(model, self.training, request.lr), request, request.local_epochs
-        )
+        learner = self.learner_of(model, self.resume_optimizer(model, request), request, request.local_epochs)
         replayed = sampler.batches(b, self.shuffle(request.server_round, "buffer")) if sampler else None
         shuffle = self.shuffle(request.server_round)
         for _ in range(request.local_epochs):

@@ -24,8 +24,8 @@ Deviations: The server passes models and buffers on; the paper's institutions se
 every model goes to another institution, along one random cycle, as in the authors' code. Eq. 4's two terms are added,
 where that code averages over real and synthetic examples. A batch of the buffer passes the model by itself: batch norm
 normalises real and synthetic examples apart. In the first round there is no predecessor and no buffer, as in that code.
-All models begin with the same weights. Every training begins with a fresh optimizer. With order=queue a round ends when
-its trainings have; until then nobody waits for the slow.
+All models begin with the same weights. A model that hops begins every training with a fresh optimizer. With order=queue
+a round ends when its trainings have; until then nobody waits for the slow.
 
 Failures: Who fails leaves its model as it was sent, and that model goes on, in the next round or queue. The model of
 an absent institution waits for it.
@@ -79,6 +79,7 @@ class FedERConfig(StrategyConfig):
     buffer_refresh: str = "never"  # never: one buffer for the whole run | round: a new one every round
     memory: str = "predecessor"  # whose buffers: predecessor | all
     local_epochs: int = 1  # E
+    optimizer_state: str = "reset"  # reset: a fresh one for every training | keep: a model that stays keeps its own
     order: str = "cycle"  # cycle: one random cycle in each round | queue: a trained model joins another's queue
     durations: tuple[float, ...] = ()  # order=queue: how long each institution trains; empty: answers decide
     private_models: tuple[str, ...] = ()  # mode=buffer-only: of conf/model, by turns; empty: the run's model
@@ -89,8 +90,14 @@ class FedERConfig(StrategyConfig):
         one_of("strategy.order", self.order, ("cycle", "queue"))
         one_of("strategy.buffer-refresh", self.buffer_refresh, ("never", "round"))
         one_of("strategy.memory", self.memory, ("predecessor", "all"))
+        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
         within("strategy.", self, buffer=(0, LARGEST), local_epochs=(1, PASSES))
         stays = self.mode == "buffer-only"
+        require(
+            stays or self.optimizer_state == "reset",
+            f"a model that hops begins with a fresh optimizer; got mode={self.mode} with optimizer-state=keep: "
+            "choose reset, or mode=buffer-only",
+        )
         require(
             stays or not self.private_models,
             f"models that hop have one form; got mode={self.mode} with private-models: choose mode=buffer-only",
@@ -241,6 +248,7 @@ class FedER(Relay):
             "lr": self.lr(max(1, server_round)),
             "mode": self.config.mode,
             "local_epochs": self.config.local_epochs,
+            "optimizer_state": self.config.optimizer_state,
             "buffers": buffers,
             "buffered": len(buffers) * self.config.buffer,
         }

@@ -24,7 +24,7 @@ class WithBuffers(Payload):
     local_epochs: int = instruction("passes", default=1)
     buffers: Sequence[int] = instruction("numbers of the buffers to train on", default=())
     buffered: int = instruction("examples in these buffers", default=0)
-    optimizer_state: str = instruction("reset: every training begins with a fresh optimizer", default="reset")
+    optimizer_state: str = instruction("keep or reset", default="reset")
     continues: bool = instruction("the institution has trained in this run before", default=False)
     stated: float = instruction("epsilon; without DP 0", default=0.0)
 

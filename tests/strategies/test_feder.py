@@ -70,9 +70,11 @@ def test_one_institution_is_local(start):
     assert same(alone.models["a"], load_file(kept))
 
 
-def test_buffer_only_without_a_buffer_is_local(start):
-    ours = start("mode=buffer-only", "buffer=0")
-    local = start("strategy=local", "optimizer_state=reset")
+@pytest.mark.parametrize("state", ["reset", "keep"])
+def test_buffer_only_without_a_buffer_is_local(start, state):
+    options = (f"optimizer_state={state}", "training.momentum=0.9")
+    ours = start("mode=buffer-only", "buffer=0", *options)
+    local = start("strategy=local", *options)
     for name in SIZES:
         files = [found.state(name) / "model-000004.safetensors" for found in (ours, local)]
         assert same(*map(load_file, files))
@@ -251,6 +253,7 @@ def test_synthetic_only_reads_no_real_image_after_the_generator(start, monkeypat
         (["order=queue", "durations=[1,0]"], "strategy.durations must be positive"),
         (["order=queue", "mode=buffer-only"], "models stay"),
         (["private-models=[cnn]"], "models that hop have one form"),
+        (["optimizer-state=keep"], "a model that hops begins with a fresh optimizer"),
         (["task=diabetes", "model=mlp"], "has tables"),
         (["task=histopathology", "model=deepset"], "has bags"),
         (["task=isbi2012", "model=unet"], "is a segmentation"),
