@@ -17,15 +17,7 @@ __all__ = ["PARTS"]
 
 MNIST = ["task=mnist", "partition.size=1000", "model=cnn", "rounds=10", "evaluate_every=10", "seeds=3"]
 SKEW = [*MNIST, "partition=ks", "ks=0.93", "nodes=4"]
-XRAYS = [
-    "task=medmnist",
-    "classes=2",
-    "model=cnn",
-    "nodes=2",
-    "rounds=20",
-    "evaluate_every=20",
-    "seeds=3",
-]
+XRAYS = ["task=medmnist", "classes=2", "model=cnn", "rounds=20", "evaluate_every=20", "seeds=3"]
 FEDER = "standard := feder"
 HOPS = "buffer 0 := feder:buffer=0"
 MODES = [FEDER, HOPS, "buffer-only := feder:mode=buffer-only", "synthetic-only := feder:mode=synthetic-only"]
@@ -52,22 +44,28 @@ def iid(nodes: int) -> Part:
     return part(f"iid-{nodes}", "No skew.", [FEDER, HOPS, "central"], [*MNIST, "partition=iid", f"nodes={nodes}"])
 
 
+def contrast(nodes: int) -> Part:
+    """Return a part in which institutions' X-rays differ in contrast, and classes do not."""
+    shift = ["partition=iid", "partition.size=650", "contrast=0.6", "generator.epochs=18", "prior.epochs=36"]
+    return part(
+        f"contrast-{nodes}",
+        "Chest X-rays, no label skew; from institution to institution more contrast; 650 each.",
+        [*MODES, *OTHERS, "syncentral"],
+        [*XRAYS, f"nodes={nodes}", *shift],
+        "pneumoniamnist.npz",
+    )
+
+
 PARTS = [
     part("skew", "Table I in shape: label skew, four institutions.", [*MODES, *OTHERS, "syncentral"], SKEW),
     part(
         "xrays",
         "Chest X-rays, label skew, two institutions.",
         [*MODES, *OTHERS, "syncentral"],
-        [*XRAYS, "partition=ks", "ks=0.6", "drop=true"],
+        [*XRAYS, "nodes=2", "partition=ks", "ks=0.6", "drop=true"],
         "pneumoniamnist.npz",
     ),
-    part(
-        "contrast",
-        "Chest X-rays, no label skew; one institution's have less contrast, the other's more; 650 each.",
-        [*MODES, *OTHERS, "syncentral"],
-        [*XRAYS, "partition=iid", "partition.size=650", "contrast=0.6", "generator.epochs=18", "prior.epochs=36"],
-        "pneumoniamnist.npz",
-    ),
+    *map(contrast, (2, 4)),
     part(
         "generators",
         "Chest X-rays, label skew, two institutions: buffers of both generators.",
@@ -77,7 +75,7 @@ PARTS = [
             "fedavg, buffers := fedavg:replay=buffer",
             "fedavg, stylegan2 := fedavg:replay=buffer:generator=stylegan2",
         ],
-        [*XRAYS, "partition=ks", "ks=0.6", "drop=true"],
+        [*XRAYS, "nodes=2", "partition=ks", "ks=0.6", "drop=true"],
         "pneumoniamnist.npz",
     ),
     part(
