@@ -1,4 +1,4 @@
-"""The share of the gap between a plain method and the reference that replay closes, and at which epsilon."""
+"""The share of the gap between a plain method and Central that replay closes, and at which epsilon."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ __all__ = ["gaps"]
 
 
 def gaps(report: Mapping[str, Any]) -> list[str]:
-    """Write a Markdown table of the methods with replay; no lines if there are none.
+    """Write a Markdown table of the methods with replay; no lines if there are none, or no Central.
+
+    A gap is what a method lacks to training on pooled data; to any other method its share means nothing.
 
     Parameters
     ----------
     report : Mapping
-        A report of `flwr_replay.studies.compare.compare_strategies`; its `against` is the reference.
+        A report of `flwr_replay.studies.compare.compare_strategies`.
 
     Returns
     -------
     list of str
         A row for each method with replay: the mean of the metric over seeds, the closed share of the gap,
-        (metric - plain) / (reference - plain) of these means, and the largest epsilon of any institution in any run.
+        (metric - plain) / (central - plain) of these means, and the largest epsilon of any institution in any run.
     """
+    if report["against"] != "central":
+        return []
     found: dict[str, list[float]] = {}
     stated: dict[str, list[dict[str, Any]]] = {}
     replayed: dict[str, dict[str, Any]] = {}
@@ -34,7 +38,7 @@ def gaps(report: Mapping[str, Any]) -> list[str]:
             stated.setdefault(cell["label"], []).extend(one for one in cell["result"]["privacy"].values() if one)
             if cell["result"].get("replay", "none") != "none":  # a run of an earlier version has none
                 replayed[cell["label"]] = cell
-    reference, rows = found.get(report["against"]), []
+    reference, rows = found.get("central"), []
     for label, cell in replayed.items():
         plain, values = found.get(cell["strategy"]), found[label]
         if not plain or not reference:
@@ -44,7 +48,7 @@ def gaps(report: Mapping[str, Any]) -> list[str]:
         rows.append(f"| {label} | {fmean(values):.4f} | {share} | {_epsilon(stated[label])} |")
     if not rows:
         return []
-    head = f"| with replay | {report['metric']} | of the gap to {report['against']} | largest ε |"
+    head = f"| with replay | {report['metric']} | of the gap to central | largest ε |"
     return [head, "|---|---|---|---|", *rows]
 
 

@@ -64,7 +64,7 @@ def test_what_is_not_there_is_reported_before_anything_runs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_gap_is_what_lies_between_the_plain_method_and_the_reference():
+def test_a_gap_is_what_lies_between_the_plain_method_and_central():
     def cell(label, accuracy, epsilon=None):
         stated = (
             {"a": {"epsilon": epsilon, "delta": 1e-3, "dp": "generator"}, "b": {"epsilon": 1.0, "delta": 1e-3}}
@@ -84,6 +84,7 @@ def test_a_gap_is_what_lies_between_the_plain_method_and_the_reference():
         f"| {private} | 0.5000 | 50.0% | 7.25 at δ = 0.001, these weights only |",
     ]
     assert gaps({**report, "cells": cells[:2]}) == []
+    assert gaps({**report, "against": "cwt"}) == []
 
 
 def test_parts_with_different_runs_in_one_folder_are_refused(tmp_path, monkeypatch):
