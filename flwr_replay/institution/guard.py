@@ -137,6 +137,8 @@ def _check_request(message: Message, request: type[Request] | None, policy: Poli
     announced = instructions.get("stages", [])  # at the roll call: all stages of the run
     for asked in (request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS)):
         policy.check_release(asked, plan.promise if plan else None)
+        if plan:
+            plan.check_covered(asked)
     _check_size(message, policy, request.answer)
     if config.task.mean and request.stage_name in dict(policy.weights):
         raise RefusedError(

@@ -196,6 +196,21 @@ class PrivacyPlan:
         """Return the fields of an answer that leave as trained by DP-SGD: from the key in records to the mechanism."""
         return {key: field.dp for key, field in answer.by_key().items() if field.dp and self.covers(field.dp)}
 
+    def check_covered(self, answer: type[Payload]) -> None:
+        """Refuse, under dp=end-to-end, an answer with a field that depends on training examples without noise.
+
+        Metrics on test examples are none: they are what dp=end-to-end leaves out.
+        """
+        if not self.config.end_to_end or issubclass(answer, Evaluation):
+            return
+        for name, field in answer.declared().items():
+            if field.kind == "notice" or field.public or self.covers(field.dp) or self.left_out(answer, field):
+                continue
+            raise PrivacyError(
+                f"with dp=end-to-end nothing leaves that depends on training examples without noise; "
+                f"{answer.__name__}.{name} would: refused"
+            )
+
     def check_withheld(self, answer: type[Payload] | None, leaving: Container[str]) -> None:
         """Refuse an answer that holds a withheld field, such as a loss in an answer with weights under DP."""
         for key, field in answer.by_key().items() if answer else ():

@@ -6,9 +6,11 @@ import torch
 from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 
+from flwr_replay.clients.feder import FedERClient
 from flwr_replay.config.compose import choices, load_client, load_strategy
 from flwr_replay.payloads.avgpush import Push
 from flwr_replay.payloads.common import Evaluate, Train, Trained
+from flwr_replay.payloads.feder import TrainWithBuffers
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
 from flwr_replay.payloads.local import EvaluateOwn
 from flwr_replay.payloads.mutual import EvaluatePair, TrainProxy
@@ -23,6 +25,7 @@ REPLAY = ["replay=pixelcnn", "codebook=gradient", "generator.width=4", "generato
 REPLAY += ["generator.epochs=1", "prior.width=4", "prior.layers=1", "prior.epochs=1"]
 END_TO_END = [*TASK, *GROUP, *REPLAY, "dp=end-to-end", "target-epsilon=1", "generator.batch_size=16"]
 SMALL = ["prior.batch_size=16"]
+ALL = "generator.classes=[all]"
 PAIR = {"alpha": 0.5, "beta": 0.0, "private_seed": 1, "private_optimizer": "sgd", "private_lr": 0.1}
 ALONE = {"private_epochs": 0, "private_batch_size": 16, "private_shift": 0}
 PEER = {"lr": 0.1, "init_seed": 1, "committed": 0}
@@ -52,6 +55,17 @@ def test_a_method_without_dp_steps_has_no_classifier_by_dp_sgd(folder, strategy)
     reply = server.send(Train(arrays=server.weights, run=strategy, lr=0.1))
     assert refusal(reply)
     assert not weights(reply)
+
+
+def test_a_model_that_is_not_trained_by_dp_sgd_is_not_even_trained_to_leave(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(FedERClient, "train_with_buffers", lambda self, request: asked.append(request))
+    server = HostileServer(folder, *END_TO_END, *SMALL, "replay=none", "strategy=feder", "mode=buffer-only", ALL)
+    request = {"run": "feder", "lr": 0.1, "mode": "buffer-only", "local_epochs": 1, "optimizer_state": "reset"}
+    reply = server.send(TrainWithBuffers(**request, arrays=server.weights, buffers=[], buffered=0))
+    assert "nothing leaves that depends on training examples without noise" in refusal(reply)
+    assert not weights(reply)
+    assert not asked
 
 
 @pytest.mark.parametrize("strategy", choices("strategy"))
