@@ -19,7 +19,7 @@ from typing import Any
 from zlib import crc32
 
 from flwr_replay.errors import RunError
-from flwr_replay.files.disk import claimed, lock, locked, make, opener, reading, shut, writing
+from flwr_replay.files.disk import claimed, lock, locked, make, opener, reading, shut, unlocking, writing
 
 NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run; folders are named after them
 LEFT = re.compile(r"\..+\.tmp|\.write-.+")  # a temporary file that a killed process has left
@@ -123,7 +123,7 @@ def alone(folder: Path, wait: bool = False) -> Iterator[None]:
     """
     with writing(folder / ".lock"):
         file = open(folder / ".lock", "a", opener=opener())  # noqa: SIM115 - closed below
-    with file:
+    with file, unlocking(file):
         try:
             held = lock(file, wait)
         except BlockingIOError:

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from flwr_replay.errors import RunError
 
-__all__ = ["claimed", "lock", "locked", "make", "opener", "reading", "shut", "writing"]
+__all__ = ["claimed", "lock", "locked", "make", "opener", "reading", "shut", "unlocking", "writing"]
 
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on its disk"),
@@ -90,16 +90,23 @@ def lock(file: IO[Any], wait: bool) -> bool:
 
 
 @contextmanager
-def locked(file: IO[Any]) -> Iterator[None]:
-    """Hold a file's lock within a `with` block."""
-    held = lock(file, wait=True)
+def unlocking(file: IO[Any]) -> Iterator[None]:
+    """Give up a file's lock after a `with` block; closing it leaves the lock to a process forked meanwhile."""
     try:
         yield
     finally:
-        if held:
+        with suppress(ImportError, OSError):  # Windows, or a file system without locks
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_UN)
+
+
+@contextmanager
+def locked(file: IO[Any]) -> Iterator[None]:
+    """Hold a file's lock within a `with` block."""
+    lock(file, wait=True)
+    with unlocking(file):
+        yield
 
 
 def claimed(path: Path, mode: int) -> IO[bytes]:

@@ -78,6 +78,21 @@ def test_what_is_made_is_its_owners_only(tmp_path, open_umask):
         assert open_to_others(tmp_path / "above") == []
 
 
+def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path):
+    """Ray forks processes while the ServerApp opens its run directory."""
+    waiting, end = os.pipe()
+    with alone(tmp_path):
+        child = os.fork()
+        if not child:
+            os.close(end)
+            os.read(waiting, 1)  # until the test closes its end
+            os._exit(0)
+    with alone(tmp_path):
+        pass
+    os.close(end)
+    os.waitpid(child, 0)
+
+
 def test_a_folder_that_was_there_keeps_its_permissions(tmp_path):
     tmp_path.chmod(0o755)
     make_folder(tmp_path, "runs-dir")

@@ -276,7 +276,8 @@ def test_codes_leave_only_where_codes_are_what_travels(folder):
     generator = to_arrays(ReplayPlan.of(compose([*JOB, *END_TO_END])).fresh_generator())
     shown = ask(folder, EncodeImages(arrays=generator, run="r", replayed=0), *END_TO_END)
     assert "arrays" not in shown
-    assert shown["config"]["error"] == "ConfigError"
+    assert shown["config"]["error"] == "PrivacyError"
+    assert "Codes.codes would: refused" in shown["config"]["failure"]
 
 
 def weights():
