@@ -5,7 +5,9 @@ Source: Pennisi et al. 2023, section III-C, eq. 4: the loss on private examples 
 
 from __future__ import annotations
 
-from flwr_replay.errors import ConfigError
+import numpy as np
+
+from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.learner import Learner
 from flwr_replay.institution.owner import Shard
@@ -30,6 +32,7 @@ class FedERClient(InstitutionClient):
 
     def train_with_buffers(self, request: TrainWithBuffers) -> Trained:
         """Train a received model and return it."""
+        self.check_mode(request, stays=False)
         learner, examples = self.trained_model(request, request.arrays)
         return Trained(
             arrays=encoded(learner.model),
@@ -40,16 +43,32 @@ class FedERClient(InstitutionClient):
         )
 
     def train_own_with_buffers(self, request: TrainOwnWithBuffers) -> TrainedOwn:
-        """Train the institution's own model, which stays."""
-        kept = self.kept("model", request)
-        fresh = kept or to_arrays(self.fresh_private(request.init_seed))
-        learner, examples = self.trained_model(request, fresh, role=OWN_MODEL)
-        # With dp=end-to-end nobody is told of this training, not even by an error that it diverged.
-        loss = None if self.budget and self.budget.plan.config.end_to_end else learner.train_loss()
-        self.save("model", request, to_arrays(learner.model), give=True)
-        self.suspend(request, learner.optimizer)
+        """Train the institution's own model, which stays.
+
+        With dp=end-to-end nobody is told of this training, not even that it diverged: the model is then what it was
+        before.
+        """
+        self.check_mode(request, stays=True)
+        before = self.kept("model", request) or to_arrays(self.fresh_private(request.init_seed))
+        learner, examples = self.trained_model(request, before, role=OWN_MODEL)
+        trained = to_arrays(learner.model)
+        if self.budget and self.budget.plan.config.end_to_end:
+            loss, finite = None, all(np.isfinite(array).all() for array in trained.values())
+        else:
+            loss, finite = learner.train_loss(), True
+        self.save("model", request, trained if finite else before, give=True)
+        if finite:
+            self.suspend(request, learner.optimizer)
         spent = self.spent(request.run)
         return TrainedOwn(num_examples=examples, examples_seen=learner.seen, train_loss=loss, **spent)
+
+    def check_mode(self, request: TrainWithBuffers | TrainOwnWithBuffers, stays: bool) -> None:
+        """Refuse to return a model in a run in which models stay, and to keep one in a run in which they hop."""
+        if (request.mode == "buffer-only") != stays:
+            raise RefusedError(
+                f"models {'stay' if not stays else 'hop'} with mode={request.mode}; the server asks for the stage of "
+                "another mode: refused"
+            )
 
     def trained_model(
         self, request: TrainWithBuffers | TrainOwnWithBuffers, arrays: Weights, role: str = ""

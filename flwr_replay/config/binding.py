@@ -34,6 +34,8 @@ FREE = (
     "replay.missing",
 )
 
+OWN_FILES = ("generator.checkpoint", "generator.perceptual_weights")  # their paths are not told to a server
+
 
 @lru_cache(maxsize=64)
 def binding(config: RunConfig) -> str:
@@ -54,8 +56,11 @@ def differing(before: str, now: str) -> str:
     except (ValueError, TypeError):
         return "its stored options are damaged, or of another version"
     for key in sorted(was.keys() | become.keys(), key=lambda key: (key != "strategy.name", key)):
-        if was.get(key) != become.get(key):
-            return f"{key} was {was.get(key)!r}, now {become.get(key)!r}"
+        if was.get(key) == become.get(key):
+            continue
+        if key in OWN_FILES:
+            return f"{key} is another file now"
+        return f"{key} was {was.get(key)!r}, now {become.get(key)!r}"
     return "only their spelling differs"
 
 

@@ -107,10 +107,13 @@ class SynthesisPlan:
         for path in sorted({path for name in names if (path := self.checkpoint(name))}):
             self.checkpointed(path, torch.device("cpu"))
 
+    def steps(self, examples: int) -> int:
+        """Return how many steps a training on so many images has; none where a checkpoint is given."""
+        return 0 if self.generator.checkpoint else self.fresh(0, torch.device("cpu")).steps(examples)
+
     def slices(self, examples: int) -> int:
         """Return how many messages a training on so many images takes, if none is cut short by the clock."""
-        steps = 0 if self.generator.checkpoint else self.fresh(0, torch.device("cpu")).steps(examples)
-        return max(1, ceil(steps / self.generator.slice_steps))
+        return max(1, ceil(self.steps(examples) / self.generator.slice_steps))
 
     # --- files --------------------------------------------------------------------------------------------------------
 

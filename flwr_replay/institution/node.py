@@ -102,15 +102,15 @@ def _classes(config: RunConfig, owned: Mapping[str, str]) -> str:
             f"generator.classes={list(declared)} are dealt in turn in a simulation; a SuperNode names its own: start "
             """it with --node-config '… classes="0 1"'"""
         )
-    if not declared:
-        return ""  # the run draws those of which there are enough
-    if own:  # the same rules
+    if own and config.draws_images:  # the same rules
         config.generator.check_classes(own, config.task.classes, "classes in --node-config")
-    return own or declared[0]
+    return own or (declared[0] if declared else "")
 
 
 def _with_own_files(config: RunConfig, owned: Mapping[str, str]) -> RunConfig:
     """Put the institution's own files into the generator's options; a server must not name any."""
+    if not config.draws_images:
+        return config
     options = [option.name for option in fields(config.generator) if option.name in FILES]
     for option in options:
         if getattr(config.generator, option):

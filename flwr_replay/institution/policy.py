@@ -77,6 +77,8 @@ LIMITS: Mapping[str, float] = {  # what a server may ask for at most, by the las
     "mapping": 100,  # layers
     "buffer": 100_000,  # synthetic images
     "number": 10_000,  # of buffers that are kept
+    "generators": 1000,  # in the state directory; each is of other options or images, and draws other images
+    "round": 1_000_000_000,  # of the exchange; with buffer-refresh=round each has images of its own
 }
 ADVICE = "or ask the institution to change its policy file"
 

@@ -42,6 +42,7 @@ __all__ = ["SynthesisStages"]
 TRAIN, DRAW, KEEP = "train-slice", "draw-buffer", "keep-buffer"
 PER_CLASS = 16  # images drawn to measure how different they are
 AT_ONCE = 10  # steps between two looks at the clock
+BLOCK = 256  # images drawn from one seed, so that buffers of all sizes begin with the same images
 CHARGED_AT_ONCE = 50  # the same under DP, where every look is a charge on the disk
 
 
@@ -159,6 +160,8 @@ class SynthesisStages:
             return self.plan.checkpointed(path, device)
         if file.exists():
             return self.plan.read(file, seed, device)
+        kept = sum(1 for _ in file.parent.glob("*.safetensors"))
+        self.institution.policy.check_limits({"generators": kept + 1})
         generator = self.plan.fresh(seed, device)
         return generator, Progress(steps_left=generator.steps(len(self.images())))
 
@@ -216,12 +219,13 @@ class SynthesisStages:
         return Buffer(images=images, labels=labels, num_examples=n, **self.spent(request.run))
 
     def drawn(self, run: str, size: int, *purpose: object) -> StateDict:
-        """Draw images, uint8, and labels; the same purpose draws the same."""
-        generator = self.complete(run)
-        classes, rng = self.classes(self.images()), torch_rng(self.identity, "drawn", *purpose)
-        labels = classes[torch.arange(size) % len(classes)][torch.randperm(size, generator=rng)]
-        images = generator.sample(labels, rng).mul(255).round().clamp(0, 255).byte()
-        return {"images": images.numpy(), "labels": labels.numpy()}
+        """Draw images, uint8, and labels. The same purpose draws the same: a smaller size has the first of them."""
+        generator, classes, parts = self.complete(run), self.classes(self.images()), list[Tensor]()
+        labels = classes[torch.arange(-(-size // BLOCK) * BLOCK) % len(classes)]
+        for i, block in enumerate(torch.split(labels, BLOCK)):
+            drawn = generator.sample(block, torch_rng(self.identity, "drawn", *purpose, i))
+            parts.append(drawn.mul(255).round().clamp(0, 255).byte())
+        return {"images": torch.cat(parts)[:size].numpy(), "labels": labels[:size].numpy()}
 
     def keep_buffer(self, request: KeepBuffer) -> Kept:
         """Keep another institution's buffer.
@@ -229,15 +233,15 @@ class SynthesisStages:
         Raises
         ------
         WireError
-            If it has no number, other images than the task's, or labels that are none of its classes.
+            If it has no number, or other images than the run's options say: how many, of which shape and classes.
         """
         form, labels = self.plan.form, request.labels
-        shape = (len(labels), form.channels, form.size, form.size)
+        shape = (request.buffer, form.channels, form.size, form.size)
         known = request.number >= 1 and ((labels >= 0) & (labels < form.classes)).all()
-        if request.images.shape != shape or not known:
+        if request.images.shape != shape or len(labels) != request.buffer or not known:
             raise WireError(
-                f"a buffer has a number from 1 on, and images {shape[1:]} with labels below {form.classes}; got "
-                "others: refused"
+                f"a buffer has a number from 1 on, and images {shape} with labels below {form.classes}; got others: "
+                "refused"
             )
         arrays = {"images": request.images, "labels": labels}
         self.state.save(_key(request.number), request.run, request.server_round, arrays, self.institution.durable)
@@ -248,9 +252,13 @@ class SynthesisStages:
 
         Raises
         ------
+        WireError
+            If a buffer is named twice.
         TrainingError
             If they are not the expected number of examples. Going on would silently give other results.
         """
+        if len({*numbers}) != len(numbers):
+            raise WireError(f"every buffer is named once; got {list(numbers)[:6]}: refused")
         found = [self.state.load(_key(number), run, server_round + 1) for number in numbers]
         buffers = [buffer for buffer in found if buffer is not None]
         if (have := sum(len(buffer["labels"]) for buffer in buffers)) != expected:

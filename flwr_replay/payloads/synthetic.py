@@ -65,5 +65,6 @@ class KeepBuffer(Request, stage="keep-buffer", answer=Kept):
 
     run: str = instruction()
     number: int = instruction("the number of this buffer in the run")
+    buffer: int = instruction("images in it: as many as the run's options say")
     images: NDArray[Any] = synthetic("N C H W", "uint8")
     labels: NDArray[Any] = synthetic("N", "int64")

@@ -111,3 +111,8 @@ def _check_end_to_end(config: RunConfig) -> None:
         f"dp=end-to-end does not cover the sums of labels that task={config.task.name} needs: choose a classification",
     )
     require(not config.forgetting, "dp=end-to-end does not cover metrics on training examples: leave forgetting out")
+    require(
+        not config.external,
+        "external=true tests on examples of the classes that an institution trains on, and dp=end-to-end does not "
+        "cover which these are: leave external out",
+    )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
-from flwr_replay.errors import BudgetError, ConfigError, PrivacyError
+from flwr_replay.errors import BudgetError, ConfigError, PrivacyError, WireError
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for, rounded_up
 from flwr_replay.privacy.fitting import check_fit, mechanisms_wanted
@@ -218,6 +218,19 @@ class PrivacyPlan:
                 raise PrivacyError(
                     f"a field without differential privacy is withheld in this run; the answer holds {key}: kept back"
                 )
+
+    def check_stated(self, answer: type[Payload], leaving: Container[str], metrics: Mapping[str, Any]) -> None:
+        """Refuse an answer with a field under DP that does not state the epsilon and delta of its account.
+
+        Raises
+        ------
+        WireError
+            If so. Only noise from the run's seed has no epsilon.
+        """
+        stated = ("epsilon", "delta") if self.config.noise == "secret" else ("delta",)
+        covered = [key for key in self.dp_fields(answer) if key in leaving]
+        if covered and not all(name in metrics for name in stated):
+            raise WireError(f"an answer under DP states {' and '.join(stated)}; this one, with {covered[0]}, does not")
 
     def protection(self, field: Field, epsilon: float, delta: float) -> str:
         """Return in a few words what protects a field of an answer."""

@@ -307,6 +307,8 @@ class Exchanging(Strategy):
                 elif request is not None:
                     examples = self.examples_of(member, request, config_in(message.content))
                     check_answer(reply.content, declared, request, message.content, examples)
+                    if self.settings.privacy:
+                        self.settings.privacy.check_stated(declared, [row.field for row in found], metrics)
         except WireError as error:
             return WireError(f"sent an invalid answer: {error}")
         except DivergedError as error:

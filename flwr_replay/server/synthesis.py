@@ -60,6 +60,7 @@ class Buffers:
         self.movement, self.plan, self.size, self.refreshed, self.always = movement, plan, size, refreshed, always
         self.trained: set[str] = set()  # institutions whose generator is complete
         self.numbers: dict[str, int] = {}  # by institution: the number of its buffer
+        self.drew_none: list[Member] = []  # their generator may be lost: they are asked to train once more
         self.made = 0  # buffers so far
         self.held: dict[str, list[int]] = {}  # by institution: the buffers that it has acknowledged
 
@@ -93,7 +94,9 @@ class Buffers:
             self.numbers[member.name] = numbers[member.name]
 
         asked = (self.movement.message(m, self.draw(server_round), extra) for m in lacking)
-        self.movement.exchange(grid, server_round, asked, needed=False, take=take, at_once=1)
+        self.movement.exchange(
+            grid, server_round, asked, needed=False, take=take, at_once=1, missed=self.drew_none.append
+        )
 
     def lacks(self, member: Member) -> bool:
         """Return whether an institution is to draw a buffer."""
@@ -101,7 +104,8 @@ class Buffers:
 
     def train(self, grid: Grid, server_round: int, extra: ConfigRecord) -> None:
         """Send message after message until every generator is complete, or its institution fails."""
-        asked = [member for member in self.movement.members if member.name not in self.trained]
+        asked = [m for m in self.movement.members if m.name not in self.trained or m in self.drew_none]
+        self.drew_none.clear()
         made = dict.fromkeys((member.name for member in asked), -1)
         losses: dict[str, list[float]] = {member.name: [] for member in asked}
         complete: dict[str, GeneratorSlice] = {}
@@ -110,9 +114,11 @@ class Buffers:
 
             def take(member: Member, reply: Message, going_on: list[Member] = going_on) -> None:
                 answer = GeneratorSlice.decode(reply.content)
-                if answer.steps <= made[member.name] and answer.steps_left:
+                total = self.plan.steps(member.num_examples)
+                if answer.steps_left and not made[member.name] < answer.steps <= total - answer.steps_left:
                     raise WireError(
-                        f"must train on; its generator had {made[member.name]} steps and has {answer.steps}"
+                        f"must train on to step {total}; its generator had {max(0, made[member.name])} steps, now it "
+                        f"has {answer.steps} and {answer.steps_left} to go"
                     )
                 made[member.name] = answer.steps
                 losses[member.name] += [] if answer.loss is None else [answer.loss]
@@ -194,7 +200,9 @@ class Buffers:
         """Send a buffer."""
         buffer = read_tensors(self.movement.recorder.folder(FOLDER) / f"{number:06d}.safetensors")
         run, images, labels = self.movement.settings.run, buffer["images"], buffer["labels"]
-        return KeepBuffer(server_round=server_round, run=run, number=number, images=images, labels=labels)
+        return KeepBuffer(
+            server_round=server_round, run=run, number=number, buffer=self.size, images=images, labels=labels
+        )
 
     # --- forecast -----------------------------------------------------------------------------------------------------
 
@@ -228,6 +236,6 @@ class Buffers:
                         rounds if self.refreshed else 1,
                     )
                 )
-                keep = KeepBuffer(run=run, number=0, images=images, labels=labels)
+                keep = KeepBuffer(run=run, number=0, buffer=self.size, images=images, labels=labels)
                 found.append((member, keep, Kept(num_examples=0), deliveries.get(member.name, 0)))
         return found
