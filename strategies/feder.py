@@ -61,7 +61,7 @@ from flwr_replay.wire.records import StateDict, Weights, opened
 
 __all__ = ["FedER", "FedERConfig"]
 
-LARGEST = 2048  # images in a buffer; the paper has up to 512
+LARGEST = 2048  # images in a buffer, as in Table III
 SCORE = "balanced-accuracy"  # section IV-B
 MODES = ("standard", "buffer-only", "synthetic-only")
 
@@ -193,10 +193,10 @@ class FedER(Relay):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Draw buffers if need be and deliver them; have every institution train a model, which then goes on."""
         self.fresh = self.fresh or opened(arrays)
-        self.buffers.prepare(grid, server_round, config)
+        self.hops.begin_round(server_round, [member.name for member in self.members])
+        self.buffers.prepare(grid, server_round, config, self.givers())
         if STAGES[0] in self.stages and not self.buffers.trained:
             raise RunError(f"no institution could train its generator; {self.recorder.failures_line()}")
-        self.hops.begin_round(server_round, [member.name for member in self.members])
         self.held = self.buffers.deliver(grid, server_round, self.wanted(), config)
         turns = self.configure_train(server_round, arrays, config, grid)
         self.exchange(grid, server_round, turns, take=self.take, missed=self.missed, at_once=self.hops.at_once)
@@ -228,9 +228,19 @@ class FedER(Relay):
         """Let the model go on as it was sent."""
         self.hops.pass_on(member.name, trained=False)
 
+    def givers(self) -> set[str]:
+        """Return the institutions of whose buffers others may learn in this round."""
+        present = [member.name for member in self.members]
+        sources = {name: found if self.config.memory != "all" else present for name, found in self.sources().items()}
+        return {other for name, found in sources.items() for other in found if other != name}
+
+    def sources(self) -> dict[str, Sequence[str]]:
+        """Return, by institution: where the models that it may train in this round come from; no models begin there."""
+        return {name: found for name, found in self.hops.sources().items() if found}
+
     def wanted(self) -> dict[str, list[int]]:
         """Return the buffers that each institution may train on in this round."""
-        return {name: self.memory(name, sources) for name, sources in self.hops.sources().items()}
+        return {name: self.memory(name, found) for name, found in self.sources().items()}
 
     def memory(self, name: str, sources: Sequence[str]) -> list[int]:
         """Return the numbers of these institutions' buffers, or with memory=all of all others'."""
@@ -326,8 +336,11 @@ class FedER(Relay):
         answer = blank_own() if self.stays else Trained.empty(arrays)
         self.held = {name: list(self.buffers.numbers.values()) for name in members}
         found, delivered = list[Exchange](), {name: set[tuple[int, int]]() for name in members}
+        drawn = {name: set[int]() for name in members}
         for server_round in range(1, num_rounds + 1):
             self.hops.begin_round(server_round, list(members))
+            for name in self.givers():
+                drawn[name].add(server_round * self.buffers.refreshed)
             for name, numbers in self.wanted().items():
                 delivered[name] |= {(server_round * self.buffers.refreshed, number) for number in numbers}
             while turn := self.hops.start():
@@ -338,7 +351,8 @@ class FedER(Relay):
                 self.hops.pass_on(turn.institution, trained=True)
         deliveries = {name: len(pairs) for name, pairs in delivered.items()}
         self.hops, self.held, self.turns = self.new_hops(), {}, {}
-        return [*self.buffers.forecast(deliveries, num_rounds), *found]
+        draws = {name: len(rounds) for name, rounds in drawn.items()}
+        return [*self.buffers.forecast(deliveries, draws), *found]
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return the evaluations, and those of every model by all after the last round."""

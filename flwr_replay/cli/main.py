@@ -241,9 +241,9 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
         depend = "; their generators depend on all images of an institution, and no epsilon bounds what one shows"
         said = ", drawn by generators trained under DP" if bounded else f"{depend} of a patient"
         lines.append(f"synthetic images: {shown_bytes(count)} went up{said}")
-    if stated := {name: one for name, one in result["privacy"].items() if one}:
-        lines.append(result["privacy-claim"])
-        for name, one in stated.items():
+    lines.append(result["privacy-claim"])
+    for name, one in result["privacy"].items():
+        if one:
             bound = None if one["epsilon"] is None else (rounded_up(one["epsilon"]), rounded_up(one["delta"], 2))
             known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
             lines.append(f"  {name}: {known}{one['mechanism']}")

@@ -279,6 +279,11 @@ class GeneratorConfig:
         return ("generator",)
 
     @property
+    def length(self) -> str:
+        """The options that say how long an institution trains it."""
+        return "generator.epochs"
+
+    @property
     def keeps_distance(self) -> bool:
         """Whether a loss keeps its images away from real ones, by a margin that is measured."""
         return False

@@ -37,6 +37,7 @@ from flwr_replay.config.sections import (
     POSITIVE,
     WIDTH,
     GeneratorConfig,
+    PriorConfig,
     one_of,
     require,
     within,
@@ -106,6 +107,11 @@ class StyleGAN2Config(GeneratorConfig):
         return self.privacy_loss != "none" and not self.checkpoint
 
     @property
+    def length(self) -> str:
+        """Steps."""
+        return "generator.steps"
+
+    @property
     def dp_steps(self) -> int:
         """Of the discriminator, the only network that sees images."""
         return self.steps
@@ -121,6 +127,13 @@ class StyleGAN2Config(GeneratorConfig):
             "images are secret; got generator.deviation={}, r1-every={}, ada-images={}, privacy-loss={}: set "
             "generator.deviation=false generator.r1-every=0 generator.ada-images=0 generator.privacy-loss=none"
         ).format(*got)
+
+
+def image_generator(
+    config: StyleGAN2Config, prior: PriorConfig, form: ImageForm, seed: int, device: torch.device
+) -> StyleGAN2:
+    """Build a StyleGAN2, which needs no prior."""
+    return StyleGAN2(config, form, seed, device)
 
 
 class StyleGAN2(ImageGenerator):

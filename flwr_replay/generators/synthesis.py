@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import GeneratorConfig, PriorConfig, ReplayConfig, require
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.generators.base import ImageForm, ImageGenerator
-from flwr_replay.generators.sampled import VQVAE2Images
-from flwr_replay.generators.stylegan2 import StyleGAN2, StyleGAN2Config
-from flwr_replay.generators.vqvae2 import VQVAE2Config
 
 __all__ = ["FEWEST", "LARGEST", "Progress", "SynthesisPlan"]
 
@@ -88,12 +88,12 @@ class SynthesisPlan:
         return self.replay.name == "buffer"
 
     def fresh(self, seed: int, device: torch.device) -> ImageGenerator:
-        """Build the generator with fresh weights, which depend on the seed alone."""
-        if isinstance(self.generator, VQVAE2Config):
-            return VQVAE2Images(self.generator, self.prior, self.form, seed, device)
-        if isinstance(self.generator, StyleGAN2Config):
-            return StyleGAN2(self.generator, self.form, seed, device)
-        raise ConfigError(f"generator={self.generator.name} makes no images for labels: choose stylegan2 or vqvae2")
+        """Build the generator by its name, with fresh weights, which depend on the seed alone."""
+        module = importlib.import_module(f"flwr_replay.generators.{self.generator.name}")
+        if not hasattr(module, "image_generator"):
+            raise ConfigError(f"generator={self.generator.name} makes no images for labels: choose another")
+        made: ImageGenerator = module.image_generator(self.generator, self.prior, self.form, seed, device)
+        return made
 
     def check(self, names: Sequence[str]) -> None:
         """Refuse a generator that cannot be built, and checkpoints of these institutions that cannot be used.
@@ -106,6 +106,21 @@ class SynthesisPlan:
         self.fresh(0, torch.device("cpu"))
         for path in sorted({path for name in names if (path := self.checkpoint(name))}):
             self.checkpointed(path, torch.device("cpu"))
+
+    def check_labels(self, labels: Sequence[NDArray[Any]]) -> None:
+        """Refuse a simulation in which no institution has enough images of any class.
+
+        Parameters
+        ----------
+        labels : Sequence of int64 arrays
+            Of the training examples, by institution.
+        """
+        most = max((int(np.bincount(own).max()) for own in labels if len(own)), default=0)
+        require(
+            most >= FEWEST or bool(self.generator.checkpoint),
+            f"a generator needs a class of at least {FEWEST} images; no institution has more than {most} of any: take "
+            "fewer nodes or more data",
+        )
 
     def steps(self, examples: int) -> int:
         """Return how many steps a training on so many images has; none where a checkpoint is given."""

@@ -31,10 +31,11 @@ from flwr_replay.config.sections import (
     PASSES,
     WIDTH,
     GeneratorConfig,
+    PriorConfig,
     one_of,
     within,
 )
-from flwr_replay.generators.base import ReplayGenerator, by_level
+from flwr_replay.generators.base import ImageForm, ImageGenerator, ReplayGenerator, by_level
 from flwr_replay.generators.codebooks import EMACodebook, GradientCodebook, perplexity
 from flwr_replay.models.seeding import seeded
 
@@ -69,6 +70,11 @@ class VQVAE2Config(GeneratorConfig):
         return "generator", "prior"
 
     @property
+    def length(self) -> str:
+        """Its own passes, and those of the prior."""
+        return "generator.epochs, prior.epochs"
+
+    @property
     def dp_passes(self) -> int:
         """One for each epoch."""
         return self.epochs
@@ -82,6 +88,15 @@ class VQVAE2Config(GeneratorConfig):
             "under differential privacy no layer may mix examples, and running means do; got "
             f"generator.codebook={self.codebook}: choose generator.codebook=gradient"
         )
+
+
+def image_generator(
+    config: VQVAE2Config, prior: PriorConfig, form: ImageForm, seed: int, device: torch.device
+) -> ImageGenerator:
+    """Build a VQ-VAE-2 with a prior that draws its codes."""
+    from flwr_replay.generators.sampled import VQVAE2Images  # which imports this module
+
+    return VQVAE2Images(config, prior, form, seed, device)
 
 
 TOP = 8  # pixels of a top code's side; a bottom code has half of them

@@ -76,7 +76,7 @@ def read_weights(path: Path, option: str) -> dict[str, Tensor]:
         loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
         weights = {str(name): torch.as_tensor(value) for name, value in loaded.items()}
     except Exception as error:  # a damaged file can raise any error
-        line = " ".join(str(error).split()) or type(error).__name__
+        line = f"{type(error).__name__} {' '.join(str(error).split())}"
         raise ConfigError(f"{option} must be a .safetensors or .pth file of weights; got {path}: {line}") from None
     for name, tensor in weights.items():
         if not torch.isfinite(tensor).all():

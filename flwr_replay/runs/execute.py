@@ -32,6 +32,8 @@ from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.records import array_record, opened
 from flwr_replay.wire.weights import to_arrays
 
+EVIDENCE = "That synthetic images lie far from real ones is evidence, and no guarantee."
+
 __all__ = ["Job", "claim", "execute", "run_job", "settings_of"]
 
 
@@ -107,7 +109,7 @@ def claim(strategy: Movement) -> str:
     """Say in a sentence what in a run is differentially private, by the declarations of its stages."""
     privacy = strategy.settings.privacy
     if privacy is None:
-        return NOTHING
+        return f"{NOTHING} {EVIDENCE}" if "train-slice" in strategy.all_stages() else NOTHING
     return privacy.sentence({stage: REQUESTS[stage].answer for stage in strategy.all_stages()})
 
 

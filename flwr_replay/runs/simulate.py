@@ -18,7 +18,7 @@ from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
 from flwr_replay.data import Partition
-from flwr_replay.data.dealt import dealt
+from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import PrivacyError, RunError
 from flwr_replay.files.atomic import home, write_json
 from flwr_replay.institution.pictures import gather
@@ -57,6 +57,9 @@ class Simulation:
         if plan := job.settings.privacy:
             sizes = [len(own) for own in part.train]
             _refuse_poor(plan, [sum(sizes)] if plan.pooled else sizes)
+        if (synthesis := job.settings.synthesis) and "train-slice" in job.strategy("").all_stages():
+            labels = loaded(config.task).train.y
+            synthesis.check_labels([labels[own] for own in part.train])
         return cls(job, part)
 
 

@@ -38,9 +38,14 @@ class BufferReplay(Replay):
 
     def complete(self, arrays: StateDict) -> None:
         """Have generators trained and buffers drawn where they lack; deliver them to those who lack them."""
-        self.buffers.prepare(self.grid, self.server_round, self.extra)
+        self.buffers.prepare(self.grid, self.server_round, self.extra, self.givers())
         wanted = {member.name: self.others(member.name) for member in self.movement.members}
         self.buffers.deliver(self.grid, self.server_round, wanted, self.extra)
+
+    def givers(self) -> list[str]:
+        """Return all that have others; one institution alone draws nothing."""
+        names = [member.name for member in self.movement.members]
+        return names if len(names) > 1 else []
 
     def others(self, name: str) -> list[int]:
         """Return the numbers of the others' buffers."""
@@ -55,7 +60,8 @@ class BufferReplay(Replay):
         members = self.movement.members
         found = {m.name: "has received no replays" for m in members if self.held(m.name) != self.others(m.name)}
         ours = {member.name for member in members.known if member.ours} | {member.name for member in members}
-        return dict(sorted((found | dict.fromkeys(ours - {*self.buffers.numbers}, "is not replayed")).items()))
+        silent = dict.fromkeys(ours - {*self.buffers.numbers}, "is not replayed") if self.givers() else {}
+        return dict(sorted((found | silent).items()))
 
     def holding(self, name: str) -> int:
         """Return how many images of others an institution has."""

@@ -26,9 +26,10 @@ def exchanges_of(replay: Replay, members: Sequence[Member]) -> list[tuple[Member
     From then on the replay is as if they had been made.
     """
     if isinstance(replay, BufferReplay):
-        replay.buffers.numbers = {member.name: i for i, member in enumerate(members, 1)}
+        replay.buffers.numbers = {name: i for i, name in enumerate(replay.givers(), 1)}
         replay.buffers.held = {member.name: replay.others(member.name) for member in members}
-        return replay.buffers.forecast({member.name: len(members) - 1 for member in members}, 1)
+        deliveries = {member.name: len(members) - 1 for member in members}
+        return replay.buffers.forecast(deliveries, dict.fromkeys(replay.givers(), 1))
     assert isinstance(replay, GenerativeReplay)
     replay.expect(members)
     plan, before = replay.replay_plan, 0

@@ -13,7 +13,7 @@ Failures: An institution that fails is asked again before the next round. Until 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,14 +76,20 @@ class Buffers:
 
     # --- generators and buffers ---------------------------------------------------------------------------------------
 
-    def prepare(self, grid: Grid, server_round: int, extra: ConfigRecord) -> None:
-        """Have the institutions that lack a trained generator train it, and those that lack a buffer draw one."""
+    def prepare(self, grid: Grid, server_round: int, extra: ConfigRecord, givers: Container[str] | None = None) -> None:
+        """Have the institutions that lack a trained generator train it, and those that lack a buffer draw one.
+
+        Parameters
+        ----------
+        givers : Container of str, or None
+            Of whose buffers others are to learn in this round; None: of all. Nobody else draws one.
+        """
         if not self.size and not self.always:
             return
         self.train(grid, server_round, extra)
         if not self.size:
             return
-        lacking = [m for m in self.movement.members if m.name in self.trained and self.lacks(m)]
+        lacking = [m for m in self.movement.members if m.name in self.trained and self.lacks(m, givers)]
         numbers = {member.name: self.made + i for i, member in enumerate(lacking, 1)}
         self.made += len(lacking)
 
@@ -98,9 +104,10 @@ class Buffers:
             grid, server_round, asked, needed=False, take=take, at_once=1, missed=self.drew_none.append
         )
 
-    def lacks(self, member: Member) -> bool:
+    def lacks(self, member: Member, givers: Container[str] | None) -> bool:
         """Return whether an institution is to draw a buffer."""
-        return self.refreshed or member.name not in self.numbers
+        wanted = givers is None or member.name in givers
+        return wanted and (self.refreshed or member.name not in self.numbers)
 
     def train(self, grid: Grid, server_round: int, extra: ConfigRecord) -> None:
         """Send message after message until every generator is complete, or its institution fails."""
@@ -138,8 +145,8 @@ class Buffers:
             if last.diversity is not None and last.diversity < ALIKE:
                 logging.getLogger("flwr").warning(
                     "%s: images of a class lie %.2f as far apart as real ones; below %s they are almost one image: "
-                    "train longer (generator.steps), or choose another generator",
-                    *(name, last.diversity, ALIKE),
+                    "train longer (%s), or choose another generator",
+                    *(name, last.diversity, ALIKE, self.plan.generator.length),
                 )
 
     def draw(self, server_round: int) -> DrawBuffer:
@@ -206,15 +213,15 @@ class Buffers:
 
     # --- forecast -----------------------------------------------------------------------------------------------------
 
-    def forecast(self, deliveries: Mapping[str, int], rounds: int) -> list[tuple[Member, Request, Payload, int]]:
+    def forecast(
+        self, deliveries: Mapping[str, int], draws: Mapping[str, int]
+    ) -> list[tuple[Member, Request, Payload, int]]:
         """Return the exchanges if every institution stays and none needs more time than a message has.
 
         Parameters
         ----------
-        deliveries : Mapping of str to int
-            By institution: how many buffers it receives.
-        rounds : int
-            Of the run.
+        deliveries, draws : Mapping of str to int
+            By institution: how many buffers it receives, and how many it draws.
         """
         if not self.size and not self.always:
             return []
@@ -233,7 +240,7 @@ class Buffers:
                         member,
                         self.draw(0),
                         Buffer(images=images, labels=labels, num_examples=0),
-                        rounds if self.refreshed else 1,
+                        draws.get(member.name, 0),
                     )
                 )
                 keep = KeepBuffer(run=run, number=0, buffer=self.size, images=images, labels=labels)

@@ -183,7 +183,7 @@ def test_images_under_dp_without_epsilon_are_no_answer(folder):
         return reply
 
     nodes = node_configs(folder, folder / "servers", "ab")
-    ran = run(folder, [*END_TO_END, "rounds=1"], nodes, after=silent)
+    ran = run(folder, [*END_TO_END, "rounds=2"], nodes, after=silent)
     assert {failure["institution"] for failure in ran.result["failures"]} == {"a"}
     assert "states epsilon and delta" in ran.result["failures"][0]["reason"]
     assert ran.result["privacy"]["b"]["epsilon"] <= 2

@@ -55,7 +55,7 @@ def test_two_generators_draw_other_images(tmp_path, trained):
     for state, options in (("one", ()), ("two", ("seed=1",))):
         nodes = node_configs(tmp_path, tmp_path / state, "a")
         nodes[0]["generator-checkpoint"] = str(trained(*options) if not drawn else tmp_path / "other.safetensors")
-        ran = run(tmp_path, [*JOB, f"run_name={state}"], nodes)
+        ran = run(tmp_path, [*JOB, "strategy=syncentral", f"run_name={state}"], nodes)
         drawn.append(next((ran.folder / "buffers").iterdir()).read_bytes())
         plan = SynthesisPlan.of(compose(JOB))
         fresh = plan.fresh(8, torch.device("cpu"))

@@ -1,16 +1,21 @@
-"""A generator that several processes of an institution want is trained once."""
+"""A generator that several processes want is trained once; a simulation without one does not begin; the summary."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 
+from flwr_replay.cli.main import _summary
 from flwr_replay.config.compose import compose
+from flwr_replay.errors import ConfigError
 from flwr_replay.generators.sampled import VQVAE2Images
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.payloads.synthetic import TrainSlice
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.simulate import Simulation, run_inline
 
 RUN = ["strategy=feder", "task=medmnist", "task.size=8", "classes=2", "model=cnn", "model.width=4", "device=cpu"]
 CODES = ["generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=8", "prior.epochs=1"]
@@ -49,3 +54,23 @@ def test_processes_that_want_one_generator_train_it_by_turns(tmp_path, monkeypat
 def test_a_message_that_has_waited_longer_than_a_slice_lasts_still_takes_steps(tmp_path):
     stages = stages_of(tmp_path, "generator.slice_seconds=1")
     assert stages.go_on(TrainSlice(run="r"), began=-1e9).steps == 10
+
+
+def test_a_simulation_in_which_nobody_has_images_of_a_class_ends_before_anything_is_written(tmp_path):
+    job = ["strategy=feder", "task=digits", "nodes=2", "partition=iid", "partition.size=6", "device=cpu", "model=mlp"]
+    with pytest.raises(ConfigError, match="a class of at least 4 images; no institution has more than [123]"):
+        Simulation.of(compose(job))
+    assert Simulation.of(compose([*job, "buffer=0"]))  # no generator is trained
+
+
+def test_without_dp_a_summary_says_what_distances_are_worth(tmp_path):
+    job = ["strategy=feder", "task=digits", "nodes=2", "partition.size=40", "device=cpu", "rounds=1", "model=mlp"]
+    job += [
+        "mode=synthetic-only",
+        "buffer=0",
+        "generator=stylegan2",
+        "generator.steps=1",
+        "generator.privacy_loss=none",
+    ]
+    result, folder = run_inline([*job, "generator.width=4", f"runs_dir='{tmp_path}'"], Display())
+    assert "evidence, and no guarantee" in _summary(result, folder)

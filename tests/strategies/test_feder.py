@@ -196,6 +196,15 @@ def test_a_buffer_goes_up_once_and_to_each_institution_once(start):
     assert kinds == {"synthetic", "statistic", "instruction"}
 
 
+@pytest.mark.parametrize(
+    ("options", "names"), [(["rounds=1"], "cab"), (["rounds=3"], "a"), (["rounds=1", "memory=all"], "cab")]
+)
+def test_images_that_nobody_can_learn_do_not_leave(start, options, names):
+    ran = start(*options, names=names)
+    assert not asked_of(ran, "draw-buffer")
+    assert "synthetic" not in {row["kind"] for row in ran.ledger}
+
+
 def test_a_buffer_is_the_same_however_often_it_is_asked_for(start):
     drawn = []
 
