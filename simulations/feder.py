@@ -31,17 +31,26 @@ OTHERS = [
 ]
 
 
-def part(name: str, about: str, methods: Sequence[str], options: Sequence[str], data: str = "mnist") -> Part:
+def part(
+    name: str, about: str, methods: Sequence[str], options: Sequence[str], data: str = "mnist", group: str = ""
+) -> Part:
     """Return a part whose methods are compared with FedER's standard mode."""
-    first = methods[0].split(" := ")[0]
     return Part(
-        name=name, about=about, methods=methods, options=options, against=first, metric="balanced-accuracy", data=data
+        name=name,
+        about=about,
+        methods=methods,
+        options=options,
+        against=methods[0].split(" := ")[0],
+        metric="balanced-accuracy",
+        data=data,
+        group=group,
     )
 
 
 def iid(nodes: int) -> Part:
     """Return a part without skew."""
-    return part(f"iid-{nodes}", "No skew.", [FEDER, HOPS, "central"], [*MNIST, "partition=iid", f"nodes={nodes}"])
+    options = [*MNIST, "partition=iid", f"nodes={nodes}"]
+    return part(f"iid-{nodes}", "No skew.", [FEDER, HOPS, "central"], options, group="No skew, by institutions")
 
 
 def contrast(nodes: int) -> Part:
@@ -91,6 +100,12 @@ PARTS = [
             FEDER,
             *(f"{r} rounds of {e} := feder:rounds={r}:local_epochs={e}" for r, e in ((5, 2), (2, 5))),
         ],
+        SKEW,
+    ),
+    part(
+        "agreement",
+        "Table II in shape: every model at every institution, after the last round.",
+        [f"{method}:agreement=true" for method in (FEDER, HOPS, OTHERS[0])],
         SKEW,
     ),
     *map(iid, (2, 4, 8)),

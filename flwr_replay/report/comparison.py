@@ -232,6 +232,7 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     said = (cell.get("result", {}).get("metrics-note", "") for cell in report["cells"])
     lines += [note for note in dict.fromkeys(said) if note]
     lines += [f"{label}: {claim}" for label, claim in _claims(report).items()]
+    lines += _agreements(report)
     for cell in report["cells"]:
         where = f"{cell['label']} seed {cell['seed']}"
         if "error" in cell:
@@ -253,6 +254,20 @@ def _claims(report: Mapping[str, Any]) -> dict[str, str]:
         if any(one for result in results for one in result.get("privacy", {}).values()):
             found[label] = results[0]["privacy-claim"]
     return found
+
+
+def _agreements(report: Mapping[str, Any]) -> list[str]:
+    """Say how far the models of runs with `agreement=true` differ at the institutions, by method."""
+    found: dict[str, list[str]] = {}
+    for cell in report["cells"]:
+        if agreement := cell.get("result", {}).get("agreement"):
+            spread = _mean([*agreement["standard-deviation"].values()])
+            found.setdefault(cell["label"], []).append("–" if spread is None else f"{spread:.3f}")
+    return [
+        f"{label}: standard deviation of balanced accuracy over all models, mean over institutions, by seed: "
+        f"{', '.join(shown)}"
+        for label, shown in found.items()
+    ]
 
 
 def _mean(values: Sequence[float]) -> float | None:

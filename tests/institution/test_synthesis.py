@@ -58,7 +58,7 @@ def test_a_message_that_has_waited_longer_than_a_slice_lasts_still_takes_steps(t
 
 def test_a_simulation_in_which_nobody_has_images_of_a_class_ends_before_anything_is_written(tmp_path):
     job = ["strategy=feder", "task=digits", "nodes=2", "partition=iid", "partition.size=6", "device=cpu", "model=mlp"]
-    with pytest.raises(ConfigError, match="a class of at least 4 images; no institution has more than [123]"):
+    with pytest.raises(ConfigError, match=r"a class of at least 4 images; no institution has more than [123]"):
         Simulation.of(compose(job))
     assert Simulation.of(compose([*job, "buffer=0"]))  # no generator is trained
 
