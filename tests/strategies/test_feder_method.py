@@ -77,8 +77,8 @@ def test_a_model_is_trained_by_eq_4_on_its_predecessors_buffer_or_those_of_all_o
         for at, asked, _ in ran.grid.log:
             if at.stage == "train-with-buffers" and at.exchange == server_round:
                 sent = opened(asked.content["arrays"])
-                (before,) = [name for name, model in models.items() if same(model, sent)]  # whose model it is
-                assert before != at.name
+                before = next((name for name, model in models.items() if same(model, sent)), None)  # whose it is
+                assert before not in (None, at.name), f"round {server_round}, {at.name}: no other's model is that sent"
                 sources = [before] if memory == "predecessor" else sorted({*SIZES} - {at.name})
                 buffer = [torch.cat(parts) for parts in zip(*(buffers[name] for name in sources), strict=True)]
                 trained[at.name] = eq_4(models[before], data[at.name], buffer, at.name, server_round)
