@@ -202,6 +202,18 @@ def test_without_its_weight_the_training_is_the_plain_one():
     assert said["privacy"] >= 0
 
 
+def test_the_privacy_loss_sees_images_without_their_noise():
+    x, y = images()
+    found = []
+    for strength in (0.0, 5.0):
+        model = gan(privacy_loss="printed")  # it depends on all images, however far they are
+        for name, value in model.generator.named_parameters():
+            if name.endswith("strength"):
+                value.data.fill_(strength)
+        found.append(model.train(x, y, range(3, 4))["privacy"])
+    assert found[0] == found[1] > 0
+
+
 @pytest.mark.parametrize("broken", [2, 3, 5])
 def test_a_training_that_breaks_off_before_or_within_the_second_part_ends_with_the_same_bits(broken):
     x, y = images()

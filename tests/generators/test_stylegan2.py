@@ -117,6 +117,49 @@ def test_without_probability_an_image_stays_as_it_is():
     assert all(not torch.equal(one, other) for one, other in zip(changed, x, strict=True))
 
 
+def test_every_16_steps_the_discriminators_gradient_has_r1s():
+    x, y = images(n=4)
+    x, found = x / 127.5 - 1, []
+    for step in (0, 1, 15, 16):
+        model = gan(r1=0.5)
+        model._discriminator_step(step, x, y, rng())
+        found.append(torch.cat([p.grad.flatten() for p in model.discriminator.parameters()]))
+    model, x = gan(), x.requires_grad_()
+    (by_x,) = torch.autograd.grad(model.discriminator(x, y).sum(), x, create_graph=True)
+    (16 * 0.5 / 2 * by_x.square().sum() / 4).backward()
+    of_r1 = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.discriminator.parameters()]
+    expected = torch.cat([gradient.flatten() for gradient in of_r1])
+    assert float(expected.abs().max()) > 1e-3
+    for regularised, plain in ((0, 1), (3, 2)):
+        torch.testing.assert_close(found[regularised] - found[plain], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_all_images_that_the_discriminator_sees_are_augmented():
+    x, y = images(n=4)
+    seen = {0.0: [], 1.0: []}
+    for p, inputs in seen.items():
+        model = gan()
+        model.p = p
+        model.discriminator.register_forward_pre_hook(lambda _, given, inputs=inputs: inputs.append(given[0].detach()))
+        model.train(x, y, range(1))
+    pairs = [*zip(*seen.values(), strict=True)]
+    assert len(pairs) == 3  # real ones; generated ones in D's step, and in G's
+    assert all(not torch.equal(one, other) for pair in pairs for one, other in zip(*pair, strict=True))
+
+
+def test_samples_come_from_the_running_means_alone():
+    x, y = images()
+    model = gan()
+    model.train(x, y, range(3))
+    drawn = model.sample(y, rng())
+    for value in model.generator.parameters():
+        value.data.add_(1)
+    assert torch.equal(model.sample(y, rng()), drawn)
+    for value in model.running.parameters():
+        value.data.add_(1)
+    assert not torch.equal(model.sample(y, rng()), drawn)
+
+
 @pytest.mark.parametrize("options", [{}, {"path_length": True, "residual": True, "condition_to": 0.5}])
 def test_a_training_in_slices_ends_with_the_same_bits(options):
     x, y = images()

@@ -97,6 +97,25 @@ def test_a_generator_that_copies_is_found_out(hospitals, synthetic, monkeypatch)
         assert attack["members"] < attack["others"] / 10
 
 
+def test_the_network_that_projects_is_not_the_one_that_measures(hospitals, synthetic, monkeypatch):
+    by_projecting = []
+
+    class Flips(Copies):
+        """Notes how far its images are by the network that it is given."""
+
+        def closest(self, x_BCHW, labels_B, look):
+            made = x_BCHW.flip(3)
+            by_projecting.append(float((look.embed(x_BCHW) - look.embed(made)).square().sum(1).mean()))
+            return made
+
+    monkeypatch.setattr(SynthesisStages, "complete", lambda stages, run: Flips(*hospitals[1]["a"]))
+    _, out, _ = synthetic("--json", "--samples", "16")
+    found = {(one["attack"], one["distance"]): one for one in json.loads(out)[0]["attacks"]}
+    reported = [found["projection", "local features"][side] for side in ("members", "others")]
+    for measured, projected in zip(reported, by_projecting, strict=True):
+        assert 0 < measured != pytest.approx(projected, rel=1e-3)
+
+
 def test_the_command_says_each_attack_and_keeps_its_pictures_for_the_owner(hospitals, synthetic):
     code, out, err = synthetic("--samples", "32")
     assert code == 0, err
