@@ -84,4 +84,5 @@ class FML(Parallel):
 
     def evaluation(self, server_round: int, arrays: Weights) -> EvaluateWithProxy:
         """Each institution tests its private model and the averaged proxy."""
-        return EvaluateWithProxy(server_round=server_round, arrays=arrays, run=self.settings.run)
+        own = self.config.listening
+        return EvaluateWithProxy(server_round=server_round, arrays=arrays, run=self.settings.run, **own)

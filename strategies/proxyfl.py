@@ -83,4 +83,4 @@ class ProxyFL(Gossip):
 
     def evaluation(self, server_round: int, arrays: Weights) -> EvaluatePair:
         """Each institution tests its private model and, after mixing, its proxy."""
-        return EvaluatePair(server_round=server_round, run=self.settings.run)
+        return EvaluatePair(server_round=server_round, run=self.settings.run, **self.config.listening)

@@ -97,7 +97,7 @@ class MutualLearner:
 
     def step(self, x_B: Tensor, y_B: Tensor) -> None:
         """Let both models step on a batch, each with the other's outputs from before either has stepped."""
-        learns = len(y_B) >= self.fewest
+        learns = len(y_B) >= self.fewest and self.request.listen == "loss"  # else in passes of its own
         f_B = self.private.model(x_B) if learns else inference(self.private.model, x_B)
         mutual = mutual_losses if self.dp else mutual_loss  # DP-SGD needs every example's own loss
 

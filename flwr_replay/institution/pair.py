@@ -10,16 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from flwr_replay.errors import BudgetError, PrivacyError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.mutual import Learning, MutualLearner
+from flwr_replay.institution.owner import Shard
+from flwr_replay.learning.pooling import Pool
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches
 from flwr_replay.payloads.common import Present, RollCall
 from flwr_replay.payloads.mutual import (
     EvaluatePair,
     EvaluateWithProxy,
+    Listening,
     PairEvaluation,
     TrainMutually,
     TrainProxy,
@@ -47,7 +52,7 @@ class PairClient(InstitutionClient):
         phi = self.scratch_model(own, "private")
         refuse_single_batches(proxy, len(self.institution.train), self.batch_size)
         if request.private_epochs:
-            refuse_single_batches(phi, len(self.institution.train), request.private_batch_size)
+            refuse_single_batches(phi, len(self.lessons(request)), request.private_batch_size)
         training = replace(self.training, optimizer=request.private_optimizer)
         private = Learning(phi, make_optimizer(phi, training, request.private_lr))
         common = Learning(proxy, make_optimizer(proxy, self.training, request.lr))
@@ -68,6 +73,32 @@ class PairClient(InstitutionClient):
                 self.budget.rest("proxy", request)
                 rests = True
         return MutualLearner(private, common, self.task, request, self.batch_size, dp, rests)
+
+    # --- listening by a pool ------------------------------------------------------------------------------------------
+
+    def lessons(self, request: Listening) -> Shard:
+        """Return the examples from which φ learns in passes of its own: all but those that are held out."""
+        data, held = self.training_data(), self.held_rows(request)
+        return data if not len(held) else rows_of(data, ~torch.isin(torch.arange(len(data)), held))
+
+    def held_out(self, request: Listening) -> Shard:
+        """Return the examples by which a pool's weights are chosen: the validation split, or those that are held out.
+
+        They never leave, and nothing that was computed from them does but φ's test metrics.
+        """
+        return self.institution.validation or rows_of(self.training_data(), self.held_rows(request))
+
+    def held_rows(self, request: Listening) -> Tensor:
+        """Return the rows that are held out, the same in every exchange; none without a pool or beside a split."""
+        if request.listen != "pool" or self.institution.validation is not None:
+            return torch.empty(0, dtype=torch.int64)
+        n = len(self.training_data())
+        return torch.randperm(n, generator=self.shuffle("held-out"))[: max(1, round(request.holdout * n))]
+
+    def pooled(self, phi: Weights, theta: Weights, request: Listening) -> Pool:
+        """Return φ and θ as one classifier. θ may have been trained on the held-out examples, by DP-SGD."""
+        held = self.held_out(request)
+        return Pool.fitted(self._loaded(phi, "private"), self._loaded(theta), held.x, held.y)
 
     def keep_pair(self, request: TrainPair, learner: MutualLearner) -> dict[str, Any]:
         """Save what never leaves; return the answer's counts and loss.
@@ -95,6 +126,16 @@ class PairClient(InstitutionClient):
         }
 
     def tested(self, request: EvaluatePair | EvaluateWithProxy, theta: Weights) -> PairEvaluation:
-        """Test φ as it stands after this round, and a proxy."""
-        private = self.evaluated(unnested(self.latest("pair", request))["model"], request.split, "private")
-        return PairEvaluation.of_pair(private, self.evaluated(theta, request.split))
+        """Test φ as it stands after this round, with listen=pool together with θ, and a proxy."""
+        phi, shard = unnested(self.latest("pair", request))["model"], self.institution.shard(request.split)
+        proxy = self.evaluated(theta, request.split)
+        if request.listen == "loss":
+            return PairEvaluation.of_pair(self.evaluated(phi, request.split, "private"), proxy)
+        own = self.task.evaluate(self.pooled(phi, theta, request), shard.x, shard.y)
+        return PairEvaluation.of_pair(own, proxy)
+
+
+def rows_of(data: Shard, rows: Tensor) -> Shard:
+    """Return some examples."""
+    rows = rows.to(data.y.device)
+    return replace(data, x=data.x[rows], y=data.y[rows])

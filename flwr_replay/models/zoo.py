@@ -10,6 +10,7 @@ model        stages                                     source
 `cnn`        conv1, conv2, head                         CNN2 of any width, padded, with a norm layer
 `resnet18`   conv1, layer1 .. layer4, head              He et al. 2016; `flwr_replay.models.resnet`
 `resnet34`   conv1, layer1 .. layer4, head              the same
+`gabor`      energies, head                             Tramèr and Boneh 2021; `flwr_replay.models.gabor`
 `deepset`    elements, hidden1, hidden2, head           ProxyFL, appendix A.3; `flwr_replay.models.deepset`
 `unet`       enc1, rest, head                           Ronneberger et al. 2015; `flwr_replay.models.unet`
 ===========  =========================================  =====================================================
@@ -35,6 +36,7 @@ from torch import nn
 from flwr_replay.config.sections import ModelConfig, TaskConfig, require
 from flwr_replay.memory import remembered
 from flwr_replay.models.deepset import deepset
+from flwr_replay.models.gabor import gabor
 from flwr_replay.models.layers import Standardize, norm_layer, stage
 from flwr_replay.models.seeding import seeded
 from flwr_replay.models.staged import StagedModel
@@ -102,6 +104,8 @@ def _fresh(model: ModelConfig, task: TaskConfig) -> StagedModel:
         return _proxyfl_cnn(model.name, task)
     if model.name == "cnn":
         return _cnn(model, task)
+    if model.name == "gabor":
+        return gabor(model, task)
     if model.name == "deepset":
         return deepset(model, task)
     if model.name == "unet":
@@ -113,7 +117,7 @@ def _fresh(model: ModelConfig, task: TaskConfig) -> StagedModel:
 
 def _smallest(model: ModelConfig) -> int:
     """Return the smallest image size, in pixels, at which the poolings (ResNet: the stem) leave at least one pixel."""
-    if model.name in ("mlp", "deepset", "unet"):
+    if model.name in ("mlp", "deepset", "unet", "gabor"):
         return 1
     if model.name in ("cnn1", "cnn2"):
         return 10

@@ -48,11 +48,20 @@ class MutualConfig(StrategyConfig):
     private_lr: float = 0.0  # 0: as training.lr; falls with it, by lr-step
     private_epochs: int = 0  # passes that the private model trains alone, with the received proxy as its teacher
     private_batch_size: int = 0  # in these passes; 0: as training.batch-size
+    listen: str = "loss"  # loss: by alpha | pool: answers are pooled, with weights that fit held-out examples
+    holdout: float = 0.1  # listen=pool: share of the own examples that are held out where there is no validation split
     private_shift: int = 0  # largest shift of a batch in these passes, pixels; it gives more predictions to learn from
 
     def __post_init__(self) -> None:
         weight = Range(0, 1, "lies in [0, 1]")
         within("strategy.", self, alpha=weight, beta=weight)
+        one_of("strategy.listen", self.listen, ("loss", "pool"))
+        within("strategy.", self, holdout=Range(0, 1, "is a share between 0 and 1", "()"))
+        require(
+            self.listen == "loss" or (self.alpha == 0 and self.private_epochs > 0),
+            "with listen=pool the private model learns from labels, in passes of its own; got "
+            f"alpha={self.alpha:g} and private-epochs={self.private_epochs}: set alpha=0 private-epochs=1",
+        )
         one_of("strategy.private-optimizer", self.private_optimizer, ("", "sgd", "adam"))
         within("strategy.", self, private_lr=NOT_NEGATIVE, private_shift=NOT_NEGATIVE)
         within("strategy.", self, private_epochs=(0, PASSES), private_batch_size=(0, BATCH))
@@ -88,7 +97,13 @@ class MutualConfig(StrategyConfig):
             "private_epochs": self.private_epochs,
             "private_batch_size": self.private_batch_size or training.batch_size,
             "private_shift": self.private_shift,
+            **self.listening,
         }
+
+    @property
+    def listening(self) -> dict[str, Any]:
+        """How private models listen to proxies, as requests state it."""
+        return {"listen": self.listen, "holdout": self.holdout}
 
 
 def check_pair(strategy: str, settings: Settings) -> None:

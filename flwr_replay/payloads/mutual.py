@@ -15,6 +15,7 @@ from flwr_replay.wire.records import Weights
 __all__ = [
     "EvaluatePair",
     "EvaluateWithProxy",
+    "Listening",
     "Mutual",
     "PairEvaluation",
     "ReleasedProxy",
@@ -28,7 +29,15 @@ HALVES = ("loss", "confusion", "hits_in_group", "scores")  # of an evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mutual(LabelScale):
+class Listening(LabelScale):
+    """Part of a request: how the private model listens to the proxy."""
+
+    listen: str = instruction("loss or pool", default="loss")
+    holdout: float = instruction("share of the own examples by which a pool's weights are chosen", default=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutual(Listening):
     """Part of a request to train: options of the private model and of mutual learning (Kalra et al. 2023, eq. 4-5)."""
 
     alpha: float = instruction("weight of the proxy's predictions in the private model's loss")
@@ -111,7 +120,7 @@ class PairEvaluation(Evaluation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluatePair(LabelScale, Request, stage="evaluate-pair", answer=PairEvaluation, message_type="evaluate"):
+class EvaluatePair(Listening, Request, stage="evaluate-pair", answer=PairEvaluation, message_type="evaluate"):
     """Test your private model and your proxy on your test shard."""
 
     run: str = instruction()
@@ -120,7 +129,7 @@ class EvaluatePair(LabelScale, Request, stage="evaluate-pair", answer=PairEvalua
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateWithProxy(
-    LabelScale, Request, stage="evaluate-with-proxy", answer=PairEvaluation, message_type="evaluate"
+    Listening, Request, stage="evaluate-with-proxy", answer=PairEvaluation, message_type="evaluate"
 ):
     """Test your private model and this proxy on your test shard."""
 

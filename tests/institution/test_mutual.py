@@ -34,7 +34,7 @@ def batch(n=B):
 def learner(alpha, beta, dp=None, phi=1, name="lenet5", rests=False, **request):
     private, proxy = model(phi, name), model(2)
     halves = [Learning(half, torch.optim.SGD(half.parameters(), lr=LR)) for half in (private, proxy)]
-    asked = SimpleNamespace(alpha=alpha, beta=beta, **request)
+    asked = SimpleNamespace(listen="loss", alpha=alpha, beta=beta, **request)
     return MutualLearner(*halves, make_task(TASK), asked, B, dp, rests)
 
 

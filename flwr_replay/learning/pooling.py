@@ -1,0 +1,70 @@
+"""Two classifiers as one: a logarithmic opinion pool, with weights that fit examples which neither was trained on.
+
+Source: Genest and Zidek 1986 (doi 10.1214/ss/1177013825), section 3; a product of experts, Hinton 2002.
+
+    log p(y | x) = a log f(y | x) + b log h(y | x) + constant
+
+A model that is unsure about an example leaves it to the other. With b = 0 it is f's answer.
+
+Legend: N examples, C classes.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flwr_replay.learning.training import at_once
+from flwr_replay.models.layers import as_input
+
+__all__ = ["Pool", "weights_of"]
+
+OWN = (1.0, 0.5, 0.25, 0.1)  # candidates for a: networks that were trained to the end are too sure of themselves
+OTHERS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # candidates for b
+
+
+class Pool(nn.Module):
+    """The pool of two classifiers; its outputs are logits."""
+
+    def __init__(self, own: nn.Module, other: nn.Module, weights: tuple[float, float]) -> None:
+        super().__init__()
+        self.own, self.other, self.weights = own, other, weights
+
+    @classmethod
+    def fitted(cls, own: nn.Module, other: nn.Module, x: Tensor, y: Tensor) -> Self:
+        """Pool two classifiers with the weights that fit examples (N, ...) and their labels (N,)."""
+        return cls(own, other, weights_of(_logits(own, x), _logits(other, x), y))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, C)."""
+        a, b = self.weights
+        logits: Tensor = a * self.own(x)  # logits and log-probabilities differ by a constant for each example
+        return logits + b * self.other(x) if b else logits
+
+
+def _logits(model: nn.Module, x: Tensor) -> Tensor:
+    model.eval()
+    with torch.inference_mode():
+        return torch.cat([model(as_input(x_B)) for x_B in torch.split(x, at_once(x, 512))])
+
+
+def weights_of(f_NC: Tensor, h_NC: Tensor, y_N: Tensor) -> tuple[float, float]:
+    """Choose a and b by the least mean cross-entropy of the pool; of equals the first, which listens least.
+
+    Parameters
+    ----------
+    f_NC, h_NC : Tensor
+        Logits of both classifiers, (N, C).
+    y_N : Tensor
+        Labels, int64 (N,).
+
+    >>> sure, wrong = torch.tensor([[9.0, 0.0], [0.0, 9.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    >>> weights_of(sure, wrong, torch.tensor([0, 1]))
+    (1.0, 0.0)
+    """
+    candidates = [(a, b) for b in OTHERS for a in OWN]
+    losses = torch.stack([functional.cross_entropy(a * f_NC + b * h_NC, y_N) for a, b in candidates])
+    return candidates[int(losses.argmin())]

@@ -1,0 +1,61 @@
+"""Gabor features: they tell orientations apart, no image changes another's, and nothing but the head is learned."""
+
+import math
+
+import pytest
+import torch
+
+from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.errors import ConfigError
+from flwr_replay.models import build
+from flwr_replay.models.gabor import GRID, ORIENTATIONS, filters
+from flwr_replay.privacy.dpsgd import refuse_mixing
+from flwr_replay.privacy.ghost import Ghost
+
+TASK = TaskConfig(name="mnist", format="mnist", channels=1, size=28, classes=10)
+MODEL = ModelConfig(name="gabor")
+
+
+def test_only_the_head_is_learned_or_travels():
+    model = build(MODEL, TASK, 0)
+    assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == {
+        "head.fc.weight": (10, 9 * 49),
+        "head.fc.bias": (10,),
+    }
+    assert not any(value.any() for value in model.state_dict().values())
+    refuse_mixing(model)
+    assert Ghost.serves(model)
+
+
+def test_filters_have_no_mean_and_norm_one():
+    found = filters().flatten(1)
+    torch.testing.assert_close(found.mean(1), torch.zeros(16), atol=1e-7, rtol=0)
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(16))
+
+
+@pytest.mark.parametrize("k", range(ORIENTATIONS))
+def test_a_grating_has_the_most_energy_at_its_own_orientation(k):
+    place = torch.arange(28.0)
+    y, x = torch.meshgrid(place, place, indexing="ij")
+    angle = math.pi * k / ORIENTATIONS
+    grating = torch.cos(2 * math.pi / 4 * (x * math.cos(angle) + y * math.sin(angle)))
+    energies = build(MODEL, TASK, 0).energies(grating.view(1, 1, 28, 28)).view(ORIENTATIONS + 1, GRID**2)
+    assert int(energies[:ORIENTATIONS, GRID**2 // 2].argmax()) == k
+
+
+def test_an_images_features_depend_on_no_other_and_not_on_its_contrast():
+    x, layer = torch.rand(4, 3, 16, 16), build(MODEL, TaskConfig(**{**vars(TASK), "channels": 3}), 0).energies
+    torch.testing.assert_close(layer(x)[:1], layer(x[:1]))
+    torch.testing.assert_close(layer(x), layer(3 * x), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(layer(x).norm(dim=1), torch.full((4,), 10.0))
+    assert layer(torch.zeros(2, 3, 16, 16)).isfinite().all()
+
+
+def test_small_images_have_fewer_places():
+    model = build(MODEL, TaskConfig(**{**vars(TASK), "size": 5}), 0)
+    assert model(torch.rand(2, 1, 5, 5)).shape == (2, 10)
+
+
+def test_tables_are_refused():
+    with pytest.raises(ConfigError, match="model=gabor sees edges in images"):
+        build(MODEL, TaskConfig(**{**vars(TASK), "size": 1, "format": "table"}), 0)
