@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from flwr_replay.config.sections import PartitionConfig, require
 from flwr_replay.data.by_ks import deal_by_ks
 from flwr_replay.data.by_majority import deal_by_majority
+from flwr_replay.data.class_counts import ClassCounts
 from flwr_replay.data.datasets import Dataset, Examples
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_groups, mean_pairwise, tv_matrix
 from flwr_replay.errors import ConfigError, DataError
@@ -45,6 +46,10 @@ class Partition:
         Mean pairwise Kolmogorov-Smirnov statistic and total variation of the training labels, in [0, 1].
     dropped : int
         Training examples left out to reach the KS target (`partition.drop`).
+    contrast : float
+        See `PartitionConfig`.
+    classes : ClassCounts, or None
+        For partition=majority: how many examples of each class the institutions have.
     """
 
     names: tuple[str, ...]
@@ -54,12 +59,14 @@ class Partition:
     ks: float
     tv: float
     dropped: int
-    contrast: float = 0.0  # see PartitionConfig
+    contrast: float = 0.0
+    classes: ClassCounts | None = None
 
     @property
-    def skew(self) -> dict[str, float]:
-        """KS, TV, and the number of training examples left out to reach the KS."""
-        return {"ks": round(self.ks, 6), "tv": round(self.tv, 6), "dropped": self.dropped}
+    def skew(self) -> dict[str, Any]:
+        """KS, TV, the number of training examples left out to reach the KS, and the report of `classes`."""
+        skew = {"ks": round(self.ks, 6), "tv": round(self.tv, 6), "dropped": self.dropped}
+        return skew if self.classes is None else {**skew, "classes": self.classes.report(self.names)}
 
     def examples(self, dataset: Dataset, k: int) -> Dataset:
         """Return the k-th institution's data set, named after the institution."""
@@ -139,7 +146,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         f"partition.contrast needs images of bytes; got {dataset.train.x.dtype}: leave it at 0",
     )
     val = dataset.val if dataset.val is not None and len(dataset.val) else None
-    dropped, val_shards = 0, None
+    dropped, classes, val_shards = 0, None, None
     if config.name == "natural":
         names = _institutions_of(dataset, config, nodes)
         train, test = _by_site(dataset.train, names), _by_site(dataset.test, names)
@@ -148,6 +155,8 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         names = tuple(institution_name(k, nodes) for k in range(nodes))
         if config.name == "ks":
             train, dropped = deal_by_ks(dataset.train.labels, config, nodes, seed)
+        elif config.name == "majority":
+            train, classes = deal_by_majority(dataset.train.labels, config, nodes, seed)
         else:
             train = DEALERS[config.name](dataset.train.labels, config, nodes, seed)
         test = _shards(dataset.test, "test", dataset.train, train, config, seed)
@@ -175,6 +184,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         tv=mean_pairwise(tv_matrix(labels)),
         dropped=dropped,
         contrast=config.contrast,
+        classes=classes,
     )
 
 
@@ -222,7 +232,6 @@ def _deal_dirichlet(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: 
 
 DEALERS: dict[str, Callable[[NDArray[Any], PartitionConfig, int, int], list[Indices]]] = {
     "iid": _deal_iid,
-    "majority": deal_by_majority,
     "dirichlet": _deal_dirichlet,
 }
 
