@@ -215,6 +215,7 @@ def _say(text: str) -> None:
 
 
 def _summary(result: dict[str, Any], folder: Path) -> str:
+    from flwr_replay.data.class_counts import summary, warnings
     from flwr_replay.privacy.accounting import rounded_up
     from flwr_replay.report.epsilon import epsilon_suffix
     from flwr_replay.report.missing import missing_suffix
@@ -228,6 +229,8 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
         *(f"  {name}: {metrics[leading]:.4f}" for name, metrics in result["final"]["institutions"].items()),
         f"training labels: mean pairwise KS {result['skew']['ks']:.3f}, TV {result['skew']['tv']:.3f}; "
         f"{result['skew']['dropped']:,} examples left out",
+        *summary(result["skew"]),
+        *warnings(result["skew"]),
         f"sent: up {shown_bytes(result['bytes']['up'])}, down {shown_bytes(result['bytes']['down'])}",
     ]
     up = result["bytes-by-kind"]["up"]

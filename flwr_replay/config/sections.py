@@ -171,6 +171,7 @@ class PartitionConfig:
     name: str
     p: float = 0.8  # majority: the share of the major class
     majors: str = "distinct"  # majority: distinct | random
+    rest: str = "as-left"  # majority: as-left: at random from what the majors leave | uniform: as many of every class
     ks: float = 0.9  # ks: target mean pairwise Kolmogorov-Smirnov statistic
     drop: bool = False  # ks: allow leaving out examples of the most frequent class to reach the target?
     alpha: float = 0.5  # dirichlet: concentration
@@ -181,6 +182,7 @@ class PartitionConfig:
     def __post_init__(self) -> None:
         one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet"))
         one_of("partition.majors", self.majors, ("distinct", "random"))
+        one_of("partition.rest", self.rest, ("as-left", "uniform"))
         one_of("partition.test", self.test, ("iid", "mirror"))
         within("partition.", self, p=SHARE, ks=Range(0, 1, "is a statistic in [0, 1]"), alpha=POSITIVE)
         within("partition.", self, size=NOT_NEGATIVE, contrast=FRACTION)

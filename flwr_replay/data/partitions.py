@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,8 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import PartitionConfig, require
 from flwr_replay.data.by_ks import deal_by_ks
+from flwr_replay.data.by_majority import deal_by_majority
+from flwr_replay.data.class_counts import ClassCounts
 from flwr_replay.data.datasets import Dataset, Examples
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_groups, mean_pairwise, tv_matrix
 from flwr_replay.errors import ConfigError, DataError
@@ -45,6 +46,10 @@ class Partition:
         Mean pairwise Kolmogorov-Smirnov statistic and total variation of the training labels, in [0, 1].
     dropped : int
         Training examples left out to reach the KS target (`partition.drop`).
+    contrast : float
+        See `PartitionConfig`.
+    classes : ClassCounts, or None
+        For partition=majority: how many examples of each class the institutions have.
     """
 
     names: tuple[str, ...]
@@ -54,12 +59,14 @@ class Partition:
     ks: float
     tv: float
     dropped: int
-    contrast: float = 0.0  # see PartitionConfig
+    contrast: float = 0.0
+    classes: ClassCounts | None = None
 
     @property
-    def skew(self) -> dict[str, float]:
-        """KS, TV, and the number of training examples left out to reach the KS."""
-        return {"ks": round(self.ks, 6), "tv": round(self.tv, 6), "dropped": self.dropped}
+    def skew(self) -> dict[str, Any]:
+        """KS, TV, the number of training examples left out to reach the KS, and the report of `classes`."""
+        skew = {"ks": round(self.ks, 6), "tv": round(self.tv, 6), "dropped": self.dropped}
+        return skew if self.classes is None else {**skew, "classes": self.classes.report(self.names)}
 
     def examples(self, dataset: Dataset, k: int) -> Dataset:
         """Return the k-th institution's data set, named after the institution."""
@@ -102,7 +109,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
 
     - iid: equal shards of a random order.
     - majority: one class makes up a share p of an institution's data, the rest is drawn from the other classes
-      (Kalra et al. 2023, section 4.1).
+      (Kalra et al. 2023, section 4.1); see `by_majority`.
     - ks: with a given mean pairwise KS statistic (Qu et al. 2022, section 4.1); see `by_ks`.
     - natural: by the sites that the data name.
     - dirichlet: flwr-datasets' `DirichletPartitioner`.
@@ -139,7 +146,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         f"partition.contrast needs images of bytes; got {dataset.train.x.dtype}: leave it at 0",
     )
     val = dataset.val if dataset.val is not None and len(dataset.val) else None
-    dropped, val_shards = 0, None
+    dropped, classes, val_shards = 0, None, None
     if config.name == "natural":
         names = _institutions_of(dataset, config, nodes)
         train, test = _by_site(dataset.train, names), _by_site(dataset.test, names)
@@ -148,6 +155,8 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         names = tuple(institution_name(k, nodes) for k in range(nodes))
         if config.name == "ks":
             train, dropped = deal_by_ks(dataset.train.labels, config, nodes, seed)
+        elif config.name == "majority":
+            train, classes = deal_by_majority(dataset.train.labels, config, nodes, seed)
         else:
             train = DEALERS[config.name](dataset.train.labels, config, nodes, seed)
         test = _shards(dataset.test, "test", dataset.train, train, config, seed)
@@ -175,6 +184,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         tv=mean_pairwise(tv_matrix(labels)),
         dropped=dropped,
         contrast=config.contrast,
+        classes=classes,
     )
 
 
@@ -189,68 +199,6 @@ def _deal_iid(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) -
     )
     order = derived_rng(seed, "partition", "iid").permutation(len(y))
     return np.array_split(order[: config.size * nodes or len(y)], nodes)
-
-
-def _deal_majority(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) -> list[Indices]:
-    require(not is_continuous(y), "partition=majority needs classes; got continuous labels: choose partition=ks")
-    rng = derived_rng(seed, "partition", "majority")
-    classes, codes, counts_C = np.unique(y, return_inverse=True, return_counts=True)
-    distinct = config.majors == "distinct"
-    require(
-        not distinct or nodes <= len(classes),
-        f"partition.majors=distinct gives every institution a class of its own; got nodes={nodes} and {len(classes)} "
-        "classes: take fewer nodes, or partition.majors=random",
-    )
-    majors_K = rng.permutation(len(classes))[:nodes] if distinct else rng.integers(len(classes), size=nodes)
-    largest = _largest_majority(counts_C, majors_K, config.p)
-    size = config.size or largest
-    require(
-        1 <= size <= largest,
-        f"partition=majority with p={config.p} and {nodes} institutions has room for {largest} examples each in "
-        f"{len(y)}; got partition.size={config.size}: "
-        + (f"at most partition.size={largest}" if largest else "take fewer nodes or another partition.p"),
-    )
-    major, rest = _majority_counts(size, config.p)
-    held: list[list[Indices]] = [[] for _ in range(nodes)]
-    left = []
-    for c in range(len(classes)):
-        members, used = rng.permutation(np.flatnonzero(codes == c)), 0
-        for k in np.flatnonzero(majors_K == c):
-            held[k].append(members[used : used + major])
-            used += major
-        left.append(members[used:])
-    pool = rng.permutation(np.concatenate(left))
-    # Deal the rest at random. Then swap the examples that an institution got of its own major class.
-    owner = np.full(len(pool), -1)
-    owner[: nodes * rest] = np.repeat(np.arange(nodes), rest)
-    major_of = np.where(owner >= 0, majors_K[owner], -1)
-    for c in range(len(classes)):
-        wrong = np.flatnonzero((codes[pool] == c) & (major_of == c))
-        # At least as many as `wrong`, or `_largest_majority` would have refused the size.
-        partners = rng.choice(np.flatnonzero((codes[pool] != c) & (major_of != c)), len(wrong), replace=False)
-        pool[wrong], pool[partners] = pool[partners], pool[wrong]
-    return [np.concatenate([*held[k], pool[owner == k]]) for k in range(nodes)]
-
-
-def _majority_counts(size: int, p: float) -> tuple[int, int]:
-    major = int(p * size + 0.5)
-    return major, size - major
-
-
-def _largest_majority(counts_C: Indices, majors_K: Indices, p: float) -> int:
-    """Find the largest size at which majors and rest can be dealt without using an example twice."""
-    N, K = int(counts_C.sum()), len(majors_K)
-    owners_C = np.bincount(majors_K, minlength=len(counts_C))
-
-    def too_large(size: int) -> bool:
-        major, rest = _majority_counts(size, p)
-        left_C = counts_C - owners_C * major
-        # Hall's condition: each class has enough for its owners' majors; what remains has enough for all institutions'
-        # rest; without class c, it has enough for the rest of c's owners.
-        others = left_C.sum() - left_C
-        return bool((left_C < 0).any() or left_C.sum() < K * rest or (others < owners_C * rest).any())
-
-    return bisect_left(range(1, N // K + 1), True, key=too_large)
 
 
 def _deal_dirichlet(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) -> list[Indices]:
@@ -284,7 +232,6 @@ def _deal_dirichlet(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: 
 
 DEALERS: dict[str, Callable[[NDArray[Any], PartitionConfig, int, int], list[Indices]]] = {
     "iid": _deal_iid,
-    "majority": _deal_majority,
     "dirichlet": _deal_dirichlet,
 }
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_replay.data.class_counts import extremes, warnings
 from flwr_replay.data.datasets import Dataset
 from flwr_replay.data.partitions import Partition
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_histogram, tv_matrix
@@ -28,7 +29,7 @@ PICTURE = "partition.png"
 
 
 def show(dataset: Dataset, part: Partition, out: Path) -> str:
-    """Describe a partition: sizes, label histograms, KS and total variation.
+    """Describe a partition: sizes, label histograms, KS and total variation; of majority, classes that starve.
 
     Parameters
     ----------
@@ -63,6 +64,8 @@ def show(dataset: Dataset, part: Partition, out: Path) -> str:
         + f", {part.dropped} left out to reach the KS" * bool(part.dropped)
         + f", {unused} unused" * bool(unused),
         f"mean pairwise KS {part.ks:.3f}, mean pairwise total variation {part.tv:.3f}",
+        *extremes(part.skew),
+        *warnings(part.skew),
     ]
     tables = [_histogram(part, names, counts_KC)]
     if len(part.names) <= WIDEST:

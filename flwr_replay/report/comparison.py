@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from flwr_replay.data.class_counts import starving, summary, warnings
 from flwr_replay.report.epsilon import largest, shown_epsilon
 from flwr_replay.report.progress import shown_bytes
 
@@ -227,6 +228,8 @@ def notes(report: Mapping[str, Any]) -> list[str]:
             f"training labels, means over seeds: KS {ks:.3f} and TV {tv:.3f} between two institutions, "
             f"{dropped:,.0f} examples left out"
         )
+        seed, worst = max(skews.items(), key=lambda one: starving(one[1]))
+        lines += [f"seed {seed}: {line}" for line in (*summary(worst), *warnings(worst))]
     if len(report["seeds"]) == 1:
         lines.append("one seed cannot show the variation by chance: there are no intervals")
     said = (cell.get("result", {}).get("metrics-note", "") for cell in report["cells"])

@@ -298,6 +298,22 @@ def test_data_show_prints_and_plots(flwr_replay, tmp_path):
     assert list((tmp_path / "plots").glob("*.png"))
 
 
+def test_classes_that_starve_are_said_after_a_run_and_in_its_result(flwr_replay):
+    words = ["run", "strategy=local", "model=mlp", "model.width=4", "rounds=1", "partition=majority", "p=0.7"]
+    code, out, err = flwr_replay(*words, "partition.size=200", "run-name=first")
+    assert code == 0, err
+    [warning] = [line for line in out.splitlines() if line.startswith("warning: classes starve at ")]
+    assert len([line for line in out.splitlines() if line.startswith("training examples of a class: most 140 ")]) == 1
+    classes = json.loads(Path("runs/first/result.json").read_text())["skew"]["classes"]
+    largest = classes["uniform-size"]
+    assert f"set partition.rest=uniform (partition.size={largest} at most)" in warning
+    assert any(one["starved"] for one in classes["institutions"].values())
+    code, out, err = flwr_replay(*words, f"partition.size={largest}", "rest=uniform")
+    assert code == 0, err
+    assert "training examples of a class" in out
+    assert "warning" not in out
+
+
 def test_doctor_finds_this_machine_fit(flwr_replay):
     code, out, _ = flwr_replay("doctor")
     assert "flwr " in out

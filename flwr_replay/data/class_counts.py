@@ -1,0 +1,107 @@
+"""How many examples of each class the institutions of partition=majority have, and which classes starve.
+
+Letters: K institutions, C classes.
+
+A class starves at an institution that has fewer than a quarter of the examples that an equal remainder would give it.
+An equal remainder has as many of every class but the major one. If these are fewer than four, no class starves, since
+chance alone could take them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ClassCounts", "extremes", "starving", "summary", "warnings"]
+
+STARVED = 0.25  # of the examples in an equal remainder
+LEAST = 4  # examples of a class in an equal remainder
+
+
+@dataclass(frozen=True, eq=False)
+class ClassCounts:
+    """Training examples by institution and class.
+
+    Parameters
+    ----------
+    values_C : ndarray of int64, shape (C,)
+        The classes.
+    counts_KC : ndarray of int64, shape (K, C)
+        Examples of each institution and class.
+    majors_K : ndarray of int64, shape (K,)
+        Each institution's major class, as an index into `values_C`.
+    equal : float
+        Examples of each other class in an equal remainder.
+    uniform_size : int
+        The largest `partition.size` that `partition.rest=uniform` has room for.
+    """
+
+    values_C: NDArray[np.int64]
+    counts_KC: NDArray[np.int64]
+    majors_K: NDArray[np.int64]
+    equal: float
+    uniform_size: int
+
+    def report(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return each institution's smallest and largest class and the starved ones, as `result.json` has them."""
+        found = zip(names, self.counts_KC, self.majors_K, strict=True)
+        return {
+            "equal-remainder": round(self.equal, 6),
+            "uniform-size": self.uniform_size,
+            "institutions": {name: self._of(counts_C, major) for name, counts_C, major in found},
+        }
+
+    def _of(self, counts_C: NDArray[np.int64], major: int) -> dict[str, Any]:
+        few_C = (counts_C < STARVED * self.equal) & (self.equal >= LEAST)
+        few_C[major] = False
+        at = {"smallest": counts_C.argmin(), "largest": counts_C.argmax()}
+        return {
+            **{name: {"class": int(self.values_C[c]), "examples": int(counts_C[c])} for name, c in at.items()},
+            "starved": {str(self.values_C[c]): int(counts_C[c]) for c in np.flatnonzero(few_C)},
+        }
+
+
+def extremes(skew: Mapping[str, Any]) -> list[str]:
+    """Return a line for each institution with its largest and smallest class; none for another partition's skew."""
+    found = skew["classes"]["institutions"].items() if "classes" in skew else ()
+    return [f"{name}: largest {_shown(one['largest'])}, smallest {_shown(one['smallest'])}" for name, one in found]
+
+
+def summary(skew: Mapping[str, Any]) -> list[str]:
+    """Return a line with the largest and smallest class of any institution; none for another partition's skew."""
+    if "classes" not in skew:
+        return []
+    found = skew["classes"]["institutions"]
+    most = max(found, key=lambda name: found[name]["largest"]["examples"])
+    least = min(found, key=lambda name: found[name]["smallest"]["examples"])
+    return [
+        f"training examples of a class: most {_shown(found[most]['largest'])} at {most}, "
+        f"fewest {_shown(found[least]['smallest'])} at {least}"
+    ]
+
+
+def starving(skew: Mapping[str, Any]) -> int:
+    """Count the institutions at which a class starves."""
+    return sum(bool(one["starved"]) for one in skew["classes"]["institutions"].values()) if "classes" in skew else 0
+
+
+def warnings(skew: Mapping[str, Any]) -> list[str]:
+    """Return one line if classes starve: the rule, the worst case, and what to do."""
+    if not (number := starving(skew)):
+        return []
+    classes = skew["classes"]
+    found = classes["institutions"]
+    count, value, name = min((n, c, name) for name, one in found.items() for c, n in one["starved"].items())
+    return [
+        f"warning: classes starve at {number} of {len(found)} institutions, with less than a quarter of an equal "
+        f"remainder's {classes['equal-remainder']:.0f} examples; {name} has {count} of class {value}: "
+        f"set partition.rest=uniform (partition.size={classes['uniform-size']} at most), or a smaller partition.size"
+    ]
+
+
+def _shown(end: Mapping[str, int]) -> str:
+    return f"{end['examples']:,} of class {end['class']}"
