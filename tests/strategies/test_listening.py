@@ -1,0 +1,118 @@
+"""listen=pool: the private model never sees what is held out, and the pool's weights come from there alone."""
+
+import numpy as np
+import pytest
+import torch
+from harness import same
+from hostile_server import HostileServer, refusal
+from peers import JOB, N, hospitals, run
+from torch.nn import functional
+
+from flwr_replay.config.compose import compose
+from flwr_replay.errors import ConfigError
+from flwr_replay.learning.pooling import OTHERS, OWN, Pool, weights_of
+from flwr_replay.learning.training import batches, torch_rng
+from flwr_replay.models.zoo import backbone
+from flwr_replay.payloads.mutual import EvaluatePair, EvaluateWithProxy
+from flwr_replay.rng import derived_seed
+from flwr_replay.wire.weights import load_arrays
+
+POOL = ["beta=0", "alpha=0", "listen=pool", "holdout=0.25", "private-epochs=2", "private-batch-size=10", "dp=none"]
+HELD = N // 4
+
+
+def held_rows(name):
+    return torch.randperm(N, generator=torch_rng(0, name, "held-out"))[:HELD]
+
+
+@pytest.mark.parametrize("strategy", ["proxyfl", "fml"])
+def test_a_private_model_learns_from_labels_of_all_that_is_not_held_out(tmp_path, strategy):
+    data = hospitals(tmp_path)
+    ran = run(tmp_path, f"strategy={strategy}", *POOL, "momentum=0")
+    config = compose([*JOB, f"strategy={strategy}", *POOL])
+    purpose = "model" if strategy == "proxyfl" else "private"
+    for name, (x, y) in data.items():
+        kept = np.setdiff1d(np.arange(N), held_rows(name).numpy())
+        phi, x, y = backbone(config.model, config.task)(derived_seed(0, purpose)), x[kept], y[kept]
+        for t in (1, 2):
+            shuffle = torch_rng(0, name, t, "private")
+            for _ in range(2):
+                for x_B, y_B in batches(x, y, 10, shuffle):
+                    phi.zero_grad()
+                    functional.cross_entropy(phi(x_B), y_B).backward()
+                    with torch.no_grad():
+                        for parameter in phi.parameters():
+                            parameter -= 0.05 * parameter.grad
+        found = ran.private(name, 2)
+        for key, value in phi.state_dict().items():
+            np.testing.assert_allclose(found[key], value.numpy(), atol=2e-6)
+
+
+def test_what_is_tested_is_the_pool_that_fits_what_is_held_out(tmp_path):
+    data = hospitals(tmp_path)
+    ran = run(tmp_path, "strategy=proxyfl", *POOL, "topology=complete")
+    fresh = backbone(*(getattr(compose([*JOB]), part) for part in ("model", "task")))
+    right = 0
+    for name, (x, y) in data.items():
+        phi, theta, held = fresh(0), fresh(0), held_rows(name)
+        load_arrays(phi, ran.private(name, 2))
+        load_arrays(theta, ran.model(name, 2)[0])
+        with torch.no_grad():
+            a, b = weights_of(phi(x[held]), theta(x[held]), y[held])
+            shard = np.load(tmp_path / f"{name}.npz")
+            x_test = torch.from_numpy(shard["test_images"]).view(-1, 1, 8, 8).float() / 255
+            answers = (a * phi(x_test) + b * theta(x_test)).argmax(1).numpy()
+        right += int((answers == shard["test_labels"].ravel()).sum())
+    total = sum(len(np.load(tmp_path / f"{name}.npz")["test_labels"]) for name in data)
+    assert ran.result["final"]["global"]["accuracy"] == pytest.approx(right / total)
+
+
+def test_with_a_validation_split_nothing_is_held_out(tmp_path):
+    hospitals(tmp_path, "ab")
+    for name in "ab":
+        arrays = dict(np.load(tmp_path / f"{name}.npz"))
+        arrays |= {"val_images": arrays["test_images"], "val_labels": arrays["test_labels"]}
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+    ran = run(tmp_path, "strategy=proxyfl", *POOL, names="ab")
+    other = run(tmp_path, "strategy=proxyfl", *POOL, "holdout=0.5", names="ab")
+    assert same(ran.private("a", 2), other.private("a", 2))
+
+
+def test_a_pool_is_no_worse_on_what_is_held_out_than_either_choice():
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        f, h, y = torch.randn(30, 3, generator=rng), torch.randn(30, 3, generator=rng), torch.arange(30) % 3
+        a, b = weights_of(f, h, y)
+        least = functional.cross_entropy(a * f + b * h, y)
+        for own, other in ((one, two) for one in OWN for two in OTHERS):
+            assert least <= functional.cross_entropy(own * f + other * h, y) + 1e-6
+
+
+def test_a_pool_without_the_other_is_the_classifier_itself():
+    x, own, other = torch.randn(4, 5), torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+    assert torch.equal(Pool(own, other, (1.0, 0.0))(x), own(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["listen=pool"], "set alpha=0 private-epochs=1"),
+        (["listen=pool", "alpha=0"], "private-epochs=0: set alpha=0"),
+        (["listen=pools"], "did you mean pool"),
+        (["holdout=1"], "strategy.holdout is a share between 0 and 1; got 1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        compose(["strategy=proxyfl", *options])
+
+
+@pytest.mark.parametrize(("strategy", "request_type"), [("proxyfl", EvaluatePair), ("fml", EvaluateWithProxy)])
+def test_a_server_cannot_choose_another_way_to_listen(tmp_path, strategy, request_type):
+    hospitals(tmp_path, "a")
+    server = HostileServer(tmp_path, *JOB, f"strategy={strategy}", *POOL)
+    arrays = {"arrays": server.weights} if strategy == "fml" else {}
+    reply = server.send(request_type(run="r", server_round=1, listen="loss", holdout=0.25, **arrays))
+    assert "strategy.listen is 'pool', it asks for loss" in refusal(reply)
+    reply = server.send(request_type(run="r", server_round=1, listen="pool", holdout=0.9, **arrays))
+    assert "strategy.holdout is 0.25, it asks for 0.9" in refusal(reply)
