@@ -15,8 +15,15 @@ __all__ = ["methods_of", "named", "options_of"]
 
 SEEDS = (0, 1, 2)
 MOST_SEEDS = 1000
-OF_A_METHOD = ("prior", "generator", "privacy", "replay", "training")  # sections in which the methods may differ
-CHOSEN = ("generator", "replay", "rounds")  # in which they may differ, too
+OF_A_METHOD = (
+    "model",
+    "prior",
+    "generator",
+    "privacy",
+    "replay",
+    "training",
+)  # sections in which the methods may differ
+CHOSEN = ("model", "generator", "replay", "rounds")  # in which they may differ, too
 OURS = {  # options that a comparison sets itself, with what to write instead
     "strategy": "name the strategies before the options",
     "seed": "write seeds=3, or seeds=0,5,7",

@@ -55,7 +55,7 @@ def test_slides_fedavg_exchanges_the_larger_model():
 def test_a_preset_over_another_keeps_what_it_does_not_change():
     strategy = compose(["task=histopathology", "strategy=proxyfl", "preset=sound"]).strategy
     assert (strategy.private_models, strategy.private_shift) == (("deepset",), 0)
-    assert (strategy.alpha, strategy.beta, strategy.topology) == (0.9, 0.0, "complete")
+    assert (strategy.alpha, strategy.beta, strategy.listen, strategy.topology) == (0.0, 0.0, "pool", "complete")
 
 
 @pytest.mark.parametrize("strategy", KALRA)
