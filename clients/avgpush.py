@@ -11,6 +11,7 @@ from flwr_replay.payloads.avgpush import Push
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.payloads.local import EvaluateOwn
 from flwr_replay.payloads.relay import Released
+from flwr_replay.wire.weights import encoded
 
 __all__ = ["AvgPushClient"]
 
@@ -30,7 +31,7 @@ class AvgPushClient(PeerClient):
             learner.step(x_B, y_B)
         loss = learner.train_loss()
         self.suspend(request, learner.optimizer)
-        released = self.release(request, model, w)
+        released = self.release(request, encoded(model), w)
         return Released(num_examples=len(data), examples_seen=learner.seen, train_loss=loss, **released)
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:

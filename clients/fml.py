@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from flwr_replay.institution.pair import PairClient
 from flwr_replay.payloads.mutual import EvaluateWithProxy, PairEvaluation, TrainedMutually, TrainMutually
-from flwr_replay.wire.weights import encoded
 
 __all__ = ["FMLClient"]
 
@@ -25,7 +24,7 @@ class FMLClient(PairClient):
         for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):
             learner.step(x_B, y_B)
         statistics = self.keep_pair(request, learner)
-        return TrainedMutually(arrays=encoded(learner.proxy.model), **statistics, **self.spent(request.run))
+        return TrainedMutually(arrays=self.proxy_of(request, learner), **statistics, **self.spent(request.run))
 
     def evaluate_with_proxy(self, request: EvaluateWithProxy) -> PairEvaluation:
         """Test the private model and the averaged proxy."""

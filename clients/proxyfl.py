@@ -21,12 +21,12 @@ class ProxyFLClient(PairClient, PeerClient):
     def train_proxy(self, request: TrainProxy) -> ReleasedProxy:
         """Train both models for one pass and release the proxy."""
         data, (theta, w) = self.training_data(), self.begin(request)
-        learner = self.pair(request, theta)
+        learner = self.pair(request, theta if request.committed else self.with_first_state(request, theta))
         learner.alone(self.lessons(request), self.shuffle(request.server_round, "private"))
         for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):  # lines 2-3
             learner.step(x_B, y_B)  # line 4
         statistics = self.keep_pair(request, learner)  # line 6
-        return ReleasedProxy(**statistics, **self.release(request, learner.proxy.model, w))  # line 7
+        return ReleasedProxy(**statistics, **self.release(request, self.proxy_of(request, learner), w))  # line 7
 
     def evaluate_pair(self, request: EvaluatePair) -> PairEvaluation:
         """Test the private model and, after this round's mixing, the proxy."""

@@ -12,25 +12,28 @@ Travels: the proxy, down to all and, trained, up again (`TrainMutually`, `Traine
 What is protected: As in ProxyFL. With β > 0 the proxies' ε is the one that the paper counts; it is not proven.
 
 Deviations: Shen et al. have no differential privacy. Both losses use the predictions of both models from before either
-steps. The state of a proxy's optimizer stays at its institution; with optimizer-state=reset every round begins with a
-fresh one. A private model may train alone for some passes first (private-epochs). With dp=proxy a private model that
-diverges returns to its state before the round, and no message says so.
+steps. The state of a proxy's optimizer stays at its institution. With proxy-optimizer=travels it is released and
+averaged with the proxy; it makes messages up to three times as large, and under DP it has the proxy's epsilon, since it
+depends on noised gradients and on what arrived. With reset, or optimizer-state=reset, it is fresh every round. A
+private model may train alone for some passes first (private-epochs). With dp=proxy a private model that diverges
+returns to its state before the round, and no message says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from flwr_replay.config.sections import one_of
-from flwr_replay.movements.mutual import MutualConfig, check_pair
+from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.mutual import MutualConfig, check_pair, first_state
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.mutual import EvaluateWithProxy, PairEvaluation, TrainedMutually, TrainMutually
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.settings import Settings
 from flwr_replay.wire.records import StateDict, Weights, opened
+from flwr_replay.wire.weights import joined, parted
 
 __all__ = ["FML", "FMLConfig"]
 
@@ -40,11 +43,6 @@ class FMLConfig(MutualConfig):
     """Options of FML."""
 
     name: ClassVar[str] = "fml"
-    optimizer_state: str = "keep"  # keep: both optimizers keep their state | reset: fresh ones every round
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
 
 
 class FML(Parallel):
@@ -59,18 +57,22 @@ class FML(Parallel):
     answer = TrainedMutually
     one_form = True
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.proxy_state = first_state(self.config, self.settings)  # of the proxy's optimizer, averaged; if it travels
+
     @classmethod
     def check(cls, config: FMLConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse private models that cannot be built."""
         super().check(config, settings, names)
-        check_pair(cls.name, settings)
+        check_pair(config, settings)
 
     def train_request(self, server_round: int, arrays: Weights) -> TrainMutually:
         """Ask for one pass of both models."""
         lr = self.lr(max(1, server_round))
         return TrainMutually(
             server_round=server_round,
-            arrays=arrays,
+            arrays=joined(arrays, self.proxy_state),
             run=self.settings.run,
             lr=lr,
             **self.config.instructions(self.settings.training, lr),
@@ -79,8 +81,22 @@ class FML(Parallel):
         )
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
-        """Average the proxies: θ ← Σ_k n_k θ_k / Σ_k n_k."""
-        return weighted_mean([opened(a.arrays) for a in answers], [a.num_examples for a in answers])
+        """Average the proxies, and their optimizers' state if it travels: θ ← Σ_k n_k θ_k / Σ_k n_k."""
+        mean = weighted_mean([opened(a.arrays) for a in answers], [a.num_examples for a in answers])
+        theta, self.proxy_state = parted(mean)
+        return theta
+
+    def state(self) -> tuple[StateDict, dict[str, Any]]:
+        """Return the averaged state of the proxy's optimizer."""
+        return self.proxy_state, {}
+
+    def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
+        """Restore it."""
+        self.proxy_state = arrays
+
+    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """As for every parallel method; the state of the proxy's optimizer may travel with it."""
+        return super().forecast(opened(joined(arrays, self.proxy_state)), num_rounds)
 
     def evaluation(self, server_round: int, arrays: Weights) -> EvaluateWithProxy:
         """Each institution tests its private model and the averaged proxy."""

@@ -21,24 +21,28 @@ Deviations: Proxies pass through the server, which forwards them and averages no
 the receiver multiplies by w_k and the share; after the division in line 10 this is necessary
 (`flwr_replay/learning/pushsum.py`). The KL divergence has the teacher first, as in deep mutual learning. Both losses
 use the predictions of both models from before either steps (`flwr_replay/institution/mutual.py`). An optimizer's state
-stays at its institution while proxies move, which the paper leaves open. A private model may train alone for some
-passes first, with the proxy that arrived as its teacher (private-epochs); this costs no privacy. With dp=proxy a
-private model that diverges returns to its state before the round, and no message says so.
+stays at its institution while proxies move, which the paper leaves open. With proxy-optimizer=travels that of the
+proxy's is released and mixed with the proxy; it makes messages up to three times as large, and under DP it has the
+proxy's epsilon, since it depends on noised gradients and on what arrived. With reset it is fresh every round. A private
+model may train alone for some passes first, with the proxy that arrived as its teacher (private-epochs); this costs no
+privacy. With dp=proxy a private model that diverges returns to its state before the round, and no message says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.gossip import Gossip, GossipConfig
-from flwr_replay.movements.mutual import MutualConfig, check_pair
+from flwr_replay.movements.mutual import MutualConfig, check_pair, first_state
 from flwr_replay.payloads.mutual import EvaluatePair, PairEvaluation, ReleasedProxy, TrainProxy
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.members import Member
 from flwr_replay.server.settings import Settings
-from flwr_replay.wire.records import Weights
+from flwr_replay.wire.records import StateDict, Weights, opened
+from flwr_replay.wire.weights import form_of, joined, to_arrays
 
 __all__ = ["ProxyFL", "ProxyFLConfig"]
 
@@ -66,11 +70,17 @@ class ProxyFL(Gossip):
     answer = ReleasedProxy
     seed_of = "proxy"  # not "model", the private models' seed: two equal models would teach each other nothing
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.first_state = first_state(self.config, self.settings)
+        if self.first_state:
+            self.released_form = form_of(self.with_state(to_arrays(self.settings.model(0))))
+
     @classmethod
-    def check(cls, config: GossipConfig, settings: Settings, names: Sequence[str] = ()) -> None:
+    def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse private models that cannot be built."""
         super().check(config, settings, names)
-        check_pair(cls.name, settings)
+        check_pair(config, settings)
 
     def train_request(self, server_round: int, member: Member) -> TrainProxy:
         """Ask for one pass of both models."""
@@ -80,6 +90,14 @@ class ProxyFL(Gossip):
             private_seed=derived_seed(self.settings.seed, "model"),
             optimizer_state=self.config.optimizer_state,
         )
+
+    def with_state(self, theta: StateDict) -> StateDict:
+        """Add to a proxy the state of its optimizer, where that travels, as zeros."""
+        return opened(joined(theta, self.first_state))
+
+    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """As in gossip; the state of the proxy's optimizer may travel with it."""
+        return super().forecast(self.with_state(arrays), num_rounds)
 
     def evaluation(self, server_round: int, arrays: Weights) -> EvaluatePair:
         """Each institution tests its private model and, after mixing, its proxy."""

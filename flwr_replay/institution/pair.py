@@ -1,6 +1,8 @@
 """The institution's half of methods with a private model and a proxy: where they are kept, how they are tested.
 
-The private model, its optimizer and the proxy's optimizer are in one file of the state directory and never leave.
+The private model and its optimizer are in one file of the state directory and never leave. So is the proxy's
+optimizer, unless its state travels with the proxy (proxy-optimizer=travels). Under DP that costs nothing: the state is
+computed from noised gradients, from weights that were released and from what arrived, so it is post-processing.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flwr_replay.errors import BudgetError, PrivacyError
+from flwr_replay.errors import BudgetError, PrivacyError, WireError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.mutual import Learning, MutualLearner
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.pooling import Pool
-from flwr_replay.learning.training import make_optimizer, refuse_single_batches
+from flwr_replay.learning.training import make_optimizer, refuse_single_batches, unstepped
 from flwr_replay.payloads.common import Present, RollCall
 from flwr_replay.payloads.mutual import (
     EvaluatePair,
@@ -29,8 +32,16 @@ from flwr_replay.payloads.mutual import (
     TrainMutually,
     TrainProxy,
 )
-from flwr_replay.wire.records import Weights
-from flwr_replay.wire.weights import load_optimizer_arrays, optimizer_arrays, to_arrays
+from flwr_replay.wire.records import StateDict, Weights, array_record
+from flwr_replay.wire.weights import (
+    encoded,
+    form_of,
+    joined,
+    load_optimizer_arrays,
+    optimizer_arrays,
+    parted,
+    to_arrays,
+)
 
 __all__ = ["PairClient"]
 
@@ -46,7 +57,12 @@ class PairClient(InstitutionClient):
         return super().roll_call(request)
 
     def pair(self, request: TrainPair, theta: Weights) -> MutualLearner:
-        """Return a learner of the institution's own φ and the received θ. DP-SGD on θ is charged first."""
+        """Return a learner of the institution's own φ and the received θ. DP-SGD on θ is charged first.
+
+        Beside θ there is the state of its optimizer, if and only if that travels.
+        """
+        travels = request.proxy_optimizer == "travels"
+        theta, state = parted(theta) if travels else (theta, {})
         proxy, kept = self.scratch_model(theta), unnested(self.kept("pair", request, take=True) or {})
         own = kept["model"] or to_arrays(self.fresh_private(request.private_seed))
         phi = self.scratch_model(own, "private")
@@ -56,6 +72,8 @@ class PairClient(InstitutionClient):
         training = replace(self.training, optimizer=request.private_optimizer)
         private = Learning(phi, make_optimizer(phi, training, request.private_lr))
         common = Learning(proxy, make_optimizer(proxy, self.training, request.lr))
+        if travels:
+            load_arrived(common.optimizer, state, unstepped(proxy, self.training))
         for half, part in ((private, "optimizer"), (common, "proxy-optimizer")):
             if request.optimizer_state == "keep" and (slots := kept[part]):
                 load_optimizer_arrays(half.optimizer, slots)
@@ -116,7 +134,8 @@ class PairClient(InstitutionClient):
         if request.optimizer_state == "keep":
             if not diverged:
                 kept["optimizer"] = optimizer_arrays(learner.private.optimizer)
-            kept["proxy-optimizer"] = optimizer_arrays(learner.proxy.optimizer)
+            if request.proxy_optimizer == "stays":
+                kept["proxy-optimizer"] = optimizer_arrays(learner.proxy.optimizer)
         self.save("pair", request, nested(kept), give=True)
         return {
             "num_examples": len(self.institution.train),
@@ -125,9 +144,22 @@ class PairClient(InstitutionClient):
             "proxy_steps": learner.proxy_steps,
         }
 
+    def with_first_state(self, request: TrainPair, theta: Weights) -> Weights:
+        """Add to a fresh proxy the state of its optimizer from before any step, if that travels."""
+        return joined(theta, unstepped(self.fresh(0), self.training)) if request.proxy_optimizer == "travels" else theta
+
+    def proxy_of(self, request: TrainPair, learner: MutualLearner) -> ArrayRecord:
+        """Encode the proxy as it leaves, with the state of its optimizer if that travels."""
+        state = optimizer_arrays(learner.proxy.optimizer) if request.proxy_optimizer == "travels" else {}
+        return array_record(joined(encoded(learner.proxy.model), state))
+
     def tested(self, request: EvaluatePair | EvaluateWithProxy, theta: Weights) -> PairEvaluation:
-        """Test φ as it stands after this round, with listen=pool together with θ, and a proxy."""
-        phi, shard = unnested(self.latest("pair", request))["model"], self.institution.shard(request.split)
+        """Test φ as it stands after this round, with listen=pool together with θ, and a proxy.
+
+        Beside the proxy's weights the state of its optimizer may be.
+        """
+        phi, theta = unnested(self.latest("pair", request))["model"], parted(theta)[0]
+        shard = self.institution.shard(request.split)
         proxy = self.evaluated(theta, request.split)
         if request.listen == "loss":
             return PairEvaluation.of_pair(self.evaluated(phi, request.split, "private"), proxy)
@@ -139,3 +171,29 @@ def rows_of(data: Shard, rows: Tensor) -> Shard:
     """Return some examples."""
     rows = rows.to(data.y.device)
     return replace(data, x=data.x[rows], y=data.y[rows])
+
+
+def load_arrived(optimizer: torch.optim.Optimizer, arrived: StateDict, own: StateDict) -> None:
+    """Load a state that was mixed elsewhere into an optimizer; step counts are rounded, and the state is unchanged.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        A fresh one.
+    arrived : StateDict
+        Named as by `optimizer_arrays`; its numbers were checked when they arrived.
+    own : StateDict
+        A state of the optimizer's form.
+
+    Raises
+    ------
+    WireError
+        If the forms differ.
+    """
+    if form_of(arrived) != form_of(own):
+        raise WireError(
+            f"the state of a proxy's optimizer must have its own names, shapes and dtypes, {len(own)} arrays; "
+            f"{len(arrived)} of another form arrived: use the same model.* and training.* everywhere"
+        )
+    rounded = {name: np.asarray(np.rint(array)) for name, array in arrived.items() if name.endswith(".step")}
+    load_optimizer_arrays(optimizer, {name: rounded.get(name, array.copy()) for name, array in arrived.items()})

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord
-from torch import nn
 
 from flwr_replay.errors import TrainingError
 from flwr_replay.files.tensors import nested, unnested
@@ -22,7 +21,7 @@ from flwr_replay.learning.pushsum import mixed, parcel, sender_name
 from flwr_replay.payloads.common import ReleaseRequest, RunRequest
 from flwr_replay.payloads.relay import Committed, Deliver, TrainPeer
 from flwr_replay.wire.records import StateDict, opened
-from flwr_replay.wire.weights import check_weights, encoded, to_arrays
+from flwr_replay.wire.weights import check_weights, to_arrays
 
 __all__ = ["PeerClient"]
 
@@ -51,9 +50,8 @@ class PeerClient(InstitutionClient):
         check_weights(theta)  # the server chose the shares, so θ may not be finite
         return theta, w
 
-    def release(self, request: ReleaseRequest, model: nn.Module, w: float) -> dict[str, Any]:
+    def release(self, request: ReleaseRequest, theta: ArrayRecord, w: float) -> dict[str, Any]:
         """Save θ and w as they leave; return an answer's fields. θ leaves only if somebody may receive it."""
-        theta = encoded(model)
         self.save("released", request, pack_state(opened(theta), w), give=True)
         return {"arrays": theta if request.exchanged else ArrayRecord(), "weight": w, **self.spent(request.run)}
 

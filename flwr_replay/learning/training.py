@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from flwr_replay.errors import ConfigError, DivergedError, TrainingError
 from flwr_replay.models import has_batch_norm
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed
+from flwr_replay.wire.records import StateDict
 
 __all__ = [
     "at_once",
@@ -26,6 +28,7 @@ __all__ = [
     "select_device",
     "step",
     "torch_rng",
+    "unstepped",
 ]
 
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
@@ -64,6 +67,22 @@ def make_optimizer(module: nn.Module, training: TrainingConfig, lr: float) -> to
         # In one pass over the numbers: on the CPU three times as fast as PyTorch's default.
         return torch.optim.Adam(parameters, lr=lr, weight_decay=training.weight_decay, fused=True)
     return torch.optim.SGD(parameters, lr=lr, momentum=training.momentum, weight_decay=training.weight_decay)
+
+
+def unstepped(module: nn.Module, training: TrainingConfig) -> StateDict:
+    """Return the state of the configured optimizer from before its first step, named as by `optimizer_arrays`.
+
+    It is zeros: PyTorch's Adam and SGD take the same first step from them as from no state. SGD without momentum has
+    no state, so it is empty.
+    """
+    adam = training.optimizer == "adam"
+    slots = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",) if training.momentum else ()
+    state: StateDict = {}
+    for index, parameter in enumerate(p for p in module.parameters() if p.requires_grad):
+        zeros = np.zeros(parameter.shape, parameter.detach().cpu().numpy().dtype)
+        state |= {f"{index}.step": np.zeros((), np.float32)} if adam else {}
+        state |= {f"{index}.{slot}": zeros for slot in slots}
+    return state
 
 
 def at_once(x: Tensor, most: int) -> int:

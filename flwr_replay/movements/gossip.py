@@ -80,6 +80,7 @@ class Gossip(Relay):
         super().__init__(*args, **kwargs)
         self.mailbox = Mailbox()
         self.exchanged = True  # whether any institution sends to another in this round
+        self.released_form = self.form  # of what institutions release: of the model, and what goes with it
         file = self.config.topology_file
         self.matrices = read_matrices(Path(file)) if file else None
 
@@ -157,7 +158,7 @@ class Gossip(Relay):
         """
         answer = self.answer.decode(reply.content)
         arrays, w = opened(answer.arrays), self.mailbox.weights.get(member.name, 1.0)
-        if self.exchanged and (not arrays or (self.form and form_of(arrays) != self.form)):
+        if self.exchanged and (not arrays or (self.form and form_of(arrays) != self.released_form)):
             raise WireError("released a model of another form than the common one")
         if abs(answer.weight - w) > 1e-9 * w:
             raise WireError(f"released a model with w = {answer.weight:g}; after its mixings it must be {w:g}")

@@ -18,10 +18,13 @@ from flwr_replay.config.sections import (
     within,
 )
 from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.errors import ConfigError
 from flwr_replay.learning.tasks import Classification
+from flwr_replay.learning.training import unstepped
 from flwr_replay.server.settings import Settings
+from flwr_replay.wire.records import StateDict
 
-__all__ = ["MutualConfig", "check_pair"]
+__all__ = ["MutualConfig", "check_pair", "first_state"]
 
 
 UNPROVEN = (
@@ -51,6 +54,10 @@ class MutualConfig(StrategyConfig):
     listen: str = "loss"  # loss: by alpha | pool: answers are pooled, with weights that fit held-out examples
     holdout: float = 0.1  # listen=pool: share of the own examples that are held out where there is no validation split
     private_shift: int = 0  # largest shift of a batch in these passes, pixels; it gives more predictions to learn from
+    optimizer_state: str = "keep"  # keep: both optimizers keep their state | reset: fresh ones every round
+    proxy_optimizer: str = (
+        "stays"  # stays: as optimizer-state says | travels: with the proxy | reset: fresh every round
+    )
 
     def __post_init__(self) -> None:
         weight = Range(0, 1, "lies in [0, 1]")
@@ -65,6 +72,13 @@ class MutualConfig(StrategyConfig):
         one_of("strategy.private-optimizer", self.private_optimizer, ("", "sgd", "adam"))
         within("strategy.", self, private_lr=NOT_NEGATIVE, private_shift=NOT_NEGATIVE)
         within("strategy.", self, private_epochs=(0, PASSES), private_batch_size=(0, BATCH))
+        one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
+        one_of("strategy.proxy-optimizer", self.proxy_optimizer, ("stays", "travels", "reset"))
+        require(
+            self.proxy_optimizer != "travels" or self.optimizer_state == "keep",
+            "a state that travels is kept; got proxy-optimizer=travels with optimizer-state=reset: choose "
+            "optimizer-state=keep, or proxy-optimizer=reset",
+        )
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """The proxy makes one pass a round; the private model needs no DP, since it never leaves."""
@@ -92,6 +106,7 @@ class MutualConfig(StrategyConfig):
         return {
             "alpha": self.alpha,
             "beta": self.beta,
+            "proxy_optimizer": self.proxy_optimizer,
             "private_optimizer": self.private_optimizer or training.optimizer,
             "private_lr": self.private_lr * lr / training.lr if self.private_lr else lr,
             "private_epochs": self.private_epochs,
@@ -106,12 +121,35 @@ class MutualConfig(StrategyConfig):
         return {"listen": self.listen, "holdout": self.holdout}
 
 
-def check_pair(strategy: str, settings: Settings) -> None:
-    """Refuse a task without classes, and private models that cannot be built for it."""
+def check_pair(config: MutualConfig, settings: Settings) -> None:
+    """Refuse a task without classes, private models that cannot be built for it, and no state that could travel."""
+    training = settings.training
+    require(
+        config.proxy_optimizer != "travels" or training.optimizer != "sgd" or training.momentum > 0,
+        "strategy.proxy-optimizer=travels sends an optimizer's state; optimizer=sgd with momentum=0 has none: set "
+        "momentum, choose optimizer=adam, or proxy-optimizer=stays",
+    )
     require(
         settings.task is None or isinstance(settings.task, Classification),
-        f"strategy={strategy} compares answers as probabilities of classes; got another kind of task: choose a "
+        f"strategy={config.name} compares answers as probabilities of classes; got another kind of task: choose a "
         "classification",
     )
     for fresh in settings.private_models:
         fresh(0)
+
+
+def first_state(config: MutualConfig, settings: Settings) -> StateDict:
+    """Return the state of the proxy's optimizer with which a run begins; empty unless it travels.
+
+    Raises
+    ------
+    ConfigError
+        If the settings have no model, whose form it has.
+    """
+    if config.proxy_optimizer != "travels":
+        return {}
+    if settings.model is None:
+        raise ConfigError(
+            f"strategy={config.name} with proxy-optimizer=travels needs the proxy: give Settings(model=…)"
+        )
+    return unstepped(settings.model(0), settings.training)

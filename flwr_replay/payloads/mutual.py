@@ -1,4 +1,8 @@
-"""What travels in the methods with a private model and a proxy: the proxy; never the private model."""
+"""What travels in the methods with a private model and a proxy: the proxy; never the private model.
+
+With proxy-optimizer=travels the state of the proxy's optimizer is beside its weights, under names of its own. Under DP
+it has the proxy's epsilon. It is computed from noised gradients and from what arrived, so it is post-processing.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,7 @@ class Mutual(Listening):
 
     alpha: float = instruction("weight of the proxy's predictions in the private model's loss")
     beta: float = instruction("weight of the private model's predictions in the proxy's loss")
+    proxy_optimizer: str = instruction("of its optimizer's state: stays, travels or reset", default="stays")
     private_seed: int = instruction("seed of the private model's fresh weights, used at the first training")
     private_optimizer: str = instruction("sgd or adam")
     private_lr: float = instruction("per step")
@@ -52,7 +57,7 @@ class Mutual(Listening):
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedProxy(Released):
-    """A trained proxy; the loss is the private model's."""
+    """A trained proxy, perhaps with its optimizer's state; the loss is the private model's."""
 
     arrays: Weights = model(dp="proxy")
     proxy_steps: int = statistic(STEPS, default=0, public=True)
@@ -65,7 +70,7 @@ class TrainProxy(Mutual, TrainPeer, Request, stage="train-proxy", answer=Release
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedMutually(Trained):
-    """A trained proxy for the server to average; the loss is the private model's."""
+    """A trained proxy for the server to average, perhaps with its optimizer's state; the loss is as above."""
 
     arrays: Weights = model(dp="proxy")
     proxy_steps: int = statistic(STEPS, default=0, public=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any
@@ -19,15 +20,19 @@ __all__ = [
     "check_weights",
     "encoded",
     "form_of",
+    "joined",
     "largest",
     "load_arrays",
     "load_optimizer_arrays",
     "optimizer_arrays",
+    "parted",
     "to_arrays",
 ]
 
 LARGEST = 1e6  # the largest size of a weight; larger ones are wrong, and may give outputs that are not finite
 LARGEST_STATISTIC = 1e12  # of a norm layer's running mean or variance; the variance is a square
+STATE = "proxy-optimizer."  # begins the names of an optimizer's arrays that travel with its model's
+COUNTED = re.compile(rf"(.*\.)?{STATE}\d+\.(step|exp_avg_sq)")  # of these, Adam's numbers that are never negative
 
 
 def optimizer_arrays(optimizer: torch.optim.Optimizer) -> StateDict:
@@ -62,6 +67,22 @@ def load_optimizer_arrays(optimizer: torch.optim.Optimizer, arrays: StateDict) -
     optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
 
 
+def joined(weights: Weights, state: StateDict) -> Weights:
+    """Add an optimizer's state to its model's weights, under names of its own; return the weights if there is none."""
+    if not state:
+        return weights
+    record = array_record(weights)
+    record.update(array_record({f"{STATE}{name}": array for name, array in state.items()}))
+    return record
+
+
+def parted(weights: Weights) -> tuple[StateDict, StateDict]:
+    """Undo `joined`: return the model's weights, and the optimizer's state, which may be empty."""
+    arrays = opened(weights)
+    state = {name.removeprefix(STATE): array for name, array in arrays.items() if name.startswith(STATE)}
+    return {name: array for name, array in arrays.items() if not name.startswith(STATE)}, state
+
+
 def to_arrays(module: nn.Module) -> StateDict:
     """Copy a module's weights and buffers into named arrays."""
     return {name: value.detach().cpu().numpy().copy() for name, value in module.state_dict().items()}
@@ -89,12 +110,20 @@ def check_weights(arrays: StateDict) -> None:
     ------
     DivergedError
         If they are not finite, or too large.
+    WireError
+        If the state of an optimizer beside them has negative step counts or squares of gradients.
     """
     for name, array in arrays.items():
-        most = LARGEST_STATISTIC if name.endswith(("running_mean", "running_var")) else LARGEST
+        counted = COUNTED.fullmatch(name)
+        most = LARGEST_STATISTIC if counted or name.endswith(("running_mean", "running_var")) else LARGEST
         if np.issubdtype(array.dtype, np.floating) and not largest({name: array}) <= most:  # NaN fails, too
             raise DivergedError(
                 f"weights must be finite and at most {most:g} in size; {name!r} is not: lower training.lr"
+            )
+        if counted and (array < 0).any():
+            raise WireError(
+                f"step counts and second moments of an optimizer must not be negative; {name!r} is: send the state as "
+                "institutions released it"
             )
 
 

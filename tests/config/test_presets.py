@@ -67,6 +67,21 @@ def test_sound_baselines_have_the_same_epsilon(strategy):
 
 
 @pytest.mark.parametrize(
+    ("task", "mean", "std"),
+    [
+        ("mnist", (0.1307,), (0.3081,)),
+        ("fashion_mnist", (0.2860,), (0.3530,)),
+        ("cifar10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+        ("digits", (), ()),
+    ],
+)
+def test_the_sound_preset_standardises_by_public_constants(task, mean, std):
+    config, default = (compose([f"task={one}", "strategy=proxyfl", "preset=sound"]) for one in (task, "digits"))
+    assert (config.task.mean, config.task.std) == (mean, std)
+    assert (config.strategy, config.training, config.privacy) == (default.strategy, default.training, default.privacy)
+
+
+@pytest.mark.parametrize(
     ("task", "sizes", "batch", "augment"),
     [("tuberculosis", (8, 32), 32, "flip"), ("isic", (), 64, "flip+rot90")],
 )

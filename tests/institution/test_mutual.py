@@ -17,6 +17,7 @@ from flwr_replay.movements.mutual import MutualConfig, check_pair
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.server.settings import Settings
+from flwr_replay.strategies.fml import FMLConfig
 
 TASK = TaskConfig(name="x", format="x", channels=1, size=8, classes=3)
 LR, B = 0.1, 6
@@ -157,7 +158,7 @@ def test_wrong_options_are_refused(options, says):
 def test_a_task_without_classes_is_refused():
     regression = make_task(TaskConfig(name="x", kind="regression", format="x", channels=1, size=8))
     with pytest.raises(ConfigError, match="choose a classification"):
-        check_pair("proxyfl", Settings(task=regression))
+        check_pair(FMLConfig(), Settings(task=regression))
 
 
 def test_private_models_are_built_before_any_training():
@@ -165,4 +166,4 @@ def test_private_models_are_built_before_any_training():
         raise ConfigError("too small")
 
     with pytest.raises(ConfigError, match="too small"):
-        check_pair("proxyfl", Settings(task=make_task(TASK), private_models=(lambda seed: nn.Linear(1, 1), fails)))
+        check_pair(FMLConfig(), Settings(task=make_task(TASK), private_models=(lambda seed: nn.Linear(1, 1), fails)))
