@@ -33,7 +33,7 @@ OTHER_DATA = {
     "pneumonia": ("pneumoniamnist.npz", ["task=medmnist", "classes=2", "nodes=4", "p=0.8"], 120),
 }
 MLP = "private_models=[mlp]"
-MIXED = "private_models=[mlp,lenet5,cnn1,cnn2]"
+MIXED = "private_models=[mlp,lenet5_unpadded,cnn1,cnn2]"
 PAIRS = [f"ProxyFL := proxyfl:{MLP}", f"FML := fml:{MLP}"]
 LENET = ["ProxyFL with LeNet-5 := proxyfl", "FML with LeNet-5 := fml"]
 ALONE = "alpha=0 := proxyfl"
@@ -118,7 +118,7 @@ PARTS = [
     part(
         "main",
         "Fig. 3: private models are LeNet-5, all others MLPs.",
-        [*LENET, *OTHERS, f"{ALONE}:alpha=0", f"{NOISELESS}:model=lenet5"],
+        [*LENET, *OTHERS, f"{ALONE}:alpha=0", f"{NOISELESS}:model=lenet5_unpadded"],
         PAPER,
     ),
     part("main-proxies", "The proxies of these runs.", LENET, PAPER, "proxy-accuracy"),

@@ -98,7 +98,7 @@ def within(prefix: str, config: object, **ranges: Range | tuple[float, float]) -
         require(value <= high, f"{option} must be at most {high}; got {value}")
 
 
-MODELS = ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "gabor", "deepset", "resnet18", "resnet34", "unet")
+MODELS = ("mlp", "lenet5", "lenet5_unpadded", "cnn", "cnn1", "cnn2", "gabor", "deepset", "resnet18", "resnet34", "unet")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@
 model        stages                                     source
 ===========  =========================================  =====================================================
 `mlp`        hidden1, hidden2, head                     Kalra et al. 2023 (ProxyFL), appendix A.1
-`lenet5`     conv1, conv2, hidden1, hidden2, head       LeCun et al. 1998 with ReLU and max-pool
+`lenet5`     conv1, conv2, hidden1, hidden2, head       LeCun et al. 1998 with ReLU and max-pool; `lenet5_unpadded`
 `cnn1`       conv1, conv2, hidden, head                 ProxyFL, appendix A.1; its proxy on CIFAR-10
 `cnn2`       conv1, conv2, head                         ProxyFL, appendix A.1; its private model on CIFAR-10
 `cnn`        conv1, conv2, head                         CNN2 of any width, padded, with a norm layer
@@ -46,7 +46,7 @@ __all__ = ["backbone", "build"]
 
 # With this memory order, steps take 0.7 to 0.9 of the time; those of ResNets take 1.1. Models with norm layers are left
 # out: a norm after a cut would sum over an image in another order, with other last bits.
-CHANNELS_LAST = ("lenet5", "cnn1", "cnn2")
+CHANNELS_LAST = ("lenet5", "lenet5_unpadded", "cnn1", "cnn2")
 
 
 def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
@@ -99,7 +99,9 @@ def _fresh(model: ModelConfig, task: TaskConfig) -> StagedModel:
     if model.name == "mlp":
         return _mlp(model, task)
     if model.name == "lenet5":
-        return _lenet5(task)
+        return _lenet5(task, (0 if task.size >= 32 else 2, 0 if task.size >= 28 else 2))
+    if model.name == "lenet5_unpadded":
+        return _lenet5(task, (0, 0))
     if model.name in ("cnn1", "cnn2"):
         return _proxyfl_cnn(model.name, task)
     if model.name == "cnn":
@@ -121,6 +123,8 @@ def _smallest(model: ModelConfig) -> int:
         return 1
     if model.name in ("cnn1", "cnn2"):
         return 10
+    if model.name == "lenet5_unpadded":
+        return 16
     return 2 if model.name.startswith("resnet") and model.stem == "small" else 4
 
 
@@ -136,15 +140,15 @@ def _mlp(model: ModelConfig, task: TaskConfig) -> StagedModel:
     )
 
 
-def _lenet5(task: TaskConfig) -> StagedModel:
+def _lenet5(task: TaskConfig, pads: tuple[int, int]) -> StagedModel:
     """LeNet-5: 6 and 16 maps of 5x5 convolutions, 120 and 84 units, with ReLU and 2x2 max-pool.
 
     ProxyFL uses LeNet5 and refers to Shen et al. 2020, but neither lists its layers; these are the published ones. A
     32x32 image needs no padding and ends in 5x5 maps. At 28 to 31 pixels conv1 pads by 2, as is usual for MNIST (5x5
     again). Below 28 pixels conv2 pads by 2, too, so that 8x8 digits end in 2x2 maps. Larger maps are averaged to 5x5,
-    so that the head does not grow with the image.
+    so that the head does not grow with the image. `lenet5_unpadded` is that of ProxyFL's public code: MNIST's
+    images end in 4x4 maps.
     """
-    pads = 0 if task.size >= 32 else 2, 0 if task.size >= 28 else 2
     side = ((task.size + 2 * pads[0] - 4) // 2 + 2 * pads[1] - 4) // 2
     shrink = {"shrink": nn.AdaptiveAvgPool2d(5)} if side > 5 else {}
     features = 16 * min(side, 5) ** 2

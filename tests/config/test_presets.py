@@ -14,8 +14,8 @@ def paper(task, strategy, *options):
 @pytest.mark.parametrize(
     ("task", "rounds", "p", "size", "proxy", "private"),
     [
-        ("mnist", 300, 0.8, 1000, "mlp", "lenet5"),
-        ("fashion_mnist", 300, 0.8, 1000, "mlp", "lenet5"),
+        ("mnist", 300, 0.8, 1000, "mlp", "lenet5_unpadded"),
+        ("fashion_mnist", 300, 0.8, 1000, "mlp", "lenet5_unpadded"),
         ("cifar10", 200, 0.3, 3000, "cnn1", "cnn2"),
     ],
 )

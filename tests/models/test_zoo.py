@@ -16,11 +16,12 @@ from flwr_replay.models import StagedModel, build
 from flwr_replay.models.zoo import norm_layer
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
-NAMES = ("mlp", "lenet5", "cnn", "cnn1", "cnn2", "deepset", "resnet18", "resnet34")
+NAMES = ("mlp", "lenet5", "lenet5_unpadded", "cnn", "cnn1", "cnn2", "deepset", "resnet18", "resnet34")
 RESNET = ("conv1", "layer1", "layer2", "layer3", "layer4", "head")
 STAGES = {
     "mlp": ("hidden1", "hidden2", "head"),
     "lenet5": ("conv1", "conv2", "hidden1", "hidden2", "head"),
+    "lenet5_unpadded": ("conv1", "conv2", "hidden1", "hidden2", "head"),
     "cnn": ("conv1", "conv2", "head"),
     "cnn1": ("conv1", "conv2", "hidden", "head"),
     "cnn2": ("conv1", "conv2", "head"),
@@ -160,6 +161,7 @@ def test_published_resnet_is_torchvisions(name: str) -> None:
 def test_other_published_parameter_counts() -> None:
     assert parameters(build(ModelConfig(name="lenet5"), task(32), 0)) == 61_706
     assert parameters(build(ModelConfig(name="lenet5"), task(28), 0)) == 61_706
+    assert parameters(build(ModelConfig(name="lenet5_unpadded"), task(28), 0)) == 44_426
     assert parameters(build(ModelConfig(name="mlp", width=200), task(28), 0)) == 199_210
     assert parameters(build(ModelConfig(name="cnn1"), task(32, channels=3), 0)) == 38_626
     assert parameters(build(ModelConfig(name="cnn2"), task(32, channels=3), 0)) == 197_258
@@ -189,6 +191,7 @@ def test_resnet_maps(stem: str) -> None:
     ("config", "smallest"),
     [
         (ModelConfig(name="lenet5"), 4),
+        (ModelConfig(name="lenet5_unpadded"), 16),
         (ModelConfig(name="cnn", width=4), 4),
         (ModelConfig(name="cnn1"), 10),
         (ModelConfig(name="cnn2"), 10),
@@ -255,7 +258,7 @@ def test_yaml_keys_are_fields(name: str) -> None:
         "mlp": {"width"},
         "deepset": {"width"},
         "cnn": {"width", "norm"},
-        **{key: set() for key in ("lenet5", "cnn1", "cnn2")},
+        **{key: set() for key in ("lenet5", "lenet5_unpadded", "cnn1", "cnn2")},
     }
     assert keys.keys() == {"name", "weights"} | matter.get(name, {"width", "stem", "norm"})
     assert keys.keys() <= {field.name for field in fields(ModelConfig)}
