@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from flwr_replay.institution.peer import PeerClient
 from flwr_replay.learning.training import refuse_single_batches
-from flwr_replay.payloads.avgpush import Push
+from flwr_replay.payloads.avgpush import EvaluatePeer, Push
 from flwr_replay.payloads.common import Evaluation
-from flwr_replay.payloads.local import EvaluateOwn
 from flwr_replay.payloads.relay import Released
 from flwr_replay.wire.weights import encoded
 
@@ -34,6 +33,6 @@ class AvgPushClient(PeerClient):
         released = self.release(request, encoded(model), w)
         return Released(num_examples=len(data), examples_seen=learner.seen, train_loss=loss, **released)
 
-    def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
-        """Test θ after this round's mixing."""
+    def evaluate_peer(self, request: EvaluatePeer) -> Evaluation:
+        """Test θ after this round's mixing, or before it."""
         return self.evaluated(self.own_theta(request), request.split)

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flwr_replay.movements.gossip import Gossip, GossipConfig
-from flwr_replay.payloads.avgpush import Push
-from flwr_replay.payloads.local import EvaluateOwn
+from flwr_replay.payloads.avgpush import EvaluatePeer, Push
 from flwr_replay.payloads.relay import Released
 from flwr_replay.server.members import Member
 from flwr_replay.wire.records import Weights
@@ -48,7 +47,7 @@ class AvgPush(Gossip):
     name = "avgpush"
     config_type = AvgPushConfig
     config: AvgPushConfig
-    stages = ("push", "deliver", "evaluate-own")
+    stages = ("push", "deliver", "evaluate-peer")
     dp_mechanisms = ("classifier",)
     answer = Released
 
@@ -56,6 +55,6 @@ class AvgPush(Gossip):
         """Ask for one pass."""
         return Push(**self.instructions(server_round, member), optimizer_state=self.config.optimizer_state)
 
-    def evaluation(self, server_round: int, arrays: Weights) -> EvaluateOwn:
+    def evaluation(self, server_round: int, arrays: Weights) -> EvaluatePeer:
         """Each institution tests its own model, after mixing."""
-        return EvaluateOwn(server_round=server_round, run=self.settings.run)
+        return EvaluatePeer(server_round=server_round, run=self.settings.run)

@@ -55,6 +55,7 @@ class FedAvg(Parallel):
     name = "fedavg"
     config_type = FedAvgConfig
     config: FedAvgConfig
+    mixes = True
     supports_replay = True
     dp_mechanisms = ("generator", "prior", "classifier")
 

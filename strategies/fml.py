@@ -56,6 +56,7 @@ class FML(Parallel):
     evaluated = PairEvaluation
     answer = TrainedMutually
     one_form = True
+    mixes = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -46,6 +46,7 @@ class RunConfig:
     seed: int  # of weights, orders and partitions
     evaluate_every: int  # rounds; the last round is always evaluated
     external: bool  # also test every model on examples of institutions outside the run
+    evaluate_before_mixing: bool  # also test every institution's model before it is averaged or mixed
     forgetting: bool  # after every exchange, test the model on each institution's own training examples too
     threads: int  # torch threads of every process; equal numbers of threads give equal bits
     device: str  # auto | cpu | cuda | cuda:N

@@ -18,12 +18,16 @@ from flwr_replay.errors import TrainingError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.pushsum import mixed, parcel, sender_name
-from flwr_replay.payloads.common import ReleaseRequest, RunRequest
+from flwr_replay.payloads.avgpush import EvaluatePeer
+from flwr_replay.payloads.common import ReleaseRequest
+from flwr_replay.payloads.mutual import EvaluatePair
 from flwr_replay.payloads.relay import Committed, Deliver, TrainPeer
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import check_weights, to_arrays
 
 __all__ = ["PeerClient"]
+
+TestPeer = EvaluatePair | EvaluatePeer
 
 
 class PeerClient(InstitutionClient):
@@ -74,9 +78,22 @@ class PeerClient(InstitutionClient):
             self.state.save("mixed", request.run, request.exchange, done, self.institution.durable, give=True)
         return Committed(num_examples=len(self.institution.train), parcels=unpack_state(done)[2])
 
-    def own_theta(self, request: RunRequest) -> StateDict:
-        """Return θ from after this exchange's mixing."""
-        return unpack_state(self.latest("mixed", request))[0]
+    def own_theta(self, request: TestPeer) -> StateDict:
+        """Return θ from after this exchange's mixing, or as it was released before.
+
+        Raises
+        ------
+        TrainingError
+            If there is none.
+        """
+        if request.mixed:
+            return unpack_state(self.latest("mixed", request))[0]
+        if (released := self.state.at("released", request.run, request.server_round)) is None:
+            raise TrainingError(
+                f"before mixing, a model is tested as it was released; institution {self.institution.name!r} has "
+                f"released none in exchange {request.server_round}"
+            )
+        return unpack_state(released)[0]
 
 
 def pack_state(theta: StateDict, w: float, parcels: Sequence[int] = ()) -> StateDict:

@@ -27,10 +27,11 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_replay.config.compose import choices, load_strategy
+from flwr_replay.config.sections import require
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RefusedError, RunError
 from flwr_replay.learning.training import learning_rate, refuse_single_batches
-from flwr_replay.movements.observers import ExternalTests, Forgetting, Observer, TestOn
+from flwr_replay.movements.observers import UNMIXED, Forgetting, FurtherTests, Observer, TestOn
 from flwr_replay.payloads.common import Evaluate, Evaluation, ExpectsReplay
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.privacy.plan import mechanisms_of
@@ -68,6 +69,7 @@ class Run:
 class Movement(Exchanging):
     """Base of the four movements."""
 
+    mixes: ClassVar[bool] = False  # whether trained models are averaged or mixed, so that they can be tested before
     supports_replay: ClassVar[bool] = False  # whether institutions may train on replayed examples
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what DP-SGD can train here; each subclass must state its own
     evaluated: ClassVar[type[Evaluation]] = Evaluation  # the answer to an evaluation
@@ -81,11 +83,9 @@ class Movement(Exchanging):
     ) -> None:
         super().__init__(config, settings, recorder)
         self.replay = self.new_replay()
-        self.observers: list[Observer] = []
-        if self.settings.forgetting:
-            self.observers.append(Forgetting(self.recorder))
-        if self.settings.external:
-            self.observers.append(ExternalTests())
+        further = {"external": self.settings.external, UNMIXED: self.settings.evaluate_before_mixing}
+        self.observers: list[Observer] = [FurtherTests(split) for split, asked in further.items() if asked]
+        self.observers += [Forgetting(self.recorder)] if self.settings.forgetting else []
 
     def new_replay(self) -> Replay | None:
         """Return what the options say is replayed."""
@@ -121,6 +121,10 @@ class Movement(Exchanging):
                 f"replay is for serial and parallel methods; got strategy={cls.name}: choose replay=none, or strategy="
                 f"{', '.join(methods)}"
             )
+        require(
+            cls.mixes or not settings.evaluate_before_mixing,
+            f"evaluate-before-mixing is for methods that average or mix models; got strategy={cls.name}: leave it out",
+        )
         wanted = settings.privacy.mechanisms if settings.privacy else ()
         if settings.privacy:
             settings.privacy.check_method(cls.name, mechanisms_of(cls))
@@ -158,8 +162,13 @@ class Movement(Exchanging):
         return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
 
     def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
-        """Return the request to evaluate on another split than the test shard: train or external."""
-        return replace(self.evaluation(server_round, arrays), split=split)  # type: ignore[call-arg]
+        """Return the request to evaluate on another split than the test shard: train or external; or before mixing."""
+        request = self.evaluation(server_round, arrays)
+        return request if split == UNMIXED else replace(request, split=split)  # type: ignore[call-arg]
+
+    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
+        """Return the weights that an institution is to test on a split; None: it has nothing to test there."""
+        return arrays
 
     @abstractmethod
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
@@ -346,8 +355,9 @@ class Movement(Exchanging):
         """Return a function that has every institution test these weights on the examples of a split."""
 
         def test_on(split: str) -> Pooled | None:
-            request = self.evaluation_on(split, server_round, arrays)
-            messages = [self.message(member, request, run.evaluate_config) for member in self.members if member.ours]
+            tested = [(member, self.tested_on(split, member, arrays)) for member in self.members if member.ours]
+            asked = [(member, self.evaluation_on(split, server_round, w)) for member, w in tested if w is not None]
+            messages = [self.message(member, request, run.evaluate_config) for member, request in asked]
             return self.pooled(server_round, self.exchange(run.grid, server_round, messages, needed=False))
 
         return test_on

@@ -38,6 +38,7 @@ from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.files.tensors import nested
 from flwr_replay.learning.pushsum import sender_name
 from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.observers import UNMIXED
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.topology import TOPOLOGIES, Matrix, checked, mixing_matrix, read_matrices, receivers
 from flwr_replay.payloads.relay import Committed, Deliver, Released
@@ -45,7 +46,8 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.server.mailbox import Delivery, Mailbox, Parcel
 from flwr_replay.server.members import Member
 from flwr_replay.server.settings import Settings
-from flwr_replay.wire.records import StateDict, array_record, opened
+from flwr_replay.wire.payload import Request
+from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 from flwr_replay.wire.weights import form_of
 
 __all__ = ["Gossip", "GossipConfig"]
@@ -74,11 +76,13 @@ class Gossip(Relay):
     config: GossipConfig
     answer: ClassVar[type[Released]]
     one_form = True
+    mixes = True
     seed_of: ClassVar[str] = "model"  # the purpose from which the seed of the fresh weights is derived
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mailbox = Mailbox()
+        self.releasing: set[str] = set()  # who has trained and released in this exchange
         self.exchanged = True  # whether any institution sends to another in this round
         self.released_form = self.form  # of what institutions release: of the model, and what goes with it
         file = self.config.topology_file
@@ -117,6 +121,15 @@ class Gossip(Relay):
         p = self.agreed(server_round, institutions)
         return any(receivers(p, k)[0] for k in range(institutions))
 
+    def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
+        """Return the request to evaluate on another split, or what was released before it was mixed."""
+        request = super().evaluation_on(split, server_round, arrays)
+        return replace(request, mixed=False) if split == UNMIXED else request  # type: ignore[call-arg]
+
+    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
+        """Return None before mixing where the institution has not trained in this exchange."""
+        return None if split == UNMIXED and member.name not in self.releasing else arrays
+
     # --- a round ------------------------------------------------------------------------------------------------------
 
     def exchange_round(
@@ -135,7 +148,7 @@ class Gossip(Relay):
             released[member.name] = self.released(member, reply)
 
         self.exchange(grid, server_round, asked, needed=bool(asked), take=take)
-        trained = self.answered
+        trained, self.releasing = self.answered, set(released)
         self.recorder.saw(sum(answer.examples_seen for answer in released.values()))
         self.deal(server_round, released)
         self.bring(grid, server_round, config)

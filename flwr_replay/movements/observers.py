@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flwr_replay.server.evaluation import Pooled, with_external
+from flwr_replay.server.evaluation import Pooled, with_further
 from flwr_replay.server.recorder import Recorder
 
-__all__ = ["ExternalTests", "Forgetting", "Observer", "TestOn"]
+__all__ = ["UNMIXED", "Forgetting", "FurtherTests", "Observer", "TestOn"]
+
+UNMIXED = "before-mixing"  # in place of a split: the test shards, with models from before they were averaged or mixed
 
 TestOn = Callable[[str], Pooled | None]  # has every institution test the current model on its examples of a split
 
@@ -50,11 +52,19 @@ class Forgetting(Observer):
             self.recorder.forgetting_row(server_round, data_of, found[1])
 
 
-class ExternalTests(Observer):
-    """With every evaluation, tests on other institutions' examples; both results are recorded as one."""
+class FurtherTests(Observer):
+    """With every evaluation, tests once more; both results are recorded as one.
 
-    split = "external"
+    Parameters
+    ----------
+    split : str
+        `external`: on other institutions' examples; `UNMIXED`: on the test shards, models as they were trained.
+    """
+
     found: Pooled | None = None  # the last metrics there
+
+    def __init__(self, split: str) -> None:
+        self.split = split
 
     def forecast(self, exchanges: int, evaluations: int) -> int:
         """Return one test for each evaluation."""
@@ -65,5 +75,5 @@ class ExternalTests(Observer):
         self.found = test_on(self.split)
 
     def completed(self, found: Pooled) -> Pooled:
-        """Add the external metrics to those on the test shards."""
-        return with_external(found, self.found) if self.found else found
+        """Add the further metrics, under names that begin with the split's."""
+        return with_further(found, self.found, f"{self.split}-") if self.found else found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +11,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
+from flwr_replay.movements.observers import UNMIXED
 from flwr_replay.payloads.common import Trained
+from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
@@ -22,6 +24,7 @@ class Parallel(Movement):
     """Base of the methods in which all institutions train at once."""
 
     answer: ClassVar[type[Trained]] = Trained
+    returned: Mapping[str, ArrayRecord]  # by institution: what it has trained in this exchange, if that is to be tested
     sent: StateDict  # the global weights of this exchange, as sent to all
     server_round: int
 
@@ -50,14 +53,21 @@ class Parallel(Movement):
         request = self.train_request(server_round, arrays)
         return [self.message(member, request, config) for member in self.members]
 
+    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
+        """Return the global weights, or those that the institution has trained in this exchange."""
+        return self.returned.get(member.name) if split == UNMIXED else arrays
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Combine the answers."""
-        answers = [
-            (self.answer.decode if member.ours else self.answer.from_foreign)(reply.content)
+        by_name = {
+            member.name: (self.answer.decode if member.ours else self.answer.from_foreign)(reply.content)
             for member, reply in self.answers(replies)
-        ]
+        }
+        answers = list(by_name.values())
+        keeps = self.settings.evaluate_before_mixing
+        self.returned = {name: array_record(a.arrays) for name, a in by_name.items()} if keeps else {}
         if not answers:
             return None, None
         self.recorder.saw(sum(answer.examples_seen for answer in answers))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flwr_replay.payloads.common import Evaluation, LabelScale, Pooling, Spending, Trained
-from flwr_replay.payloads.relay import Released, TrainPeer
+from flwr_replay.payloads.relay import MIXED, Released, TrainPeer
 from flwr_replay.wire.fields import instruction, model, statistic
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
@@ -129,6 +129,7 @@ class EvaluatePair(Listening, Request, stage="evaluate-pair", answer=PairEvaluat
     """Test your private model and your proxy on your test shard."""
 
     run: str = instruction()
+    mixed: bool = instruction(MIXED, default=True)
     split: str = instruction("test, train or external", default="test")
 
 

@@ -15,7 +15,9 @@ from flwr_replay.wire.fields import instruction, model, statistic
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import Weights
 
-__all__ = ["Committed", "Deliver", "Released", "TrainPeer"]
+__all__ = ["MIXED", "Committed", "Deliver", "Released", "TrainPeer"]
+
+MIXED = "test the model as it is after this exchange's mixing, or as it was released before"
 
 
 @dataclass(frozen=True, kw_only=True)

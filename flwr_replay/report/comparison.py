@@ -101,7 +101,7 @@ def summarise(
     worst = min if higher_is_better else max
     done: dict[str, dict[int, Mapping[str, Any]]] = {label: {} for label in labels}
     for cell in cells:
-        # external-… is missing if no institution answered the last external test
+        # external-… and before-mixing-… are missing if no institution answered the last of these tests
         if cell.get("result") and metric in cell["result"]["final"]["global"]:
             done[cell["label"]][cell["seed"]] = cell["result"]
     values = {

@@ -80,6 +80,7 @@ def settings_of(config: RunConfig) -> Settings:
         seed=config.seed,
         evaluate_every=config.evaluate_every,
         external=config.external,
+        evaluate_before_mixing=config.evaluate_before_mixing,
         forgetting=config.forgetting,
         timeout=config.timeout,
         wait=config.wait,

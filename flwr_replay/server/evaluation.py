@@ -12,7 +12,7 @@ from flwr_replay.learning.tasks import Task
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.server.members import Member
 
-__all__ = ["Pooled", "check_evaluation", "pool_answers", "with_external"]
+__all__ = ["Pooled", "check_evaluation", "pool_answers", "with_further"]
 
 Metrics = dict[str, float]
 Pooled = tuple[Metrics, dict[str, Metrics]]
@@ -103,15 +103,15 @@ def check_evaluation(evaluation: Evaluation, task: Task, input_shape: tuple[int,
             raise WireError(f"{field.name} must hold counts; got {max(value)}")
 
 
-def with_external(found: Pooled, external: Pooled) -> Pooled:
-    """Add the metrics on other institutions' examples to those on the test shards, with the prefix external-."""
-    (pooled, own), (external_pooled, external_own) = found, external
-    both = {name: {**metrics, **_external(external_own.get(name, {}))} for name, metrics in own.items()}
-    return {**pooled, **_external(external_pooled)}, both
+def with_further(found: Pooled, further: Pooled, prefix: str) -> Pooled:
+    """Add the metrics of a further test to those on the test shards, under names with a prefix."""
 
+    def named(metrics: Metrics) -> Metrics:
+        return {f"{prefix}{name}": value for name, value in metrics.items()}
 
-def _external(metrics: Metrics) -> Metrics:
-    return {f"external-{name}": value for name, value in metrics.items()}
+    (pooled, own), (further_pooled, further_own) = found, further
+    both = {name: {**metrics, **named(further_own.get(name, {}))} for name, metrics in own.items()}
+    return {**pooled, **named(further_pooled)}, both
 
 
 def _scalars(reply: Message) -> Metrics:

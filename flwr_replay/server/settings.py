@@ -32,6 +32,7 @@ class Settings:
     seed: int = 0
     evaluate_every: int = 1  # rounds
     external: bool = False  # with every evaluation, also evaluate on other institutions' examples
+    evaluate_before_mixing: bool = False  # with every evaluation, also evaluate models as they were trained
     forgetting: bool = False  # after every exchange, also evaluate on each institution's training examples
     timeout: float = 3600  # seconds to wait for an institution's answer
     wait: float = 120  # seconds to wait for `nodes` institutions

@@ -17,6 +17,7 @@ A cell with a result.json is finished and not repeated. One with a checkpoint is
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -117,16 +118,16 @@ def planned(
     task = make_task(config.task)
     metric = metric or task.metric
     reported = [load_strategy(method.strategy)[0].evaluated.metrics(task) for method in methods]
-    known = [name for name in reported[0] if all(name in names for names in reported)]
-    if config.external:
-        known += [f"external-{name}" for name in known]
+    reported_by_all = [name for name in reported[0] if all(name in names for names in reported)]
+    prefixes = ["external-"] * config.external + ["before-mixing-"] * config.evaluate_before_mixing
+    known = [f"{prefix}{name}" for prefix in ["", *prefixes] for name in reported_by_all]
     if metric not in known:
         raise ConfigError(f"--metric must be one that all methods report; got {metric!r}: {nearest(metric, known)}")
     about = {
         "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config)}: {config.model.name}, "
         f"{config.rounds} round{'s' * (config.rounds > 1)}",
         "metric": metric,
-        "higher-is-better": metric.removeprefix("external-").removeprefix("proxy-") not in ERRORS,
+        "higher-is-better": re.sub("^(external-|before-mixing-)?(proxy-)?", "", metric) not in ERRORS,
         "against": against,
         "seeds": list(seeds),
         "options": shared,

@@ -23,7 +23,7 @@ OF_A_METHOD = (
     "replay",
     "training",
 )  # sections in which the methods may differ
-CHOSEN = ("model", "generator", "replay", "rounds")  # in which they may differ, too
+CHOSEN = ("model", "generator", "replay", "rounds", "evaluate_before_mixing")  # in which they may differ, too
 OURS = {  # options that a comparison sets itself, with what to write instead
     "strategy": "name the strategies before the options",
     "seed": "write seeds=3, or seeds=0,5,7",
