@@ -10,6 +10,7 @@ LONGEST = (
     "test_deployment.py",
     "test_readme.py",
     "test_orphans.py",
+    "test_engines.py",
     "test_examples.py",
     "test_contract.py",
     "test_fuzz_answers.py",
