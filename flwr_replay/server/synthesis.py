@@ -114,6 +114,7 @@ class Buffers:
         asked = [m for m in self.movement.members if m.name not in self.trained or m in self.drew_none]
         self.drew_none.clear()
         made = dict.fromkeys((member.name for member in asked), -1)
+        totals = {member.name: self.plan.steps(member.num_examples) for member in asked}
         losses: dict[str, list[float]] = {member.name: [] for member in asked}
         complete: dict[str, GeneratorSlice] = {}
         while asked:
@@ -121,7 +122,7 @@ class Buffers:
 
             def take(member: Member, reply: Message, going_on: list[Member] = going_on) -> None:
                 answer = GeneratorSlice.decode(reply.content)
-                total = self.plan.steps(member.num_examples)
+                total = totals[member.name]
                 if answer.steps_left and not made[member.name] < answer.steps <= total - answer.steps_left:
                     raise WireError(
                         f"must train on to step {total}; its generator had {max(0, made[member.name])} steps, now it "
