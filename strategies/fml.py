@@ -25,14 +25,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from flwr.app import ArrayRecord
+
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.mutual import MutualConfig, check_pair, first_state
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.mutual import EvaluateWithProxy, PairEvaluation, TrainedMutually, TrainMutually
 from flwr_replay.rng import derived_seed
+from flwr_replay.server.members import Member
 from flwr_replay.server.settings import Settings
-from flwr_replay.wire.records import StateDict, Weights, opened
+from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 from flwr_replay.wire.weights import joined, parted
 
 __all__ = ["FML", "FMLConfig"]
@@ -103,3 +106,8 @@ class FML(Parallel):
         """Each institution tests its private model and the averaged proxy."""
         own = self.config.listening
         return EvaluateWithProxy(server_round=server_round, arrays=arrays, run=self.settings.run, **own)
+
+    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
+        """Return the averaged proxy, or the one that the institution has trained, without its optimizer's state."""
+        tested = super().tested_on(split, member, arrays)
+        return None if tested is None else array_record(parted(opened(tested))[0])
