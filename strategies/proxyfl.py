@@ -26,7 +26,8 @@ proxy's is released and mixed with the proxy; it makes messages up to three time
 proxy's epsilon, since it depends on noised gradients and on what arrived. With reset it is fresh every round. A private
 model may train alone for some passes first, with the proxy that arrived as its teacher (private-epochs); this costs no
 privacy. With listen=pool it learns from labels alone and is tested together with the proxy, as a pool of both answers
-with weights that fit held-out examples (`flwr_replay/learning/pooling.py`); none of these leave. With dp=proxy a private model that diverges returns to its state before the round, and no message says so.
+with weights that fit held-out examples (`flwr_replay/learning/pooling.py`); none of these leave. With dp=proxy a
+private model that diverges returns to its state before the round, and no message says so.
 """
 
 from __future__ import annotations

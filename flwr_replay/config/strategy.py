@@ -31,6 +31,8 @@ class StrategyConfig:
         Options that name a user's files. Their paths are made absolute, so that a resumed run finds them.
     chosen_later : tuple of str
         Options whose value in a request may differ from the run's. An institution refuses any other difference.
+    from_training : Mapping of str to str
+        Options that, where they are empty, have the value of an option of training. Requests state that value.
     metrics_note : str
         What a reader of a comparison must know of the method's metrics: whose model they are of.
     draws_images : bool
@@ -44,6 +46,7 @@ class StrategyConfig:
     pooled: ClassVar[bool] = False
     files: ClassVar[tuple[str, ...]] = ()
     chosen_later: ClassVar[tuple[str, ...]] = ()
+    from_training: ClassVar[Mapping[str, str]] = {}
     metrics_note: ClassVar[str] = ""
     draws_images: ClassVar[bool] = False
     own_batches: ClassVar[bool] = False

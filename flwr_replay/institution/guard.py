@@ -161,9 +161,11 @@ def _kept_options(config: RunConfig) -> tuple[tuple[str, str, Any], ...]:
     """Return the instructions that must equal an option, with the option and its value.
 
     They are the strategy's options of the same name, and what replay=buffer says of buffers. An empty option means
-    that the server chooses. Learning rates fall, and a batch size may be that of training.
+    that the server chooses, or that training says it. Learning rates fall, and a batch size may be that of training.
     """
     options = {**asdict(config.strategy), **config.strategy.instructed}
+    for name, ours in config.strategy.from_training.items():
+        options[name] = options[name] or getattr(config.training, ours)
     own = {name.replace("_", "-"): value for name, value in options.items() if name not in config.strategy.chosen_later}
     kept = [(name, f"strategy.{name}", value) for name, value in own.items() if value != ""]
     if config.replay.name == "buffer":

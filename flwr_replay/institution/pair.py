@@ -16,7 +16,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flwr_replay.errors import BudgetError, PrivacyError, WireError
+from flwr_replay.errors import BudgetError, PrivacyError, RefusedError, WireError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.mutual import Learning, MutualLearner
@@ -102,16 +102,29 @@ class PairClient(InstitutionClient):
     def held_out(self, request: Listening) -> Shard:
         """Return the examples by which a pool's weights are chosen: the validation split, or those that are held out.
 
-        They never leave, and nothing that was computed from them does but φ's test metrics.
+        They never leave. φ's test metrics do, which depend on them.
         """
         return self.institution.validation or rows_of(self.training_data(), self.held_rows(request))
 
     def held_rows(self, request: Listening) -> Tensor:
-        """Return the rows that are held out, the same in every exchange; none without a pool or beside a split."""
+        """Return the rows that are held out, the same in every exchange; none without a pool or beside a split.
+
+        Raises
+        ------
+        RefusedError
+            If the policy lets no exact metrics leave. A server that sends proxies of its own can read single held-out
+            examples from the answers of a pool, even from counts.
+        """
         if request.listen != "pool" or self.institution.validation is not None:
             return torch.empty(0, dtype=torch.int64)
+        if self.institution.policy.allowed_metrics != "exact":
+            raise RefusedError(
+                "policy lets no exact metrics leave, and without a validation split the tests of listen=pool depend on "
+                "single training examples: choose listen=loss, or ask the institution for a validation split"
+            )
         n = len(self.training_data())
-        return torch.randperm(n, generator=self.shuffle("held-out"))[: max(1, round(request.holdout * n))]
+        most = min(n - 1, max(1, round(request.holdout * n)))
+        return torch.randperm(n, generator=self.shuffle("held-out"))[:most]
 
     def pooled(self, phi: Weights, theta: Weights, request: Listening) -> Pool:
         """Return φ and θ as one classifier. θ may have been trained on the held-out examples, by DP-SGD."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord
 
-from flwr_replay.errors import TrainingError
+from flwr_replay.errors import TrainingError, WireError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.pushsum import mixed, parcel, sender_name
@@ -27,6 +27,7 @@ from flwr_replay.wire.weights import check_weights, to_arrays
 
 __all__ = ["PeerClient"]
 
+LARGEST_W = 1e9  # the weights of all institutions add up to their number
 TestPeer = EvaluatePair | EvaluatePeer
 
 
@@ -60,7 +61,17 @@ class PeerClient(InstitutionClient):
         return {"arrays": theta if request.exchanged else ArrayRecord(), "weight": w, **self.spent(request.run)}
 
     def deliver(self, request: Deliver) -> Committed:
-        """Mix the released model with the parcels that arrived, and save the result."""  # lines 8-10
+        """Mix the released model with the parcels that arrived, and save the result.
+
+        Raises
+        ------
+        WireError
+            If a share is no share, or w no weight.
+        """  # lines 8-10
+        if not all(0 <= share <= 1 for share in (request.kept, *request.shares)) or not all(
+            0 < w <= LARGEST_W for w in request.weights
+        ):
+            raise WireError(f"shares lie in [0, 1] and weights of PushSum in (0, {LARGEST_W:g}]; got others: refused")
         done = self.state.at("mixed", request.run, request.exchange)
         if done is None:
             released = self.state.at("released", request.run, request.exchange)
@@ -87,7 +98,9 @@ class PeerClient(InstitutionClient):
             If there is none.
         """
         if request.mixed:
-            return unpack_state(self.latest("mixed", request))[0]
+            theta = unpack_state(self.latest("mixed", request))[0]
+            check_weights(theta)  # of parcels that a server chose
+            return theta
         if (released := self.state.at("released", request.run, request.server_round)) is None:
             raise TrainingError(
                 f"before mixing, a model is tested as it was released; institution {self.institution.name!r} has "

@@ -1,4 +1,4 @@
-"""Two classifiers as one: a logarithmic opinion pool, with weights that fit examples which neither was trained on.
+"""Two classifiers as one: a logarithmic opinion pool, with weights that fit examples which the first has not seen.
 
 Source: Genest and Zidek 1986 (doi 10.1214/ss/1177013825), section 3; a product of experts, Hinton 2002.
 

@@ -39,6 +39,7 @@ class MutualConfig(StrategyConfig):
 
     dp_by_default: ClassVar[str] = "proxy"
     chosen_later: ClassVar[tuple[str, ...]] = ("private_lr", "private_batch_size")  # empty: as training has them
+    from_training: ClassVar[Mapping[str, str]] = {"private_optimizer": "optimizer"}
     metrics_note: ClassVar[str] = (
         "with a private model and a proxy, metrics are the private models', which no epsilon covers; an epsilon in the "
         "same column covers the proxies, whose metrics are named proxy-…"

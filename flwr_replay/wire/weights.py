@@ -32,6 +32,10 @@ __all__ = [
 LARGEST = 1e6  # the largest size of a weight; larger ones are wrong, and may give outputs that are not finite
 LARGEST_STATISTIC = 1e12  # of a norm layer's running mean or variance; the variance is a square
 STATE = "proxy-optimizer."  # begins the names of an optimizer's arrays that travel with its model's
+MOMENT = re.compile(rf"(.*\.)?{STATE}\d+\.exp_avg")  # Adam's running mean m of gradients; v is that of their squares
+# By Cauchy and Schwarz m² <= (1 - β1)² / ((1 - β2)(1 - β1² / β2)) v for any gradients: 52.9 v with β 0.9 and 0.999.
+# Means over institutions keep it. The rest is for rounding.
+MOST_MEAN, ROUNDING = 60.0, 1e-16
 COUNTED = re.compile(rf"(.*\.)?{STATE}\d+\.(step|exp_avg_sq)")  # of these, Adam's numbers that are never negative
 
 
@@ -111,7 +115,8 @@ def check_weights(arrays: StateDict) -> None:
     DivergedError
         If they are not finite, or too large.
     WireError
-        If the state of an optimizer beside them has negative step counts or squares of gradients.
+        If the state of an optimizer beside them has negative step counts or squares of gradients, or a mean of
+        gradients that these squares cannot have: a step would be as large as its sender likes.
     """
     for name, array in arrays.items():
         counted = COUNTED.fullmatch(name)
@@ -125,6 +130,14 @@ def check_weights(arrays: StateDict) -> None:
                 f"step counts and second moments of an optimizer must not be negative; {name!r} is: send the state as "
                 "institutions released it"
             )
+        squares = arrays.get(f"{name}_sq") if MOMENT.fullmatch(name) else None
+        if squares is None or squares.shape != array.shape:  # another form is refused elsewhere
+            continue
+        if (np.square(array, dtype=np.float64) > MOST_MEAN * np.abs(squares) + ROUNDING).any():
+            raise WireError(
+                f"a mean of gradients is at most eight times the root of their mean square; {name!r} is larger: send "
+                "the state as institutions released it"
+            )
 
 
 def largest(arrays: StateDict) -> float:
@@ -136,10 +149,13 @@ def largest(arrays: StateDict) -> float:
 def load_arrays(module: nn.Module, weights: Weights) -> None:
     """Copy weights into a module; the names and shapes must be the module's own."""
     arrays, own = opened(weights), module.state_dict()
-    if faults := sorted(own.keys() ^ arrays.keys()) or [n for n in own if own[n].shape != arrays[n].shape]:
+    kinds = {name: np.issubdtype(array.dtype, np.floating) for name, array in arrays.items()}  # others have no limit
+    if faults := sorted(own.keys() ^ arrays.keys()) or [
+        n for n in own if own[n].shape != arrays[n].shape or own[n].is_floating_point() != kinds[n]
+    ]:
         raise WireError(  # a deployed institution sends this text to the server
-            f"weights must have the model's own names and shapes; they differ at {faults[0]!r}: use the same model.*, "
-            "task.channels, task.size and task.classes everywhere"
+            f"weights must have the model's own names, shapes and kinds of number; they differ at {faults[0]!r}: use "
+            "the same model.*, task.channels, task.size and task.classes everywhere"
         )
     for name, tensor in own.items():
         if tensor.device.type == "cpu":

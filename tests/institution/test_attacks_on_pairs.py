@@ -1,0 +1,115 @@
+"""Attacks on an institution with a private model and a proxy, and by one on the others (docs/audit.md)."""
+
+import numpy as np
+import pytest
+from harness import write_shards
+from hostile_server import HostileServer, metrics, refusal, weights
+from peers import hospitals, run
+
+from flwr_replay.files.tensors import nested
+from flwr_replay.payloads.mutual import EvaluatePair, EvaluateWithProxy, TrainMutually, TrainProxy
+from flwr_replay.payloads.relay import Deliver
+from flwr_replay.wire.records import array_record, arrays_in
+
+TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
+DP = [*TASK, "dp=proxy", "beta=0", "sigma=2", "delta=0.01"]
+PAIR = {"alpha": 0.5, "beta": 0.0, "private_seed": 1, "private_optimizer": "sgd", "private_lr": 0.01, "lr": 0.01}
+PAIR |= {"private_epochs": 0, "private_batch_size": 16, "private_shift": 0, "run": "r", "server_round": 1}
+POOL = [*DP, "alpha=0", "listen=pool", "private-epochs=1", "holdout=0.1"]
+ALONE = {**PAIR, "alpha": 0.0, "private_epochs": 1, "listen": "pool", "holdout": 0.1}
+FIRST = {"init_seed": 1, "committed": 0}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_shards(tmp_path, {"a": 40})
+    return tmp_path
+
+
+def test_a_server_cannot_change_the_private_optimizer(folder):
+    """A kept state of another optimizer made an error, but only where the private model had not diverged."""
+    server = HostileServer(folder, *DP, "strategy=fml", policy="metrics: none\n")
+    assert not refusal(server.send(TrainMutually(arrays=server.weights, **PAIR)))
+    reply = server.send(
+        TrainMutually(arrays=server.weights, **{**PAIR, "private_optimizer": "adam", "server_round": 2})
+    )
+    assert "strategy.private-optimizer is 'sgd', it asks for adam" in refusal(reply)
+    adam = HostileServer(folder, *DP, "strategy=fml", "private-optimizer=adam")
+    reply = adam.send(TrainMutually(arrays=server.weights, **{**PAIR, "run": "other"}))
+    assert "strategy.private-optimizer is 'adam', it asks for sgd" in refusal(reply)
+
+
+@pytest.mark.parametrize("policy", ["metrics: counted", "metrics: none"])
+@pytest.mark.parametrize("split", [False, True])
+def test_no_training_example_weighs_an_answer_where_only_counts_may_leave(folder, policy, split):
+    if split:
+        arrays = dict(np.load(folder / "a.npz"))
+        np.savez(folder / "a.npz", **arrays, val_images=arrays["test_images"], val_labels=arrays["test_labels"])
+    server = HostileServer(folder, *POOL, "strategy=fml", policy=policy)
+    trained = server.send(TrainMutually(arrays=server.weights, **ALONE))
+    tested = server.send(EvaluateWithProxy(arrays=server.weights, run="r", server_round=1, listen="pool", holdout=0.1))
+    if split:
+        assert weights(trained)
+        assert bool(metrics(tested)) == (policy == "metrics: counted")
+    else:
+        assert "depend on single training examples: choose listen=loss" in refusal(trained)
+        assert not metrics(tested)
+        assert not server.charges("r")
+
+
+def test_with_a_share_of_almost_all_one_example_is_left_to_learn_from(folder):
+    server = HostileServer(folder, *POOL, "strategy=fml", "holdout=0.99")
+    assert weights(server.send(TrainMutually(arrays=server.weights, **{**ALONE, "holdout": 0.99})))
+
+
+@pytest.mark.parametrize("values", [{"kept": -1e9}, {"kept": 1e300}, {"shares": [-0.5]}, {"weights": [1e300]}])
+def test_shares_that_are_none_are_refused(folder, values):
+    server = HostileServer(folder, *DP, "strategy=proxyfl")
+    server.send(TrainProxy(**PAIR, **FIRST))
+    good = {"kept": 0.5, "shares": [0.5], "weights": [1.0]}
+    parcels = {"arrays": nested({"00000": server.weights}), "parcels": [1], "run": "r", "exchange": 1}
+    assert "shares lie in [0, 1]" in refusal(server.send(Deliver(**parcels, **{**good, **values})))
+    assert not refusal(server.send(Deliver(**parcels, **good)))
+
+
+def test_a_mixed_model_that_is_too_large_meets_no_data(folder):
+    server = HostileServer(folder, *DP, "strategy=proxyfl")
+    server.send(TrainProxy(**PAIR, **FIRST))
+    large = {name: np.full_like(array, 9e5) for name, array in server.weights.items()}
+    arrays = nested({"00000": large, "00001": large})
+    parcels = {"arrays": arrays, "parcels": [1, 2], "run": "r", "exchange": 1, "kept": 0.0, "weights": [1e9, 1e9]}
+    server.send(Deliver(**parcels, shares=[1.0, 1.0]))
+    reply = server.send(EvaluatePair(run="r", server_round=1))
+    assert refusal(reply) or np.isfinite(metrics(reply)["loss"])
+
+
+def test_weights_of_another_kind_of_number_are_refused(folder):
+    server = HostileServer(folder, *DP, "strategy=fml")
+    whole = {name: np.full(array.shape, 10**17, np.int64) for name, array in server.weights.items()}
+    assert "kinds of number" in refusal(server.send(TrainMutually(arrays=whole, **PAIR)))
+    assert not server.charges("r")
+
+
+@pytest.mark.parametrize("strategy", ["fml", "proxyfl"])
+def test_moments_that_no_gradients_have_are_their_senders_failure(folder, strategy):
+    def spoil(grid, message, reply):
+        asked = grid.asked[-1]
+        if asked.stage in ("train-proxy", "train-mutually") and asked.name == "a" and asked.exchange == 1:
+            arrays = arrays_in(reply.content).state_dict()
+            spoilt = {"exp_avg": 1e6, "exp_avg_sq": 0.0, "step": 1e12}
+            reply.content["arrays"] = array_record(
+                {name: np.full_like(one, spoilt.get(name.rpartition(".")[2], one)) for name, one in arrays.items()}
+            )
+        return reply
+
+    hospitals(folder)
+    options = [f"strategy={strategy}", "optimizer=adam", "proxy_optimizer=travels", *DP[-4:], "rounds=3"]
+    ran = run(folder, *options, *(["topology=complete"] if strategy == "proxyfl" else []), after=spoil)
+    assert {(one["institution"], one["round"]) for one in ran.result["failures"]} == {("a", 1)}
+    assert "at most eight times the root" in ran.result["failures"][0]["reason"]
+
+
+def test_moments_that_gradients_have_pass(folder):
+    hospitals(folder)
+    ran = run(folder, "strategy=fml", "optimizer=adam", "proxy_optimizer=travels", *DP[-4:], "rounds=4", "lr=0.3")
+    assert not ran.result["failures"]
