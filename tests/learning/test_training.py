@@ -251,8 +251,13 @@ def test_weights_go_in_and_out_bit_for_bit_or_not_at_all():
     one["1.weight"][:] = 7  # a copy, not the module's own memory
     assert not (to_arrays(other)["1.weight"] == 7).any()
     lacking = {name: array for name, array in one.items() if name != "4.bias"}
-    for wrong in (lacking, {**one, "more": one["4.bias"]}, {**one, "4.bias": np.zeros(4, np.float32)}):
+    for wrong in (
+        lacking,
+        {**one, "more": one["4.bias"]},
+        {**one, "4.bias": np.zeros(4, np.float32)},
+        {**one, "4.bias": one["4.bias"].astype(int)},
+    ):
         before = to_arrays(other)
-        with pytest.raises(WireError, match="model's own names and shapes"):
+        with pytest.raises(WireError, match="model's own names, shapes and kinds of number"):
             load_arrays(other, wrong)
         assert same(to_arrays(other), before)
