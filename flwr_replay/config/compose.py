@@ -316,8 +316,18 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
     if having:
         ours = base["strategy"]["name"]
         raise ConfigError(f"{key.replace('_', '-')} is an option of strategy={', '.join(having)}; got strategy={ours}")
+    others = [name for name in choices("generator") if plain.removeprefix("generator.") in _fields_of(name)]
+    if others:
+        ours = base["generator"]["name"]
+        raise ConfigError(
+            f"{key.replace('_', '-')} is an option of generator={', '.join(others)}; got generator={ours}"
+        )
     near = nearest(key.replace("_", "-"), shown)
     raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {near}; docs/options.md has all")
+
+
+def _fields_of(generator: str) -> list[str]:
+    return [field.name for field in fields(load_generator(generator)) if field.name != "name"]
 
 
 @cache

@@ -21,6 +21,7 @@ from flwr_replay.runs.options import resolve
         ("lattent-dtype=int8", "unknown option 'lattent-dtype': did you mean strategy.latent-dtype"),
         ("training.momemtum=0.5", "unknown option 'training.momemtum': did you mean training.momentum"),
         ("strategy.name=cwt", "unknown option 'strategy.name'"),
+        ("privacy-loss=nearest", "privacy-loss is an option of generator=stylegan2; got generator=vqvae2"),
         (
             "local-epochs=2",
             "local-epochs is an option of strategy=fedavg, fedavgm, fedavgshare, feder, fedprox; got",
