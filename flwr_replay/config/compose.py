@@ -313,21 +313,17 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
     if matches:
         return matches[0]
     shown = [name.replace("_", "-") for name in known if name not in COMMAND_LINE]
-    if having:
-        ours = base["strategy"]["name"]
-        raise ConfigError(f"{key.replace('_', '-')} is an option of strategy={', '.join(having)}; got strategy={ours}")
-    others = [name for name in choices("generator") if plain.removeprefix("generator.") in _fields_of(name)]
-    if others:
-        ours = base["generator"]["name"]
-        raise ConfigError(
-            f"{key.replace('_', '-')} is an option of generator={', '.join(others)}; got generator={ours}"
-        )
+    own, drawing = (
+        key.removeprefix("generator."),
+        [(name, fields(load_generator(name))) for name in choices("generator")],
+    )
+    others = [name for name, options in drawing if own != "name" and own in {option.name for option in options}]
+    for group, found in (("strategy", having), ("generator", others)):
+        if found:
+            said, ours = f"{key.replace('_', '-')} is an option of {group}=", base[group]["name"]
+            raise ConfigError(f"{said}{', '.join(found)}; got {group}={ours}")
     near = nearest(key.replace("_", "-"), shown)
     raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {near}; docs/options.md has all")
-
-
-def _fields_of(generator: str) -> list[str]:
-    return [field.name for field in fields(load_generator(generator)) if field.name != "name"]
 
 
 @cache

@@ -68,7 +68,8 @@ class PairClient(InstitutionClient):
         phi = self.scratch_model(own, "private")
         refuse_single_batches(proxy, len(self.institution.train), self.batch_size)
         if request.private_epochs:
-            refuse_single_batches(phi, len(self.lessons(request)), request.private_batch_size)
+            lessons = len(self.institution.train) - len(self.held_rows(request))
+            refuse_single_batches(phi, lessons, request.private_batch_size)
         training = replace(self.training, optimizer=request.private_optimizer)
         private = Learning(phi, make_optimizer(phi, training, request.private_lr))
         common = Learning(proxy, make_optimizer(proxy, self.training, request.lr))
