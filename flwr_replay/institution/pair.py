@@ -128,7 +128,7 @@ class PairClient(InstitutionClient):
         return torch.randperm(n, generator=self.shuffle("held-out"))[:most]
 
     def pooled(self, phi: Weights, theta: Weights, request: Listening) -> Pool:
-        """Return φ and θ as one classifier. θ may have been trained on the held-out examples, by DP-SGD."""
+        """Return φ and θ as one classifier. θ has learned from the held-out examples, too; DP hides them."""
         held = self.held_out(request)
         return Pool.fitted(self._loaded(phi, "private"), self._loaded(theta), held.x, held.y)
 

@@ -43,9 +43,13 @@ class BufferReplay(Replay):
         self.buffers.deliver(self.grid, self.server_round, wanted, self.extra)
 
     def givers(self) -> list[str]:
-        """Return all that have others; one institution alone draws nothing."""
-        names = [member.name for member in self.movement.members]
-        return names if len(names) > 1 else []
+        """Return all that are there, if others are known, who may be away now; one institution alone draws nothing."""
+        return [member.name for member in self.movement.members] if len(self.ours()) > 1 else []
+
+    def ours(self) -> set[str]:
+        """Return the institutions that are there, and those that have been."""
+        members = self.movement.members
+        return {member.name for member in members.known if member.ours} | {member.name for member in members}
 
     def others(self, name: str) -> list[int]:
         """Return the numbers of the others' buffers."""
@@ -59,8 +63,8 @@ class BufferReplay(Replay):
         """Return who is not replayed, and who lacks others' buffers."""
         members = self.movement.members
         found = {m.name: "has received no replays" for m in members if self.held(m.name) != self.others(m.name)}
-        ours = {member.name for member in members.known if member.ours} | {member.name for member in members}
-        silent = dict.fromkeys(ours - {*self.buffers.numbers}, "is not replayed") if self.givers() else {}
+        ours = self.ours()
+        silent = dict.fromkeys(ours - {*self.buffers.numbers}, "is not replayed") if len(ours) > 1 else {}
         return dict(sorted((found | silent).items()))
 
     def holding(self, name: str) -> int:

@@ -123,3 +123,18 @@ def test_what_an_institution_does_not_hold_as_the_server_says_is_not_trained_on(
 
     with pytest.raises(FlwrReplayError):
         start("strategy=fedavg", "rounds=1", before=spoil)
+
+
+def test_a_run_whose_others_left_before_they_drew_stops(start):
+    """One institution is left in the last round, and knows of others that nobody replays."""
+
+    def fail(grid, message):
+        stage, name = config_in(message.content).get("stage"), grid.name_of(message.metadata.dst_node_id)
+        if stage == "draw-buffer" and name != "a":
+            message.content["config"]["buffer"] = 7  # another number than the run's: refused
+
+    def there(grid):
+        return [node for node in grid.contexts if grid.looks < 4 or grid.name_of(node) == "a"]
+
+    with pytest.raises(RunError, match="is not replayed"):
+        start("strategy=fedavg", before=fail, there=there)
