@@ -17,7 +17,9 @@ __all__ = ["PARTS"]
 
 MNIST = ["task=mnist", "partition.size=1000", "model=cnn", "rounds=10", "evaluate_every=10", "seeds=3"]
 SKEW = [*MNIST, "partition=ks", "ks=0.93", "nodes=4"]
+PNEUMONIA = "pneumoniamnist.npz"
 XRAYS = ["task=medmnist", "classes=2", "model=cnn", "rounds=20", "evaluate_every=20", "seeds=3"]
+X_SKEW = [*XRAYS, "nodes=2", "partition=ks", "ks=0.6", "drop=true"]
 FEDER = "standard := feder"
 HOPS = "buffer 0 := feder:buffer=0"
 MODES = [FEDER, HOPS, "buffer-only := feder:mode=buffer-only", "synthetic-only := feder:mode=synthetic-only"]
@@ -29,6 +31,8 @@ OTHERS = [
     "local",
     "central",
 ]
+WITH_A_GENERATOR = [FEDER, *MODES[2:], OTHERS[2], "syncentral := syncentral"]
+BOTH = [*WITH_A_GENERATOR, *(x.replace(" :=", ", stylegan2 :=") + ":generator=stylegan2" for x in WITH_A_GENERATOR)]
 
 
 def part(
@@ -53,15 +57,20 @@ def iid(nodes: int) -> Part:
     return part(f"iid-{nodes}", "No skew.", [FEDER, HOPS, "central"], options, group="No skew, by institutions")
 
 
+def shifted(nodes: int) -> list[str]:
+    """Return the options of institutions whose X-rays differ in contrast."""
+    shift = ["partition=iid", "partition.size=650", "contrast=0.6", "generator.epochs=18", "prior.epochs=36"]
+    return [*XRAYS, f"nodes={nodes}", *shift]
+
+
 def contrast(nodes: int) -> Part:
     """Return a part in which institutions' X-rays differ in contrast, and classes do not."""
-    shift = ["partition=iid", "partition.size=650", "contrast=0.6", "generator.epochs=18", "prior.epochs=36"]
     return part(
         f"contrast-{nodes}",
         "Chest X-rays, no label skew; from institution to institution more contrast; 650 each.",
         [*MODES, *OTHERS, "syncentral"],
-        [*XRAYS, f"nodes={nodes}", *shift],
-        "pneumoniamnist.npz",
+        shifted(nodes),
+        PNEUMONIA,
     )
 
 
@@ -71,21 +80,23 @@ PARTS = [
         "xrays",
         "Chest X-rays, label skew, two institutions.",
         [*MODES, *OTHERS, "syncentral"],
-        [*XRAYS, "nodes=2", "partition=ks", "ks=0.6", "drop=true"],
-        "pneumoniamnist.npz",
+        X_SKEW,
+        PNEUMONIA,
     ),
     *map(contrast, (2, 4)),
     part(
-        "generators",
-        "Chest X-rays, label skew, two institutions: buffers of both generators.",
-        [
-            FEDER,
-            "standard, stylegan2 := feder:generator=stylegan2",
-            "fedavg, buffers := fedavg:replay=buffer",
-            "fedavg, stylegan2 := fedavg:replay=buffer:generator=stylegan2",
-        ],
-        [*XRAYS, "nodes=2", "partition=ks", "ks=0.6", "drop=true"],
-        "pneumoniamnist.npz",
+        "generators", "Chest X-rays, label skew, two institutions: buffers of both generators.", BOTH, X_SKEW, PNEUMONIA
+    ),
+    part("generators-skew", "Label skew, four institutions: buffers of both generators.", BOTH, SKEW),
+    *(
+        part(
+            f"generators-contrast-{nodes}",
+            "Chest X-rays, no label skew, contrast: buffers of both generators.",
+            BOTH,
+            shifted(nodes),
+            PNEUMONIA,
+        )
+        for nodes in (2, 4)
     ),
     part(
         "buffers",
