@@ -113,6 +113,9 @@ def study(
     only: Annotated[
         str | None, typer.Option("--only", help="Parts of the study, separated by commas; default: all.")
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One seed and two rounds of each part: does all of it run?")
+    ] = False,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     runs_dir: RunsDir = "runs",
 ) -> None:
@@ -124,7 +127,8 @@ def study(
     _say("loading …")
     from flwr_replay.studies.study import run_study
 
-    text, whole = run_study(name, data or "", jobs, Path(runs_dir), [part for part in (only or "").split(",") if part])
+    parts = [part for part in (only or "").split(",") if part]
+    text, whole = run_study(name, data or "", jobs, Path(runs_dir), parts, quick)
     print(text)
     if not whole:
         sys.exit(1)

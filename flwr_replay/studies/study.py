@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ def studies() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
 
 
-def run_study(name: str, data: str, jobs: int, runs_dir: Path, only: Sequence[str] = ()) -> tuple[str, bool]:
+def run_study(
+    name: str, data: str, jobs: int, runs_dir: Path, only: Sequence[str] = (), quick: bool = False
+) -> tuple[str, bool]:
     """Run a study's comparisons, or some of them; finished cells are not repeated.
 
     Parameters
@@ -59,6 +62,8 @@ def run_study(name: str, data: str, jobs: int, runs_dir: Path, only: Sequence[st
         The folder for the comparisons' folders and `study-<name>.md`.
     only : sequence of str
         Names of parts; empty: all.
+    quick : bool
+        The first seed and two rounds of each part: whether all of it runs. Its figures say nothing.
 
     Returns
     -------
@@ -82,7 +87,7 @@ def run_study(name: str, data: str, jobs: int, runs_dir: Path, only: Sequence[st
     for wanted in only:
         if wanted not in known:
             raise ConfigError(f"unknown part {wanted!r} of study {name}: {nearest(wanted, known)}")
-    chosen = [part for part in parts if not only or part.name in only]
+    chosen = [_shortened(part) if quick else part for part in parts if not only or part.name in only]
     places = {part.name: _data_option(part, data) for part in chosen}
     folder = make_folder(runs_dir.expanduser().absolute(), "--runs-dir")
     comparisons = [
@@ -90,12 +95,22 @@ def run_study(name: str, data: str, jobs: int, runs_dir: Path, only: Sequence[st
     ]
     outcomes = run_comparisons(comparisons, jobs)  # as one list, so that no job waits for the end of a part
     reports = {part.name: report for part, (_, report) in zip(chosen, outcomes, strict=True)}
+    name = f"{name}-quick" if quick else name
     text = _report(name, module.__doc__ or "", chosen, reports)
     for group, members in _groups(chosen, reports).items():
         write_atomic(folder / _picture(name, group), lines(members, group))
     write_atomic(folder / f"study-{name}.md", text)
     failed = [cell for report in reports.values() for cell in report["cells"] if "error" in cell]
     return text, not failed
+
+
+def _shortened(part: Part) -> Part:
+    """Return a part with its first seed and two rounds."""
+    seeds = next((option.removeprefix("seeds=") for option in part.options if option.startswith("seeds=")), "")
+    first = seeds.split(",")[0] if "," in seeds else "0"
+    kept = [o for o in part.options if not o.startswith(("rounds=", "evaluate_every=", "seeds="))]
+    methods = [re.sub(r":rounds=\d+", "", method) for method in part.methods]
+    return replace(part, methods=methods, options=[*kept, "rounds=2", "evaluate_every=1", f"seeds={first},"])
 
 
 def _data_option(part: Part, data: str) -> list[str]:
@@ -109,7 +124,7 @@ def _data_option(part: Part, data: str) -> list[str]:
 
 def _report(name: str, document: str, parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> str:
     """Write all tables as Markdown: an overview of each group, then part by part."""
-    command = f"flwr-replay study {name} --data DIR --jobs 2"
+    command = f"flwr-replay study {name.replace('-quick', ' --quick')} --data DIR --jobs 2"
     text = [f"# Study: {name}", "", document.strip(), "", f"Written by `{command}`.", ""]
     for group, members in _groups(parts, reports).items():
         text += [f"## {group}", "", *overview(members), "", f"![{group}]({_picture(name, group)})", ""]

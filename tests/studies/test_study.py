@@ -54,6 +54,18 @@ def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypat
     assert "### alike" not in one
 
 
+def test_a_quick_study_has_every_method_with_the_first_seed_and_two_rounds(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    options = ["task=diabetes", "nodes=2", "rounds=300", "evaluate_every=10", "seeds=7,9", "model.width=4"]
+    part = Part(name="tiny", about="Tiny.", methods=["cwt", "long := local:rounds=30"], options=options, against="cwt")
+    monkeypatch.setattr(skew, "PARTS", [part])
+    text, whole = run_study("skew", "", 1, tmp_path, quick=True)
+    assert whole
+    assert text == (tmp_path / "study-skew-quick.md").read_text()
+    results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
+    assert [(found["rounds"], found["seed"]) for found in results] == [(2, 7), (2, 7)]
+
+
 def test_what_is_not_there_is_reported_before_anything_runs(tmp_path):
     with pytest.raises(ConfigError, match="unknown study 'partition': did you mean partitions"):
         run_study("partition", "", 1, tmp_path)
