@@ -22,7 +22,8 @@ __all__ = ["PARTS"]
 
 SKEW = ["partition=majority", "majors=random", "rest=uniform"]
 MNIST = ["task=mnist", *SKEW, "p=0.8", "partition.size=1000", "nodes=8"]
-PAPER = [*MNIST, "preset=paper", "evaluate_every=10", "seeds=5"]
+PAPER = [*MNIST, "preset=paper", "evaluate_every=30", "seeds=5"]
+SHORT = [*MNIST, "preset=paper", "rounds=50", "evaluate_every=10", "seeds=5"]
 SOUND = [*MNIST, "preset=sound", "batch_size=1000", "evaluate_every=50", "seeds=10,11,12,13,14"]
 OTHER_DATA = {
     "cifar10": (
@@ -77,7 +78,7 @@ def ablation(
     """Return a part of 50 rounds in which all models are MLPs; the parts of a figure share a picture."""
     group = f"{name.partition('-')[0]}, {about.partition(':')[0]}"
     further = [f"{ALONE}:{MLP}:alpha=0", NOISELESS] if alone else []
-    return part(name, about, [*methods, *further], [*PAPER, "rounds=50", *options], group=group)
+    return part(name, about, [*methods, *further], [*SHORT, *options], group=group)
 
 
 def sound(budget: int) -> Part:
