@@ -30,6 +30,8 @@ FREE = (
     "timeout",
     "wait",
     "device",
+    "record",
+    "record_mb",
     "task.data_dir",
     "replay.missing",
 )

@@ -25,7 +25,9 @@ from flwr_replay.config.sections import (
 )
 from flwr_replay.config.strategy import StrategyConfig
 
-__all__ = ["RunConfig"]
+__all__ = ["RECORD", "RunConfig"]
+
+RECORD = ("none", "up", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class RunConfig:
     forgetting: bool  # after every exchange, test the model on each institution's own training examples too
     threads: int  # torch threads of every process; equal numbers of threads give equal bits
     device: str  # auto | cpu | cuda | cuda:N
+    record: str  # none | up | all: messages that the run directory keeps, so that attacks can be tried on them
+    record_mb: float  # the most that these messages may take, in 10^6 bytes
     runs_dir: str  # empty: $FLWR_REPLAY_HOME/runs, else ~/.flwr-replay/runs
     run_name: str  # empty: <date>-<strategy>-<task>-<seed>
     resume: str  # the directory of a run to continue
@@ -61,6 +65,8 @@ class RunConfig:
         within("", self, seed=NOT_NEGATIVE)
         within("", self, timeout=Range(0, SECONDS, "must be positive, in seconds, and at most a year", "(]"))
         within("", self, wait=Range(0, SECONDS, "must not be negative, in seconds, and at most a year"))
+        require(self.record in RECORD, f"record must be {', '.join(RECORD)}; got {self.record!r}")
+        within("", self, record_mb=Range(0, inf, "must be positive, in MB", "(]"))
         self.strategy.check_task(self.task)
         changed = [f"training.augment={self.training.augment}"] if self.training.augment != "none" else []
         changed += ["training.batch-sizes"] if self.training.batch_sizes else []

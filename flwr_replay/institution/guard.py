@@ -67,6 +67,7 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
         found = list(rows(reply.content, Failure))
     try:
         institution.record_release(
+            reply.content,
             found,
             run=str(instructions.get("run", context.run_id))[:LONGEST],
             server_round=asked if type(asked := instructions.get("server-round", 0)) is int else 0,
@@ -125,6 +126,7 @@ def _check_request(message: Message, request: type[Request] | None, policy: Poli
     """Refuse what can be refused before any data are read."""
     plan, instructions = _plan(config), config_in(message.content)
     policy.check_strategy(config.strategy.name)
+    policy.check_recording(str(instructions.get("record", "")) or config.record)
     _check_options(policy, config)
     policy.check_limits(instructions)
     policy.check_limits(metrics_in(message.content))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,18 @@ from flwr_replay.memory import remembered
 __all__ = ["institution_of"]
 
 FILES = {"checkpoint": "generator-checkpoint", "perceptual_weights": "perceptual-weights"}  # options, and a node's keys
-NODE_KEYS = ("name", "data", "state", "policy", "batch-size", "classes", "private-model", *FILES.values())
+NODE_KEYS = (
+    "name",
+    "data",
+    "state",
+    "policy",
+    "batch-size",
+    "classes",
+    "private-model",
+    "record",
+    "record-mb",
+    *FILES.values(),
+)
 
 
 def institution_of(context: Context) -> tuple[Institution, RunConfig]:
@@ -77,6 +89,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         batch_size=_batch_size(config, owned),
         classes=_classes(config, owned),
         private_model=_private_model(config, owned),
+        record_mb=_record_mb(owned),
         durable=True,
     )
 
@@ -93,6 +106,20 @@ def _batch_size(config: RunConfig, owned: Mapping[str, str]) -> int:
     if own and not sizes:
         return 0  # the run says it
     return int(own or 0) or (sizes[0] if sizes else 0)
+
+
+def _record_mb(owned: Mapping[str, str]) -> float:
+    """Return how many MB of its own uploads the institution keeps; 0: it keeps none."""
+    wanted, most = owned.get("record", "false").lower(), owned.get("record-mb", "1000")
+    if wanted not in ("true", "false"):
+        raise ConfigError(f"record in --node-config must be true or false; got {wanted!r}")
+    try:
+        size = float(most)
+    except ValueError:
+        size = nan
+    if not size > 0:
+        raise ConfigError(f"record-mb in --node-config must be a positive number of MB; got {most!r}")
+    return size if wanted == "true" else 0
 
 
 def _classes(config: RunConfig, owned: Mapping[str, str]) -> str:

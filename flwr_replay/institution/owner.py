@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from flwr.app import RecordDict
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from flwr_replay.institution.policy import Policy
 from flwr_replay.learning.training import select_device
 from flwr_replay.wire.ledger import Ledger
 from flwr_replay.wire.payload import Row
+from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
 
 __all__ = ["Institution", "Shard"]
 
@@ -63,6 +65,7 @@ class Institution:
     batch_size: int = 0  # examples in a batch; 0: as many as the run says
     classes: str = ""  # for which its generator draws images: all, or numbers; empty: those of which it has enough
     private_model: str = ""  # in conf/model, of the private model φ; empty: like the common model
+    record_mb: float = 0  # the most that recorded messages may take in the state directory; 0: none is recorded
     durable: bool = False  # ledger lines reach the disk before anything leaves
 
     @classmethod
@@ -160,12 +163,21 @@ class Institution:
             )
         return Shard.of(self.read_pooled().train, self.device)
 
-    def record_release(self, rows: list[Row], *, run: str, server_round: int, stage: str, split: str = "") -> None:
+    def record_release(
+        self, content: RecordDict, rows: list[Row], *, run: str, server_round: int, stage: str, split: str = ""
+    ) -> None:
         """Write what is about to leave to the institution's own ledger; for a test, also its split."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        split_of_test = {"split": split} if split else {}
-        self._ledger.record({"time": now, "run": run, "round": server_round, "stage": stage, **split_of_test}, rows)
+        message = {"time": now, "run": run, "round": server_round, "stage": stage}
+        message |= {"split": split} if split else {}
+        if self.record_mb and (name := self._recording.keep(message, content)):
+            message["message"] = name
+        self._ledger.record(message, rows)
         self._ledger.flush(to_disk=self.durable)
+
+    @cached_property
+    def _recording(self) -> Recording:
+        return Recording(self.state / FOLDER, DIRECTIONS["up"], self.record_mb)
 
     @cached_property
     def _ledger(self) -> Ledger:

@@ -25,6 +25,8 @@ The policy is a YAML file in the institution's hands:
                                               # and scores too, from which crafted weights read single pixels. Training
                                               # losses leave with exact only. Default: exact, with max-epsilon counted
     max-evaluations: 1000                     # tests in one run; default: 10,000
+    recording: false                          # no run whose server says that it keeps messages for attacks on them.
+                                              # This binds honest servers only: any other can keep what it gets
     limits: {epochs: 50}                      # the most that a server may ask for; defaults: `LIMITS`
 
 A key that is left out forbids nothing, except that limits always hold. This package's ClientApp enforces the rules,
@@ -95,6 +97,7 @@ class Policy:
     max_delta: float | None = None
     metrics: str | None = None
     max_evaluations: int = EVALUATIONS
+    recording: bool = True
     limits: tuple[tuple[str, float], ...] = tuple(LIMITS.items())
 
     def check_strategy(self, strategy: str) -> None:
@@ -103,6 +106,14 @@ class Policy:
             raise RefusedError(
                 f"policy allows strategies {', '.join(self.strategies) or 'none'}; the server runs {strategy!r}: "
                 f"choose an allowed strategy {ADVICE}"
+            )
+
+    def check_recording(self, kept: str) -> None:
+        """Refuse a run whose server says that it keeps messages: `up` or `all`; `none` or an empty text is allowed."""
+        if not self.recording and kept not in ("", "none"):
+            raise RefusedError(
+                f"policy allows no run that keeps messages (recording: false); the server says record={kept[:40]}: "
+                f"leave record out {ADVICE}"
             )
 
     def check_limits(self, asked: Mapping[str, Any]) -> None:
@@ -266,6 +277,12 @@ def _mapping(value: object, what: str) -> dict[str, Any]:
     return value
 
 
+def _flag(value: object, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{what} must be true or false; got {value!r}")
+    return value
+
+
 def _weights(value: object, what: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     for stage, allowed in _mapping(value, what).items():
         if stage not in PINNED:  # a mistyped one would pin nothing
@@ -289,5 +306,6 @@ READ: Mapping[str, Callable[[object, str], Any]] = {
     "kinds": _kinds,
     "weights": _weights,
     "metrics": _metrics,
+    "recording": _flag,
     "limits": _limits,
 }

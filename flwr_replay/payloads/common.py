@@ -141,6 +141,7 @@ class RollCall(Request, stage="roll-call", answer=Present, message_type="query")
     strategy: str = instruction()
     run: str = instruction()
     stages: Sequence[str] = instruction("all stages that the run will request", default=())
+    record: str = instruction("which messages the server keeps for attacks: up or all; empty: none", default="")
     form: str = instruction("digest of names, shapes and dtypes of the model that institutions exchange", default="")
 
 

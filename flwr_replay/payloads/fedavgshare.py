@@ -18,8 +18,8 @@ __all__ = ["Give", "Given", "Receive", "Received", "TrainEnlarged", "number_shar
 class Given(Payload):
     """Some of an institution's raw training examples."""
 
-    images: NDArray[Any] = per_sample("N C H W", "uint8", "float32", raw=True)
-    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8", raw=True)
+    images: NDArray[Any] = per_sample("N C H W", "uint8", "float32", means="images", raw=True)
+    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8", means="labels", raw=True)
     num_examples: int = statistic("examples, all that the institution has")
     raw_bytes: int = statistic("bytes of these examples as the institution holds them")
 
@@ -51,8 +51,8 @@ class Receive(Request, stage="receive", answer=Received):
     """Save these examples of other institutions and train on them too; they replace those received before."""
 
     run: str = instruction()
-    images: NDArray[Any] = per_sample("N C H W", "uint8", "float32", raw=True)
-    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8", raw=True)
+    images: NDArray[Any] = per_sample("N C H W", "uint8", "float32", means="images", raw=True)
+    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8", means="labels", raw=True)
 
 
 def number_shared(examples: int, share: float) -> int:

@@ -47,9 +47,11 @@ class Encode(Spending, LabelScale, Request, stage="encode", answer=Encoder):
 class Latents(Payload):
     """One chunk of an institution's latent variables and labels."""
 
-    latents: NDArray[Any] = per_sample("N ...", "float32", "float16", "int8")
-    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8")
-    scales: NDArray[Any] | None = per_sample("N", "float32", default=None)  # int8 only: value = scale * code
+    latents: NDArray[Any] = per_sample("N ...", "float32", "float16", "int8", means="activations")
+    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8", means="labels")
+    scales: NDArray[Any] | None = per_sample(
+        "N", "float32", means="scales", default=None
+    )  # int8 only: value = scale * code
     num_examples: int = statistic("examples, the institution's, before views", public=True)
     first: int = statistic("row of the upload at which this chunk begins", public=True)
     total: int = statistic("rows of the whole upload: examples times views", public=True)

@@ -20,6 +20,8 @@ class Gradient(Trained):
     nothing protects it.
     """
 
+    arrays: Weights = model(means="gradient")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Differentiate(ExpectsReplay, LabelScale, Request, stage="differentiate", answer=Gradient):

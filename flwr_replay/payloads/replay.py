@@ -35,7 +35,7 @@ __all__ = [
 class Generated(Spent):
     """The generator after an institution has trained it, with counts and losses."""
 
-    arrays: Weights = model(dp="generator")
+    arrays: Weights = model(dp="generator", means="generator weights")
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples, replayed ones included", public=True)
     losses: Sequence[float] = statistic("mean over each epoch", default=(), withheld=True)
@@ -46,7 +46,7 @@ class Generated(Spent):
 class TrainGenerator(Spending, Request, stage="train-generator", answer=Generated):
     """Algorithm 1, lines 7-18: train this generator on your images and on replayed ones."""
 
-    arrays: Weights = model()
+    arrays: Weights = model(means="generator weights")
     run: str = instruction()
     replayed: int = instruction("examples that the institution keeps for replay")
 
@@ -55,8 +55,8 @@ class TrainGenerator(Spending, Request, stage="train-generator", answer=Generate
 class Codes(Payload):
     """Packed codes of images, with their labels."""
 
-    codes: NDArray[Any] = per_sample("N bytes", "uint8")
-    labels: NDArray[Any] = per_sample("N", "int64", "float32")
+    codes: NDArray[Any] = per_sample("N bytes", "uint8", means="codes")
+    labels: NDArray[Any] = per_sample("N", "int64", "float32", means="labels")
     num_examples: int = statistic("examples, the institution's own", public=True)
     raw_bytes: int = statistic("bytes of the raw examples behind the institution's own codes", public=True)
 
@@ -65,7 +65,7 @@ class Codes(Payload):
 class EncodeImages(Request, stage="encode-images", answer=Codes):
     """Algorithm 1, line 19: encode the replayed images, then your own, with this generator."""
 
-    arrays: Weights = model()
+    arrays: Weights = model(means="generator weights")
     run: str = instruction()
     replayed: int = instruction("examples that the institution keeps for replay; 0: encode none of them")
 
@@ -82,8 +82,8 @@ class KeepCodes(Request, stage="keep-codes", answer=Kept):
     """Save these codes; they replace those received before."""
 
     run: str = instruction()
-    codes: NDArray[Any] = per_sample("N bytes", "uint8")
-    labels: NDArray[Any] = per_sample("N", "int64", "float32")
+    codes: NDArray[Any] = per_sample("N bytes", "uint8", means="codes")
+    labels: NDArray[Any] = per_sample("N", "int64", "float32", means="labels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +91,14 @@ class KeepDecoder(Request, stage="keep-decoder", answer=Kept):
     """Save this decoder, which turns the codes into images."""
 
     run: str = instruction()
-    arrays: Weights = model()
+    arrays: Weights = model(means="generator weights")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPrior(Spent):
     """A prior over an institution's codes; the decoder of these codes is not in its state dict."""
 
-    arrays: Weights = model(part=True, dp="prior")
+    arrays: Weights = model(part=True, dp="prior", means="generator weights")
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples", public=True)
     losses: Sequence[float] = statistic("nats per code, mean over each epoch", default=(), withheld=True)
@@ -109,7 +109,7 @@ class TrainedPrior(Spent):
 class TrainPrior(Spending, LabelScale, Request, stage="train-prior", answer=TrainedPrior):
     """Footnote 1: train this prior on the codes of your images by this generator."""
 
-    arrays: Weights = model()  # under generator. and prior.
+    arrays: Weights = model(means="generator weights")  # under generator. and prior.
     run: str = instruction()
 
 
@@ -117,7 +117,7 @@ class TrainPrior(Spending, LabelScale, Request, stage="train-prior", answer=Trai
 class KeepPrior(LabelScale, Request, stage="keep-prior", answer=Kept):
     """Draw as many codes of each label from this prior as `label_counts` says; save them with its decoder."""
 
-    arrays: Weights = model()  # under decoder. and prior.
+    arrays: Weights = model(means="generator weights")  # under decoder. and prior.
     run: str = instruction()
     source: int = instruction("number of the prior, from 0 in the order of training")
     label_counts: Sequence[int] = statistic("examples of each class, or bin of a number")

@@ -35,7 +35,7 @@ __all__ = [
 class Activations(Payload):
     """The activations at the cut for the batches of one message."""
 
-    activations: NDArray[Any] = per_sample("N ...", "float32")
+    activations: NDArray[Any] = per_sample("N ...", "float32", means="activations")
     num_examples: int = statistic("examples, the institution's")
 
 
@@ -43,14 +43,14 @@ class Activations(Payload):
 class LabelledActivations(Activations):
     """Activations with their labels."""
 
-    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8")
+    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8", means="labels")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadGradients(Payload):
     """Gradients of the batches' losses at the head's input; they reveal something about the labels."""
 
-    gradients: NDArray[Any] = per_sample("N ...", "float32")
+    gradients: NDArray[Any] = per_sample("N ...", "float32", means="gradients at a cut")
     losses: list[float] = statistic("the task's loss, a mean for each batch")
     num_examples: int = statistic("examples, the institution's")
 
@@ -89,7 +89,7 @@ class Enter(VisitRequest, Request, stage="enter", answer=LabelledActivations):
 class NextBatch(VisitRequest, Request, stage="next-batch", answer=LabelledActivations):
     """Step on the gradients of the previous group, then upload the activations of this one."""
 
-    gradients: NDArray[Any] = per_sample("N ...", "float32")
+    gradients: NDArray[Any] = per_sample("N ...", "float32", means="gradients at a cut")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +106,11 @@ class NextBatchUnlabelled(NextBatch, stage="next-batch-unlabelled", answer=Activ
 class HeadLoss(VisitRequest, LabelScale, Request, stage="head-loss", answer=HeadGradients):
     """Step the head on this group; `outputs` are those of the server's part."""
 
-    outputs: NDArray[Any] = per_sample("N ...", "float32")
+    outputs: NDArray[Any] = per_sample("N ...", "float32", means="activations")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leave(VisitRequest, Request, stage="leave", answer=Half):
     """Step on the last gradients, then return your part of the model."""
 
-    gradients: NDArray[Any] = per_sample("N ...", "float32")
+    gradients: NDArray[Any] = per_sample("N ...", "float32", means="gradients at a cut")

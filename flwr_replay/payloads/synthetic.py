@@ -45,8 +45,8 @@ class TrainSlice(Spending, Request, stage="train-slice", answer=GeneratorSlice):
 class Buffer(Spent):
     """Images that an institution's generator has drawn, with the labels for which they were drawn."""
 
-    images: NDArray[Any] = synthetic("N C H W", "uint8", dp="generator")
-    labels: NDArray[Any] = synthetic("N", "int64", dp="generator")
+    images: NDArray[Any] = synthetic("N C H W", "uint8", means="images", dp="generator")
+    labels: NDArray[Any] = synthetic("N", "int64", means="labels", dp="generator")
     num_examples: int = statistic("examples, real ones that the generator has learned", public=True)
 
 
@@ -66,5 +66,5 @@ class KeepBuffer(Request, stage="keep-buffer", answer=Kept):
     run: str = instruction()
     number: int = instruction("the number of this buffer in the run")
     buffer: int = instruction("images in it: as many as the run's options say")
-    images: NDArray[Any] = synthetic("N C H W", "uint8")
-    labels: NDArray[Any] = synthetic("N", "int64")
+    images: NDArray[Any] = synthetic("N C H W", "uint8", means="images")
+    labels: NDArray[Any] = synthetic("N", "int64", means="labels")

@@ -11,6 +11,7 @@
 - `shared/`, `latents/`: examples or latents that institutions uploaded; they stay until the directory is deleted
 - `privacy.jsonl`: a line per answer that states an epsilon, with its exchange
 - `ledger.jsonl`: a line per message and field sent, repeated messages included
+- `messages/`: with `record`, what travelled, a file for each message; lines of the ledger name them
 - `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`
 - `generator.jsonl`, `generator.png`, `prior.png`: the losses of replay's generator and priors
 - `mailbox/`: in gossip, models that their recipients have not fetched yet
@@ -41,6 +42,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from flwr.app import RecordDict
+
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import Form, Lines, private_folder, read_lines, sweep, tighten, write_atomic, write_json
@@ -54,6 +57,7 @@ from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
 from flwr_replay.wire.ledger import Ledger, unanswered
 from flwr_replay.wire.payload import Row
+from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["PACKAGES", "RunDirectory", "resumable"]
@@ -118,6 +122,7 @@ class RunDirectory(Recorder):
         lost = unanswered(self._lines("ledger"))  # before the roll is called again
         self._ledger = Ledger(self.path / "ledger.jsonl")
         self._ledger.append(lost)
+        self._recording = Recording(self.path / FOLDER, DIRECTIONS[config.record], config.record_mb)
         self._metrics, self._timings = Lines(self.path / "metrics.jsonl"), Lines(self.path / "timings.jsonl")
 
     # --- Recorder -----------------------------------------------------------------------------------------------------
@@ -136,10 +141,14 @@ class RunDirectory(Recorder):
         stage: str = "",
         raw_bytes: int | None = None,
         split: str = "",
+        content: RecordDict | None = None,
     ) -> None:
-        """Write a message's fields to the ledger."""
+        """Write a message's fields to the ledger; with `record`, first the message itself."""
         message = {"round": server_round, "institution": member.name, "direction": direction, "stage": stage}
-        self._ledger.record({**message, "split": split} if split else message, found, raw_bytes)
+        message |= {"split": split} if split else {}
+        if content is not None and (name := self._recording.keep(message, content)):
+            message["message"] = name
+        self._ledger.record(message, found, raw_bytes)
         self.bytes[direction] += sum(row.bytes for row in found)
 
     def flush(self) -> None:
@@ -295,6 +304,7 @@ class RunDirectory(Recorder):
             "examples-seen": self.counters.examples_seen,
             "bytes": {**self.bytes, "per-round": round(sum(self.bytes.values()) / (server_round // self.per_round))},
             "bytes-by-kind": self.bytes_by_kind(),
+            "recorded": self._recording.summary(),
             "privacy": {name: self.released.get(name) for name in sorted({*own, *self.released})},
             "privacy-claim": claim,
             "replay-lacks": missing,

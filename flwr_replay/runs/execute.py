@@ -83,6 +83,7 @@ def settings_of(config: RunConfig) -> Settings:
         evaluate_before_mixing=config.evaluate_before_mixing,
         forgetting=config.forgetting,
         timeout=config.timeout,
+        record="" if config.record == "none" else config.record,
         wait=config.wait,
         task=make_task(config.task),
         model=beginning(config),

@@ -18,6 +18,7 @@ from flwr_replay.runs.opening import new_run_id
 from flwr_replay.runs.simulate import Simulation
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import rows
+from flwr_replay.wire.recording import DIRECTIONS
 from flwr_replay.wire.records import metrics_in
 from flwr_replay.wire.weights import to_arrays
 
@@ -112,6 +113,12 @@ def forecast_page(simulation: Simulation) -> str:
         own = [line for line in lines if line.institution == name]
         up, down = (sum(line.bytes for line in own if line.direction == way) for way in ("up", "down"))
         text.append(f"  {name}: up {shown_bytes(up)}, down {shown_bytes(down)}")
+    if recorded := sum(line.bytes for line in lines if line.direction in DIRECTIONS[config.record]):
+        text += [
+            "",
+            f"record={config.record} keeps {shown_bytes(min(recorded, config.record_mb * 1e6))} of these messages in "
+            "the run directory, as they travelled. They hold patients' data.",
+        ]
     leaves = {(key[2], key[3]): size for key, (_, size) in merged.items() if key[0] == "up"}
     samples = sum(size for (_, kind), size in leaves.items() if kind == "per-sample")
     shared = sum(size for (_, kind), size in leaves.items() if kind == "per-sample-raw")

@@ -128,8 +128,14 @@ class Exchanging(Strategy):
 
     def roll_call(self, server_round: int = 0) -> RollCall:
         """Return the request to a node that joins or returns."""
-        run, stages = self.settings.run, self.all_stages()
-        return RollCall(strategy=self.name, run=run, stages=stages, form=self.form, server_round=server_round)
+        return RollCall(
+            strategy=self.name,
+            run=self.settings.run,
+            stages=self.all_stages(),
+            form=self.form,
+            record=self.settings.record,
+            server_round=server_round,
+        )
 
     def call_roll(self, grid: Grid, server_round: int) -> None:
         """Call the roll for nodes that join or return; report and leave out those that refuse or answer invalidly."""
@@ -165,8 +171,11 @@ class Exchanging(Strategy):
             claimed = names.get(node_id, "")  # the name in a refusal, which is not proven
             name = claimed if NAME.fullmatch(claimed) and claimed not in taken else str(node_id)
             member = self.members.by_node(node_id) or Member(name, node_id)
-            self.recorder.travelled(server_round, member, "down", list(rows(message.content, RollCall)), "roll-call")
-            self.recorder.travelled(server_round, member, "up", self.roll_answer(replies[node_id]), "roll-call")
+            reply = replies[node_id]
+            asking, answer = list(rows(message.content, RollCall)), self.roll_answer(reply)
+            came = reply.content if answer and reply is not None else None
+            self.recorder.travelled(server_round, member, "down", asking, "roll-call", content=message.content)
+            self.recorder.travelled(server_round, member, "up", answer, "roll-call", content=came)
             if node_id in faults:
                 self.recorder.failed(server_round, member.name, faults[node_id])
         self.recorder.flush()
@@ -263,7 +272,9 @@ class Exchanging(Strategy):
         member, request = self.members.by_node(message.metadata.dst_node_id), request_of(message)
         assert member is not None
         found, stage = list(rows(message.content, request, self.extra)), request.stage_name if request else ""
-        self.recorder.travelled(server_round, member, "down", found, stage, split=split_of(message))
+        self.recorder.travelled(
+            server_round, member, "down", found, stage, split=split_of(message), content=message.content
+        )
         self.recorder.flush()
         return message
 
@@ -296,7 +307,8 @@ class Exchanging(Strategy):
             epsilon, delta = metrics.get("epsilon"), metrics["delta"]
             proven = epsilon is not None and not plan.unproven
             self.recorder.spent(server_round, member.name, epsilon, delta, plan.mechanism, proven=proven)
-        self.recorder.travelled(server_round, member, "up", found, stage, metrics.get("raw-bytes"), split_of(message))
+        raw_bytes, split = metrics.get("raw-bytes"), split_of(message)
+        self.recorder.travelled(server_round, member, "up", found, stage, raw_bytes, split, reply.content)
         if refusal:
             diverged = refusal.error == DivergedError.__name__
             return (DivergedError if diverged else RefusedError)(refusal.failure)

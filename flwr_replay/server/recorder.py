@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flwr.app import RecordDict
 
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Row
@@ -59,8 +60,9 @@ class Recorder:
         stage: str = "",
         raw_bytes: int | None = None,
         split: str = "",
+        content: RecordDict | None = None,
     ) -> None:
-        """Note the fields of one message.
+        """Note one message: its fields, and perhaps all of its content.
 
         `raw_bytes` is the size of the raw examples behind its per-sample fields. `split` is the split of an evaluation.
         """

@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-__all__ = ["RECORD_OF", "Field", "Kind", "instruction", "model", "notice", "per_sample", "statistic", "synthetic"]
+__all__ = [
+    "MEANINGS",
+    "RECORD_OF",
+    "Field",
+    "Kind",
+    "Meaning",
+    "instruction",
+    "model",
+    "notice",
+    "per_sample",
+    "statistic",
+    "synthetic",
+]
 
 Kind = Literal["model", "per-sample", "per-sample-raw", "synthetic", "statistic", "instruction", "notice"]
+Meaning = Literal[
+    "weights",
+    "generator weights",
+    "gradient",
+    "activations",
+    "codes",
+    "scales",
+    "labels",
+    "gradients at a cut",
+    "images",
+]
+MEANINGS: tuple[str, ...] = get_args(Meaning)
 RECORD_OF: dict[Kind, str] = {
     "model": "arrays",
     "per-sample": "arrays",
@@ -32,6 +56,7 @@ class Field:
     dp: str = ""  # the mechanism under DP that makes it differentially private, if it is on; never inherited
     withheld: bool = False  # not sent if another field of its payload is under DP
     public: bool = False  # a number of examples, which every privacy claim declares public
+    means: Meaning | Literal[""] = ""  # what the numbers of an array are; `attacks.catalogue` says what can be tried
     counted: bool = False  # a test's number of examples or pixels; a policy may release these counts only
 
 
@@ -41,19 +66,19 @@ def _declare(declaration: Field, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"wire": declaration})
 
 
-def model(part: bool = False, dp: str = "") -> Any:
-    """Declare weights: a state dict, name to array; `part` if they are a part of the received model."""
-    return _declare(Field("model", "state dict", part=part, dp=dp), dataclasses.MISSING)
+def model(part: bool = False, dp: str = "", means: Meaning = "weights") -> Any:
+    """Declare weights or a gradient: a state dict, name to array; `part` if it is a part of the received model."""
+    return _declare(Field("model", "state dict", part=part, dp=dp, means=means), dataclasses.MISSING)
 
 
-def per_sample(shape: str, *dtypes: str, raw: bool = False, default: Any = dataclasses.MISSING) -> Any:
+def per_sample(shape: str, *dtypes: str, means: Meaning, raw: bool = False, default: Any = dataclasses.MISSING) -> Any:
     """Declare an array with one row for each example, a function of single patients; `raw`: the examples themselves."""
-    return _declare(Field("per-sample-raw" if raw else "per-sample", shape, dtypes), default)
+    return _declare(Field("per-sample-raw" if raw else "per-sample", shape, dtypes, means=means), default)
 
 
-def synthetic(shape: str, *dtypes: str, dp: str = "") -> Any:
+def synthetic(shape: str, *dtypes: str, means: Meaning, dp: str = "") -> Any:
     """Declare an array with one row for each example that a generator has drawn."""
-    return _declare(Field("synthetic", shape, dtypes, dp=dp), dataclasses.MISSING)
+    return _declare(Field("synthetic", shape, dtypes, dp=dp, means=means), dataclasses.MISSING)
 
 
 def statistic(

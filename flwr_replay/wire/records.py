@@ -22,6 +22,7 @@ __all__ = [
     "array_record",
     "arrays_in",
     "config_in",
+    "decoded",
     "metrics_in",
     "opened",
 ]
@@ -42,7 +43,7 @@ class NamedArrays(list[NDArray[Any]]):
     @classmethod
     def of(cls, record: ArrayRecord) -> NamedArrays:
         """Decode a Flower record; the arrays are read-only views of its bytes."""
-        named = cls({name: _decoded(array) for name, array in record.items()})
+        named = cls({name: decoded(array) for name, array in record.items()})
         named._record, named._views = record, list(named)
         return named
 
@@ -112,8 +113,14 @@ def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
     return file.getvalue()
 
 
-def _decoded(array: Array) -> NDArray[Any]:
-    """Decode an array as a read-only view of its bytes; comparing the header is faster than parsing it."""
+def decoded(array: Array) -> NDArray[Any]:
+    """Decode an array as a read-only view of its bytes; comparing the header is faster than parsing it.
+
+    Raises
+    ------
+    WireError
+        If its bytes are not an array as declared.
+    """
     try:
         dtype, size = np.dtype(array.dtype), math.prod(array.shape)
         start = len(array.data) - size * dtype.itemsize

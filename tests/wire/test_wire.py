@@ -35,9 +35,9 @@ class Trip(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Payload):
-    codes: Any = per_sample("N ...", *DTYPES)
-    labels: Any = per_sample("N", "int64")
-    scales: Any = per_sample("N", "float32", default=None)
+    codes: Any = per_sample("N ...", *DTYPES, means="codes")
+    labels: Any = per_sample("N", "int64", means="labels")
+    scales: Any = per_sample("N", "float32", means="scales", default=None)
     num_examples: int = statistic("examples")
     name: str = notice()
 
@@ -213,7 +213,7 @@ def test_weights_and_samples_do_not_share_a_record():
     @dataclass(frozen=True, kw_only=True)
     class Mixed(Payload):
         weights: Weights = model()
-        codes: Any = per_sample("N")
+        codes: Any = per_sample("N", means="codes")
 
     with pytest.raises(WireError, match="Mixed"):
         Mixed(weights={}, codes=np.zeros(2)).encode()

@@ -1,0 +1,154 @@
+"""Recorded messages: what really travelled, kept so that attacks can be tried on it.
+
+Each message is a file in `messages/`, complete or not there: its arrays bit for bit in safetensors' format, and in the
+file's metadata what the message says of itself and all its scalars. Every ledger line of a recorded message names its
+file under `message`. A file without such a line is of a message that a kill kept from the ledger.
+
+Recorded messages are as sensitive as what travelled: they may hold patients' images. Only the files' owner may read
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from numpy.typing import NDArray
+
+from flwr_replay.errors import RunError, WireError
+from flwr_replay.files.atomic import private_folder
+from flwr_replay.files.tensors import CODES, StateDict, read_with_texts, write_tensors
+from flwr_replay.wire.records import decoded
+
+__all__ = ["DIRECTIONS", "FOLDER", "Recorded", "Recording", "read_message"]
+
+FOLDER = "messages"
+DIRECTIONS: Mapping[str, tuple[str, ...]] = {"none": (), "up": ("up",), "all": ("up", "down")}  # by option `record`
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A message as it travelled.
+
+    Attributes
+    ----------
+    about : dict[str, Any]
+        The beginning of its ledger lines: exchange, institution, direction, stage, perhaps split.
+    arrays : StateDict
+        By key; of weights, by their names in the state dict.
+    scalars : dict[str, Any]
+        Metrics, instructions and notices by key.
+    """
+
+    about: dict[str, Any]
+    arrays: StateDict
+    scalars: dict[str, Any]
+
+
+class Recording:
+    """Keeps messages in a folder, as long as they fit.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of the messages; made with the first one.
+    directions : collection of str
+        Which messages are kept: up, down, both or none.
+    most_mb : float
+        The most that all files together may have, in 10^6 bytes. A message that does not fit is left out, and the log
+        says so once.
+    """
+
+    def __init__(self, folder: Path, directions: Collection[str], most_mb: float) -> None:
+        self.folder, self.directions, self.most = folder, directions, most_mb * MB
+        files = list(folder.glob(f"{'[0-9]' * 8}-*.safetensors")) if directions else []
+        self.messages, self.bytes = len(files), sum(file.stat().st_size for file in files)
+        self.left_out = 0  # messages, since this process began
+        self._last = max((int(file.name.partition("-")[0]) for file in files), default=0)
+
+    def summary(self) -> dict[str, int]:
+        """Return how many messages and bytes the folder has, and how many did not fit since this process began."""
+        return {"messages": self.messages, "bytes": self.bytes, "left-out": self.left_out}
+
+    def keep(self, about: Mapping[str, Any], content: RecordDict) -> str:
+        """Write a message to its file.
+
+        Parameters
+        ----------
+        about : Mapping[str, Any]
+            The beginning of its ledger lines.
+        content : RecordDict
+            Its records.
+
+        Returns
+        -------
+        str
+            The file's name; empty if the message is not kept.
+        """
+        if about.get("direction", "up") not in self.directions:
+            return ""
+        arrays, scalars = _parts(content)
+        size = sum(array.nbytes for array in arrays.values())
+        if self.bytes + size > self.most:
+            if not self.left_out:
+                logging.getLogger("flwr").warning(
+                    "%s holds %.4g MB; record-mb=%g: messages that do not fit are not recorded from here on",
+                    self.folder,
+                    self.bytes / MB,
+                    self.most / MB,
+                )
+            self.left_out += 1
+            return ""
+        self._last += 1
+        name = f"{self._last:08d}-{secrets.token_hex(4)}.safetensors"  # other processes may record here, too
+        path = private_folder(self.folder) / name
+        texts = {"about": json.dumps(dict(about)), "scalars": json.dumps(scalars, default=bytes.hex)}
+        write_tensors(path, arrays, texts, to_disk=False)
+        self.messages, self.bytes = self.messages + 1, self.bytes + path.stat().st_size
+        return name
+
+
+def read_message(path: Path) -> Recorded:
+    """Read a recorded message.
+
+    Raises
+    ------
+    RunError
+        If the file is damaged or is none.
+    """
+    arrays, texts = read_with_texts(path)
+    try:
+        return Recorded(json.loads(texts["about"]), arrays, json.loads(texts["scalars"]))
+    except (KeyError, ValueError):
+        raise RunError(f"{path} must be a recorded message; it is another file: leave it out") from None
+
+
+def _parts(content: RecordDict) -> tuple[StateDict, dict[str, Any]]:
+    """Return the arrays and scalars of all records of a message."""
+    arrays: StateDict = {}
+    scalars: dict[str, Any] = {}
+    for record in content.values():
+        if isinstance(record, ArrayRecord):
+            arrays |= {name: _numbers(array) for name, array in record.items()}
+        elif isinstance(record, MetricRecord | ConfigRecord):
+            scalars |= record
+    return arrays, scalars
+
+
+def _numbers(array: Array) -> NDArray[Any]:
+    """Decode an array; of one that cannot be decoded or stored, return its bytes as they came."""
+    try:
+        found = decoded(array)
+        if found.dtype.name in CODES:
+            return found
+    except WireError:
+        pass
+    return np.frombuffer(array.data, np.uint8)
