@@ -6,6 +6,7 @@ It runs small jobs in process, and checks:
 - two runs with one seed are equal, and a resumed run equals an uninterrupted one
 - dtypes are kept, inputs are unchanged, one failing institution is tolerated
 - the ledger counts the bytes sent, and the forecast equals the ledger
+- recorded messages are those sent, and a run that records them has the same bits
 - what the strategy declares of itself has the declared types, and names that exist
 - every mechanism that can be trained by DP-SGD declares its passes, and the institutions are charged for exactly these
 - every step that was charged is taken by DP-SGD; that no other step is taken, it cannot see
@@ -20,7 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, load_client, load_strategy, overrides_of, own_options
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.files.atomic import home, read_lines
-from flwr_replay.files.tensors import nested, unnested
+from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.institution.state import RUNS
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.account import CHARGES
@@ -46,7 +47,8 @@ from flwr_replay.runs.opening import new_run_id, read_run_id
 from flwr_replay.runs.simulate import Simulation
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.payload import CLIENT_APP_RAISED, REQUESTS
-from flwr_replay.wire.records import StateDict, array_record, opened
+from flwr_replay.wire.recording import FOLDER, read_message
+from flwr_replay.wire.records import StateDict, array_record, arrays_in, config_in, metrics_in, opened
 from flwr_replay.wire.weights import to_arrays
 
 __all__ = ["check_strategy"]
@@ -67,20 +69,26 @@ REPEATABLE = ("model.norm=group", "privacy.noise=seeded")  # for methods that dr
 
 
 class WatchedGrid(InlineGrid):
-    """Counts the bytes sent in both directions; can make one node fail its training."""
+    """Counts the bytes and the messages sent in both directions; can make one node fail its training."""
 
     sent: int = 0
     failing: int | None = None
 
+    @cached_property
+    def messages(self) -> Counter[str]:
+        """How many messages were sent, by their content."""
+        return Counter()
+
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages, and count the bytes of requests and replies."""
+        """Send messages, and count requests and replies."""
         asked = list(messages)
         ids = list(super().push_messages(asked))
-        self.sent += sum(record.count_bytes() for message in asked for record in message.content.values())
-        for message_id in ids:
-            reply = self._replies[message_id]
-            if reply.has_content():
-                self.sent += sum(record.count_bytes() for record in reply.content.values())
+        replies = [self._replies[message_id] for message_id in ids]
+        for message in [*asked, *(reply for reply in replies if reply.has_content())]:
+            content = message.content
+            self.sent += sum(record.count_bytes() for record in content.values())
+            scalars = {**config_in(content), **metrics_in(content)}
+            self.messages[_content(arrays_in(content).state_dict(), scalars)] += 1
         return ids
 
     def _answer(self, message: Message) -> Message:
@@ -138,9 +146,11 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
 def _check_runs(name: str, folder: Path, overrides: Sequence[str]) -> None:
     noisy = load_strategy(name)[1].dp_by_default != "none"
     job = [f"strategy={name}", *JOB, *(REPEATABLE if noisy else ()), *overrides, f"runs_dir={folder}"]
-    whole, grid, result = _run([*job, "run_name=whole"])
+    recorded = [*job, "run_name=whole", "record=all"]  # the other runs record nothing, and end with the same bits
+    whole, grid, result = _run(recorded)
     _check_bytes(folder / "whole", grid, result)
-    _check_forecast([*job, "run_name=whole"], folder / "whole")
+    _check_recorded(folder / "whole", grid)
+    _check_forecast(recorded, folder / "whole")
     _check_charges(job, folder / "whole")
     _check_dtypes(job, whole)
     _check_resumption(job, folder, whole, result)
@@ -172,6 +182,20 @@ def _check_bytes(folder: Path, grid: WatchedGrid, result: dict[str, Any]) -> Non
     counted = sum(json.loads(line)["bytes"] for line in (folder / "ledger.jsonl").read_text().splitlines())
     assert counted == grid.sent, f"the ledger's bytes must be those sent; it has {counted}, sent were {grid.sent}"
     assert result["bytes"]["up"] + result["bytes"]["down"] == grid.sent, "result.json must sum the ledger's bytes"
+
+
+def _check_recorded(folder: Path, grid: WatchedGrid) -> None:
+    named = {line["message"] for line in read_lines(folder / "ledger.jsonl") if "message" in line}
+    found = [read_message(folder / FOLDER / name) for name in named]
+    sent = Counter(_content(one.arrays, one.scalars) for one in found)
+    assert sent == grid.messages, (
+        f"recorded messages must be those sent; {sum((sent - grid.messages).values())} are others, "
+        f"{sum((grid.messages - sent).values())} are missing"
+    )
+
+
+def _content(arrays: StateDict, scalars: Mapping[str, Any]) -> str:
+    return f"{digest(arrays)} {json.dumps(scalars, sort_keys=True, default=bytes.hex)}"
 
 
 def _check_forecast(overrides: list[str], folder: Path) -> None:

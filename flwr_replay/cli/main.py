@@ -254,12 +254,13 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
             bound = None if one["epsilon"] is None else (rounded_up(one["epsilon"]), rounded_up(one["delta"], 2))
             known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
             lines.append(f"  {name}: {known}{one['mechanism']}")
-    if count := result["recorded"]["messages"]:
+    recorded = result.get("recorded", {"messages": 0, "left-out": 0})  # runs of older versions have none
+    if count := recorded["messages"]:
         lines.append(
-            f"recorded: {count:,} messages, {shown_bytes(result['recorded']['bytes'])}, as they travelled. They hold "
+            f"recorded: {count:,} messages, {shown_bytes(recorded['bytes'])}, as they travelled. They hold "
             f"patients' data; to delete them: rm -r {folder / 'messages'}"
         )
-    if count := result["recorded"]["left-out"]:
+    if count := recorded["left-out"]:
         lines.append(f"not recorded: {count:,} messages that did not fit into record-mb")
     lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])

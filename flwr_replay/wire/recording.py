@@ -32,6 +32,7 @@ __all__ = ["DIRECTIONS", "FOLDER", "Recorded", "Recording", "read_message"]
 FOLDER = "messages"
 DIRECTIONS: Mapping[str, tuple[str, ...]] = {"none": (), "up": ("up",), "all": ("up", "down")}  # by option `record`
 MB = 1e6
+ENTRY = 200  # the most bytes of a file's header for each array, without its name
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ class Recording:
         if about.get("direction", "up") not in self.directions:
             return ""
         arrays, scalars = _parts(content)
-        size = sum(array.nbytes for array in arrays.values())
+        texts = {"about": json.dumps(dict(about)), "scalars": json.dumps(scalars, default=bytes.hex)}
+        header = sum(map(len, [*texts.values(), *arrays])) + ENTRY * (len(arrays) + 1)
+        size = header + sum(array.nbytes for array in arrays.values())
         if self.bytes + size > self.most:
             if not self.left_out:
                 logging.getLogger("flwr").warning(
@@ -110,7 +113,6 @@ class Recording:
         self._last += 1
         name = f"{self._last:08d}-{secrets.token_hex(4)}.safetensors"  # other processes may record here, too
         path = private_folder(self.folder) / name
-        texts = {"about": json.dumps(dict(about)), "scalars": json.dumps(scalars, default=bytes.hex)}
         write_tensors(path, arrays, texts, to_disk=False)
         self.messages, self.bytes = self.messages + 1, self.bytes + path.stat().st_size
         return name

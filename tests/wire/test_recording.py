@@ -1,0 +1,156 @@
+"""Recorded messages: bit for bit, within a limit, whole or not there, their owner's only."""
+
+import json
+import stat
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from harness import node_configs, run, write_shards
+
+from flwr_replay.config.compose import compose
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.files.atomic import read_lines
+from flwr_replay.wire.recording import FOLDER, Recording, read_message
+from flwr_replay.wire.records import array_record
+
+ABOUT = {"round": 3, "institution": "a", "direction": "up", "stage": "extract"}
+ARRAYS = {
+    "half": np.array([[1.5, np.nan], [np.inf, -0.0]], np.float16),
+    "codes": np.arange(-3, 3, dtype=np.int8).reshape(2, 3),
+    "flags": np.array([True, False]),
+    "count": np.array(7, np.int64),
+}
+
+
+def message(arrays, **scalars):
+    return RecordDict({"arrays": array_record(arrays), "metrics": MetricRecord(scalars)})
+
+
+def test_a_message_is_read_back_bit_for_bit(tmp_path):
+    content = message(ARRAYS, loss=0.25, counts=[1, 2])
+    content["config"] = ConfigRecord({"stage": "extract", "token": b"\x00\xff"})
+    name = Recording(tmp_path / FOLDER, ("up",), 1).keep(ABOUT, content)
+    found = read_message(tmp_path / FOLDER / name)
+    assert found.about == ABOUT
+    assert found.scalars == {"loss": 0.25, "counts": [1, 2], "stage": "extract", "token": "00ff"}
+    assert found.arrays.keys() == ARRAYS.keys()
+    for key, array in ARRAYS.items():
+        assert (found.arrays[key].dtype, found.arrays[key].shape) == (array.dtype, array.shape)
+        assert found.arrays[key].tobytes() == array.tobytes()
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / FOLDER, tmp_path / FOLDER / name)}
+    assert modes == {0o700, 0o600}
+
+
+def test_an_array_that_is_not_as_it_says_is_kept_as_its_bytes(tmp_path):
+    content = RecordDict({"arrays": ArrayRecord({"x": Array("float32", (9, 9), "numpy.ndarray", b"no array")})})
+    name = Recording(tmp_path, ("up",), 1).keep(ABOUT, content)
+    assert read_message(tmp_path / name).arrays["x"].tobytes() == b"no array"
+
+
+def test_only_the_wanted_direction_is_kept_and_nothing_by_default(tmp_path):
+    assert Recording(tmp_path / "up", ("up",), 1).keep({**ABOUT, "direction": "down"}, message(ARRAYS)) == ""
+    assert Recording(tmp_path / "none", (), 1).keep(ABOUT, message(ARRAYS)) == ""
+    assert not list(tmp_path.iterdir())
+    assert compose([]).record == "none"
+
+
+def test_what_does_not_fit_is_left_out_and_the_log_says_so_once(tmp_path, caplog):
+    kilobyte = {"x": np.zeros(1000, np.uint8)}
+    recording = Recording(tmp_path, ("up",), 0.0035)
+    assert [bool(recording.keep(ABOUT, message(kilobyte))) for _ in range(4)] == [True, True, False, False]
+    assert recording.summary()["messages"] == 2
+    assert recording.summary()["left-out"] == 2
+    assert caplog.text.count("record-mb=0.0035") == 1
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == recording.summary()["bytes"] <= 3500
+    again = Recording(tmp_path, ("up",), 0.0035)  # after a restart
+    assert not again.keep(ABOUT, message(kilobyte))
+
+
+def test_a_resumed_recording_goes_on_after_the_last_message(tmp_path):
+    first = Recording(tmp_path, ("up",), 1).keep(ABOUT, message(ARRAYS))
+    second = Recording(tmp_path, ("up",), 1).keep(ABOUT, message(ARRAYS))
+    assert (first[:8], second[:8]) == ("00000001", "00000002")
+
+
+def test_a_damaged_message_is_named(tmp_path):
+    name = Recording(tmp_path, ("up",), 1).keep(ABOUT, message(ARRAYS))
+    data = bytearray((tmp_path / name).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(RunError, match=f"{name} must be as it was written; it is damaged"):
+        read_message(tmp_path / name)
+
+
+JOB = [
+    "strategy=cwt",
+    "task=medmnist",
+    "task.size=8",
+    "classes=3",
+    "model=mlp",
+    "model.width=4",
+    "rounds=1",
+    "device=cpu",
+    "seed=0",
+]
+
+
+@pytest.fixture
+def hospitals(tmp_path):
+    write_shards(tmp_path, {"a": 40, "b": 30})
+    return tmp_path, node_configs(tmp_path, tmp_path / "state", "ab")
+
+
+def test_every_ledger_line_names_its_message_at_the_server_and_at_the_institution(hospitals):
+    folder, nodes = hospitals
+    nodes[0] |= {"record": "true"}
+    ran = run(folder, [*JOB, "record=all"], nodes, name="kept")
+    kept = {path.name: read_message(path) for path in (ran.folder / FOLDER).iterdir()}
+    assert {line["message"] for line in ran.ledger} == kept.keys()
+    for line in ran.ledger:
+        assert kept[line["message"]].about.items() <= line.items()
+    assert ran.result["recorded"]["messages"] == len(kept)
+    own = read_lines(folder / "state" / "a" / "ledger.jsonl")
+    uploads = [
+        read_message(folder / "state" / "a" / FOLDER / name) for name in dict.fromkeys(x["message"] for x in own)
+    ]
+    received = [one for name, one in sorted(kept.items()) if one.about["institution"] == "a"]
+    received = [one for one in received if one.about["direction"] == "up"]
+    assert [one.scalars for one in uploads] == [one.scalars for one in received]
+    for sent, came in zip(uploads, received, strict=True):
+        assert {name: array.tobytes() for name, array in sent.arrays.items()} == {
+            name: array.tobytes() for name, array in came.arrays.items()
+        }
+    assert not (folder / "state" / "b" / FOLDER).exists()
+
+
+def test_a_run_that_is_broken_off_keeps_what_travelled_before(hospitals):
+    folder, nodes = hospitals
+    options = [*JOB, "record=up"]
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, options, nodes, name="broken", stop_after=1)
+    before = {path.name: path.read_bytes() for path in (folder / "runs" / "broken" / FOLDER).iterdir()}
+    ran = run(folder, options, nodes, resume=str(folder / "runs" / "broken"))
+    after = {path.name: path.read_bytes() for path in (ran.folder / FOLDER).iterdir()}
+    assert before.items() < after.items()
+    assert {line["message"] for line in ran.ledger if line["direction"] == "up"} == after.keys()
+    assert "message" not in json.dumps([line for line in ran.ledger if line["direction"] == "down"])
+
+
+def test_an_institution_may_refuse_and_its_own_wishes_are_checked(hospitals):
+    folder, nodes = hospitals
+    (folder / "policy.yaml").write_text("recording: false")
+    nodes[0] |= {"policy": str(folder / "policy.yaml")}
+    ran = run(folder, [*JOB, "record=up"], nodes, name="refused")
+    assert "policy allows no run that keeps messages" in ran.result["failures"][0]["reason"]
+    assert run(folder, JOB, nodes, name="none").result["failures"] == []
+    for wrong in ({"record": "yes"}, {"record": "true", "record-mb": "0"}, {"record-mb": "much"}):
+        nodes[1] |= {"record": "false", "record-mb": "9"} | wrong
+        ran = run(folder, JOB, nodes, name=f"wrong-{len(wrong)}-{wrong.get('record-mb')}")
+        assert ran.result["failures"][0]["reason"].startswith("ConfigError")
+
+
+@pytest.mark.parametrize("option", ["record=everything", "record-mb=0", "record-mb=nan"])
+def test_wrong_options_are_refused(option):
+    with pytest.raises(ConfigError, match=option.partition("=")[0]):
+        compose([option])
