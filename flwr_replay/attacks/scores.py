@@ -1,0 +1,243 @@
+"""The judge: it has the originals, and says how much of them an attack found.
+
+An attack never sees this module's data. A reconstruction is scored in three ways. PSNR and SSIM compare pixels.
+`identified` asks what a patient would ask: is the nearest of *all* the institution's images the right one? A blurred
+image of 10 dB may still point to one patient.
+
+`N` all images of an institution, `n` reconstructions, `B` those of one message, `C` channels, `H` height, `W` width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from sklearn.metrics import roc_auc_score, roc_curve
+from torch import Tensor
+
+from flwr_replay.attacks.intervals import Estimate, auc_estimate, share
+from flwr_replay.errors import ConfigError
+from flwr_replay.generators.base import AT_ONCE
+from flwr_replay.models.layers import as_input
+from flwr_replay.rng import derived_rng
+
+__all__ = ["ImageScores", "Judge", "MembershipScores", "assigned", "equal_label_shares", "membership", "psnr", "ssim"]
+
+WINDOW = 11  # pixels; SSIM's Gaussian window (Wang et al. 2004, doi 10.1109/TIP.2003.819861)
+FAR = 1e30  # in place of a distance that is not a number
+
+
+@dataclass(frozen=True)
+class ImageScores:
+    """How near reconstructions come to the originals."""
+
+    number: int  # reconstructions
+    psnr: float  # dB, mean over the reconstructions; infinite if one of them is exact
+    psnr_sd: float  # dB, standard deviation; 0 for one reconstruction
+    ssim: float | None  # mean; none: smaller than its window
+    identified: Estimate  # share of reconstructions whose nearest original is the right one
+    chance: float  # what guessing identifies at most: B / N
+
+
+@dataclass(frozen=True)
+class MembershipScores:
+    """How well an attack's scores tell members from non-members."""
+
+    members: int
+    non_members: int
+    auc: Estimate  # 0.5: chance
+    tpr_at_1_percent: Estimate  # share of members found where at most 1 % of non-members are taken for members
+    tpr_at_01_percent: Estimate  # the same at 0.1 %; with fewer than 1,000 non-members: at none
+
+
+class Judge:
+    """Scores reconstructions against the images that an institution really has.
+
+    Parameters
+    ----------
+    originals_NCHW : Tensor
+        All of the institution's training images, uint8 or in [0, 1].
+    """
+
+    def __init__(self, originals_NCHW: Tensor) -> None:
+        self.originals_NCHW = as_input(originals_NCHW).cpu()
+
+    def scores(self, reconstructions_nCHW: Tensor, rows_n: Tensor, batch: int = 1) -> ImageScores:
+        """Score reconstructions of these rows.
+
+        Parameters
+        ----------
+        reconstructions_nCHW : Tensor
+            In [0, 1].
+        rows_n : Tensor
+            The originals that they claim to be, int64 in [0, N).
+        batch : int
+            B, the images behind one message. If it is more than 1, their order is unknown: each message's
+            reconstructions are assigned to its originals, whatever the order of either.
+
+        Returns
+        -------
+        ImageScores
+            Originals that are not numbers give scores that are not numbers, and nothing identified.
+        """
+        found_nCHW, rows_n = as_input(reconstructions_nCHW).cpu(), rows_n.cpu()
+        if batch > 1:
+            parts = zip(torch.split(found_nCHW, batch), torch.split(rows_n, batch), strict=True)
+            rows_n = torch.cat([rows[assigned(found, self.originals_NCHW[rows])] for found, rows in parts])
+        right_nCHW = self.originals_NCHW[rows_n]
+        decibels_n, likeness_n = psnr(found_nCHW, right_nCHW), ssim(found_nCHW, right_nCHW)
+        return ImageScores(
+            number=len(found_nCHW),
+            psnr=float(decibels_n.mean()),
+            psnr_sd=float(decibels_n.std()) if len(decibels_n) > 1 else 0.0,
+            ssim=None if likeness_n is None else float(likeness_n.mean()),
+            identified=share(int(self._hits(found_nCHW, rows_n).sum()), len(found_nCHW)),
+            chance=min(1.0, batch / len(self.originals_NCHW)),
+        )
+
+    def control(
+        self, reconstructions_nCHW: Tensor, rows_n: Tensor, batch: int = 1, seed: int = 0
+    ) -> ImageScores | None:
+        """Score other patients' reconstructions as those of these rows, which should identify none but by chance.
+
+        Every message's reconstructions are claimed to be of images drawn from outside that message; the seed decides
+        which. None if the institution has too few others.
+        """
+        rng, claimed = derived_rng(seed, "control"), []
+        for rows in torch.split(rows_n.cpu(), batch):
+            others = np.setdiff1d(np.arange(len(self.originals_NCHW)), rows.numpy())
+            if len(others) < len(rows):
+                return None
+            claimed.append(torch.from_numpy(rng.choice(others, len(rows), replace=False)))
+        return self.scores(reconstructions_nCHW, torch.cat(claimed), batch)
+
+    def mean_image(self, auxiliary_MCHW: Tensor, rows_n: Tensor) -> ImageScores:
+        """Score the mean auxiliary image, which is of nobody, as the reconstruction of every row."""
+        mean_CHW = as_input(auxiliary_MCHW).mean(0)
+        return self.scores(mean_CHW.expand(len(rows_n), -1, -1, -1), rows_n)
+
+    def nearest_auxiliary(self, auxiliary_MCHW: Tensor, rows_n: Tensor) -> ImageScores:
+        """Score the auxiliary image that is nearest to each original: no attack that copies does better in PSNR."""
+        auxiliary = as_input(auxiliary_MCHW).cpu()
+        nearest_n = _distances(self.originals_NCHW[rows_n.cpu()], auxiliary).argmin(1)
+        return self.scores(auxiliary[nearest_n], rows_n)
+
+    def _hits(self, found_nCHW: Tensor, rows_n: Tensor) -> Tensor:
+        """Say for each reconstruction whether no original is nearer than its own; another copy of it may be as near."""
+        distances_nN = _distances(found_nCHW, self.originals_NCHW)
+        return distances_nN.gather(1, rows_n[:, None])[:, 0] <= distances_nN.amin(1)
+
+
+def psnr(found_nCHW: Tensor, right_nCHW: Tensor) -> Tensor:
+    """Return the peak signal-to-noise ratio of each image, dB, (n,): 10 log10(1 / mean squared error), for range 1.
+
+    Raises
+    ------
+    ConfigError
+        If torchmetrics is missing.
+    """
+    ratios: Tensor = _torchmetrics().peak_signal_noise_ratio(
+        found_nCHW, right_nCHW, data_range=1.0, reduction="none", dim=tuple(range(1, found_nCHW.ndim))
+    )
+    return ratios
+
+
+def ssim(found_nCHW: Tensor, right_nCHW: Tensor) -> Tensor | None:
+    """Return the structural similarity of each image, (n,), for range 1; None for images smaller than its window.
+
+    Raises
+    ------
+    ConfigError
+        If torchmetrics is missing.
+    """
+    if min(found_nCHW.shape[2:]) < WINDOW:
+        return None
+    likeness: Tensor = _torchmetrics().structural_similarity_index_measure(
+        found_nCHW, right_nCHW, data_range=1.0, reduction="none", kernel_size=WINDOW
+    )
+    return likeness.reshape(len(found_nCHW))
+
+
+def assigned(found_BCHW: Tensor, right_BCHW: Tensor) -> Tensor:
+    """Return for each reconstruction the original that it counts for, (B,): the least sum of squared distances.
+
+    This is the Hungarian method's assignment (Kuhn 1955). Each original is taken once.
+    """
+    squared_BB = _distances(found_BCHW, right_BCHW).square().nan_to_num(nan=FAR, posinf=FAR)
+    return torch.from_numpy(linear_sum_assignment(squared_BB.numpy())[1])
+
+
+def equal_label_shares(
+    member_labels_n: NDArray[np.int64], other_labels_m: NDArray[np.int64], seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Choose as many members as non-members of every label.
+
+    Where labels are skewed, a score that tells labels apart would seem to tell members apart.
+
+    Parameters
+    ----------
+    member_labels_n, other_labels_m : NDArray
+        The labels of the members and of the non-members to draw from.
+    seed : int
+        Decides which are drawn where there are more.
+
+    Returns
+    -------
+    members, others : NDArray
+        Rows of either, of equal length, sorted.
+    """
+    rng, members, others = derived_rng(seed, "equal label shares"), [], []
+    for label in np.intersect1d(member_labels_n, other_labels_m):
+        own, foreign = np.flatnonzero(member_labels_n == label), np.flatnonzero(other_labels_m == label)
+        size = min(len(own), len(foreign))
+        members.append(rng.choice(own, size, replace=False))
+        others.append(rng.choice(foreign, size, replace=False))
+    if not members:
+        raise ConfigError(
+            "non-members must share a label with the members; got none that does: choose other auxiliary data"
+        )
+    return np.sort(np.concatenate(members)), np.sort(np.concatenate(others))
+
+
+def membership(member_scores_n: Tensor, other_scores_m: Tensor) -> MembershipScores:
+    """Score a membership attack; a higher score says "member".
+
+    Parameters
+    ----------
+    member_scores_n, other_scores_m : Tensor
+        The attack's scores of members and non-members, drawn by `equal_label_shares`.
+    """
+    n, m = len(member_scores_n), len(other_scores_m)
+    truth = np.repeat([1, 0], [n, m])
+    scores = torch.cat([member_scores_n, other_scores_m]).double().cpu().numpy()
+    false_rates, true_rates, _ = roc_curve(truth, scores, drop_intermediate=False)
+
+    def found(at_most: float) -> Estimate:
+        return share(round(float(true_rates[false_rates <= at_most].max()) * n), n)
+
+    return MembershipScores(
+        members=n,
+        non_members=m,
+        auc=auc_estimate(float(roc_auc_score(truth, scores)), n, m),
+        tpr_at_1_percent=found(0.01),
+        tpr_at_01_percent=found(0.001),
+    )
+
+
+def _distances(a_ACHW: Tensor, b_BCHW: Tensor) -> Tensor:
+    """Return Euclidean distances (A, B), each computed from differences: a matrix product would round small ones."""
+    b_BF = b_BCHW.flatten(1).double()
+    parts = torch.split(a_ACHW.flatten(1).double(), AT_ONCE)
+    return torch.cat([torch.cdist(a_AF, b_BF, compute_mode="donot_use_mm_for_euclid_dist") for a_AF in parts])
+
+
+def _torchmetrics() -> ModuleType:
+    try:
+        from torchmetrics.functional import image  # takes a second to import
+    except ModuleNotFoundError:
+        raise ConfigError("PSNR and SSIM need torchmetrics: pip install flwr-replay[attacks]") from None
+    return image
