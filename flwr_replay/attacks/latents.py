@@ -88,7 +88,7 @@ def invert(encoder: nn.Module, latents_n: Tensor, form: tuple[int, int, int], se
     squares_n = latents_n.flatten(1).square().sum(1).clamp(min=1e-12)
 
     def objective(x_nCHW: Tensor) -> Tensor:
-        mismatch_n = (encoder(x_nCHW) - latents_n).flatten(1).square().sum(1) / squares_n
+        mismatch_n: Tensor = (encoder(x_nCHW) - latents_n).flatten(1).square().sum(1) / squares_n
         losses_n = mismatch_n + search.alpha * total_variation(x_nCHW)
         return losses_n.sum() if together else losses_n
 
