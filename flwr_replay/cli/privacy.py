@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flwr_replay.cli.attack import attack
 from flwr_replay.cli.synthetic import show_synthetic
 from flwr_replay.errors import ConfigError
 
@@ -23,6 +24,7 @@ __all__ = ["app"]
 PAPER = ((1144, 225, 8.7e-4, 17.8), (10_000, 300, 1e-5, 5.0))
 
 app = typer.Typer(help="Epsilon of DP-SGD, the noise for an epsilon, attacks on generators.", no_args_is_help=True)
+app.command("attack")(attack)
 app.command("synthetic")(show_synthetic)
 
 Examples = Annotated[int, typer.Option("--examples", min=1, help="|D|: one institution's training examples.")]

@@ -67,6 +67,7 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
         found = list(rows(reply.content, Failure))
     try:
         institution.record_release(
+            message.content,
             reply.content,
             found,
             run=str(instructions.get("run", context.run_id))[:LONGEST],

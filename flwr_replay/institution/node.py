@@ -12,7 +12,7 @@ from typing import Any
 from flwr.app import Context
 
 from flwr_replay.config.compose import from_run_config
-from flwr_replay.config.run import RunConfig
+from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH
 from flwr_replay.data import institution_name, load
 from flwr_replay.data.dealt import dealt, loaded, pooled
@@ -89,6 +89,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         batch_size=_batch_size(config, owned),
         classes=_classes(config, owned),
         private_model=_private_model(config, owned),
+        record=_record(owned),
         record_mb=_record_mb(owned),
         durable=True,
     )
@@ -108,18 +109,23 @@ def _batch_size(config: RunConfig, owned: Mapping[str, str]) -> int:
     return int(own or 0) or (sizes[0] if sizes else 0)
 
 
+def _record(owned: Mapping[str, str]) -> str:
+    """Return which of its messages the institution keeps; `true` means its own uploads."""
+    wanted = {"true": "up", "false": "none"}.get(owned.get("record", "none").lower(), owned.get("record", "none"))
+    if wanted not in RECORD:
+        raise ConfigError(f"record in --node-config must be true (its own uploads), all or none; got {wanted!r}")
+    return wanted
+
+
 def _record_mb(owned: Mapping[str, str]) -> float:
-    """Return how many MB of its own uploads the institution keeps; 0: it keeps none."""
-    wanted, most = owned.get("record", "false").lower(), owned.get("record-mb", "1000")
-    if wanted not in ("true", "false"):
-        raise ConfigError(f"record in --node-config must be true or false; got {wanted!r}")
+    most = owned.get("record-mb", "1000")
     try:
         size = float(most)
     except ValueError:
         size = nan
     if not size > 0:
         raise ConfigError(f"record-mb in --node-config must be a positive number of MB; got {most!r}")
-    return size if wanted == "true" else 0
+    return size
 
 
 def _classes(config: RunConfig, owned: Mapping[str, str]) -> str:

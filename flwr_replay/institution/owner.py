@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,8 @@ class Institution:
     batch_size: int = 0  # examples in a batch; 0: as many as the run says
     classes: str = ""  # for which its generator draws images: all, or numbers; empty: those of which it has enough
     private_model: str = ""  # in conf/model, of the private model φ; empty: like the common model
-    record_mb: float = 0  # the most that recorded messages may take in the state directory; 0: none is recorded
+    record: str = "none"  # none | up | all: of its messages, those that it keeps in its state directory
+    record_mb: float = inf  # the most that these may take
     durable: bool = False  # ledger lines reach the disk before anything leaves
 
     @classmethod
@@ -164,20 +166,36 @@ class Institution:
         return Shard.of(self.read_pooled().train, self.device)
 
     def record_release(
-        self, content: RecordDict, rows: list[Row], *, run: str, server_round: int, stage: str, split: str = ""
+        self,
+        asked: RecordDict,
+        answer: RecordDict,
+        rows: list[Row],
+        *,
+        run: str,
+        server_round: int,
+        stage: str,
+        split: str,
     ) -> None:
-        """Write what is about to leave to the institution's own ledger; for a test, also its split."""
+        """Write what is about to leave to the institution's own ledger; for a test, also its split.
+
+        With `record`, the answer is kept before it leaves, and with record=all also what was asked.
+        """
         now = datetime.now(UTC).isoformat(timespec="seconds")
         message = {"time": now, "run": run, "round": server_round, "stage": stage}
         message |= {"split": split} if split else {}
-        if self.record_mb and (name := self._recording.keep(message, content)):
-            message["message"] = name
-        self._ledger.record(message, rows)
+        kept = {}
+        if self.record != "none":
+            about = {**message, "institution": self.name}
+            kept = {
+                "request": self._recording.keep({**about, "direction": "down"}, asked),
+                "message": self._recording.keep({**about, "direction": "up"}, answer),
+            }
+        self._ledger.record(message | {key: name for key, name in kept.items() if name}, rows)
         self._ledger.flush(to_disk=self.durable)
 
     @cached_property
     def _recording(self) -> Recording:
-        return Recording(self.state / FOLDER, DIRECTIONS["up"], self.record_mb)
+        return Recording(self.state / FOLDER, DIRECTIONS[self.record], self.record_mb)
 
     @cached_property
     def _ledger(self) -> Ledger:

@@ -17,6 +17,7 @@ from flwr_replay.runs.opening import check_unchanged
 __all__ = ["resolve", "run_overrides"]
 
 INLINE_NODES = 4
+FREE_TO_CHANGE = ("rounds", "timeout", "wait", "device", "data_dir", "replay.missing", "record", "record_mb")
 
 
 def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[str], RunConfig]:
@@ -33,10 +34,10 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
     if resume:
         for option in options:
             key = option.partition("=")[0].replace("-", "_")
-            if key.removeprefix("task.") not in ("rounds", "timeout", "wait", "device", "data_dir", "replay.missing"):
+            if key.removeprefix("task.") not in FREE_TO_CHANGE:
                 raise ConfigError(
-                    "a resumed run keeps its options, except rounds, device, timeout, wait, replay.missing and "
-                    f"task.data-dir; got {option!r} with --resume: leave it out"
+                    "a resumed run keeps its options, except rounds, device, timeout, wait, replay.missing, record, "
+                    f"record-mb and task.data-dir; got {option!r} with --resume: leave it out"
                 )
         check_unchanged(Path(resume).expanduser())
         overrides = [*run_overrides(Path(resume).expanduser()), *options]

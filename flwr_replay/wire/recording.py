@@ -94,7 +94,7 @@ class Recording:
         str
             The file's name; empty if the message is not kept.
         """
-        if about.get("direction", "up") not in self.directions:
+        if about["direction"] not in self.directions:
             return ""
         arrays, scalars = _parts(content)
         texts = {"about": json.dumps(dict(about)), "scalars": json.dumps(scalars, default=bytes.hex)}

@@ -1,0 +1,49 @@
+"""The command `privacy attack`: what an honest-but-curious server makes of a run's recorded messages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["attack"]
+
+
+def attack(
+    run: Annotated[Path, typer.Argument(help="A run directory that has recorded its messages (record=all).")],
+    institution: Annotated[str, typer.Option("--institution", help="Attack this one only.")] = "",
+    field: Annotated[str, typer.Option("--field", help="Attack this field only: latents, arrays, codes …")] = "",
+    aux: Annotated[
+        str,
+        typer.Option(
+            "--aux",
+            help="The attacker's own images. none | undealt: those of a simulation's data set that no institution has "
+            "| an institution's name: it colludes | a data folder.",
+        ),
+    ] = "none",
+    data: Annotated[
+        str, typer.Option("--data", help="The judge's originals: the institution's own data; empty: a simulation's.")
+    ] = "",
+    minutes: Annotated[float, typer.Option("--minutes", help="For all attacks together, about.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Attack a run's recorded messages; write RUN/attacks with figures, pictures of patients, and a page.
+
+    An interrupted command goes on where it stopped. A failed attack proves nothing.
+    """
+    from flwr_replay.lab.attack import FOLDER, attack_run
+    from flwr_replay.lab.page import write_page
+
+    folder = run.expanduser().absolute()
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    found = attack_run(folder, institution, field, aux, data, minutes, say)
+    page = write_page(folder / FOLDER, found)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    say(f"{page}: shows patients; a failed attack proves nothing")

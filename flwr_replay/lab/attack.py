@@ -1,0 +1,247 @@
+"""Try every known attack on what a run has recorded, and let the judge say how much of it came true.
+
+`<run>/attacks/attacks.json` grows by one attack at a time, so an interrupted command goes on where it stopped. Pictures
+stand beside it; they show patients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flwr_replay.attacks.catalogue import nothing_known
+from flwr_replay.attacks.scores import ImageScores, Judge, assigned
+from flwr_replay.config.run import RunConfig
+from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError
+from flwr_replay.files.atomic import private_folder, read_json, write_json
+from flwr_replay.institution.pictures import SHOWN, draw_grid
+from flwr_replay.lab.auxiliary import Auxiliary, auxiliary_of, spread
+from flwr_replay.lab.changes import OfChange
+from flwr_replay.lab.evidence import Evidence, Exhibit
+from flwr_replay.lab.judge import Originals, originals_of
+from flwr_replay.lab.labels import label_attacks
+from flwr_replay.lab.membership import member_attacks
+from flwr_replay.lab.sentences import sentence
+from flwr_replay.lab.trials import Found, OfActivations, OfCodes, OfImages, Question, Trial
+from flwr_replay.rng import derived_seed
+from flwr_replay.runs.execute import Job, claim
+
+__all__ = ["FOLDER", "attack_run"]
+
+FOLDER = "attacks"
+RESULTS = {"attacks": list, "options": dict}
+TRIALS: Mapping[str, type[Trial]] = {  # by what the numbers are; images that a generator drew are of nobody
+    "activations": OfActivations,
+    "codes": OfCodes,
+    "gradient": OfChange,
+    "images": OfImages,
+    "weights": OfChange,
+}
+
+
+def attack_run(
+    folder: Path, institution: str, field: str, aux: str, data: str, minutes: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Attack a run's recorded messages.
+
+    Parameters
+    ----------
+    folder : Path
+        The run directory.
+    institution, field : str
+        Attack only this one; empty: all.
+    aux : str
+        The attacker's own images: none, `undealt` (images of a simulation's data set that no institution has), the name
+        of another institution of the simulation (collusion), or a data folder.
+    data : str
+        The institution's own data, for the judge; empty: those of the simulation.
+    minutes : float
+        For all attacks together, about.
+    say : callable
+        Receives a line for each attack.
+
+    Returns
+    -------
+    dict
+        The content of `attacks.json`.
+
+    Raises
+    ------
+    FlwrReplayError
+        If the run, its messages or the options are not usable; nothing has been written then.
+    """
+    if not minutes > 0:
+        raise ConfigError(f"--minutes must be positive; got {minutes:g}")
+    evidence = Evidence.of(folder, institution, field)
+    config = evidence.config
+    _refuse_no_images(config)
+    about = {"about": _about(config), "claim": claim(Job.of(config).strategy(""))}
+    auxiliary = auxiliary_of(config, aux)
+    place = private_folder(folder / FOLDER)
+    options = {"aux": auxiliary.name if auxiliary else "none", "data": data, "minutes": minutes}
+    found = _earlier(place, options)
+    done = {(one["institution"], one["stage"], one["field"], one["attack"]) for one in found}
+    lab = Lab(evidence, auxiliary, data, 60 * minutes / (3 * len(evidence.exhibits)), place)
+    for exhibit in evidence.exhibits:
+        for result in lab.results(exhibit, done):
+            result["sentence"] = sentence(result)
+            found.append(result)
+            write_json(place / "attacks.json", {"run": about, "options": options, "attacks": found}, indent=2)
+            say(result["sentence"])
+    return {"run": about, "options": options, "attacks": found}
+
+
+def _about(config: RunConfig) -> str:
+    many = f"{config.nodes} institutions" if config.nodes else "institutions"
+    return (
+        f"{config.strategy.name} on {config.task.name}, {many}, model {config.model.name}, {config.rounds} rounds, "
+        f"seed {config.seed}. The attacker reads what the institutions sent, and follows the protocol."
+    )
+
+
+def _refuse_no_images(config: RunConfig) -> None:
+    if config.task.size <= 1 or config.task.format == "bags":
+        raise ConfigError(
+            f"attacks look for images; task={config.task.name} has tables or bags, for which none is built in: their "
+            "rows are as recorded in messages/"
+        )
+
+
+def _earlier(place: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the attacks of an interrupted command; those of other options stay in a file of their own."""
+    file = place / "attacks.json"
+    if not file.exists():
+        return []
+    before = read_json(file, RESULTS)
+    if before["options"] == options:
+        return list(before["attacks"])
+    raise RunError(
+        f"{file} has attacks with other options, {before['options']}: rename the folder {place.name}/, or remove it"
+    )
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Attacks on the fields of one run.
+
+    Attributes
+    ----------
+    auxiliary : Auxiliary | None
+        The attacker's own images.
+    data : str
+        The judge's originals: an institution's own data, or empty for a simulation's.
+    seconds : float
+        For each attack, about.
+    place : Path
+        The folder of the pictures.
+    """
+
+    evidence: Evidence
+    auxiliary: Auxiliary | None
+    data: str
+    seconds: float
+    place: Path
+
+    def results(self, exhibit: Exhibit, done: Collection[tuple[str, ...]]) -> Iterator[dict[str, Any]]:
+        """Attack a field; yield a result for each attack, or why there is none."""
+        key = (exhibit.institution, exhibit.stage, exhibit.field)
+        head = {
+            "institution": exhibit.institution,
+            "stage": exhibit.stage,
+            "field": exhibit.field,
+            "kind": exhibit.declared.kind,
+            "means": exhibit.declared.means,
+            "messages": len(exhibit.answers),
+            "bytes": exhibit.bytes,
+            "auxiliary": self.auxiliary.name if self.auxiliary else "none",
+        }
+        tried = False
+        try:
+            for name, attempt in self.attempts(exhibit):
+                tried = True
+                if (*key, name) not in done:
+                    begun = time.monotonic()
+                    yield {**head, "attack": name, **attempt(), "seconds": time.monotonic() - begun}
+            reason = "" if tried else nothing_known(exhibit.declared.means)
+        except FlwrReplayError as error:
+            reason = str(error)
+        if reason and (*key, "none") not in done:
+            yield {**head, "attack": "none", "not-judged": reason}
+
+    def attempts(self, exhibit: Exhibit) -> Iterator[Question]:
+        """Yield the attacks on a field: on labels and membership where there are originals, then on images."""
+        seed = derived_seed(self.evidence.config.seed, "attack", exhibit.institution, exhibit.stage, exhibit.field)
+        try:
+            originals, why = originals_of(self.evidence.config, exhibit.institution, self.data), ""
+        except DataError as error:
+            originals, why = None, str(error)
+        if originals:
+            yield from member_attacks(exhibit, self.evidence, originals, self.auxiliary, seed)
+        trial_type = TRIALS.get(exhibit.declared.means) if exhibit.declared.kind != "synthetic" else None
+        trial = trial_type(exhibit, self.evidence) if trial_type else None
+        if originals:
+            yield from label_attacks(exhibit, self.evidence, trial, originals, self.auxiliary, seed)
+        for name, attack in trial.attacks(self.auxiliary, self.seconds, seed) if trial else ():
+            yield name, partial(self.seen, exhibit, name, attack, trial, originals, why)  # type: ignore[arg-type]
+
+    def seen(
+        self,
+        exhibit: Exhibit,
+        name: str,
+        attack: Callable[[], Found],
+        trial: Trial,
+        originals: Originals | None,
+        why: str,
+    ) -> dict[str, Any]:
+        """Look for images; let the judge score them, and draw them below the originals."""
+        found, rows = attack(), None
+        result: dict[str, Any] = {"settings": found.settings, "message": exhibit.answers[0].file, "batch": found.batch}
+        if originals:
+            try:
+                rows = trial.rows(originals)[found.places_n]
+            except DataError as error:
+                why = str(error)
+        shown = spread(len(found.images_nCHW), SHOWN)
+        pictured: dict[str, Tensor] = {"reconstruction": found.images_nCHW[shown]}
+        if originals and rows is not None:
+            result |= self.scores(found, rows, originals) | {"values-per-pixel": trial.values_per_pixel}
+            if found.batch > 1:
+                rows = rows[assigned(found.images_nCHW, originals.x_NCHW[rows])]
+            pictured = {"original": originals.x_NCHW[rows[shown]], **pictured}
+        path = self.place / f"{_plain(exhibit.institution, exhibit.stage, exhibit.field, name)}.png"
+        draw_grid(path, pictured)
+        return {**result, "not-judged": why, "picture": path.name}
+
+    def scores(self, found: Found, rows: Tensor, originals: Originals) -> dict[str, Any]:
+        """Score images against the originals, and beside them what needs no attack at all."""
+        judge = Judge(originals.x_NCHW)
+        scores: dict[str, ImageScores | None] = {
+            "scores": judge.scores(found.images_nCHW, rows, found.batch),
+            "control": judge.control(found.images_nCHW, rows, found.batch),
+        }
+        if self.auxiliary is not None:
+            scores["mean-image"] = judge.mean_image(self.auxiliary.x_MCHW, rows)
+            scores["nearest-image"] = judge.nearest_auxiliary(self.auxiliary.x_MCHW, rows)
+        return {name: None if one is None else _finite(asdict(one)) for name, one in scores.items()}
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return scores as JSON holds them: a number that is not finite becomes a text."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _finite(value)
+        return str(value) if isinstance(value, float) and not isfinite(value) else value
+
+    return {name: one(value) for name, value in values.items()}
+
+
+def _plain(*parts: str) -> str:
+    return "-".join("".join(c if c.isalnum() else "-" for c in part) for part in parts)

@@ -1,0 +1,73 @@
+"""The attacker's own images: those that nobody has, those of an institution that colludes, or a folder's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flwr_replay.config.run import RunConfig
+from flwr_replay.data import load
+from flwr_replay.data.dealt import dealt, loaded
+from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.models.layers import as_input
+
+__all__ = ["Auxiliary", "auxiliary_of", "spread"]
+
+UNDEALT = "undealt"  # images of the data set that no institution has
+MOST = 2000  # auxiliary images
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """Images that the attacker has besides the messages; `name` says whose."""
+
+    name: str
+    x_MCHW: Tensor  # in [0, 1]
+    y_M: Tensor
+
+
+def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
+    """Return the attacker's own images; None for none.
+
+    Raises
+    ------
+    ConfigError, DataError
+        If there are none, or they have another form than the victims'.
+    """
+    if aux == "none":
+        return None
+    if aux == UNDEALT or not Path(aux).exists():
+        if not config.nodes:
+            raise ConfigError(f"--aux={aux} is for simulations; this run was deployed: give a data folder, or none")
+        part, dataset = dealt(config.task, config.partition, config.nodes, config.seed), loaded(config.task)
+        if aux == UNDEALT:
+            rest = np.setdiff1d(np.arange(len(dataset.train.y)), np.concatenate(part.train))
+            examples, name = dataset.train.take(rest), "{n} images of the same source that no institution has"
+        elif aux in part.names:
+            examples = part.examples(dataset, part.names.index(aux)).train
+            name = f"{{n}} images of {aux}, which colludes"
+        else:
+            raise ConfigError(
+                f"--aux must be none, {UNDEALT}, an institution ({', '.join(part.names)}) or a data folder; got {aux!r}"
+            )
+    else:
+        examples = load(replace(config.task, data_dir=aux, download=False)).train
+        name = f"{{n}} images of {Path(aux).name}"
+    if not len(examples):
+        raise DataError(f"--aux={aux} must have images; there are none: choose an institution, a folder, or none")
+    rows = np.asarray(spread(len(examples), MOST))
+    chosen = examples.take(rows)
+    x = as_input(torch.from_numpy(np.ascontiguousarray(chosen.x)))
+    wanted = (config.task.channels, config.task.size, config.task.size)
+    if tuple(x.shape[1:]) != wanted:
+        raise DataError(f"auxiliary images must have the victims' form {wanted}; got {tuple(x.shape[1:])}")
+    return Auxiliary(name.format(n=len(x)), x, torch.from_numpy(np.asarray(chosen.y)))
+
+
+def spread(available: int, most: int) -> Tensor:
+    """Return places spread evenly, at most `most`."""
+    return torch.linspace(0, available - 1, min(most, available)).round().long()

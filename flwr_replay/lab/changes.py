@@ -1,0 +1,164 @@
+"""Reconstruction from a gradient, or from the change between the weights that were sent and those that came back.
+
+`N` all images of an institution, `n` those behind an answer, `C` classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flwr_replay.attacks.gradients import LocalSteps, change_of, first_input, invert, label_counts
+from flwr_replay.attacks.search import Search, tuned
+from flwr_replay.errors import ConfigError, DataError, RunError
+from flwr_replay.lab.auxiliary import Auxiliary
+from flwr_replay.lab.evidence import NO_MODEL, Evidence, Exhibit
+from flwr_replay.lab.judge import NEAR, OTHERS, Originals
+from flwr_replay.lab.trials import WEIGHTS, Attempt, Found, Trial, affordable
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.learning.training import batches, iterations, make_optimizer, step, torch_rng
+from flwr_replay.wire.weights import load_arrays
+
+__all__ = ["OfChange"]
+
+MOST_BEHIND = 128  # images behind one answer that a search looks for
+MOST_STEPS = 64  # of local training that are simulated
+
+
+class OfChange(Trial):
+    """A gradient, or weights that came back: eq. 1 of Qu et al., with local steps simulated."""
+
+    def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
+        super().__init__(exhibit, evidence)
+        self.answer = self.with_request()
+        request, config = self.answer.request, evidence.config
+        assert request is not None
+        self.request, self.training = request, config.training
+        self.model, self.task = evidence.model(), make_task(config.task)
+        parameters = dict(self.model.named_parameters())
+        back = {name: torch.from_numpy(array) for name, array in exhibit.arrays(self.answer).items()}
+        if not parameters.keys() <= request.arrays.keys() or not parameters.keys() <= back.keys():
+            raise RunError(NO_MODEL)
+        load_arrays(self.model, {name: request.arrays[name] for name in self.model.state_dict()})
+        self.model.train()
+        sent = {name: parameter.detach() for name, parameter in parameters.items()}
+        self.gradient = exhibit.declared.means == "gradient"
+        self.change = {name: back[name] if self.gradient else sent[name] - back[name] for name in sent}
+        self.examples = int(self.answer.content.scalars["num-examples"])
+        self.lr = float(request.scalars.get("lr", 1.0))
+        self.passes = int(request.scalars.get("local-epochs", 1))
+        size = min(self.training.batch_size, self.examples)
+        self.local = LocalSteps()
+        self.behind = self.examples
+        if not self.gradient:
+            a_pass = iterations(self.examples, size)
+            self.behind = a_pass * size
+            self.local = LocalSteps(
+                steps=self.passes * a_pass,
+                batch_size=size,
+                lr=self.lr,
+                momentum=self.training.momentum if self.training.optimizer == "sgd" else 0.0,
+                weight_decay=self.training.weight_decay,
+            )
+
+    @property
+    def values_per_pixel(self) -> float:
+        """Weights for each number of all images behind the answer."""
+        channels, height, width = self.evidence.form
+        return sum(one.numel() for one in self.change.values()) / (self.behind * channels * height * width)
+
+    def counts_C(self, auxiliary: Auxiliary | None, seed: int) -> Tensor:
+        """Infer how many examples of each class are behind the answer.
+
+        Raises
+        ------
+        RunError
+            If the task has no classes, or the head no bias.
+        """
+        name, bias = list(self.change.items())[-1]
+        if self.evidence.config.task.kind != "classification" or bias.shape != (self.evidence.config.task.classes,):
+            raise RunError(f"labels are inferred from a classifier's last bias; the last parameter here is {name}")
+        if auxiliary is None:
+            x = torch.rand((64, *self.evidence.form), generator=torch_rng(seed, "any image"))
+        else:
+            x = auxiliary.x_MCHW[:256]
+        with torch.no_grad():
+            shares = torch.softmax(self.model(x), 1).mean(0)
+        each = 1.0 if self.gradient else 1 / (self.lr * self.local.steps)
+        return label_counts(bias * each, self.behind, shares)
+
+    def attacks(self, auxiliary: Auxiliary | None, seconds: float, seed: int) -> Iterator[Attempt]:
+        """Solve a linear first layer exactly where one image is behind the answer; else search."""
+        form, places = self.evidence.form, torch.arange(self.behind)
+        if self.behind == 1:
+            try:
+                exact = first_input(self.model, self.change, form)
+                yield "analytic inversion of the first layer", lambda: Found(exact, places)
+            except ConfigError:
+                pass  # its first layer is not linear
+        if self.behind > MOST_BEHIND or self.local.steps > MOST_STEPS:
+            raise RunError(
+                f"{self.behind} images and {self.local.steps} steps are behind each answer; a search looks for at most "
+                f"{MOST_BEHIND} images and {MOST_STEPS} steps. That none was tried proves nothing"
+            )
+        labels = torch.repeat_interleave(torch.arange(len(counts := self.counts_C(auxiliary, seed))), counts)
+
+        def attack(change: dict[str, Tensor], y_n: Tensor, search: Search) -> Tensor:
+            return invert(self.model, self.task.loss, change, y_n, form, self.local, search, seed)
+
+        def searched() -> Found:
+            steps = affordable(lambda few: attack(self.change, labels, Search(steps=few)), seconds)
+            search = Search(steps=steps)
+            if auxiliary is not None and len(auxiliary.y_M) >= self.behind:
+                x, y = auxiliary.x_MCHW[: self.behind], auxiliary.y_M[: self.behind]
+                known = change_of(self.model, self.task.loss, x, y, self.local)
+                short = [Search(alpha=alpha, steps=max(50, steps // 8)) for alpha in WEIGHTS]
+                search = Search(alpha=tuned(short, lambda one: attack(known, y, one), x).alpha, steps=steps)
+            settings: dict[str, Any] = {"alpha": search.alpha, "steps": steps, "local steps": self.local.steps}
+            return Found(attack(self.change, labels, search), places, self.behind, settings)
+
+        yield "search (eq. 1)", searched
+
+    def rows(self, originals: Originals) -> Tensor:
+        """Train on the originals anew, and return those that were used.
+
+        Raises
+        ------
+        DataError
+            If that gives something else, or cannot: noise is secret.
+        """
+        x, y = originals.x_NCHW, originals.y_N
+        if self.evidence.config.privacy.mechanisms:
+            raise DataError("the answer has secret noise, so originals cannot be checked by computing it anew")
+        if len(y) != self.examples:
+            raise DataError(f"{OTHERS}: {len(y)} examples, the message says {self.examples}")
+        if self.gradient:
+            anew, rows = change_of(self.model, self.task.loss, x, y, LocalSteps()), torch.arange(len(y))
+        else:
+            anew, rows = self._trained_anew(x, y)
+        names = list(self.change)
+        right, found = (torch.cat([one[name].flatten() for name in names]) for one in (self.change, anew))
+        if not bool((found - right).norm() <= 10 * NEAR * right.norm()):
+            raise DataError(f"{OTHERS}, or the method trains otherwise than FedAvg does")
+        return rows
+
+    def _trained_anew(self, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Train as FedAvg's and CWT's institutions do; return the change of weights, and the rows of the first pass."""
+        model, seed = self.evidence.model(), self.evidence.config.seed
+        load_arrays(model, {name: self.request.arrays[name] for name in model.state_dict()})
+        optimizer = make_optimizer(model.train(), self.training, self.lr)
+        server_round = int(self.request.scalars.get("server-round", 0))
+        shuffle = torch_rng(seed, self.exhibit.institution, server_round)
+        numbered = torch.arange(len(y))
+        seen: list[Tensor] = []
+        for _ in range(self.passes):
+            for rows, _ in batches(numbered[:, None], numbered, self.training.batch_size, shuffle):
+                chosen = rows[:, 0].long()
+                seen.append(chosen)
+                step(model, optimizer, self.task.loss(model(x[chosen]), y[chosen]))
+        sent = {name: torch.from_numpy(self.request.arrays[name]) for name, _ in model.named_parameters()}
+        anew = {name: sent[name] - parameter.detach() for name, parameter in model.named_parameters()}
+        return anew, torch.cat(seen)[: self.behind]

@@ -1,0 +1,167 @@
+"""What an honest-but-curious server has: the messages that a run recorded, answer by answer with their requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from numpy.typing import NDArray
+from torch import nn
+
+from flwr_replay.config.compose import compose, load_strategy, overrides_of
+from flwr_replay.config.run import RunConfig
+from flwr_replay.errors import RunError, nearest
+from flwr_replay.files.atomic import private_folder, read_lines, read_text, write_atomic
+from flwr_replay.files.tensors import StateDict
+from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.institution.state import RUNS
+from flwr_replay.models.zoo import backbone
+from flwr_replay.runs.options import run_overrides
+from flwr_replay.wire.fields import Field
+from flwr_replay.wire.payload import REQUESTS
+from flwr_replay.wire.recording import FOLDER, Recorded, read_message
+
+__all__ = ["Answer", "Evidence", "Exhibit"]
+
+NO_MODEL = "the request that brought the network was not recorded: record the run with record=all"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A recorded answer, and the request that it answers; None if that was not recorded."""
+
+    file: str
+    content: Recorded
+    request: Recorded | None
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """One array field of all answers of one stage from one institution, in the order in which they came."""
+
+    institution: str
+    stage: str
+    field: str
+    declared: Field
+    answers: Sequence[Answer]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the field in all these answers."""
+        return sum(sum(array.nbytes for array in self.arrays(answer).values()) for answer in self.answers)
+
+    def arrays(self, answer: Answer) -> StateDict:
+        """Return the field in one answer: a state dict, or one array under the field's key."""
+        arrays = answer.content.arrays
+        return arrays if self.declared.shape == "state dict" else {self.field: arrays[self.field]}
+
+    def array(self, answer: Answer) -> NDArray[Any]:
+        """Return the field in one answer, of a field that is one array."""
+        return answer.content.arrays[self.field]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that a run's server has recorded, and what it knows anyway: options and networks."""
+
+    folder: Path
+    config: RunConfig
+    exhibits: Sequence[Exhibit]
+
+    @classmethod
+    def of(cls, folder: Path, institution: str = "", field: str = "") -> Self:
+        """Read a run directory.
+
+        Parameters
+        ----------
+        folder : Path
+            A run directory with recorded messages, or an institution's state directory with its own; there the last
+            recorded run counts.
+        institution, field : str
+            Only this institution's answers, only fields of this name; empty: all.
+
+        Raises
+        ------
+        RunError
+            If there is no run, nothing is recorded, a message is damaged or missing, or no answer is of the
+            institution or has the field.
+        """
+        lines = read_lines(folder / "ledger.jsonl")
+        config, run = _options(folder, lines)
+        load_strategy(config.strategy.name)  # declares the method's payloads
+        names = [
+            line[key] for line in lines if line.get("run", run) == run for key in ("request", "message") if key in line
+        ]
+        if not names:
+            raise RunError(
+                f"attacks are tried on recorded messages; {folder} has none: run again with record=all. What synthetic "
+                "images show can be measured without: flwr-replay privacy synthetic"
+            )
+        exhibits: dict[tuple[str, str, str], list[Answer]] = {}
+        declared: dict[str, Field] = {}
+        asked: dict[tuple[str, str], Recorded] = {}
+        institutions: set[str] = set()
+        for name in dict.fromkeys(names):
+            message = read_message(folder / FOLDER / name)
+            who, stage = str(message.about["institution"]), str(message.about["stage"])
+            institutions.add(who)
+            if (request := REQUESTS.get(stage)) is None or (institution and who != institution):
+                continue
+            if message.about["direction"] == "down":
+                asked[who, stage] = message
+                continue
+            if "failure" in message.scalars:
+                continue
+            answer = Answer(name, message, asked.pop((who, stage), None))
+            for key, known in request.answer.by_key().items():
+                present = message.arrays if known.shape == "state dict" else message.arrays.keys() & {key}
+                if known.means and present:
+                    declared[key] = known
+                    exhibits.setdefault((who, stage, key), []).append(answer)
+        chosen = {key: answers for key, answers in exhibits.items() if field in ("", key[2])}
+        if not chosen:
+            known_fields = sorted({key[2] for key in exhibits})
+            if institution and institution not in institutions:
+                raise RunError(
+                    f"--institution must be one of the run's; got {institution!r}: "
+                    f"{nearest(institution, sorted(institutions))}"
+                )
+            if field and known_fields:
+                raise RunError(f"--field must be one that was recorded; got {field!r}: {nearest(field, known_fields)}")
+            raise RunError(
+                f"no recorded answer in {folder} has weights, images or the like: record the run with record=all"
+            )
+        return cls(folder, config, [Exhibit(*key, declared[key[2]], answers) for key, answers in chosen.items()])
+
+    def model(self) -> nn.Module:
+        """Build the network that institutions exchange, with fresh weights."""
+        return backbone(self.config.model, self.config.task)(0)
+
+    def replay_plan(self) -> ReplayPlan | None:
+        """Return the plan of the run's replay, with its generator; None without."""
+        return ReplayPlan.of(self.config)
+
+    @property
+    def form(self) -> tuple[int, int, int]:
+        """(C, H, W) of an image."""
+        task = self.config.task
+        return task.channels, task.size, task.size
+
+
+def _options(folder: Path, lines: Sequence[dict[str, Any]]) -> tuple[RunConfig, str]:
+    """Return the options of a run; at an institution those to which its last recorded run was bound, and its id."""
+    run = next((str(line["run"]) for line in reversed(lines) if "message" in line and "run" in line), "")
+    bound = folder / RUNS / run / "options.json"
+    if (folder / "config.yaml").exists() or not run or not bound.exists():
+        return compose(run_overrides(folder)), ""
+    values: dict[str, Any] = {}
+    for key, value in json.loads(read_text(bound)).items():
+        section, _, option = key.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[option] = value
+    place = private_folder(folder / "attacks") / "config.yaml"  # the options in the form of a run directory
+    write_atomic(place, yaml.safe_dump(values))
+    return compose(overrides_of(place)), run

@@ -1,0 +1,105 @@
+"""Was this patient among the training images? Attacks on membership, for each kind of numbers that tells.
+
+The judge names candidates: training images, and as many test images of the same source and labels. The attacker scores
+each. Test images of another source would make the attack seem better than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flwr_replay.attacks.membership import lira_scores, loss_scores, nearest_scores, reference_models
+from flwr_replay.attacks.scores import equal_label_shares, membership
+from flwr_replay.generators.base import ReplayGenerator
+from flwr_replay.lab.auxiliary import Auxiliary
+from flwr_replay.lab.evidence import Evidence, Exhibit
+from flwr_replay.lab.judge import Originals
+from flwr_replay.lab.trials import Question
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.layers import as_input
+from flwr_replay.wire.weights import load_arrays
+
+__all__ = ["member_attacks"]
+
+FEWEST = 20  # members, and others, below which an interval says nothing
+REFERENCES = 8  # models of the attacker's own
+ENOUGH = 200  # auxiliary images to train them on
+EPOCHS = 10
+Candidates = tuple[Tensor, Tensor]  # images and labels
+
+
+def member_attacks(
+    exhibit: Exhibit, evidence: Evidence, originals: Originals, auxiliary: Auxiliary | None, seed: int
+) -> Iterator[Question]:
+    """Yield attacks on membership, each to be called; none for numbers from which none is known."""
+    sides = _candidates(originals, seed)
+    if len(sides[0][1]) < FEWEST:
+        return
+    means, last = exhibit.declared.means, exhibit.answers[-1]
+    if means == "weights" and evidence.model().state_dict().keys() == exhibit.arrays(last).keys():
+        model = evidence.model()
+        load_arrays(model, exhibit.arrays(last))
+        yield "loss threshold", lambda: _by_loss(model.eval(), evidence, sides)
+        enough = auxiliary is not None and len(auxiliary.y_M) >= ENOUGH
+        if auxiliary is not None and enough and evidence.config.task.kind == "classification":
+            yield f"LiRA, {REFERENCES} models", lambda: _by_references(model, evidence, sides, auxiliary, seed)
+    plan = evidence.replay_plan()
+    if means == "generator weights" and exhibit.stage == "train-generator" and plan is not None:
+        generator = plan.fresh_generator()
+        load_arrays(generator, exhibit.arrays(last))
+        yield "reconstruction error", lambda: _by_reconstruction(generator.eval(), sides)
+    if means == "images" and exhibit.declared.kind == "synthetic" and auxiliary is not None:
+        yield "nearest synthetic image", lambda: _by_distance(exhibit, auxiliary, sides)
+
+
+def _by_loss(model: nn.Module, evidence: Evidence, sides: tuple[Candidates, Candidates]) -> dict[str, Any]:
+    """Take those with small losses for members."""
+    task = make_task(evidence.config.task)
+    return _scored([loss_scores(lambda x, y: task.losses(model(x), y), *side) for side in sides])
+
+
+def _by_references(
+    model: nn.Module, evidence: Evidence, sides: tuple[Candidates, Candidates], auxiliary: Auxiliary, seed: int
+) -> dict[str, Any]:
+    """Compare with models that the attacker has trained without the candidates: offline LiRA."""
+    task, training = make_task(evidence.config.task), evidence.config.training
+    references = reference_models(
+        lambda _: evidence.model(), task.loss, auxiliary.x_MCHW, auxiliary.y_M, training, EPOCHS, REFERENCES, seed
+    )
+    return _scored([lira_scores(model, references, *side) for side in sides])
+
+
+def _by_reconstruction(generator: ReplayGenerator, sides: tuple[Candidates, Candidates]) -> dict[str, Any]:
+    """Take those that the generator reconstructs well for members."""
+
+    def losses(x: Tensor, _: Tensor) -> Tensor:
+        return (generator.decode(generator.encode(x)) - x).flatten(1).square().mean(1)
+
+    return _scored([loss_scores(losses, *side) for side in sides])
+
+
+def _by_distance(exhibit: Exhibit, auxiliary: Auxiliary, sides: tuple[Candidates, Candidates]) -> dict[str, Any]:
+    """Take those near to synthetic images for members."""
+    drawn = torch.from_numpy(np.concatenate([exhibit.array(answer) for answer in exhibit.answers]))
+    return _scored([nearest_scores(drawn, auxiliary.x_MCHW, x) for x, _ in sides])
+
+
+def _candidates(originals: Originals, seed: int) -> tuple[Candidates, Candidates]:
+    """Return members and others, as many of each label."""
+    x, y = originals.x_NCHW, originals.y_N
+    other_x = as_input(torch.from_numpy(np.ascontiguousarray(originals.others.x)))
+    other_y = torch.from_numpy(np.asarray(originals.others.y))
+    if not np.intersect1d(y.numpy(), other_y.numpy()).size:
+        return (x[:0], y[:0]), (other_x[:0], other_y[:0])
+    rows, other_rows = equal_label_shares(y.numpy(), other_y.numpy(), seed)
+    return (x[rows], y[rows]), (other_x[other_rows], other_y[other_rows])
+
+
+def _scored(scores: list[Tensor]) -> dict[str, Any]:
+    return {"membership": asdict(membership(*scores))}

@@ -1,0 +1,95 @@
+"""The privacy lab's page: what recorded messages show, in sentences, pictures and figures; one file, no network."""
+
+from __future__ import annotations
+
+import base64
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.files.atomic import read_bytes, write_atomic
+from flwr_replay.lab.sentences import DOES_NOT_SHOW
+
+__all__ = ["write_page"]
+
+
+def write_page(folder: Path, found: dict[str, Any]) -> Path:
+    """Write `report.html` beside the pictures; return its path.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of the attacks, with their pictures.
+    found : dict
+        The content of `attacks.json`.
+    """
+    from jinja2 import Environment, select_autoescape
+
+    results = found["attacks"]
+    by_institution: dict[str, list[dict[str, Any]]] = {}
+    for one in results:
+        shown = {**one, "image": "", "alt": "", "caption": ""}
+        if one.get("picture") and (folder / one["picture"]).exists():
+            judged = bool(one.get("scores"))
+            rows = "Above the originals, below" if judged else "In the picture"
+            shown["image"] = base64.b64encode(read_bytes(folder / one["picture"])).decode()
+            shown["caption"] = (
+                f"{one['field']} of stage {one['stage']}, {one['attack']}, attacker's images: {one['auxiliary']}. "
+                f"{rows} what the attack made of the message."
+            )
+            shown["alt"] = f"Reconstructions of {one['institution']}'s images by the attack {one['attack']}"
+        by_institution.setdefault(one["institution"], []).append(shown)
+    template = files("flwr_replay.lab").joinpath("page.html.j2").read_text(encoding="utf-8")
+    text = (
+        Environment(autoescape=select_autoescape(default=True))
+        .from_string(template)
+        .render(
+            run=folder.parent.name,
+            about=found["run"]["about"],
+            claim=found["run"]["claim"],
+            by_institution=by_institution,
+            rows=[_image_row(one) for one in results if one.get("scores")],
+            memberships=[_member_row(one) for one in results if "membership" in one],
+            not_shown=DOES_NOT_SHOW,
+        )
+    )
+    path = folder / "report.html"
+    write_atomic(path, text)
+    return path
+
+
+def _image_row(one: dict[str, Any]) -> list[str]:
+    scores = one["scores"]
+    beside = [one.get(name) for name in ("mean-image", "nearest-image")]
+    return [
+        f"{one['institution']}, {one['stage']} {one['field']}",
+        one["attack"],
+        str(scores["number"]),
+        f"{_shown(scores['psnr'])} ± {_shown(scores['psnr_sd'])}",
+        "" if scores["ssim"] is None else _shown(scores["ssim"], 2),
+        _estimate(scores["identified"]),
+        _estimate(one["control"]["identified"]) if one.get("control") else "",
+        *("" if other is None else _shown(other["psnr"]) for other in beside),
+        _shown(one["values-per-pixel"], 2),
+        _shown(one["seconds"]),
+    ]
+
+
+def _member_row(one: dict[str, Any]) -> list[str]:
+    found = one["membership"]
+    return [
+        f"{one['institution']}, {one['stage']} {one['field']}",
+        one["attack"],
+        f"{found['members']}, {found['non_members']}",
+        _estimate(found["auc"], "{:.2f}"),
+        _estimate(found["tpr_at_1_percent"]),
+        _estimate(found["tpr_at_01_percent"]),
+    ]
+
+
+def _estimate(one: dict[str, float], form: str = "{:.1%}") -> str:
+    return f"{form.format(one['value'])} [{form.format(one['low'])}, {form.format(one['high'])}]"
+
+
+def _shown(value: float | str, digits: int = 1) -> str:
+    return value if isinstance(value, str) else f"{value:.{digits}f}"

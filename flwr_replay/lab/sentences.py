@@ -1,0 +1,72 @@
+"""One sentence for each result of the privacy lab, as one would say it to a data-protection officer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flwr_replay.report.progress import shown_bytes
+
+__all__ = ["DOES_NOT_SHOW", "sentence"]
+
+DOES_NOT_SHOW = (
+    "A failed attack proves nothing: a better one may succeed. Only an epsilon, from an institution's account, bounds "
+    "what any attack can find.",
+    "The attacker here reads what honest institutions send and follows the protocol. A server that sends crafted "
+    "weights or options can learn more; that is not tested.",
+    "How many are identified depends on the data, the model and the images that the attacker has. It is a figure of "
+    "this run, and of no other.",
+    "Images of other patients may look alike. The control says how often reconstructions of other patients point to "
+    "the right one.",
+)
+TIMES = ((90, "second", 1), (5400, "minute", 60), (10**9, "hour", 3600))
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """Say what an attack found."""
+    whose, what = result["institution"], f"{result['field']} of stage {result['stage']}"
+    if result["attack"] == "none":
+        return f"{whose}, {what}: {result['not-judged']}"
+    sent = f"{whose} sent {shown_bytes(result['bytes'])} ({what}, {_count(result['messages'], 'message')})"
+    if "membership" in result:
+        found = result["membership"]
+        return (
+            f"{sent}: whether a patient was among the training images, '{result['attack']}' tells with an AUC of "
+            f"{_between(found['auc'])} (0.5: guessing), and of {found['members']} members it finds "
+            f"{found['tpr_at_1_percent']['value']:.1%} where it is wrong about 1 % of the others."
+        )
+    if "labels" in result:
+        found = result["labels"]
+        return f"{sent}: labels: {result['attack']}; {found['right']} of {found['number']} are right."
+    took = f"in {_time(result['seconds'])}"
+    if not result.get("scores"):
+        return f"{sent}: '{result['attack']}' made pictures {took}; nobody judged them: {result['not-judged']}"
+    scores = result["scores"]
+    tries, right = scores["number"], round(scores["identified"]["value"] * scores["number"])
+    control = result.get("control")
+    beside = f"; of other patients' reconstructions {control['identified']['value']:.1%}" if control else ""
+    return (
+        f"{sent}: '{result['attack']}', with {_with(result['auxiliary'])}, made an image {took}. Its nearest among all "
+        f"of the institution's images was the right one in {right} of {tries} tries{beside}. PSNR "
+        f"{_number(scores['psnr'])} dB."
+    )
+
+
+def _with(auxiliary: str) -> str:
+    return "no images of its own" if auxiliary == "none" else auxiliary
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _between(estimate: dict[str, float]) -> str:
+    return f"{estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
+
+
+def _number(value: float | str) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _time(seconds: float) -> str:
+    unit, each = next((unit, each) for most, unit, each in TIMES if seconds < most)
+    return _count(max(1, round(seconds / each)), unit)
