@@ -36,10 +36,11 @@ from flwr_replay.attacks.search import Search, minimise, total_variation
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.layers import Standardize
 
-__all__ = ["LocalSteps", "change_of", "first_input", "invert", "label_counts"]
+__all__ = ["LocalSteps", "change_of", "first_input", "has_linear_input", "invert", "label_counts"]
 
 Arrays = Mapping[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
+PASSED = (Standardize, nn.Flatten)  # layers before the first that has weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,21 +190,24 @@ def first_input(model: nn.Module, gradient: Arrays, form: tuple[int, int, int]) 
     ConfigError
         If the first layer is not linear with a bias, or none of its units was active.
     """
-    layers = [(name, layer) for name, layer in model.named_modules() if not list(layer.children())]
-    standardize = layers.pop(0)[1] if isinstance(layers[0][1], Standardize) else None
-    if isinstance(layers[0][1], nn.Flatten):
-        layers.pop(0)
-    name, first = layers[0]
-    if not isinstance(first, nn.Linear) or first.bias is None:
-        raise ConfigError(f"analytic inversion needs a linear first layer with a bias; got {first}: use inversion")
+    name, first = next((name, layer) for name, layer in _layers(model) if not isinstance(layer, PASSED))
+    if not has_linear_input(model):
+        raise ConfigError(f"analytic inversion needs a linear first layer with a bias; got {first}: use matching")
     slopes_K, products_KF = gradient[f"{name}.bias"].double(), gradient[f"{name}.weight"].double()
     squares = slopes_K.square().sum()
     if not squares > 0:
         raise ConfigError("analytic inversion needs an active unit in the first layer; got a gradient of zeros")
     x_1CHW = (slopes_K @ products_KF / squares).float().reshape(1, *form)
-    if standardize is not None:
-        x_1CHW = x_1CHW * standardize.std_C11 + standardize.mean_C11
+    _, entry = _layers(model)[0]
+    if isinstance(entry, Standardize):
+        x_1CHW = x_1CHW * entry.std_C11 + entry.mean_C11
     return x_1CHW.clamp(0, 1)
+
+
+def has_linear_input(model: nn.Module) -> bool:
+    """Say whether `first_input` applies: the image goes into a linear layer with a bias."""
+    first = next(layer for _, layer in _layers(model) if not isinstance(layer, PASSED))
+    return isinstance(first, nn.Linear) and first.bias is not None
 
 
 def label_counts(bias_gradient_C: Tensor, examples: int, shares_C: Tensor) -> Tensor:
@@ -257,6 +261,10 @@ def _statistics(model: nn.Module, running: dict[str, Tensor]) -> Iterator[None]:
     yield
     for handle in handles:
         handle.remove()
+
+
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, layer) for name, layer in model.named_modules() if not list(layer.children())]
 
 
 def _is_statistic(name: str) -> bool:

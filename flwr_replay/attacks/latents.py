@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flwr_replay.attacks.distances import distances
 from flwr_replay.attacks.search import Search, minimise, total_variation
 from flwr_replay.learning.latents import BLOCK, pack, unpack
 from flwr_replay.learning.training import batches, torch_rng
@@ -183,8 +184,8 @@ def learned_decoder(latents_n: Tensor, images_nCHW: Tensor, steps: int, seed: in
 
 def nearest_auxiliary(latents_n: Tensor, auxiliary_latents_M: Tensor, auxiliary_MCHW: Tensor) -> Tensor:
     """Return for each of the victim's latents (n, ...) the auxiliary image with the nearest latents, (n, C, H, W)."""
-    distances_nM = torch.cdist(latents_n.flatten(1), auxiliary_latents_M.flatten(1))
-    return as_input(auxiliary_MCHW.to(latents_n.device)[distances_nM.argmin(1)])
+    nearest_n = distances(latents_n, auxiliary_latents_M).argmin(1)
+    return as_input(auxiliary_MCHW.to(latents_n.device)[nearest_n])
 
 
 def _frozen(encoder: nn.Module) -> nn.Module:

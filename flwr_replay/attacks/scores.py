@@ -19,9 +19,9 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor
 
+from flwr_replay.attacks.distances import distances
 from flwr_replay.attacks.intervals import Estimate, auc_estimate, share
 from flwr_replay.errors import ConfigError
-from flwr_replay.generators.base import AT_ONCE
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_rng
 
@@ -123,12 +123,12 @@ class Judge:
     def nearest_auxiliary(self, auxiliary_MCHW: Tensor, rows_n: Tensor) -> ImageScores:
         """Score the auxiliary image that is nearest to each original: no attack that copies does better in PSNR."""
         auxiliary = as_input(auxiliary_MCHW).cpu()
-        nearest_n = _distances(self.originals_NCHW[rows_n.cpu()], auxiliary).argmin(1)
+        nearest_n = distances(self.originals_NCHW[rows_n.cpu()], auxiliary).argmin(1)
         return self.scores(auxiliary[nearest_n], rows_n)
 
     def _hits(self, found_nCHW: Tensor, rows_n: Tensor) -> Tensor:
         """Say for each reconstruction whether no original is nearer than its own; another copy of it may be as near."""
-        distances_nN = _distances(found_nCHW, self.originals_NCHW)
+        distances_nN = distances(found_nCHW, self.originals_NCHW)
         return distances_nN.gather(1, rows_n[:, None])[:, 0] <= distances_nN.amin(1)
 
 
@@ -167,7 +167,7 @@ def assigned(found_BCHW: Tensor, right_BCHW: Tensor) -> Tensor:
 
     This is the Hungarian method's assignment (Kuhn 1955). Each original is taken once.
     """
-    squared_BB = _distances(found_BCHW, right_BCHW).square().nan_to_num(nan=FAR, posinf=FAR)
+    squared_BB = distances(found_BCHW, right_BCHW).square().nan_to_num(nan=FAR, posinf=FAR)
     return torch.from_numpy(linear_sum_assignment(squared_BB.numpy())[1])
 
 
@@ -226,13 +226,6 @@ def membership(member_scores_n: Tensor, other_scores_m: Tensor) -> MembershipSco
         tpr_at_1_percent=found(0.01),
         tpr_at_01_percent=found(0.001),
     )
-
-
-def _distances(a_ACHW: Tensor, b_BCHW: Tensor) -> Tensor:
-    """Return Euclidean distances (A, B), each computed from differences: a matrix product would round small ones."""
-    b_BF = b_BCHW.flatten(1).double()
-    parts = torch.split(a_ACHW.flatten(1).double(), AT_ONCE)
-    return torch.cat([torch.cdist(a_AF, b_BF, compute_mode="donot_use_mm_for_euclid_dist") for a_AF in parts])
 
 
 def _torchmetrics() -> ModuleType:

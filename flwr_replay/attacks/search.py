@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flwr_replay.attacks.distances import distances
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.layers import as_input
 
@@ -107,9 +108,9 @@ def tuned(candidates: Sequence[Search], attack: Callable[[Search], Tensor], auxi
     Search
         The candidate with the least mean squared distance from an auxiliary image to the nearest reconstruction.
     """
-    right_BF = as_input(auxiliary_BCHW).flatten(1)
+    right_BCHW = as_input(auxiliary_BCHW)
 
     def distance(search: Search) -> float:
-        return float(torch.cdist(right_BF, attack(search).flatten(1).to(right_BF)).amin(1).square().mean())
+        return float(distances(right_BCHW, attack(search).to(right_BCHW)).amin(1).square().mean())
 
     return min(candidates, key=distance)
