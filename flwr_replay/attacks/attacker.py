@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ __all__ = ["Attacker", "Attempt", "Auxiliary", "head_bias"]
 LATENT_SEARCHES = tuple(Search(alpha=alpha) for alpha in (1e-3, 1e-2, 1e-1))
 CHANGE_SEARCHES = tuple(Search(alpha=alpha, signs=True) for alpha in (1e-3, 1e-2, 1e-1))
 TUNED_ON = 8  # auxiliary images
+PROBED = 10  # steps that are timed
+MOST_STEPS = 2000  # of a search; the paper: 20,000
+DECODER_STEPS = 4000
 UNSEEN = 64  # images of noise that stand in for auxiliary ones where only predictions are needed
 
 
@@ -53,13 +56,10 @@ class Auxiliary:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What an attack made of a message."""
+    """An attack that can be tried: `images` tries it, and returns images (n, C, H, W) in [0, 1] with its settings."""
 
     attack: Attack
-    auxiliary: str  # whose data helped; "none"
-    search: Search | None  # the settings chosen; none: there is nothing to choose
-    images_nCHW: Tensor  # in [0, 1]
-    seconds: float  # of this attack, its tuning or training included
+    images: Callable[[], tuple[Tensor, dict[str, float]]]
 
 
 class Attacker:
@@ -73,10 +73,8 @@ class Attacker:
         On the device of the messages.
     seed : int
         All attempts follow from it.
-    latent_searches, change_searches : sequence of Search
-        What to choose from.
-    decoder_steps : int
-        Batches on which a decoder learns.
+    seconds : float
+        What each attempt may take, about: a search or a decoder's training takes as many steps.
 
     Raises
     ------
@@ -89,9 +87,7 @@ class Attacker:
         form: tuple[int, int, int],
         auxiliary: Auxiliary | None,
         seed: int,
-        latent_searches: Sequence[Search] = LATENT_SEARCHES,
-        change_searches: Sequence[Search] = CHANGE_SEARCHES,
-        decoder_steps: int = 600,
+        seconds: float = 60,
     ) -> None:
         if auxiliary is not None:
             found = tuple(auxiliary.images_mCHW.shape[1:])
@@ -99,12 +95,10 @@ class Attacker:
                 found == form,
                 f"auxiliary images must have the form of the institution's, {form}; got {found}: choose others",
             )
-        self.form, self.auxiliary, self.seed = form, auxiliary, seed
-        self.latent_searches, self.change_searches = latent_searches, change_searches
-        self.decoder_steps = decoder_steps
+        self.form, self.auxiliary, self.seed, self.seconds = form, auxiliary, seed, seconds
 
-    def latents(self, encoder: nn.Module, latents_n: Tensor, dtype: str = "float32") -> Iterator[Attempt]:
-        """Attack latents in turn: latent matching, then with auxiliary data a look-up and a learned decoder.
+    def latents(self, encoder: nn.Module, latents_n: Tensor, few: int, dtype: str = "float32") -> Iterator[Attempt]:
+        """Attack latents: latent matching, then with auxiliary data a look-up and a learned decoder.
 
         Parameters
         ----------
@@ -112,27 +106,41 @@ class Attacker:
             The stages up to the cut, in the mode in which the latents were made.
         latents_n : Tensor
             (n, ...) float32, unpacked.
+        few : int
+            How many of these, the first, latent matching looks for; it takes as long as the others together.
         dtype : str
             In which they travelled.
         """
-        begun = time.perf_counter()
-        search = self.latent_searches[len(self.latent_searches) // 2]
-        if self.auxiliary:
-            few = self.auxiliary.images_mCHW[:TUNED_ON]
-            known = latents_of(encoder, few, dtype)
-            search = tuned(
-                self.latent_searches, lambda one: invert_latents(encoder, known, self.form, one, self.seed), few
-            )
-        yield self._attempt(OPTIMISED, begun, invert_latents(encoder, latents_n, self.form, search, self.seed), search)
+
+        def matched() -> tuple[Tensor, dict[str, float]]:
+            def attack(one: Search, latents: Tensor = latents_n[:few]) -> Tensor:
+                return invert_latents(encoder, latents, self.form, one, self.seed)
+
+            candidates = self._paced(LATENT_SEARCHES, attack)
+            search = candidates[len(candidates) // 2]
+            if self.auxiliary:
+                known = self.auxiliary.images_mCHW[:TUNED_ON]
+                sent = latents_of(encoder, known, dtype)
+                search = _chosen(candidates, lambda one: attack(one, sent), known)
+            return attack(search), _settings(search)
+
+        yield Attempt(OPTIMISED, matched)
         if not self.auxiliary:
             return
-        begun = time.perf_counter()
         images = self.auxiliary.images_mCHW
-        known = latents_of(encoder, images, dtype)
-        yield self._attempt(NEAREST, begun, nearest_auxiliary(latents_n, known, images))
-        begun = time.perf_counter()
-        decoder = learned_decoder(known, images, self.decoder_steps, self.seed)
-        yield self._attempt(DECODER, begun, decoder.images(latents_n))
+
+        def looked_up() -> tuple[Tensor, dict[str, float]]:
+            return nearest_auxiliary(latents_n, latents_of(encoder, images, dtype), images), {}
+
+        def decoded() -> tuple[Tensor, dict[str, float]]:
+            known = latents_of(encoder, images, dtype)
+            steps = affordable(
+                lambda steps: learned_decoder(known, images, steps, self.seed), self.seconds, DECODER_STEPS
+            )
+            return learned_decoder(known, images, steps, self.seed).images(latents_n), {"steps": steps}
+
+        yield Attempt(NEAREST, looked_up)
+        yield Attempt(DECODER, decoded)
 
     def labels(self, model: nn.Module, change: Arrays, examples: int, local: LocalSteps) -> Tensor:
         """Infer the labels behind a change of weights, (n,), sorted: their order is not to be had."""
@@ -164,24 +172,46 @@ class Attacker:
         local : LocalSteps
             The training that was asked for.
         """
-        begun = time.perf_counter()
         if len(labels_n) == 1 and local.steps == 1 and has_linear_input(model):
-            yield self._attempt(ANALYTIC, begun, first_input(model, change, self.form))
-        begun = time.perf_counter()
+            yield Attempt(ANALYTIC, lambda: (first_input(model, change, self.form), {}))
 
-        def attack(one: Search, of: Arrays, labels: Tensor) -> Tensor:
+        def attack(one: Search, of: Arrays = change, labels: Tensor = labels_n) -> Tensor:
             return invert(model, loss, of, labels, self.form, local, one, self.seed)
 
-        search = self.change_searches[len(self.change_searches) // 2]
-        if self.auxiliary:
-            few, few_labels = (x[: len(labels_n)] for x in (self.auxiliary.images_mCHW, self.auxiliary.labels_m))
-            known = change_of(model, loss, as_input(few), few_labels, local)
-            search = tuned(self.change_searches, lambda one: attack(one, known, few_labels), few)
-        yield self._attempt(MATCHING, begun, attack(search, change, labels_n), search)
+        def matched() -> tuple[Tensor, dict[str, float]]:
+            candidates = self._paced(CHANGE_SEARCHES, attack)
+            search = candidates[len(candidates) // 2]
+            if self.auxiliary and len(self.auxiliary.labels_m) >= len(labels_n):
+                few, own = (x[: len(labels_n)] for x in (self.auxiliary.images_mCHW, self.auxiliary.labels_m))
+                known = change_of(model, loss, as_input(few), own, local)
+                search = _chosen(candidates, lambda one: attack(one, known, own), few)
+            return attack(search), _settings(search)
 
-    def _attempt(self, attack: Attack, begun: float, images_nCHW: Tensor, search: Search | None = None) -> Attempt:
-        source = self.auxiliary.source if self.auxiliary else "none"
-        return Attempt(attack, source, search, images_nCHW, time.perf_counter() - begun)
+        yield Attempt(MATCHING, matched)
+
+    def _paced(self, searches: Sequence[Search], attack: Callable[[Search], Tensor]) -> list[Search]:
+        """Give searches as many steps as the time allows."""
+        steps = affordable(lambda steps: attack(replace(searches[0], steps=steps)), self.seconds, MOST_STEPS)
+        return [replace(search, steps=steps) for search in searches]
+
+
+def affordable(attack: Callable[[int], object], seconds: float, most: int) -> int:
+    """Return how many steps an attack can take in so many seconds, by timing a few; at least 50."""
+    attack(1)  # not counted: the first steps are slower
+    begun = time.perf_counter()
+    attack(PROBED)
+    each = max(1e-6, (time.perf_counter() - begun) / PROBED)
+    return int(max(50, min(most, seconds / each)))
+
+
+def _chosen(candidates: Sequence[Search], attack: Callable[[Search], Tensor], auxiliary: Tensor) -> Search:
+    """Choose on auxiliary images, with an eighth of the steps; return the choice with all of them."""
+    short = [replace(search, steps=max(50, search.steps // 8)) for search in candidates]
+    return replace(tuned(short, attack, auxiliary), steps=candidates[0].steps)
+
+
+def _settings(search: Search) -> dict[str, float]:
+    return {"alpha": search.alpha, "steps": search.steps, "restarts": search.restarts}
 
 
 def head_bias(model: nn.Module) -> str:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from flwr_replay.attacks import codes, gradients, labels, latents, membership
+from flwr_replay.wire.fields import Meaning
 
-__all__ = ["ATTACKS", "MEANINGS", "Attack", "Meaning", "attacks_on"]
-
-Meaning = Literal[
-    "weights", "gradient", "activations", "codes", "labels", "gradients at a cut", "images", "scales"
-]  # what a declaration of a field says of its numbers
-MEANINGS: tuple[Meaning, ...] = get_args(Meaning)
+__all__ = ["ATTACKS", "Attack", "nothing_tried"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +20,7 @@ class Attack:
     finds: Literal["images", "labels", "members"]
     auxiliary: bool  # whether it needs auxiliary data; all others are at least tuned on them
     source: str
-    function: Callable[..., Any]
+    function: Callable[..., Any] | None  # none: what was sent needs no more than a look
 
 
 MATCHING = Attack("gradient matching", "images", False, "Geiping et al. 2020; Qu et al. 2022, eq. 1", gradients.invert)
@@ -34,25 +30,34 @@ OPTIMISED = Attack("latent matching", "images", False, "He et al. 2019; Qu et al
 DECODER = Attack("learned decoder", "images", True, "He et al. 2019", latents.learned_decoder)
 NEAREST = Attack("nearest auxiliary image", "images", True, "a look-up, as a baseline", latents.nearest_auxiliary)
 DECODED = Attack("decoded codes", "images", False, "Razavi et al. 2019", codes.decoded)
+LOOKED_AT = Attack("look at them", "images", False, "raw examples travel as they are", None)
+SHOWN = Attack("read them", "labels", False, "labels travel as they are", None)
 AT_CUT = Attack("labels at the cut", "labels", False, "Erdoğan et al. 2022", labels.labels_at_cut)
 LOSS = Attack("loss threshold", "members", False, "Yeom et al. 2018", membership.loss_scores)
 LIRA = Attack("offline LiRA", "members", True, "Carlini et al. 2022", membership.lira_scores)
+RECONSTRUCTED = Attack(
+    "reconstruction error", "members", False, "a small loss, as Yeom et al. 2018", membership.loss_scores
+)
 RELEASED = Attack("nearest released image", "members", True, "Chen et al. 2020", membership.nearest_scores)
 
 ATTACKS: dict[Meaning, tuple[Attack, ...] | str] = {
+    "generator weights": (RECONSTRUCTED,),
     "weights": (COUNTS, ANALYTIC, MATCHING, LOSS, LIRA),
     "gradient": (COUNTS, ANALYTIC, MATCHING),
     "activations": (OPTIMISED, DECODER, NEAREST),
     "codes": (DECODED,),
-    "labels": "Labels need no attack: they are read as they are.",
+    "labels": (SHOWN,),
     "gradients at a cut": (AT_CUT,),
-    "images": (RELEASED,),
+    "images": (LOOKED_AT, RELEASED),
     "scales": "A scale is one number for an image, a 127th of its largest latent; no attack on it alone is known. "
     "Attacks on the latents use it.",
 }
 
 
-def attacks_on(meaning: Meaning) -> tuple[Attack, ...]:
-    """Return the attacks on a field with this meaning; none where a sentence says why."""
+def nothing_tried(meaning: Meaning) -> str:
+    """Say why no attack was tried on a field with this meaning."""
     known = ATTACKS[meaning]
-    return () if isinstance(known, str) else known
+    if isinstance(known, str):
+        return known
+    names = ", ".join(attack.name for attack in known)
+    return f"attacks are known ({names}), none could be tried here: they need originals, or auxiliary images"

@@ -16,20 +16,21 @@ from typing import Any
 
 from torch import Tensor
 
-from flwr_replay.attacks.catalogue import nothing_known
+from flwr_replay.attacks.attacker import Attacker, Attempt, Auxiliary
+from flwr_replay.attacks.catalogue import nothing_tried
 from flwr_replay.attacks.scores import ImageScores, Judge, assigned
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError
 from flwr_replay.files.atomic import private_folder, read_json, write_json
 from flwr_replay.institution.pictures import SHOWN, draw_grid
-from flwr_replay.lab.auxiliary import Auxiliary, auxiliary_of, spread
+from flwr_replay.lab.auxiliary import auxiliary_of
 from flwr_replay.lab.changes import OfChange
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals, originals_of
 from flwr_replay.lab.labels import label_attacks
 from flwr_replay.lab.membership import member_attacks
 from flwr_replay.lab.sentences import sentence
-from flwr_replay.lab.trials import Found, OfActivations, OfCodes, OfImages, Question, Trial
+from flwr_replay.lab.trials import OfActivations, OfCodes, OfImages, Question, Trial
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import Job, claim
 
@@ -85,7 +86,7 @@ def attack_run(
     about = {"about": _about(config), "claim": claim(Job.of(config).strategy(""))}
     auxiliary = auxiliary_of(config, aux)
     place = private_folder(folder / FOLDER)
-    options = {"aux": auxiliary.name if auxiliary else "none", "data": data, "minutes": minutes}
+    options = {"aux": auxiliary.source if auxiliary else "none", "data": data, "minutes": minutes}
     found = _earlier(place, options)
     done = {(one["institution"], one["stage"], one["field"], one["attack"]) for one in found}
     lab = Lab(evidence, auxiliary, data, 60 * minutes / (3 * len(evidence.exhibits)), place)
@@ -157,10 +158,10 @@ class Lab:
             "stage": exhibit.stage,
             "field": exhibit.field,
             "kind": exhibit.declared.kind,
-            "means": exhibit.declared.means,
+            "means": exhibit.means,
             "messages": len(exhibit.answers),
             "bytes": exhibit.bytes,
-            "auxiliary": self.auxiliary.name if self.auxiliary else "none",
+            "auxiliary": self.auxiliary.source if self.auxiliary else "none",
         }
         tried = False
         try:
@@ -169,7 +170,7 @@ class Lab:
                 if (*key, name) not in done:
                     begun = time.monotonic()
                     yield {**head, "attack": name, **attempt(), "seconds": time.monotonic() - begun}
-            reason = "" if tried else nothing_known(exhibit.declared.means)
+            reason = "" if tried else nothing_tried(exhibit.means)
         except FlwrReplayError as error:
             reason = str(error)
         if reason and (*key, "none") not in done:
@@ -178,57 +179,51 @@ class Lab:
     def attempts(self, exhibit: Exhibit) -> Iterator[Question]:
         """Yield the attacks on a field: on labels and membership where there are originals, then on images."""
         seed = derived_seed(self.evidence.config.seed, "attack", exhibit.institution, exhibit.stage, exhibit.field)
+        attacker = Attacker(self.evidence.form, self.auxiliary, seed, self.seconds)
         try:
             originals, why = originals_of(self.evidence.config, exhibit.institution, self.data), ""
         except DataError as error:
             originals, why = None, str(error)
         if originals:
             yield from member_attacks(exhibit, self.evidence, originals, self.auxiliary, seed)
-        trial_type = TRIALS.get(exhibit.declared.means) if exhibit.declared.kind != "synthetic" else None
+        trial_type = TRIALS.get(exhibit.means) if exhibit.declared.kind != "synthetic" else None
         trial = trial_type(exhibit, self.evidence) if trial_type else None
         if originals:
-            yield from label_attacks(exhibit, self.evidence, trial, originals, self.auxiliary, seed)
-        for name, attack in trial.attacks(self.auxiliary, self.seconds, seed) if trial else ():
-            yield name, partial(self.seen, exhibit, name, attack, trial, originals, why)  # type: ignore[arg-type]
+            yield from label_attacks(exhibit, self.evidence, trial, originals, attacker)
+        for attempt in trial.attempts(attacker) if trial else ():
+            yield attempt.attack.name, partial(self.seen, exhibit, attempt, trial, originals, why)  # type: ignore[arg-type]
 
     def seen(
-        self,
-        exhibit: Exhibit,
-        name: str,
-        attack: Callable[[], Found],
-        trial: Trial,
-        originals: Originals | None,
-        why: str,
+        self, exhibit: Exhibit, attempt: Attempt, trial: Trial, originals: Originals | None, why: str
     ) -> dict[str, Any]:
         """Look for images; let the judge score them, and draw them below the originals."""
-        found, rows = attack(), None
-        result: dict[str, Any] = {"settings": found.settings, "message": exhibit.answers[0].file, "batch": found.batch}
+        images, settings = attempt.images()
+        result: dict[str, Any] = {"settings": settings, "message": exhibit.answers[0].file, "batch": trial.mixed}
+        pictured: dict[str, Tensor] = {"reconstruction": images[:SHOWN]}
         if originals:
             try:
-                rows = trial.rows(originals)[found.places_n]
+                rows = trial.rows(originals)[trial.places_n[: len(images)]]
+                result |= self.scores(images, rows, trial.mixed, originals)
+                result["values-per-pixel"] = trial.values_per_pixel
+                if trial.mixed > 1:
+                    rows = rows[assigned(images, originals.x_NCHW[rows])]
+                pictured = {"original": originals.x_NCHW[rows[:SHOWN]], **pictured}
             except DataError as error:
                 why = str(error)
-        shown = spread(len(found.images_nCHW), SHOWN)
-        pictured: dict[str, Tensor] = {"reconstruction": found.images_nCHW[shown]}
-        if originals and rows is not None:
-            result |= self.scores(found, rows, originals) | {"values-per-pixel": trial.values_per_pixel}
-            if found.batch > 1:
-                rows = rows[assigned(found.images_nCHW, originals.x_NCHW[rows])]
-            pictured = {"original": originals.x_NCHW[rows[shown]], **pictured}
-        path = self.place / f"{_plain(exhibit.institution, exhibit.stage, exhibit.field, name)}.png"
+        path = self.place / f"{_plain(exhibit.institution, exhibit.stage, exhibit.field, attempt.attack.name)}.png"
         draw_grid(path, pictured)
         return {**result, "not-judged": why, "picture": path.name}
 
-    def scores(self, found: Found, rows: Tensor, originals: Originals) -> dict[str, Any]:
+    def scores(self, images: Tensor, rows: Tensor, mixed: int, originals: Originals) -> dict[str, Any]:
         """Score images against the originals, and beside them what needs no attack at all."""
         judge = Judge(originals.x_NCHW)
         scores: dict[str, ImageScores | None] = {
-            "scores": judge.scores(found.images_nCHW, rows, found.batch),
-            "control": judge.control(found.images_nCHW, rows, found.batch),
+            "scores": judge.scores(images, rows, mixed),
+            "control": judge.control(images, rows, mixed),
         }
         if self.auxiliary is not None:
-            scores["mean-image"] = judge.mean_image(self.auxiliary.x_MCHW, rows)
-            scores["nearest-image"] = judge.nearest_auxiliary(self.auxiliary.x_MCHW, rows)
+            scores["mean-image"] = judge.mean_image(self.auxiliary.images_mCHW, rows)
+            scores["nearest-image"] = judge.nearest_auxiliary(self.auxiliary.images_mCHW, rows)
         return {name: None if one is None else _finite(asdict(one)) for name, one in scores.items()}
 
 

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.config.run import RunConfig
 from flwr_replay.data import load
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.models.layers import as_input
 
-__all__ = ["Auxiliary", "auxiliary_of", "spread"]
+__all__ = ["auxiliary_of"]
 
 UNDEALT = "undealt"  # images of the data set that no institution has
 MOST = 2000  # auxiliary images
-
-
-@dataclass(frozen=True)
-class Auxiliary:
-    """Images that the attacker has besides the messages; `name` says whose."""
-
-    name: str
-    x_MCHW: Tensor  # in [0, 1]
-    y_M: Tensor
 
 
 def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
@@ -59,15 +50,6 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
         name = f"{{n}} images of {Path(aux).name}"
     if not len(examples):
         raise DataError(f"--aux={aux} must have images; there are none: choose an institution, a folder, or none")
-    rows = np.asarray(spread(len(examples), MOST))
-    chosen = examples.take(rows)
+    chosen = examples.take(np.linspace(0, len(examples) - 1, min(MOST, len(examples))).astype(int))
     x = as_input(torch.from_numpy(np.ascontiguousarray(chosen.x)))
-    wanted = (config.task.channels, config.task.size, config.task.size)
-    if tuple(x.shape[1:]) != wanted:
-        raise DataError(f"auxiliary images must have the victims' form {wanted}; got {tuple(x.shape[1:])}")
     return Auxiliary(name.format(n=len(x)), x, torch.from_numpy(np.asarray(chosen.y)))
-
-
-def spread(available: int, most: int) -> Tensor:
-    """Return places spread evenly, at most `most`."""
-    return torch.linspace(0, available - 1, min(most, available)).round().long()

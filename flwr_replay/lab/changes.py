@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flwr_replay.attacks.gradients import LocalSteps, change_of, first_input, invert, label_counts
-from flwr_replay.attacks.search import Search, tuned
-from flwr_replay.errors import ConfigError, DataError, RunError
-from flwr_replay.lab.auxiliary import Auxiliary
+from flwr_replay.attacks.attacker import Attacker, Attempt
+from flwr_replay.attacks.gradients import LocalSteps, change_of
+from flwr_replay.errors import DataError, RunError
 from flwr_replay.lab.evidence import NO_MODEL, Evidence, Exhibit
 from flwr_replay.lab.judge import NEAR, OTHERS, Originals
-from flwr_replay.lab.trials import WEIGHTS, Attempt, Found, Trial, affordable
+from flwr_replay.lab.trials import Trial
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import batches, iterations, make_optimizer, step, torch_rng
 from flwr_replay.wire.weights import load_arrays
@@ -52,10 +50,10 @@ class OfChange(Trial):
         self.passes = int(request.scalars.get("local-epochs", 1))
         size = min(self.training.batch_size, self.examples)
         self.local = LocalSteps()
-        self.behind = self.examples
+        self.mixed = self.examples  # all of them in one gradient
         if not self.gradient:
             a_pass = iterations(self.examples, size)
-            self.behind = a_pass * size
+            self.mixed = a_pass * size
             self.local = LocalSteps(
                 steps=self.passes * a_pass,
                 batch_size=size,
@@ -63,64 +61,43 @@ class OfChange(Trial):
                 momentum=self.training.momentum if self.training.optimizer == "sgd" else 0.0,
                 weight_decay=self.training.weight_decay,
             )
+        self.places_n = torch.arange(self.mixed)
 
     @property
     def values_per_pixel(self) -> float:
         """Weights for each number of all images behind the answer."""
         channels, height, width = self.evidence.form
-        return sum(one.numel() for one in self.change.values()) / (self.behind * channels * height * width)
+        return sum(one.numel() for one in self.change.values()) / (self.mixed * channels * height * width)
 
-    def counts_C(self, auxiliary: Auxiliary | None, seed: int) -> Tensor:
-        """Infer how many examples of each class are behind the answer.
+    def labels_n(self, attacker: Attacker) -> Tensor:
+        """Infer the labels behind the answer; sorted, since their order is not to be had.
+
+        Raises
+        ------
+        ConfigError
+            If the model has no linear head with a bias.
+        RunError
+            If the task has no classes.
+        """
+        if self.evidence.config.task.kind != "classification":
+            raise RunError(f"labels are inferred for classes; the task's kind is {self.evidence.config.task.kind}")
+        return attacker.labels(self.model, self.change, self.mixed, self.local)
+
+    def attempts(self, attacker: Attacker) -> Iterator[Attempt]:
+        """Solve a linear first layer exactly where one image is behind the answer, and search.
 
         Raises
         ------
         RunError
-            If the task has no classes, or the head no bias.
+            If too many images or steps are behind it.
         """
-        name, bias = list(self.change.items())[-1]
-        if self.evidence.config.task.kind != "classification" or bias.shape != (self.evidence.config.task.classes,):
-            raise RunError(f"labels are inferred from a classifier's last bias; the last parameter here is {name}")
-        if auxiliary is None:
-            x = torch.rand((64, *self.evidence.form), generator=torch_rng(seed, "any image"))
-        else:
-            x = auxiliary.x_MCHW[:256]
-        with torch.no_grad():
-            shares = torch.softmax(self.model(x), 1).mean(0)
-        each = 1.0 if self.gradient else 1 / (self.lr * self.local.steps)
-        return label_counts(bias * each, self.behind, shares)
-
-    def attacks(self, auxiliary: Auxiliary | None, seconds: float, seed: int) -> Iterator[Attempt]:
-        """Solve a linear first layer exactly where one image is behind the answer; else search."""
-        form, places = self.evidence.form, torch.arange(self.behind)
-        if self.behind == 1:
-            try:
-                exact = first_input(self.model, self.change, form)
-                yield "analytic inversion of the first layer", lambda: Found(exact, places)
-            except ConfigError:
-                pass  # its first layer is not linear
-        if self.behind > MOST_BEHIND or self.local.steps > MOST_STEPS:
+        if self.mixed > MOST_BEHIND or self.local.steps > MOST_STEPS:
             raise RunError(
-                f"{self.behind} images and {self.local.steps} steps are behind each answer; a search looks for at most "
+                f"{self.mixed} images and {self.local.steps} steps are behind each answer; a search looks for at most "
                 f"{MOST_BEHIND} images and {MOST_STEPS} steps. That none was tried proves nothing"
             )
-        labels = torch.repeat_interleave(torch.arange(len(counts := self.counts_C(auxiliary, seed))), counts)
-
-        def attack(change: dict[str, Tensor], y_n: Tensor, search: Search) -> Tensor:
-            return invert(self.model, self.task.loss, change, y_n, form, self.local, search, seed)
-
-        def searched() -> Found:
-            steps = affordable(lambda few: attack(self.change, labels, Search(steps=few)), seconds)
-            search = Search(steps=steps)
-            if auxiliary is not None and len(auxiliary.y_M) >= self.behind:
-                x, y = auxiliary.x_MCHW[: self.behind], auxiliary.y_M[: self.behind]
-                known = change_of(self.model, self.task.loss, x, y, self.local)
-                short = [Search(alpha=alpha, steps=max(50, steps // 8)) for alpha in WEIGHTS]
-                search = Search(alpha=tuned(short, lambda one: attack(known, y, one), x).alpha, steps=steps)
-            settings: dict[str, Any] = {"alpha": search.alpha, "steps": steps, "local steps": self.local.steps}
-            return Found(attack(self.change, labels, search), places, self.behind, settings)
-
-        yield "search (eq. 1)", searched
+        labels_n = self.labels_n(attacker)
+        yield from attacker.changes(self.model, self.task.loss, self.change, labels_n, self.local)
 
     def rows(self, originals: Originals) -> Tensor:
         """Train on the originals anew, and return those that were used.
@@ -161,4 +138,4 @@ class OfChange(Trial):
                 step(model, optimizer, self.task.loss(model(x[chosen]), y[chosen]))
         sent = {name: torch.from_numpy(self.request.arrays[name]) for name, _ in model.named_parameters()}
         anew = {name: sent[name] - parameter.detach() for name, parameter in model.named_parameters()}
-        return anew, torch.cat(seen)[: self.behind]
+        return anew, torch.cat(seen)[: self.mixed]

@@ -21,7 +21,7 @@ from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.institution.state import RUNS
 from flwr_replay.models.zoo import backbone
 from flwr_replay.runs.options import run_overrides
-from flwr_replay.wire.fields import Field
+from flwr_replay.wire.fields import Field, Meaning
 from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.recording import FOLDER, Recorded, read_message
 
@@ -48,6 +48,12 @@ class Exhibit:
     field: str
     declared: Field
     answers: Sequence[Answer]
+
+    @property
+    def means(self) -> Meaning:
+        """What its numbers are."""
+        assert self.declared.means is not None
+        return self.declared.means
 
     @property
     def bytes(self) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from flwr_replay.lab.auxiliary import Auxiliary
+from flwr_replay.attacks.attacker import Attacker
+from flwr_replay.attacks.catalogue import COUNTS, SHOWN
 from flwr_replay.lab.changes import OfChange
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals
@@ -21,24 +22,23 @@ def label_attacks(
     evidence: Evidence,
     trial: Trial | None,
     originals: Originals,
-    auxiliary: Auxiliary | None,
-    seed: int,
+    attacker: Attacker,
 ) -> Iterator[Question]:
     """Yield attacks on labels, each to be called; the judge knows how many are right."""
     if evidence.config.task.kind != "classification":
         return
-    if exhibit.declared.means == "labels":
+    if exhibit.means == "labels":
         number = sum(len(exhibit.array(answer)) for answer in exhibit.answers)
-        yield "they are sent as they are", lambda: _right(number, number)
+        yield SHOWN.name, lambda: _right(number, number)
     elif isinstance(trial, OfChange):
-        yield "counts from the head's bias", lambda: _counted(trial, originals, auxiliary, seed)
+        yield COUNTS.name, lambda: _counted(trial, originals, attacker)
 
 
-def _counted(trial: OfChange, originals: Originals, auxiliary: Auxiliary | None, seed: int) -> dict[str, Any]:
+def _counted(trial: OfChange, originals: Originals, attacker: Attacker) -> dict[str, Any]:
     """Infer how many examples of each class are behind an answer."""
-    counts_C = trial.counts_C(auxiliary, seed)
-    true_C = torch.bincount(originals.y_N[trial.rows(originals)].long(), minlength=len(counts_C))
-    return _right(int(torch.minimum(counts_C, true_C).sum()), trial.behind)
+    sides = (trial.labels_n(attacker), originals.y_N[trial.rows(originals)].long())
+    counts_C, true_C = (torch.bincount(one, minlength=trial.evidence.config.task.classes) for one in sides)
+    return _right(int(torch.minimum(counts_C, true_C).sum()), trial.mixed)
 
 
 def _right(right: int, number: int) -> dict[str, Any]:

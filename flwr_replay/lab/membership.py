@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flwr_replay.attacks.attacker import Auxiliary
+from flwr_replay.attacks.catalogue import LIRA, LOSS, RECONSTRUCTED, RELEASED
 from flwr_replay.attacks.membership import lira_scores, loss_scores, nearest_scores, reference_models
 from flwr_replay.attacks.scores import equal_label_shares, membership
 from flwr_replay.generators.base import ReplayGenerator
-from flwr_replay.lab.auxiliary import Auxiliary
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals
 from flwr_replay.lab.trials import Question
@@ -41,21 +42,21 @@ def member_attacks(
     sides = _candidates(originals, seed)
     if len(sides[0][1]) < FEWEST:
         return
-    means, last = exhibit.declared.means, exhibit.answers[-1]
+    means, last = exhibit.means, exhibit.answers[-1]
     if means == "weights" and evidence.model().state_dict().keys() == exhibit.arrays(last).keys():
         model = evidence.model()
         load_arrays(model, exhibit.arrays(last))
-        yield "loss threshold", lambda: _by_loss(model.eval(), evidence, sides)
-        enough = auxiliary is not None and len(auxiliary.y_M) >= ENOUGH
+        yield LOSS.name, lambda: _by_loss(model.eval(), evidence, sides)
+        enough = auxiliary is not None and len(auxiliary.labels_m) >= ENOUGH
         if auxiliary is not None and enough and evidence.config.task.kind == "classification":
-            yield f"LiRA, {REFERENCES} models", lambda: _by_references(model, evidence, sides, auxiliary, seed)
+            yield LIRA.name, lambda: _by_references(model, evidence, sides, auxiliary, seed)
     plan = evidence.replay_plan()
     if means == "generator weights" and exhibit.stage == "train-generator" and plan is not None:
         generator = plan.fresh_generator()
         load_arrays(generator, exhibit.arrays(last))
-        yield "reconstruction error", lambda: _by_reconstruction(generator.eval(), sides)
+        yield RECONSTRUCTED.name, lambda: _by_reconstruction(generator.eval(), sides)
     if means == "images" and exhibit.declared.kind == "synthetic" and auxiliary is not None:
-        yield "nearest synthetic image", lambda: _by_distance(exhibit, auxiliary, sides)
+        yield RELEASED.name, lambda: _by_distance(exhibit, auxiliary, sides)
 
 
 def _by_loss(model: nn.Module, evidence: Evidence, sides: tuple[Candidates, Candidates]) -> dict[str, Any]:
@@ -70,7 +71,14 @@ def _by_references(
     """Compare with models that the attacker has trained without the candidates: offline LiRA."""
     task, training = make_task(evidence.config.task), evidence.config.training
     references = reference_models(
-        lambda _: evidence.model(), task.loss, auxiliary.x_MCHW, auxiliary.y_M, training, EPOCHS, REFERENCES, seed
+        lambda _: evidence.model(),
+        task.loss,
+        auxiliary.images_mCHW,
+        auxiliary.labels_m,
+        training,
+        EPOCHS,
+        REFERENCES,
+        seed,
     )
     return _scored([lira_scores(model, references, *side) for side in sides])
 
@@ -87,7 +95,7 @@ def _by_reconstruction(generator: ReplayGenerator, sides: tuple[Candidates, Cand
 def _by_distance(exhibit: Exhibit, auxiliary: Auxiliary, sides: tuple[Candidates, Candidates]) -> dict[str, Any]:
     """Take those near to synthetic images for members."""
     drawn = torch.from_numpy(np.concatenate([exhibit.array(answer) for answer in exhibit.answers]))
-    return _scored([nearest_scores(drawn, auxiliary.x_MCHW, x) for x, _ in sides])
+    return _scored([nearest_scores(drawn, auxiliary.images_mCHW, x) for x, _ in sides])
 
 
 def _candidates(originals: Originals, seed: int) -> tuple[Candidates, Candidates]:
