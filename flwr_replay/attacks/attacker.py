@@ -28,9 +28,10 @@ from flwr_replay.attacks.gradients import (
     label_counts,
 )
 from flwr_replay.attacks.latents import invert as invert_latents
-from flwr_replay.attacks.latents import latents_of, learned_decoder, nearest_auxiliary
+from flwr_replay.attacks.latents import latents_of, learned_decoder, mixes, nearest_auxiliary
 from flwr_replay.attacks.search import Search, tuned
 from flwr_replay.config.sections import require
+from flwr_replay.learning.latents import BLOCK
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.layers import as_input
 
@@ -111,15 +112,16 @@ class Attacker:
         encoder : nn.Module
             The stages up to the cut, in the mode in which the latents were made.
         latents_n : Tensor
-            (n, ...) float32, unpacked.
+            (n, ...) float32, unpacked; one batch of SplitNN's, if the encoder mixes its examples.
         dtype : str
             In which they travelled.
         """
         begun = time.perf_counter()
         search = self.latent_searches[len(self.latent_searches) // 2]
+        batch, tuned_on = (len(latents_n), len(latents_n)) if mixes(encoder) else (BLOCK, TUNED_ON)
         if self.auxiliary:
-            few = self.auxiliary.images_mCHW[:TUNED_ON]
-            known = latents_of(encoder, few, dtype)
+            few = self.auxiliary.images_mCHW[:tuned_on]
+            known = latents_of(encoder, few, dtype, batch)
             search = tuned(
                 self.latent_searches, lambda one: invert_latents(encoder, known, self.form, one, self.seed), few
             )
@@ -128,7 +130,7 @@ class Attacker:
             return
         begun = time.perf_counter()
         images = self.auxiliary.images_mCHW
-        known = latents_of(encoder, images, dtype)
+        known = latents_of(encoder, images, dtype, batch)
         yield self._attempt(NEAREST, begun, nearest_auxiliary(latents_n, known, images))
         begun = time.perf_counter()
         decoder = learned_decoder(known, images, self.decoder_steps, self.seed)
