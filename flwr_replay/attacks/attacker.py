@@ -28,9 +28,10 @@ from flwr_replay.attacks.gradients import (
     label_counts,
 )
 from flwr_replay.attacks.latents import invert as invert_latents
-from flwr_replay.attacks.latents import latents_of, learned_decoder, nearest_auxiliary
+from flwr_replay.attacks.latents import latents_of, learned_decoder, mixes, nearest_auxiliary
 from flwr_replay.attacks.search import Search, tuned
 from flwr_replay.config.sections import require
+from flwr_replay.learning.latents import BLOCK
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.layers import as_input
 
@@ -105,22 +106,24 @@ class Attacker:
         encoder : nn.Module
             The stages up to the cut, in the mode in which the latents were made.
         latents_n : Tensor
-            (n, ...) float32, unpacked.
+            (n, ...) float32, unpacked; one batch of SplitNN's, if the encoder mixes its examples.
         few : int
-            How many of these, the first, latent matching looks for; it takes as long as the others together.
+            How many of these, the first, latent matching looks for; all, if the encoder mixes them.
         dtype : str
             In which they travelled.
         """
+        mixed = mixes(encoder)
+        batch, tuned_on = (len(latents_n), len(latents_n)) if mixed else (BLOCK, TUNED_ON)
 
         def matched() -> tuple[Tensor, dict[str, float]]:
-            def attack(one: Search, latents: Tensor = latents_n[:few]) -> Tensor:
+            def attack(one: Search, latents: Tensor = latents_n if mixed else latents_n[:few]) -> Tensor:
                 return invert_latents(encoder, latents, self.form, one, self.seed)
 
             candidates = self._paced(LATENT_SEARCHES, attack)
             search = candidates[len(candidates) // 2]
             if self.auxiliary:
-                known = self.auxiliary.images_mCHW[:TUNED_ON]
-                sent = latents_of(encoder, known, dtype)
+                known = self.auxiliary.images_mCHW[:tuned_on]
+                sent = latents_of(encoder, known, dtype, batch)
                 search = _chosen(candidates, lambda one: attack(one, sent), known)
             return attack(search), _settings(search)
 
@@ -130,10 +133,10 @@ class Attacker:
         images = self.auxiliary.images_mCHW
 
         def looked_up() -> tuple[Tensor, dict[str, float]]:
-            return nearest_auxiliary(latents_n, latents_of(encoder, images, dtype), images), {}
+            return nearest_auxiliary(latents_n, latents_of(encoder, images, dtype, batch), images), {}
 
         def decoded() -> tuple[Tensor, dict[str, float]]:
-            known = latents_of(encoder, images, dtype)
+            known = latents_of(encoder, images, dtype, batch)
             steps = affordable(
                 lambda steps: learned_decoder(known, images, steps, self.seed), self.seconds, DECODER_STEPS
             )

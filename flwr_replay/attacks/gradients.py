@@ -183,7 +183,7 @@ def first_input(model: nn.Module, gradient: Arrays, form: tuple[int, int, int]) 
     Returns
     -------
     Tensor
-        (1, C, H, W) in [0, 1]. Of several examples it is a mixture.
+        (1, C, H, W), in the data's own units; so rows of tables come out, too. Of several examples it is a mixture.
 
     Raises
     ------
@@ -201,7 +201,7 @@ def first_input(model: nn.Module, gradient: Arrays, form: tuple[int, int, int]) 
     _, entry = _layers(model)[0]
     if isinstance(entry, Standardize):
         x_1CHW = x_1CHW * entry.std_C11 + entry.mean_C11
-    return x_1CHW.clamp(0, 1)
+    return x_1CHW
 
 
 def has_linear_input(model: nn.Module) -> bool:

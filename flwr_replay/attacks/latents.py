@@ -10,7 +10,7 @@ Eq. 2 is divided by ‖E(x)‖², so that one α suits all cuts.
 
 Latents come as float32, as `flwr_replay.learning.latents.unpack` returns them. An encoder is used as it stands, in
 training or evaluation mode. FedReplay's latents were made in evaluation mode. SplitNN's were made in training mode, so
-with batch norm they are attacked in the batches in which they were made. The encoder given is not changed.
+with batch norm (`mixes`) they are attacked one batch at a time, as they were made. The encoder given is not changed.
 
 `n` images, `B` batch, `C` channels, `H` height, `W` width, `F` numbers of an image's latents.
 """
@@ -18,6 +18,7 @@ with batch norm they are attacked in the batches in which they were made. The en
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +26,26 @@ from torch.nn import functional as F
 
 from flwr_replay.attacks.distances import distances
 from flwr_replay.attacks.search import Search, minimise, total_variation
+from flwr_replay.generators.base import AT_ONCE
 from flwr_replay.learning.latents import BLOCK, pack, unpack
-from flwr_replay.learning.training import batches, torch_rng
+from flwr_replay.learning.training import at_once, batches, torch_rng
 from flwr_replay.models import has_batch_norm
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.seeding import seeded
 from flwr_replay.rng import derived_seed
 
-__all__ = ["Decoder", "invert", "latents_of", "learned_decoder", "nearest_auxiliary"]
+__all__ = ["Decoder", "invert", "latents_of", "learned_decoder", "mixes", "nearest_auxiliary"]
 
 BATCH = 64  # examples of a decoder's step
 WIDTH, NARROWEST = 64, 16  # its channels at the latents' size; every doubling of the size halves them
 
 
-def latents_of(encoder: nn.Module, images_nCHW: Tensor, dtype: str = "float32") -> Tensor:
+def mixes(encoder: nn.Module) -> bool:
+    """Say whether an image's latents depend on the others in its batch: batch norm in training mode."""
+    return encoder.training and has_batch_norm(encoder)
+
+
+def latents_of(encoder: nn.Module, images_nCHW: Tensor, dtype: str = "float32", batch: int = BLOCK) -> Tensor:
     """Send auxiliary images through the encoder, and through the rounding that the victim's latents had.
 
     Parameters
@@ -46,20 +53,21 @@ def latents_of(encoder: nn.Module, images_nCHW: Tensor, dtype: str = "float32") 
     encoder : nn.Module
         The stages up to the cut.
     images_nCHW : Tensor
-        uint8 or in [0, 1].
+        uint8 or in [0, 1], on the encoder's device.
     dtype : str
         In which latents travel: float32, float16 or int8.
+    batch : int
+        Images that pass the encoder together; it matters where the encoder `mixes` them.
 
     Returns
     -------
     Tensor
-        (n, ...) float32, on the encoder's device.
+        (n, ...) float32.
     """
     encoder = _frozen(encoder)
-    device = next(iter(encoder.state_dict().values())).device
     with torch.no_grad():
-        parts = [encoder(as_input(x_BCHW).to(device)) for x_BCHW in torch.split(images_nCHW, BLOCK)]
-    latents: Tensor = torch.from_numpy(unpack(*pack(torch.cat(parts), dtype))).to(device)
+        parts = [encoder(as_input(x_BCHW)) for x_BCHW in torch.split(images_nCHW, batch)]
+    latents: Tensor = torch.from_numpy(unpack(*pack(torch.cat(parts), dtype))).to(images_nCHW.device)
     return latents
 
 
@@ -85,15 +93,14 @@ def invert(encoder: nn.Module, latents_n: Tensor, form: tuple[int, int, int], se
         (n, C, H, W) in [0, 1].
     """
     encoder = _frozen(encoder)
-    together = encoder.training and has_batch_norm(encoder)
-    squares_n = latents_n.flatten(1).square().sum(1).clamp(min=1e-12)
-
-    def objective(x_nCHW: Tensor) -> Tensor:
-        mismatch_n: Tensor = (encoder(x_nCHW) - latents_n).flatten(1).square().sum(1) / squares_n
-        losses_n = mismatch_n + search.alpha * total_variation(x_nCHW)
-        return losses_n.sum() if together else losses_n
-
-    return minimise(objective, (len(latents_n), *form), search, seed, latents_n.device)
+    together = mixes(encoder)
+    size = len(latents_n) if together else at_once(torch.empty(1, *form), AT_ONCE)
+    found = []
+    for part, latents_B in enumerate(torch.split(latents_n, size)):
+        objective = _mismatch(encoder, latents_B, search.alpha, together)
+        seed_of_part = derived_seed(seed, "part", part)
+        found.append(minimise(objective, (len(latents_B), *form), search, seed_of_part, latents_B.device))
+    return torch.cat(found)
 
 
 class Decoder(nn.Module):
@@ -186,6 +193,18 @@ def nearest_auxiliary(latents_n: Tensor, auxiliary_latents_M: Tensor, auxiliary_
     """Return for each of the victim's latents (n, ...) the auxiliary image with the nearest latents, (n, C, H, W)."""
     nearest_n = distances(latents_n, auxiliary_latents_M).argmin(1)
     return as_input(auxiliary_MCHW.to(latents_n.device)[nearest_n])
+
+
+def _mismatch(encoder: nn.Module, latents_B: Tensor, alpha: float, together: bool) -> Callable[[Tensor], Tensor]:
+    """Return eq. 2 as a function of images: for each of them, or summed if they are to be judged together."""
+    squares_B = latents_B.flatten(1).square().sum(1).clamp(min=1e-12)
+
+    def objective(x_BCHW: Tensor) -> Tensor:
+        mismatch_B: Tensor = (encoder(x_BCHW) - latents_B).flatten(1).square().sum(1) / squares_B
+        losses_B = mismatch_B + alpha * total_variation(x_BCHW)
+        return losses_B.sum() if together else losses_B
+
+    return objective
 
 
 def _frozen(encoder: nn.Module) -> nn.Module:

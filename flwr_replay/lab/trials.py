@@ -19,7 +19,7 @@ from torch import Tensor
 from flwr_replay.attacks.attacker import Attacker, Attempt
 from flwr_replay.attacks.catalogue import DECODED, LOOKED_AT
 from flwr_replay.attacks.codes import decoded
-from flwr_replay.attacks.latents import latents_of
+from flwr_replay.attacks.latents import latents_of, mixes
 from flwr_replay.errors import RunError
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.lab.evidence import NO_MODEL, Answer, Evidence, Exhibit
@@ -112,6 +112,8 @@ class OfActivations(Trial):
         self.dtype = values.dtype.name
         self.sent_n = torch.from_numpy(unpack(values, self.answer.content.arrays.get("scales")))
         self.places_n = self.some_of(len(self.sent_n))
+        if mixes(self.encoder):  # batch norm in training: a batch as it was, the first
+            self.places_n = torch.arange(min(len(self.sent_n), evidence.config.training.batch_size))
 
     def attempts(self, attacker: Attacker) -> Iterator[Attempt]:
         """Search for some; with auxiliary images look up and decode many."""

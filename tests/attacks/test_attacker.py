@@ -9,8 +9,9 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 import flwr_replay.attacks
+from flwr_replay.attacks import attacker
 from flwr_replay.attacks.attacker import Attacker, Auxiliary, head_bias
-from flwr_replay.attacks.catalogue import ATTACKS, MEANINGS, attacks_on
+from flwr_replay.attacks.catalogue import ATTACKS
 from flwr_replay.attacks.gradients import LocalSteps, change_of
 from flwr_replay.attacks.latents import latents_of
 from flwr_replay.attacks.scores import Judge
@@ -18,6 +19,7 @@ from flwr_replay.attacks.search import Search
 from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import StagedModel, build, split
+from flwr_replay.wire.fields import MEANINGS
 
 TASK = TaskConfig(name="digits", format="digits", channels=1, size=8, classes=10)
 FORM = (1, 8, 8)
@@ -35,6 +37,17 @@ def auxiliary(digits: tuple[torch.Tensor, torch.Tensor]) -> Auxiliary:
     return Auxiliary("institution-2", digits[0][600:900], digits[1][600:900])
 
 
+@pytest.fixture(autouse=True)
+def few_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attacker, "LATENT_SEARCHES", QUICK)
+    monkeypatch.setattr(attacker, "CHANGE_SEARCHES", QUICK)
+
+
+def quick(auxiliary: Auxiliary | None) -> Attacker:
+    """Return an attacker without time, which takes the fewest steps."""
+    return Attacker(FORM, auxiliary, 0, seconds=0)
+
+
 def network(name: str) -> StagedModel:
     return build(ModelConfig(name=name, width=32, norm="group"), TASK, 0)
 
@@ -45,9 +58,9 @@ def test_originals_of_nan_change_scores_only(digits: tuple[torch.Tensor, torch.T
     scores, pictures = [], []
     for originals in (digits[0][:50], digits[0][:50] * float("nan")):
         judge = Judge(originals)
-        attempts = list(Attacker(FORM, auxiliary, 0, QUICK, decoder_steps=20).latents(encoder, sent))
-        pictures.append([attempt.images_nCHW for attempt in attempts])
-        scores.append([judge.scores(attempt.images_nCHW, torch.arange(6)) for attempt in attempts])
+        found = [attempt.images()[0] for attempt in quick(auxiliary).latents(encoder, sent, 6)]
+        pictures.append(found)
+        scores.append([judge.scores(images, torch.arange(6)) for images in found])
     assert all(torch.equal(one, two) for one, two in zip(*pictures, strict=True))
     assert scores[0][0].identified.value == 1
     assert [one.identified.value for one in scores[1]] == [0, 0, 0]
@@ -63,14 +76,15 @@ def test_no_attack_knows_the_judge() -> None:
 
 def test_settings_come_from_auxiliary_images(digits: tuple[torch.Tensor, torch.Tensor], auxiliary: Auxiliary) -> None:
     encoder, _ = split(network("cnn"), "conv1")
-    attempt = next(Attacker(FORM, auxiliary, 0, QUICK, QUICK).latents(encoder, latents_of(encoder, digits[0][:3])))
-    assert (attempt.search, attempt.auxiliary) == (QUICK[1], "institution-2")
+    attempt = next(quick(auxiliary).latents(encoder, latents_of(encoder, digits[0][:3]), 3))
+    assert attempt.images()[1] == {"alpha": 1e-3, "steps": 50, "restarts": 1}
 
 
 def test_without_auxiliary_images_there_is_one_attempt(digits: tuple[torch.Tensor, torch.Tensor]) -> None:
     encoder, _ = split(network("cnn"), "conv1")
-    (attempt,) = Attacker(FORM, None, 0, QUICK, QUICK).latents(encoder, latents_of(encoder, digits[0][:3]))
-    assert (attempt.attack.name, attempt.auxiliary) == ("latent matching", "none")
+    (attempt,) = quick(None).latents(encoder, latents_of(encoder, digits[0][:3]), 2)
+    assert attempt.attack.name == "latent matching"
+    assert len(attempt.images()[0]) == 2
 
 
 def test_auxiliary_images_of_another_form_are_refused(auxiliary: Auxiliary) -> None:
@@ -84,22 +98,21 @@ def test_from_one_example_labels_and_image(
 ) -> None:
     x, y, model = digits[0][3:4], digits[1][3:4], network("mlp")
     change = change_of(model, F.cross_entropy, x, y, local)
-    attacker = Attacker(FORM, auxiliary, 0, QUICK, QUICK)
-    labels = attacker.labels(model, change, 1, local)
+    labels = quick(auxiliary).labels(model, change, 1, local)
     assert labels.tolist() == y.tolist()
-    analytic, matched = attacker.changes(model, F.cross_entropy, change, labels, local)
+    analytic, matched = quick(auxiliary).changes(model, F.cross_entropy, change, labels, local)
     judge = Judge(digits[0][:100])
-    assert judge.scores(analytic.images_nCHW, torch.tensor([3])).psnr > 50
-    assert judge.scores(matched.images_nCHW, torch.tensor([3])).identified.value == 1
-    assert matched.search == QUICK[1]
+    assert judge.scores(analytic.images()[0], torch.tensor([3])).psnr > 50
+    images, settings = matched.images()
+    assert judge.scores(images, torch.tensor([3])).identified.value == 1
+    assert settings["alpha"] == 1e-3
 
 
 def test_a_convolution_is_attacked_by_matching_only(digits: tuple[torch.Tensor, torch.Tensor]) -> None:
     model = network("cnn")
     change = change_of(model, F.cross_entropy, digits[0][:1], digits[1][:1], LocalSteps())
-    attacker = Attacker(FORM, None, 0, QUICK, QUICK)
-    assert attacker.labels(model, change, 1, LocalSteps()).tolist() == digits[1][:1].tolist()
-    (attempt,) = attacker.changes(model, F.cross_entropy, change, digits[1][:1], LocalSteps())
+    assert quick(None).labels(model, change, 1, LocalSteps()).tolist() == digits[1][:1].tolist()
+    (attempt,) = quick(None).changes(model, F.cross_entropy, change, digits[1][:1], LocalSteps())
     assert attempt.attack.name == "gradient matching"
 
 
@@ -109,8 +122,8 @@ def test_a_head_without_a_bias_is_refused() -> None:
 
 
 def test_every_meaning_has_attacks_or_a_sentence() -> None:
-    assert tuple(ATTACKS) == MEANINGS
-    for meaning in MEANINGS:
-        assert attacks_on(meaning) or str(ATTACKS[meaning]).endswith(".")
-    named = [attack for meaning in MEANINGS for attack in attacks_on(meaning)]
-    assert len({attack.name for attack in named}) == len({attack.function for attack in named})
+    assert set(ATTACKS) == set(MEANINGS)
+    for known in ATTACKS.values():
+        assert known.endswith(".") if isinstance(known, str) else known
+    named = {attack.name for known in ATTACKS.values() if not isinstance(known, str) for attack in known}
+    assert len(named) == sum(len(known) for known in ATTACKS.values() if not isinstance(known, str))

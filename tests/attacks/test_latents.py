@@ -5,7 +5,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from flwr_replay.attacks.latents import invert, latents_of, learned_decoder, nearest_auxiliary
+from flwr_replay.attacks.latents import invert, latents_of, learned_decoder, mixes, nearest_auxiliary
 from flwr_replay.attacks.scores import Judge, psnr
 from flwr_replay.attacks.search import Search, total_variation, tuned
 from flwr_replay.config.sections import ModelConfig, TaskConfig
@@ -42,6 +42,22 @@ def test_attacks_repeat_and_leave_the_encoder_as_it_was(digits: torch.Tensor) ->
     assert not torch.equal(first, other)
     assert all(torch.equal(before[name], value) for name, value in encoder.state_dict().items())
     assert all(parameter.requires_grad for parameter in encoder.parameters())
+
+
+def test_a_batch_that_was_normalised_together_is_inverted_together(digits: torch.Tensor) -> None:
+    encoder = nn.Sequential(orthogonal(), nn.BatchNorm1d(64, eps=1e-2)).train()
+    sent = latents_of(encoder, digits[:32], batch=32)
+    assert mixes(encoder)
+    assert not mixes(encoder.eval())
+    found = invert(encoder.train(), sent, FORM, Search(alpha=0), seed=0)
+    assert (latents_of(encoder, found, batch=32) - sent).abs().mean() < 0.01  # up to what batch norm takes away
+    assert (latents_of(encoder, digits[:32], batch=16) - sent).abs().mean() > 0.1
+
+
+def test_many_images_are_inverted_in_parts(digits: torch.Tensor) -> None:
+    encoder = orthogonal()
+    found = invert(encoder, latents_of(encoder, digits[:300]), FORM, Search(alpha=0), seed=0)
+    assert psnr(found, digits[:300]).min() >= 60
 
 
 def test_more_restarts_never_have_a_larger_objective(digits: torch.Tensor) -> None:
