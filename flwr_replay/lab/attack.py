@@ -167,9 +167,14 @@ class Lab:
         try:
             for name, attempt in self.attempts(exhibit):
                 tried = True
-                if (*key, name) not in done:
-                    begun = time.monotonic()
-                    yield {**head, "attack": name, **attempt(), "seconds": time.monotonic() - begun}
+                if (*key, name) in done:
+                    continue
+                begun = time.monotonic()
+                try:
+                    found = attempt()
+                except FlwrReplayError as error:
+                    found = {"not-judged": str(error)}
+                yield {**head, "attack": name, **found, "seconds": time.monotonic() - begun}
             reason = "" if tried else nothing_tried(exhibit.means)
         except FlwrReplayError as error:
             reason = str(error)

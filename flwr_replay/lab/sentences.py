@@ -37,6 +37,8 @@ def sentence(result: dict[str, Any]) -> str:
     if "labels" in result:
         found = result["labels"]
         return f"{sent}: labels: {result['attack']}; {found['right']} of {found['number']} are right."
+    if "picture" not in result:
+        return f"{sent}: '{result['attack']}': {result['not-judged']}"
     took = f"in {_time(result['seconds'])}"
     if not result.get("scores"):
         return f"{sent}: '{result['attack']}' made pictures {took}; nobody judged them: {result['not-judged']}"

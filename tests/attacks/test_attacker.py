@@ -125,5 +125,5 @@ def test_every_meaning_has_attacks_or_a_sentence() -> None:
     assert set(ATTACKS) == set(MEANINGS)
     for known in ATTACKS.values():
         assert known.endswith(".") if isinstance(known, str) else known
-    named = {attack.name for known in ATTACKS.values() if not isinstance(known, str) for attack in known}
-    assert len(named) == sum(len(known) for known in ATTACKS.values() if not isinstance(known, str))
+    attacks = {attack for known in ATTACKS.values() if not isinstance(known, str) for attack in known}
+    assert len({attack.name for attack in attacks}) == len(attacks)

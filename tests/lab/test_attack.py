@@ -1,0 +1,193 @@
+"""The privacy lab on recorded runs: what it finds, what it refuses, and that the attacker never sees an original."""
+
+import json
+
+import numpy as np
+import pytest
+from harness import write_shards
+
+from flwr_replay.cli.main import main
+from flwr_replay.files.atomic import read_json
+from flwr_replay.memory import forget
+from flwr_replay.wire.recording import FOLDER
+
+DIGITS = ["task=digits", "nodes=2", "rounds=1", "partition=iid", "device=cpu", "record=all"]
+RUNS = {
+    "latents": ["strategy=fedreplay", "encoder=random", "partition.size=60", "model.width=16"],
+    "gradient": ["strategy=fedsgd", "model=mlp", "partition.size=4", "partition.test=mirror"],
+    "weights": ["strategy=fedavg", "model=mlp", "partition.size=4", "training.batch-size=4"],
+    "activations": ["strategy=splitnn", "partition.size=32", "model.norm=group"],
+    "codes": ["strategy=cwt", "replay=vqvae2", "partition.size=60", "generator.epochs=2"],
+    "raw": ["strategy=fedavgshare", "partition.size=60"],
+    "private": ["strategy=fedavg", "dp=classifier", "model=mlp", "partition.size=60", "training.batch-size=8"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Run once for each kind of numbers; return the folder with the run directories."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLWR_REPLAY_HOME", str(folder / "home"))
+        for name, options in RUNS.items():
+            command(patch, "run", *DIGITS, *options, f"run_name={name}", "--runs-dir", str(folder))
+    return folder
+
+
+def command(patch, *words):
+    patch.setattr("sys.argv", ["flwr-replay", *words])
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code or 0
+    return 0
+
+
+def attacked(monkeypatch, capsys, run, *options):
+    """Attack institution-1 without time for more than the fewest steps; return exit code, results and error."""
+    words = ("privacy", "attack", str(run), "--minutes", "0.001", "--institution", "institution-1", *options)
+    code = command(monkeypatch, *words)
+    file = run / "attacks" / "attacks.json"
+    results = read_json(file)["attacks"] if file.exists() else []
+    return code, {(one["field"], one["attack"]): one for one in results}, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("run", "field", "attack", "least"),
+    [
+        ("latents", "latents", "latent matching", 0.9),
+        ("latents", "latents", "learned decoder", 0.5),
+        ("gradient", "arrays", "gradient matching", 0.5),
+        ("weights", "arrays", "gradient matching", 0.5),
+        ("activations", "activations", "latent matching", 0.9),
+        ("codes", "codes", "decoded codes", 0.02),
+        ("raw", "images", "look at them", 1.0),
+    ],
+)
+def test_images_are_found_and_judged(runs, monkeypatch, capsys, run, field, attack, least):
+    code, results, _ = attacked(monkeypatch, capsys, runs / run, "--aux", "undealt", "--field", field)
+    assert code == 0
+    one = results[field, attack]
+    assert one["not-judged"] == ""
+    assert one["scores"]["identified"]["value"] >= least
+    assert (runs / run / "attacks" / one["picture"]).read_bytes().startswith(b"\x89PNG")
+    page = (runs / run / "attacks" / "report.html").read_text()
+    assert one["sentence"].partition(":")[0] in page
+    assert "A failed attack proves nothing" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_labels_and_membership_beside_images(runs, monkeypatch, capsys):
+    _, results, _ = attacked(monkeypatch, capsys, runs / "gradient", "--aux", "undealt")
+    assert results["arrays", "label counts"]["labels"] == {"right": 4, "number": 4}
+    _, results, _ = attacked(monkeypatch, capsys, runs / "private", "--aux", "undealt")
+    found = results["arrays", "loss threshold"]["membership"]
+    assert found["members"] == found["non_members"] >= 20
+    assert 0 <= found["auc"]["low"] <= found["auc"]["value"] <= found["auc"]["high"] <= 1
+
+
+def test_secret_noise_cannot_be_computed_anew(runs, monkeypatch, capsys):
+    _, results, _ = attacked(monkeypatch, capsys, runs / "private", "--aux", "undealt", "--field", "arrays")
+    assert "secret noise" in results["arrays", "gradient matching"]["not-judged"]
+    assert "scores" not in results["arrays", "gradient matching"]
+
+
+def test_the_attacker_never_sees_an_original(runs, monkeypatch, capsys, tmp_path):
+    """With originals of NaN all pictures are the same, and only the scores change."""
+    from flwr_replay.lab import attack
+
+    words = ["--aux", "undealt", "--field", "latents"]
+    attacked(monkeypatch, capsys, runs / "latents", *words)
+    pictures = {path.name: path.read_bytes() for path in (runs / "latents" / "attacks").glob("*.png")}
+    (runs / "latents" / "attacks").rename(tmp_path / "attacks")
+    right = attack.originals_of
+
+    def blind(*given):
+        found = right(*given)
+        found.x_NCHW.fill_(np.nan)
+        return found
+
+    monkeypatch.setattr(attack, "originals_of", blind)
+    monkeypatch.setattr(attack.Lab, "scores", lambda *_: {})
+    _, results, _ = attacked(monkeypatch, capsys, runs / "latents", *words)
+    assert pictures
+    for key, one in results.items():
+        assert "originals must be the run's" in one["not-judged"], key
+
+
+def test_other_originals_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    write_shards(tmp_path, {"all": 80})
+    options = ["task=medmnist", f"task.data-dir={tmp_path / 'all.npz'}", "task.size=8", "classes=3", "nodes=2"]
+    options += ["rounds=1", "partition=iid", "strategy=fedavgshare", "record=all", "run_name=run"]
+    assert command(monkeypatch, "run", *options, "--runs-dir", str(tmp_path)) == 0
+    forget()
+    write_shards(tmp_path, {"another": 3, "all": 80})  # the same size, other images
+    _, results, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--field", "images")
+    one = results["images", "look at them"]
+    assert "originals must be the run's" in one["not-judged"]
+    assert "scores" not in one
+    assert "nobody judged them" in one["sentence"]
+
+
+def test_an_interrupted_command_goes_on_and_other_options_are_refused(runs, monkeypatch, capsys):
+    run = runs / "activations"
+    attacked(monkeypatch, capsys, run, "--aux", "undealt")
+    before = read_json(run / "attacks" / "attacks.json")["attacks"]
+    monkeypatch.setattr("flwr_replay.attacks.attacker.minimise", None, raising=False)
+    code, _, _ = attacked(monkeypatch, capsys, run, "--aux", "undealt")
+    assert code == 0
+    assert read_json(run / "attacks" / "attacks.json")["attacks"] == before
+    code, _, err = attacked(monkeypatch, capsys, run, "--aux", "none")
+    assert code == 2
+    assert "attacks with other options" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--institution", "institution-9"], "did you mean institution-"),
+        (["--field", "latent"], "did you mean latents"),
+        (["--aux", "institution-7"], "--aux must be none, undealt, an institution"),
+        (["--minutes", "0"], "--minutes must be positive"),
+    ],
+)
+def test_wrong_words_are_refused(runs, monkeypatch, capsys, words, says):
+    code = command(monkeypatch, "privacy", "attack", str(runs / "latents"), *words)
+    err = capsys.readouterr().err
+    assert code == 2
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_run_without_messages_says_how_to_record(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = [word for word in DIGITS if word != "record=all"]
+    command(monkeypatch, "run", *options, "strategy=fedavg", "run_name=plain", "--runs-dir", str(tmp_path))
+    capsys.readouterr()
+    assert command(monkeypatch, "privacy", "attack", str(tmp_path / "plain")) == 2
+    assert "run again with record=all" in capsys.readouterr().err
+    assert not (tmp_path / "plain" / "attacks").exists()
+    assert command(monkeypatch, "privacy", "attack", str(tmp_path)) == 2
+    assert "config.yaml" in capsys.readouterr().err
+
+
+def test_a_damaged_message_is_named(runs, monkeypatch, capsys):
+    run = runs / "raw"
+    file = next(iter(sorted((run / FOLDER).iterdir())))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-3])
+    try:
+        code = command(monkeypatch, "privacy", "attack", str(run))
+    finally:
+        file.write_bytes(whole)
+    assert code == 2
+    assert file.name in capsys.readouterr().err
+
+
+def test_json_and_tables(runs, monkeypatch, capsys):
+    command(
+        monkeypatch, "privacy", "attack", str(runs / "gradient"), "--aux", "undealt", "--minutes", "0.001", "--json"
+    )
+    out = capsys.readouterr().out
+    assert json.loads(out)["attacks"] if out.startswith("{") else "other options" in out
