@@ -30,7 +30,7 @@ class Search:
 
     alpha: float = 1e-3  # weight of the total variation; the mismatch is 1 for a message of nothing
     steps: int = 400  # the paper: 20,000
-    lr: float = 0.1  # of AdamW, range of pixels per step at first
+    lr: float = 0.3  # of AdamW, range of pixels per step at first
     restarts: int = 1  # random starts, of which the one with the least objective is kept
     signs: bool = False  # step on the signs of the gradient only (Geiping et al. 2020)
 

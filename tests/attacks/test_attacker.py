@@ -23,7 +23,7 @@ from flwr_replay.wire.fields import MEANINGS
 
 TASK = TaskConfig(name="digits", format="digits", channels=1, size=8, classes=10)
 FORM = (1, 8, 8)
-QUICK = (Search(alpha=100, steps=60, signs=True), Search(alpha=1e-3, steps=60, signs=True))
+QUICK = (Search(alpha=100, steps=60, lr=0.1, signs=True), Search(alpha=1e-3, steps=60, lr=0.1, signs=True))
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,9 @@ def test_images_behind_a_change_are_found(digits: tuple[torch.Tensor, torch.Tens
     x, y = digits[0][:4], digits[1][:4]
     model = network("mlp", width=128)
     change = change_of(model, F.cross_entropy, x, y, local)
-    found = invert(model, F.cross_entropy, change, y, FORM, local, Search(alpha=1e-4, steps=300, signs=True), seed=0)
+    found = invert(
+        model, F.cross_entropy, change, y, FORM, local, Search(alpha=1e-4, steps=300, lr=0.1, signs=True), seed=0
+    )
     judge = Judge(digits[0][:300])
     scores, control = judge.scores(found, torch.arange(4), batch=4), judge.control(found, torch.arange(4), batch=4)
     assert control is not None
@@ -124,7 +126,7 @@ def test_norm_statistics_help(digits: tuple[torch.Tensor, torch.Tensor]) -> None
     change = change_of(model, F.cross_entropy, x, y, LocalSteps())
 
     def distance(statistics: float) -> float:
-        search = Search(alpha=1e-3, steps=150)
+        search = Search(alpha=1e-3, steps=150, lr=0.1)
         found = invert(model, F.cross_entropy, change, y, FORM, LocalSteps(), search, 0, statistics)
         back = change_of(model, F.cross_entropy, found, y, LocalSteps())
         return float((back["conv1.norm.running_mean"] - change["conv1.norm.running_mean"]).norm())
