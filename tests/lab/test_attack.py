@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from harness import write_shards
+from harness import node_configs, run, write_shards
 
 from flwr_replay.cli.main import main
 from flwr_replay.files.atomic import read_json
@@ -183,6 +183,25 @@ def test_a_damaged_message_is_named(runs, monkeypatch, capsys):
         file.write_bytes(whole)
     assert code == 2
     assert file.name in capsys.readouterr().err
+
+
+def test_an_institution_attacks_its_own_record(tmp_path, monkeypatch, capsys):
+    write_shards(tmp_path, {"a": 40, "b": 30})
+    nodes = node_configs(tmp_path, tmp_path / "state", "ab")
+    nodes[0] |= {"record": "all"}
+    task = ["task=medmnist", "task.size=8", "classes=3", "model.width=8", "rounds=1", "device=cpu"]
+    run(tmp_path, [*task, "strategy=fedreplay", "encoder=random"], nodes, name="deployed")
+    capsys.readouterr()
+    own, data = tmp_path / "state" / "a", str(tmp_path / "a.npz")
+    words = ["privacy", "attack", str(own), "--minutes", "0.001", "--field", "latents"]
+    assert command(monkeypatch, *words, "--data", data) == 0
+    (one,) = read_json(own / "attacks" / "attacks.json")["attacks"]
+    assert one["institution"] == "a"
+    assert one["scores"]["identified"]["value"] > 0.7
+    (own / "attacks").rename(tmp_path / "before")
+    assert command(monkeypatch, *words) == 0
+    (one,) = read_json(own / "attacks" / "attacks.json")["attacks"]
+    assert "give its own data with --data" in one["not-judged"]
 
 
 def test_json_and_tables(runs, monkeypatch, capsys):
