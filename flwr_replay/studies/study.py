@@ -21,8 +21,11 @@ from flwr_replay.report.comparison import markdown, notes, overview
 from flwr_replay.report.gaps import gaps
 from flwr_replay.report.plots import lines
 from flwr_replay.studies.compare import planned, run_comparisons
+from flwr_replay.studies.leakage import attacked, leakage
 
 __all__ = ["Part", "run_study", "studies"]
+
+MINUTES = 1.0  # for all attacks on one run, about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,7 @@ class Part:
     metric: str = ""  # empty: the task's main one
     data: str = ""  # a folder or file under --data
     group: str = ""  # parts of one group share an overview
+    attack: str = ""  # the attacker's own images, of a part whose recorded messages are attacked; empty: they are not
 
 
 def studies() -> list[str]:
@@ -96,7 +100,13 @@ def run_study(
     outcomes = run_comparisons(comparisons, jobs)  # as one list, so that no job waits for the end of a part
     reports = {part.name: report for part, (_, report) in zip(chosen, outcomes, strict=True)}
     name = f"{name}-quick" if quick else name
-    text = _report(name, module.__doc__ or "", chosen, reports)
+    minutes = MINUTES / 60 if quick else MINUTES
+    leaks = {
+        part.name: leakage(attacked(reports[part.name], part.attack, minutes, print), reports[part.name]["metric"])
+        for part in chosen
+        if part.attack
+    }
+    text = _report(name, module.__doc__ or "", chosen, reports, leaks)
     for group, members in _groups(chosen, reports).items():
         write_atomic(folder / _picture(name, group), lines(members, group))
     write_atomic(folder / f"study-{name}.md", text)
@@ -122,7 +132,13 @@ def _data_option(part: Part, data: str) -> list[str]:
     return [f"task.data-dir={place}"]
 
 
-def _report(name: str, document: str, parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> str:
+def _report(
+    name: str,
+    document: str,
+    parts: Sequence[Part],
+    reports: dict[str, dict[str, Any]],
+    leaks: dict[str, list[str]],
+) -> str:
     """Write all tables as Markdown: an overview of each group, then part by part."""
     command = f"flwr-replay study {name.replace('-quick', ' --quick')} --data DIR --jobs 2"
     text = [f"# Study: {name}", "", document.strip(), "", f"Written by `{command}`.", ""]
@@ -132,6 +148,7 @@ def _report(name: str, document: str, parts: Sequence[Part], reports: dict[str, 
         report = reports[part.name]
         text += [f"### {part.name}", "", f"{part.about} {report['title']}.", "", *markdown(report), ""]
         text += [*(f"- {note}" for note in notes(report)), *_forgotten(report), "", *gaps(report), ""]
+        text += [*leaks.get(part.name, []), ""]
     return "\n".join(text)
 
 

@@ -10,7 +10,7 @@ from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.gaps import gaps
-from flwr_replay.simulations import feder, partitions, proxyfl, replay, skew
+from flwr_replay.simulations import feder, leakage, partitions, proxyfl, replay, skew
 from flwr_replay.studies.compare import _by_epsilon
 from flwr_replay.studies.methods import methods_of, named, options_of
 from flwr_replay.studies.study import Part, run_study, studies
@@ -18,9 +18,9 @@ from flwr_replay.studies.study import Part, run_study, studies
 
 def test_every_part_composes():
     """Each part's options with one method at least, and each method with one part's options."""
-    assert set(studies()) >= {"feder", "partitions", "proxyfl", "replay", "skew"}
+    assert set(studies()) >= {"feder", "leakage", "partitions", "proxyfl", "replay", "skew"}
     seen = set()
-    for part in [*feder.PARTS, *partitions.PARTS, *proxyfl.PARTS, *replay.PARTS, *skew.PARTS]:
+    for part in [*feder.PARTS, *leakage.PARTS, *partitions.PARTS, *proxyfl.PARTS, *replay.PARTS, *skew.PARTS]:
         names = [named(method)[1].partition(":")[0] for method in part.methods]
         shared, own, _ = options_of(part.options, names)
         methods = methods_of(part.methods, own)

@@ -1,0 +1,81 @@
+"""What attacks find in the runs of a comparison: Qu et al.'s Table 3 in shape, with what their PSNR does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from flwr_replay.attacks.intervals import share
+from flwr_replay.lab.attack import attack_run
+
+__all__ = ["attacked", "leakage"]
+
+HEAD = "| method | {metric} | field | attack | PSNR, dB | identified | control | members, AUC | values per pixel |"
+
+
+def attacked(report: Mapping[str, Any], aux: str, minutes: float, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Attack the first institution's messages in every finished run of a comparison.
+
+    Parameters
+    ----------
+    report : Mapping
+        As `flwr_replay.studies.compare.run_comparisons` returns it.
+    aux : str
+        The attacker's own images, as `flwr-replay privacy attack` takes them.
+    minutes : float
+        For all attacks on one run, about.
+    say : callable
+        Receives a line for each attack.
+
+    Returns
+    -------
+    list of dict
+        A line for each attack and run: its result, with the method's `label` and the run's `accuracy`.
+    """
+    found: list[dict[str, Any]] = []
+    for cell in report["cells"]:
+        if "result" in cell:
+            folder = Path(report["folder"]) / cell["folder"]
+            metric = cell["result"]["final"]["global"][report["metric"]]
+            results = attack_run(folder, "institution-1", "", aux, "", minutes, say)["attacks"]
+            found += [{**one, "label": cell["label"], "metric": metric} for one in results]
+    return found
+
+
+def leakage(found: list[dict[str, Any]], metric: str) -> list[str]:
+    """Write a table of attacks, over the seeds: PSNR as mean and standard deviation, identified images as a share."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for one in found:
+        if one.get("scores") or "membership" in one:
+            groups.setdefault((one["label"], f"{one['stage']} {one['field']}", one["attack"]), []).append(one)
+    lines = [HEAD.format(metric=metric), "|---|---|---|---|---|---|---|---|---|"]
+    for (label, field, attack), results in groups.items():
+        cells = [label, f"{fmean(one['metric'] for one in results):.4f}", field, attack]
+        if "membership" in results[0]:
+            cells += ["", "", "", f"{fmean(one['membership']['auc']['value'] for one in results):.2f}", ""]
+        else:
+            controls = [one["control"] for one in results if one.get("control")]
+            cells += [
+                _decibels([one["scores"]["psnr"] for one in results]),
+                _identified([one["scores"] for one in results]),
+                _identified(controls) if controls else "",
+                "",
+                f"{results[0]['values-per-pixel']:.2f}",
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _decibels(values: list[Any]) -> str:
+    numbers = [value for value in values if isinstance(value, float)]  # an exact image has infinitely many
+    if len(numbers) < len(values):
+        return "exact"
+    return f"{fmean(numbers):.1f}" + (f" ± {stdev(numbers):.1f}" if numbers[1:] else "")
+
+
+def _identified(scores: list[dict[str, Any]]) -> str:
+    number = sum(one["number"] for one in scores)
+    found = share(round(sum(one["identified"]["value"] * one["number"] for one in scores)), number)
+    return f"{found.value:.1%} [{found.low:.1%}, {found.high:.1%}] of {number}"

@@ -1,0 +1,64 @@
+"""What an honest-but-curious server finds in recorded messages: Qu et al.'s Table 3 in shape, on digits and X-rays.
+
+Source: Qu et al. 2022, sections 3.3 and 4.4.2, Table 3: accuracy and PSNR of FedAVG and of latents behind four cuts.
+They attack by optimisation only, and score by PSNR only. Here a decoder learned on others' images attacks, too, and
+`identified` says how often a reconstruction points to the right one of the institution's images.
+
+Two institutions; the attacker has 2,000 images of the same source that no institution has. Each attack may take about
+twenty seconds: a longer search finds more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flwr_replay.studies.study import Part
+
+__all__ = ["PARTS"]
+
+MNIST = ["task=mnist", "partition=ks", "ks=0.9", "partition.size=1000", "nodes=2", "rounds=5", "evaluate_every=5"]
+XRAYS = [
+    "task=medmnist",
+    "classes=2",
+    "partition=iid",
+    "partition.size=1000",
+    "nodes=2",
+    "rounds=5",
+    "evaluate_every=5",
+]
+CUTS = ("conv1", "layer1", "layer2", "layer3")
+FEW = ["task=mnist", "partition=iid", "nodes=2", "rounds=1"]
+
+
+def part(name: str, about: str, methods: Sequence[str], options: Sequence[str], data: str = "mnist-full") -> Part:
+    """Return a part whose runs record their messages and are attacked."""
+    against = methods[0].split(" := ")[0]
+    recorded = [*options, "record=all", "seeds=3"]
+    return Part(name=name, about=about, methods=methods, options=recorded, against=against, data=data, attack="undealt")
+
+
+def cuts(width: int) -> list[str]:
+    """Return FedReplay behind each cut of a ResNet-18, and SplitNN behind the first and the last of them."""
+    own = f"model.width={width}:model.norm=group"
+    behind = [f"latents, {cut} := fedreplay:cut={cut}:{own}" for cut in CUTS]
+    return [*behind, *(f"splitnn, {cut} := splitnn:cut={cut}:{own}" for cut in (CUTS[0], CUTS[-1])), f"fedavg:{own}"]
+
+
+def gradients(examples: int) -> Part:
+    """Return a part in which one gradient, or a local training of one step, is of so many examples."""
+    methods = [
+        f"{strategy} {model} := {strategy}:model={model}"
+        for strategy in ("fedsgd", "fedavg")
+        for model in ("mlp", "lenet5")
+    ]
+    options = [*FEW, f"partition.size={examples}", f"training.batch-size={examples}"]
+    return part(f"gradient-{examples}", f"Gradients of {examples} images.", methods, options)
+
+
+PARTS = [
+    part("mnist", "Table 3 on digits: ResNet-18 of width 16.", cuts(16), [*MNIST, "model=resnet18"]),
+    part("mnist-narrow", "The same at about the paper's values per pixel.", cuts(5), [*MNIST, "model=resnet18"]),
+    part("xrays", "Table 3 on chest X-rays.", cuts(16), [*XRAYS, "model=resnet18"], "pneumoniamnist.npz"),
+    *map(gradients, (2, 8, 32)),
+    part("codes", "Codes of a VQ-VAE-2, with CWT.", ["cwt, codes := cwt:replay=vqvae2"], [*MNIST, "model=cnn"]),
+]
