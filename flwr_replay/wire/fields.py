@@ -46,9 +46,9 @@ def model(part: bool = False, dp: str = "") -> Any:
     return _declare(Field("model", "state dict", part=part, dp=dp), dataclasses.MISSING)
 
 
-def per_sample(shape: str, *dtypes: str, raw: bool = False, default: Any = dataclasses.MISSING) -> Any:
+def per_sample(shape: str, *dtypes: str, raw: bool = False, dp: str = "", default: Any = dataclasses.MISSING) -> Any:
     """Declare an array with one row for each example, a function of single patients; `raw`: the examples themselves."""
-    return _declare(Field("per-sample-raw" if raw else "per-sample", shape, dtypes), default)
+    return _declare(Field("per-sample-raw" if raw else "per-sample", shape, dtypes, dp=dp), default)
 
 
 def synthetic(shape: str, *dtypes: str, dp: str = "") -> Any:
