@@ -69,7 +69,7 @@ class NoisyUpload:
             If the run's upload was made by another encoder or is lost, or the account states less than before.
         """
         private_folder(self.folder)
-        with alone(self.folder, wait=True):
+        with alone(self.folder.parent.parent, wait=True):  # of all runs: their epsilons add up
             account = self.budget.account(self.request.run)
             cost = self.local.cost(account.delta)
             if LATENTS in account.mechanisms:
@@ -81,6 +81,7 @@ class NoisyUpload:
                         "it made others, or they are gone; fresh noise would cost as much again: begin a new run"
                     )
             else:
+                self.budget.check_all_runs(cost, account.delta)
                 store = self._made(latents, total, cost.sigma)
             self.budget.charge(LATENTS, cost, self.request)
             return store.rows(self.name, first, stop)
