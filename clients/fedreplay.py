@@ -114,9 +114,11 @@ class FedReplayClient(InstitutionClient):
         first, stop = request.first, min(total, request.first + fit)
         if not 0 <= first < stop:
             raise WireError(f"an upload has rows 0 to {total}; the server asks for those from {first} on")
+        stated = {}
         if self.budget and self.budget.plan.local:
             blocks = self.blocks(encoder, views, 0, total)
             rows = NoisyUpload(self.budget, self.budget.plan.local, request).rows(blocks, total, first, stop)
+            stated = self.spent(request.run)
         else:
             parts = [pack(block, request.latent_dtype) for block in self.blocks(encoder, views, first, stop)]
             codes, scales = zip(*parts, strict=True)
@@ -133,7 +135,7 @@ class FedReplayClient(InstitutionClient):
             first=first,
             total=total,
             raw_bytes=raw_bytes(min(stop, len(train))) - raw_bytes(min(first, len(train))),
-            **self.spent(request.run),
+            **stated,
         )
 
     def blocks(self, encoder: nn.Module, views: Tensor | None, first: int, stop: int) -> Iterator[Tensor]:

@@ -271,7 +271,8 @@ class PrivacyPlan:
         """Return an answer of an institution with this number of examples as it will be at the end of a run."""
         left_out = [name for name, field in answer.declared().items() if self.left_out(type(answer), field)]
         answer = replace(answer, **{field.name: field.default for field in fields(answer) if field.name in left_out})
-        if "delta" in answer.declared() and (self.passes or self.dp_fields(type(answer))):
+        of_latents = any(field.dp == LATENTS for field in answer.declared().values())
+        if "delta" in answer.declared() and of_latents == (self.local is not None):  # neighbours of its own kind
             epsilon, delta = self.planned(examples)
             stated = epsilon if self.config.noise == "secret" else None
             answer = replace(answer, epsilon=stated, delta=delta)  # type: ignore[call-arg]
