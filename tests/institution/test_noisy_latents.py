@@ -1,6 +1,7 @@
 """Attacks on dp=latents by a server that sends what it likes: no sequence of messages exceeds the account."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -114,6 +115,14 @@ def test_another_upload_of_the_same_run_does_not_leave(server, run, change, line
     assert line in refusal(reply)
     assert not weights(reply)
     assert charged(server, run) == [UPLOAD]
+
+
+def test_two_encoders_at_the_same_time_make_one_upload(folder):
+    with ThreadPoolExecutor(2) as pool:
+        servers = [HostileServer(folder, *NOISY) for _ in range(2)]
+        replies = list(pool.map(lambda server, change: ask(server, "race", change=change), servers, (1.0, 1.001)))
+    assert sorted(bool(weights(reply)) for reply in replies) == [False, True]
+    assert charged(servers[0], "race") == [UPLOAD]
 
 
 def test_a_lost_upload_is_not_made_anew(server):

@@ -1,5 +1,6 @@
 """Local DP: the analytic Gaussian mechanism, randomised response, how they add up, and what a run claims of them."""
 
+import json
 from math import exp, sqrt
 
 import numpy as np
@@ -14,7 +15,10 @@ from flwr_replay.privacy.gaussian import gaussian_delta, gaussian_epsilon, gauss
 from flwr_replay.privacy.local import LocalDP, clipped, keep_probability, randomised
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.privacy.secret import Stream
+from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import Job, claim
+from flwr_replay.runs.forecast import forecast, forecast_page
+from flwr_replay.runs.simulate import Simulation, simulate
 
 OPTIONS = ["latent-clip=2", "latent-epsilon=8", "label-epsilon=3"]
 LATENTS = ["strategy=fedreplay", "device=cpu", "model.width=4", "dp=latents", *OPTIONS]
@@ -150,3 +154,23 @@ def test_the_claim_names_neighbours_and_what_it_leaves_out(options, said, unsaid
     assert [words for words in [*said, "Rounding to float16 or int8 adds no protection"] if words not in text] == []
     assert [words for words in unsaid if words in text.replace("a view of", "")] == []
     assert "nothing is protected" in claim(Job.of(compose([*LATENTS, "noise=seeded"])).strategy("run"))
+
+
+def test_forecast_ledger_and_result_say_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = [*LATENTS, "encoder=random", "rounds=1", "nodes=2", "partition=iid", "partition.size=40", "delta=1e-3"]
+    overrides = [*options, f"runs_dir={tmp_path}"]
+    run = Simulation.of(compose(overrides))
+    expected = {(line.field, line.protection) for line in forecast(run) if line.direction == "up"}
+    page = forecast_page(run)
+    assert "the institutions send: a label for every row, changed at random." in page
+    assert run.job.settings.privacy.local.sentence() in page
+    result, folder = simulate(run, overrides, Display())
+    ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    assert {(line["field"], line["protection"]) for line in ledger if line["direction"] == "up"} == expected
+    assert {(name, "(11, 0.001)-DP of each replaced example") for name in ("latents", "labels")} <= expected
+    assert result["privacy-claim"] == run.job.settings.privacy.local.sentence()
+    for one in result["privacy"].values():
+        assert 10.999 < one["epsilon"] <= 11
+        assert (one["delta"], one["dp"], one["proven"]) == (1e-3, "latents", True)
+        assert one["mechanism"].endswith("one example replaced")
