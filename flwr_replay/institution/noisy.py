@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from flwr_replay.wire.records import opened
 __all__ = ["NoisyUpload"]
 
 FOLDER = "noisy-latents"  # in the run's state
+AT_ONCE = 2**23  # bytes of latents that are written together
 
 
 class NoisyUpload:
@@ -66,8 +68,13 @@ class NoisyUpload:
         Raises
         ------
         PrivacyError
-            If the run's upload was made by another encoder or is lost, or the account states less than before.
+            If the run's upload was made by another encoder or is lost, the account states less than before, or the
+            noise is for another number of views.
         """
+        if total != self.local.views * len(self.budget.institution.train):
+            raise PrivacyError(
+                f"an upload has the noise of {self.local.views} rows for each example; the server asks for {total} rows"
+            )
         private_folder(self.folder)
         with alone(self.folder.parent.parent, wait=True):  # of all runs: their epsilons add up
             account = self.budget.account(self.request.run)
@@ -96,8 +103,8 @@ class NoisyUpload:
         noise = self.budget.stream(LATENTS, self.request)
         given_N = randomised(train.y, self.local.classes, self.local.label_epsilon, labels).numpy()
         first = 0
-        for part in latents:
-            codes, scales = pack(self.local.noisy(part, sigma, noise), self.request.latent_dtype)
+        for part in _gathered(self.local.noisy(part, sigma, noise) for part in latents):
+            codes, scales = pack(part, self.request.latent_dtype)
             rows = np.arange(first, first + len(codes))
             chunk = Latents(
                 latents=codes,
@@ -111,3 +118,15 @@ class NoisyUpload:
             store.add(self.name, chunk)
             first += len(codes)
         return store
+
+
+def _gathered(parts: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Join rows that are written together; every write waits for the disk."""
+    held: list[Tensor] = []
+    for part in parts:
+        held.append(part)
+        if sum(one.nbytes for one in held) >= AT_ONCE:
+            yield torch.cat(held)
+            held = []
+    if held:
+        yield torch.cat(held)

@@ -117,6 +117,13 @@ def test_another_upload_of_the_same_run_does_not_leave(server, run, change, line
     assert charged(server, run) == [UPLOAD]
 
 
+def test_more_views_than_the_noise_is_for_do_not_leave_without_a_guard_either(server, monkeypatch):
+    monkeypatch.setattr("flwr_replay.institution.guard._check_options_kept", lambda *_: None)
+    reply = ask(server, "more views", views=3)
+    assert "the noise of 2 rows for each example; the server asks for 120 rows" in refusal(reply)
+    assert not weights(reply)
+
+
 def test_two_encoders_at_the_same_time_make_one_upload(folder):
     with ThreadPoolExecutor(2) as pool:
         servers = [HostileServer(folder, *NOISY) for _ in range(2)]
