@@ -1,7 +1,9 @@
 """Attacks on dp=latents by a server that sends what it likes: no sequence of messages exceeds the account."""
 
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hostile_server import HostileServer, metrics, refusal, weights
 from flwr_replay.clients.fedreplay import FedReplayClient
 from flwr_replay.errors import RunError
 from flwr_replay.institution.budget import PrivacyBudget
+from flwr_replay.institution.noisy import NoisyUpload
 from flwr_replay.memory import forget
 from flwr_replay.payloads.common import RollCall
 from flwr_replay.payloads.fedreplay import Encode, Extract, Latents
@@ -124,12 +127,24 @@ def test_more_views_than_the_noise_is_for_do_not_leave_without_a_guard_either(se
     assert not weights(reply)
 
 
-def test_two_encoders_at_the_same_time_make_one_upload(folder):
+def test_two_encoders_at_the_same_time_make_one_upload(folder, monkeypatch):
+    """Each of two processes finds nothing charged; without a lock the second's upload would lie there uncharged."""
+    made, both = NoisyUpload._made, threading.Barrier(2)
+
+    def waits(self, *about):
+        with suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.5)  # for the other one, which must not come
+        return made(self, *about)
+
+    monkeypatch.setattr(NoisyUpload, "_made", waits)
+    servers = [HostileServer(folder, *NOISY) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        servers = [HostileServer(folder, *NOISY) for _ in range(2)]
         replies = list(pool.map(lambda server, change: ask(server, "race", change=change), servers, (1.0, 1.001)))
+    assert both.broken
+    again = [ask(servers[0], "race", change=change) for change in (1.0, 1.001)]
     assert sorted(bool(weights(reply)) for reply in replies) == [False, True]
-    assert charged(servers[0], "race") == [UPLOAD]
+    assert [bool(weights(reply)) for reply in again] == [bool(weights(reply)) for reply in replies]
+    assert charged(servers[0], "race") == [UPLOAD, AGAIN]
 
 
 def test_a_lost_upload_is_not_made_anew(server):
