@@ -59,7 +59,7 @@ def gaussian_noise(epsilon: float, delta: float) -> float:
     Examples
     --------
     >>> f"{gaussian_noise(1.0, 1e-5):.3f}"  # the classical sqrt(2 ln(1.25/δ))/ε would take 4.845
-    '3.730'
+    '3.731'
     """
     low, high = 0.0, 1.0
     while gaussian_delta(epsilon, 1 / high) > delta:
