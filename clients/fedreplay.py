@@ -5,15 +5,17 @@ Source: Qu et al. 2022, section 3.2, Algorithm 2, lines 1-3; section 4.1 for the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flwr_replay.errors import DivergedError
+from flwr_replay.errors import DivergedError, PrivacyError, WireError
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.institution.noisy import NoisyUpload
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.latents import BLOCK, pack, rows_per_chunk, shift_each
 from flwr_replay.learning.training import batches, learning_rate, make_optimizer, mean_loss, refuse_single_batches, step
@@ -30,10 +32,12 @@ HELD_OUT = 10  # without a validation split, one of so many training examples is
 class FedReplayClient(InstitutionClient):
     """Trains the encoder if asked to, and uploads latent variables."""
 
-    dp_mechanisms = ("encoder",)
+    dp_mechanisms = ("encoder", "latents")
 
     def encode(self, request: Encode) -> Encoder:
         """Stage 1: train the whole backbone until the validation loss stops falling; return the encoder only."""
+        if self.budget and self.budget.plan.local and not self.budget.plan.local.encoder_trained:
+            raise PrivacyError("with these options no institution trains the encoder; the server asks for it: refused")
         model = self.scratch_model(request.arrays)
         encoder, _ = split(model, request.cut)
         self.institution.policy.check_upload(encoded(encoder).count_bytes(), "the encoder")
@@ -107,26 +111,39 @@ class FedReplayClient(InstitutionClient):
         row_values = self.encode_rows(encoder, views, torch.zeros(1, dtype=torch.int64))[0].numel()
         label_bytes = train.y[0].numel() * train.y.element_size()
         fit = rows_per_chunk(row_values, label_bytes, request.latent_dtype, request.chunk_bytes)
-        stop = min(total, request.first + fit)
-        parts = []
-        for begin in range(request.first - request.first % BLOCK, stop, BLOCK):
-            block = self.encode_rows(encoder, views, torch.arange(begin, min(begin + BLOCK, total)))
-            parts.append(pack(block[max(0, request.first - begin) : stop - begin], request.latent_dtype))
-        codes, scales = zip(*parts, strict=True)
-        rows = torch.arange(request.first, stop)
+        first, stop = request.first, min(total, request.first + fit)
+        if not 0 <= first < stop:
+            raise WireError(f"an upload has rows 0 to {total}; the server asks for those from {first} on")
+        stated = {}
+        if self.budget and self.budget.plan.local:
+            blocks = self.blocks(encoder, views, 0, total)
+            rows = NoisyUpload(self.budget, self.budget.plan.local, request).rows(blocks, total, first, stop)
+            stated = self.spent(request.run)
+        else:
+            parts = [pack(block, request.latent_dtype) for block in self.blocks(encoder, views, first, stop)]
+            codes, scales = zip(*parts, strict=True)
+            own = (torch.arange(first, stop) % len(train)).to(train.y.device)
+            rows = {"latents": np.concatenate(codes), "labels": train.y[own].cpu().numpy()}
+            rows |= {} if scales[0] is None else {"scales": np.concatenate(scales)}
 
         def raw_bytes(examples: int) -> int:
             return train.raw_bytes * examples // len(train)
 
         return Latents(
-            latents=np.concatenate(codes),
-            labels=train.y[(rows % len(train)).to(train.y.device)].cpu().numpy(),
-            scales=None if scales[0] is None else np.concatenate(scales),
+            **rows,
             num_examples=len(train),
-            first=request.first,
+            first=first,
             total=total,
-            raw_bytes=raw_bytes(min(stop, len(train))) - raw_bytes(min(request.first, len(train))),
+            raw_bytes=raw_bytes(min(stop, len(train))) - raw_bytes(min(first, len(train))),
+            **stated,
         )
+
+    def blocks(self, encoder: nn.Module, views: Tensor | None, first: int, stop: int) -> Iterator[Tensor]:
+        """Encode rows `first` to `stop` of the upload, in parts of whole blocks."""
+        total = len(self.institution.train) if views is None else len(views)
+        for begin in range(first - first % BLOCK, stop, BLOCK):
+            block = self.encode_rows(encoder, views, torch.arange(begin, min(begin + BLOCK, total)))
+            yield block[max(0, first - begin) : stop - begin]
 
     def encode_rows(self, encoder: nn.Module, views: Tensor | None, rows: Tensor) -> Tensor:
         """Encode rows of the upload: row r is view r // n of example r mod n."""

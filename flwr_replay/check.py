@@ -54,7 +54,7 @@ from flwr_replay.wire.weights import to_arrays
 __all__ = ["check_strategy"]
 
 JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "device=cpu")
-MECHANISMS = ("encoder", "classifier", "proxy", "generator", "prior")
+MECHANISMS = ("encoder", "classifier", "proxy", "generator", "prior", "latents")
 OF_REPLAY = {"generator", "prior"}  # replay declares their passes
 CLASSIFIERS = ("released", "kept", "none")
 DECLARED: dict[str, type] = {
@@ -65,6 +65,7 @@ DECLARED: dict[str, type] = {
     "own_batches": bool,
     "private_models": tuple,
 }
+NEEDED = {"latents": ("latent_clip=1", "latent_epsilon=8", "label_epsilon=2")}  # options without a default
 REPEATABLE = ("model.norm=group", "privacy.noise=seeded")  # for methods that draw secret noise by default
 
 
@@ -252,7 +253,8 @@ def _check_mechanisms(name: str) -> None:
     """Train every mechanism under DP, once for a strategy."""
     for mechanism in sorted({*mechanisms_of(load_strategy(name)[0])} - OF_REPLAY):
         with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
-            job = [f"strategy={name}", *JOB, *REPEATABLE, "partition.size=100", f"dp={mechanism}", f"runs_dir={folder}"]
+            private = [f"dp={mechanism}", *NEEDED.get(mechanism, ())]
+            job = [f"strategy={name}", *JOB, *REPEATABLE, "partition.size=100", *private, f"runs_dir={folder}"]
             _run([*job, "run_name=dp"])
             _check_charges(job, Path(folder) / "dp")
 
@@ -274,6 +276,11 @@ def _check_charges(job: list[str], folder: Path) -> None:
             assert steps[mechanism] in (0, expected), (  # 0: another institution trains it, as FedReplay's encoder
                 f"dp_passes must be the passes made; {planned.epochs} of {mechanism} are {expected} steps, {name} was "
                 f"charged for {steps[mechanism]}"
+            )
+        if plan.local:
+            views = plan.local.views
+            assert steps["latents"] == views, (
+                f"an upload is charged once; {name} was charged {steps['latents']} of {views}"
             )
         charged += steps
     idle = [mechanism for mechanism in plan.mechanisms if not charged[mechanism]]

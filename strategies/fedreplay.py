@@ -4,7 +4,8 @@ Source: Qu et al. 2022 (doi:10.1016/j.media.2022.102424), section 3.2, Algorithm
 Idea: A shared encoder turns every institution's images into latent variables. These are uploaded once, with their
 labels, and the server trains the rest of the network on their union. No averaging, no forgetting.
 Travels: the encoder, from one institution to all (`Encode`, `Encoder`, `Extract`); latents and labels, once, from every
-institution (`Latents`): functions of single patients, without differential privacy; for evaluation the whole model.
+institution (`Latents`): functions of single patients, which have noise with dp=latents only; for evaluation the whole
+model.
 
     stage 1  E ← the part before the cut of a backbone trained at one institution until it stops improving
     stage 2  for each institution k: e_k ← E(x_k), uploaded with its labels                  # lines 1-6
@@ -12,7 +13,7 @@ institution (`Latents`): functions of single patients, without differential priv
              θ_C ← fresh weights                                                             # line 8
              for each round: for each batch of e: θ_C ← θ_C − η ∇L(θ_C; e)                   # lines 9-10
 
-What is protected: With dp=encoder the encoder's weights are differentially private. Latents and labels never are.
+What is protected: With dp=encoder the encoder's weights are differentially private, with dp=latents latents and labels.
 
 Deviations: Stage 1 stops early on the institution's validation split and keeps the best epoch. Without such a split it
 holds out a tenth of the training examples. (A simulation deals the validation split like the test split: IID, unless
@@ -91,8 +92,14 @@ class FedReplayConfig(StrategyConfig):
         within("strategy.", self, encoder_epochs=(1, PASSES), patience=(1, PASSES), upload_views=(1, VIEWS))
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
-        """The most epochs of the encoder's one training, if an institution trains it; all are charged."""
-        return {"encoder": self.encoder_epochs} if self.encoder == "institution" else {}
+        """The most epochs of the encoder's one training, if an institution trains it; all views of the one upload."""
+        trained = {"encoder": self.encoder_epochs} if self.encoder == "institution" else {}
+        return {**trained, "latents": self.upload_views}
+
+    @property
+    def instructed(self) -> Mapping[str, object]:
+        """The views of an upload: as many as the options say."""
+        return {"views": self.upload_views}
 
 
 class FedReplay(OneShot):
@@ -101,7 +108,7 @@ class FedReplay(OneShot):
     name = "fedreplay"
     config_type = FedReplayConfig
     config: FedReplayConfig
-    dp_mechanisms = ("encoder",)
+    dp_mechanisms = ("encoder", "latents")
     stages = ("extract", "evaluate")
 
     encoder: StateDict | None = None

@@ -64,6 +64,7 @@ def test_options_keep_the_contract(job, monkeypatch, tmp_path):
         "cwt replay=vqvae2 dp=generator codebook=gradient noise=seeded",
         "fedavg replay=pixelcnn dp=end-to-end codebook=gradient model.norm=group noise=seeded",
         "fedreplay dp=encoder model.norm=group noise=seeded strategy.encoder_epochs=2",
+        "fedreplay dp=latents latent_clip=1 latent_epsilon=8 label_epsilon=2 upload_views=2 chunk_mb=0.1 noise=seeded",
         "local dp=classifier model.norm=group noise=seeded",
         "central dp=classifier model.norm=group noise=seeded",
         "feder mode=buffer-only dp=end-to-end codebook=gradient generator.classes=[all] noise=seeded",

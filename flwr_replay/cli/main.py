@@ -241,7 +241,11 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
     if count := up.get("per-sample", 0) + up.get("per-sample-raw", 0):
         raw = up.get("raw-bytes-they-stand-for")
         place = f", in place of {shown_bytes(raw)} of raw data" if raw else ""
-        lines.append(f"of single patients: {shown_bytes(count)} went up{place}; not differentially private")
+        noisy = all(
+            one and one["epsilon"] is not None and one.get("dp") == "latents" for one in result["privacy"].values()
+        )
+        said = "each with noise of its own" if noisy else "not differentially private"
+        lines.append(f"of single patients: {shown_bytes(count)} went up{place}; {said}")
     if count := up.get("synthetic", 0):
         # A run with synthetic images has an epsilon only if its generators are trained under DP.
         bounded = all(one and one["epsilon"] is not None for one in result["privacy"].values())

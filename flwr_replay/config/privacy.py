@@ -9,24 +9,32 @@ from flwr_replay.config.sections import FRACTION, NOT_NEGATIVE_FINITE, Range, on
 
 __all__ = ["MECHANISMS", "PrivacyConfig"]
 
-MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy")
+MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy", "latents")
 NOISE = Range(0.01, 1e6, "lies in [0.01, 1e6]")  # noise multipliers
 CLIP = Range(1e-9, 1e9, "lies in [1e-9, 1e9]")
 LEAST = 1e-3  # the smallest epsilon
+LATENT = Range(LEAST, 1e4, "lies in [0.001, 10000]")
+LABEL = Range(LEAST, 20, "lies in [0.001, 20]")  # above, doubles could not tell how seldom a label changes
 END_TO_END = ("generator", "prior", "classifier")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyConfig:
-    """DP-SGD at an institution (Qu et al. 2022, section 4.4: sigma 0.7, delta 1/|D|; no clipping norm is given)."""
+    """DP-SGD at an institution, and local DP of its latents.
 
-    dp: str = "none"  # none | generator, prior, encoder, classifier, proxy, joined by + | end-to-end
+    Qu et al. 2022, section 4.4: sigma 0.7, delta 1/|D|; they give no clipping norm, and their latents have no DP.
+    """
+
+    dp: str = "none"  # none | generator, prior, encoder, classifier, proxy, latents, joined by + | end-to-end
     sigma: float = 0.7  # noise multiplier
     target_epsilon: float = 0.0  # choose the least sigma that keeps the whole run within it; 0: use sigma as given
     clip: float = 1.0  # C, the largest L2 norm of an example's gradient: encoder, classifier, proxy
     generator_clip: float = 1.0  # C for the generator
     prior_clip: float = 1.0  # C for the prior
     count_sigma: float = 10.0  # prior: standard deviation of the noise on the number of examples of each label
+    latent_clip: float = 0.0  # latents: C, the largest L2 norm of one row; a public constant, not computed from data
+    latent_epsilon: float = 0.0  # latents: epsilon of one example's latents, all its views together
+    label_epsilon: float = 0.0  # latents: epsilon of one example's label
     epsilon: float = 0.0  # each institution's budget for a run; 0: no limit, epsilon is only reported
     delta: float = 0.0  # delta; 0: 1/|D|
     noise: str = "secret"  # secret: from a key that the institution keeps | seeded: for tests, protects nothing
@@ -50,10 +58,31 @@ class PrivacyConfig:
                 f"privacy.{option} must be 0, for none, or at least {LEAST}; below that, delta alone says what leaks; "
                 f"got {value}",
             )
+        self._check_local()
         require(
             not (self.epsilon and self.target_epsilon),
             f"privacy.target-epsilon also sets the budget; got {self.target_epsilon:g} and privacy.epsilon="
             f"{self.epsilon:g}: leave one of them out",
+        )
+
+    def _check_local(self) -> None:
+        own = {"latent-clip": self.latent_clip, "latent-epsilon": self.latent_epsilon}
+        own["label-epsilon"] = self.label_epsilon
+        shown = ", ".join(f"privacy.{name}={value:g}" for name, value in own.items())
+        if "latents" not in self.mechanisms:
+            require(not any(own.values()), f"{shown} are for dp=latents; got dp={self.dp}: leave them out")
+            return
+        require(
+            self.dp == "latents",
+            "dp=latents stands alone: its epsilon is for one example replaced by another, that of DP-SGD for one more "
+            f"or less, and an account has one kind; got dp={self.dp}: choose one of them",
+        )
+        require(all(own.values()), f"dp=latents needs latent-clip, latent-epsilon and label-epsilon; got {shown}")
+        within("privacy.", self, latent_clip=CLIP, latent_epsilon=LATENT, label_epsilon=LABEL)
+        require(
+            not (self.epsilon or self.target_epsilon),
+            f"with dp=latents the budget is latent-epsilon + label-epsilon; got privacy.epsilon={self.epsilon:g} and "
+            f"privacy.target-epsilon={self.target_epsilon:g}: leave them out",
         )
 
     @property
@@ -63,7 +92,7 @@ class PrivacyConfig:
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """Return the mechanisms that are trained by DP-SGD."""
+        """Return the mechanisms that are trained by DP-SGD, or latents."""
         if self.end_to_end:
             return END_TO_END
         return () if self.dp == "none" else tuple(self.dp.split("+"))
@@ -75,7 +104,9 @@ class PrivacyConfig:
 
     @property
     def limit(self) -> float:
-        """The budget, an epsilon; infinite without one."""
+        """The budget, an epsilon; infinite without one. Of latents, what one upload costs."""
+        if self.dp == "latents":
+            return self.latent_epsilon + self.label_epsilon
         return self.epsilon or self.target_epsilon or inf
 
     def delta_for(self, examples: int) -> float:

@@ -55,7 +55,8 @@ class StrategyConfig:
         """Return how many passes an institution makes over its examples, by mechanism: encoder, classifier, proxy.
 
         The passes are those of a whole run of `rounds` rounds, for every mechanism that the method can train by
-        DP-SGD. Replay declares those of generator and prior. Noise, charges and forecast follow from them.
+        DP-SGD. Replay declares those of generator and prior. Noise, charges and forecast follow from them. Of latents,
+        which get noise before they leave, it is the rows that an upload has for each example.
         """
         return {}
 

@@ -1,4 +1,4 @@
-"""An institution's privacy budget in a run: every DP-SGD training is charged before its first step."""
+"""An institution's privacy budget in a run: DP-SGD is charged before its first step, latents before they leave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flwr_replay.institution.state import StateStore
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.common import ChargedRequest
 from flwr_replay.privacy.account import Account
-from flwr_replay.privacy.accounting import SampledGaussian
+from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilon
 from flwr_replay.privacy.dpsgd import noisy_step, poisson_batches
 from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
 from flwr_replay.privacy.secret import Stream, noise_stream
@@ -122,6 +122,12 @@ class PrivacyBudget:
                 "later releases: restore the newest copy, or begin a new run"
             )
         account.charge(mechanism, cost, self.plan.config.noise)
+
+    def check_all_runs(self, cost: LocalRelease, delta: float) -> None:
+        """Refuse what would make the local releases of all runs together more than the policy allows."""
+        others = [spent for folder in self.state.runs() for spent in Account(folder, delta=delta).spent]
+        local = [spent for spent in others if isinstance(spent, LocalRelease)]
+        self.institution.policy.check_local(epsilon([*local, cost], delta))
 
     def noisy_counts(self, counts: Tensor, request: ChargedRequest) -> Tensor:
         """Return noisy label counts: whole numbers, none negative, at least one of them positive."""

@@ -93,7 +93,9 @@ class InstitutionClient(NumPyClient):
         The generator that the institution trains, to draw synthetic images; None: it draws none.
     """
 
-    dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what this method's stages train by DP-SGD; a subclass says it anew
+    dp_mechanisms: ClassVar[
+        tuple[str, ...]
+    ] = ()  # what it trains by DP-SGD or sends with noise; a subclass says it anew
 
     def __init__(
         self,

@@ -232,8 +232,8 @@ def _check_account(
     for field, mechanism in dp_fields.items():
         if not charged[mechanism]:
             raise PrivacyError(
-                f"{field} leaves as trained by DP-SGD only if its {mechanism} has been charged; the account of run "
-                f"{run!r} has no such charge for this answer: choose dp=none, or a method that trains it so"
+                f"{field} leaves as under DP only if its {mechanism} has been charged; the account of run {run!r} "
+                "has no such charge for this answer: choose dp=none, or a method that trains it so"
             )
     if (metrics.get("epsilon"), metrics.get("delta")) != (account.stated_epsilon, account.delta):
         raise PrivacyError(

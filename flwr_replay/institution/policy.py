@@ -21,6 +21,9 @@ The policy is a YAML file in the institution's hands:
                                               # a budget within it. Metrics on test examples are not covered: see
                                               # `metrics`. Several runs add up; their sum has no limit
     max-delta: 1.0e-5                         # the largest delta; choose it far below one over the number of examples
+    max-local-epsilon: 20                     # rows of single patients leave with dp=latents only, and all runs in this
+                                              # state directory together have at most this epsilon for an example and
+                                              # its label. It says nothing of encoders: see `kinds`
     metrics: counted                          # of tests. none | counted: numbers of examples and pixels | exact: losses
                                               # and scores too, from which crafted weights read single pixels. Training
                                               # losses leave with exact only. Default: exact, with max-epsilon counted
@@ -95,6 +98,7 @@ class Policy:
     max_upload_mb: float | None = None
     max_epsilon: float | None = None
     max_delta: float | None = None
+    max_local_epsilon: float | None = None
     metrics: str | None = None
     max_evaluations: int = EVALUATIONS
     recording: bool = True
@@ -162,11 +166,25 @@ class Policy:
                 f"policy lets fields of kind {', '.join(self.kinds) or 'none'} leave; {name} is {kind}: "
                 f"choose a strategy that shares less {ADVICE}"
             )
+        shown = f"epsilon {epsilon:g}" if math.isfinite(epsilon) else "no differential privacy (epsilon = inf)"
         if self.max_epsilon is not None and epsilon > self.max_epsilon:
-            shown = f"epsilon {epsilon:g}" if math.isfinite(epsilon) else "no differential privacy (epsilon = inf)"
             raise RefusedError(
                 f"policy asks for epsilon <= {self.max_epsilon:g}; {name} has {shown}: "
                 f"choose a differentially private setting {ADVICE}"
+            )
+        most = math.inf if self.max_local_epsilon is None else self.max_local_epsilon
+        if kind.startswith("per-sample") and epsilon > most:
+            raise RefusedError(
+                f"policy lets rows of single patients leave with local epsilon <= {most:g}; {name} has {shown}: "
+                f"choose dp=latents with less {ADVICE}"
+            )
+
+    def check_local(self, epsilon: float) -> None:
+        """Refuse an upload of latents with which all runs together would have too large an epsilon."""
+        if self.max_local_epsilon is not None and epsilon > self.max_local_epsilon:
+            raise RefusedError(
+                f"policy lets latents of all runs have local epsilon <= {self.max_local_epsilon:g} together; with this "
+                f"run they would have {epsilon:.4g}: ask for less {ADVICE}"
             )
 
     def check_delta(self, delta: float) -> None:

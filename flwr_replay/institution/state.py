@@ -49,6 +49,10 @@ class StateStore:
             raise WireError(f"a run's id has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
         return self.folder / RUNS / run
 
+    def runs(self) -> list[Path]:
+        """Return the folders of all runs."""
+        return [folder for folder in (self.folder / RUNS).iterdir() if folder.is_dir()]
+
     def bind(self, run: str, bound: str) -> None:
         """Bind a run to its options: the first message of a run writes them down, later ones must have the same.
 

@@ -171,6 +171,10 @@ class LatentStore:
             os.fsync(file.fileno())
         return tally(path, before, end)
 
+    def rows(self, name: str, first: int, stop: int) -> dict[str, NDArray[Any]]:
+        """Return rows `first` to `stop` of an upload that is complete: latents, labels and, of int8, scales."""
+        return {key: np.array(array[first:stop]) for key, array in self._open(name).items()}
+
     @property
     def row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Shapes of one row's latents and labels in the first upload that is complete; None if there is none."""

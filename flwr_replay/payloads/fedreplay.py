@@ -1,7 +1,7 @@
 """What travels in FedReplay: an encoder, and once per institution the latent variables with their labels.
 
 A latent variable is a function of one patient's image. Anybody who has it and the encoder can try to invert it. With
-dp=encoder the encoder is differentially private; latent variables and labels never are.
+dp=encoder the encoder is differentially private, with dp=latents the latent variables and labels are, each by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.payloads.common import LabelScale, Spending, Spent
 from flwr_replay.wire.fields import instruction, model, per_sample, statistic
-from flwr_replay.wire.payload import Payload, Request
+from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
 
 __all__ = ["Encode", "Encoder", "Extract", "Latents"]
@@ -44,13 +44,13 @@ class Encode(Spending, LabelScale, Request, stage="encode", answer=Encoder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latents(Payload):
+class Latents(Spent):
     """One chunk of an institution's latent variables and labels."""
 
-    latents: NDArray[Any] = per_sample("N ...", "float32", "float16", "int8", means="activations")
-    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8", means="labels")
+    latents: NDArray[Any] = per_sample("N ...", "float32", "float16", "int8", means="activations", dp="latents")
+    labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8", means="labels", dp="latents")
     scales: NDArray[Any] | None = per_sample(
-        "N", "float32", means="scales", default=None
+        "N", "float32", means="scales", dp="latents", default=None
     )  # int8 only: value = scale * code
     num_examples: int = statistic("examples, the institution's, before views", public=True)
     first: int = statistic("row of the upload at which this chunk begins", public=True)
@@ -59,7 +59,7 @@ class Latents(Payload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extract(Request, stage="extract", answer=Latents):
+class Extract(Spending, Request, stage="extract", answer=Latents):
     """Stage 2: encode your training examples with this encoder and upload the rows from `first` on."""
 
     arrays: Weights = model()

@@ -1,6 +1,7 @@
 """Differential privacy at an institution: accounting, DP-SGD, secret noise, budgets, and the tools for epsilon.
 
-Everywhere two data sets are neighbours if one has one *example* more than the other; their number is taken as known.
+Two data sets are neighbours if one has one *example* more than the other; their number is taken as known. With
+dp=latents they are if one example is *replaced* by another. The two are never put into one epsilon.
 """
 
 from __future__ import annotations

@@ -7,29 +7,32 @@ does not reset the account.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from math import inf, isfinite
 from pathlib import Path
+from typing import Any
 
 from flwr_replay.errors import BudgetError
 from flwr_replay.files.atomic import Lines, alone, private_folder, read_lines, stamp, sync
 from flwr_replay.memory import remembered
-from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilon
 
 __all__ = ["Account"]
 
 CHARGES = "privacy.jsonl"
 CHARGE = {"mechanism": str, "rate": int | float, "sigma": int | float, "steps": int, "noise": str}
+LABELS = "label_epsilon"  # a key of local releases alone
 
 
 class Account:
     """The charges of one institution in one run, over all of its mechanisms, and its budget.
 
     The budget is kept by Rényi DP. Its bound stays true where steps and noise are chosen during the run, as a server
-    does (Lécuyer 2021, arXiv 2103.01379). Without a limit, epsilon is that of steps that were chosen beforehand.
+    does (Lécuyer 2021, arXiv 2103.01379). Without a limit, epsilon is that of steps that were chosen beforehand. Local
+    releases have accounts of their own, which compose exactly.
     Runs on the same examples add up beyond the budget: take `Account(...).spent` of all their folders as one list.
 
     Parameters
@@ -135,7 +138,7 @@ class _Book:
         if not self.current:
             before = stamp(self.path)  # what is written meanwhile is read the next time
             charges = read_lines(self.path, CHARGE)
-            self.costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
+            self.costs = [_cost(charge) for charge in charges]
             self.mechanisms = [charge["mechanism"] for charge in charges]
             self.noises = {charge["noise"] for charge in charges}
             self.written = before
@@ -156,6 +159,11 @@ class _Book:
         self.noises.add(noise)
         self.written = stamp(self.path)
         _sync(self.path.parent, self.written[0])
+
+
+def _cost(charge: Mapping[str, Any]) -> SampledGaussian:
+    numbers = charge["rate"], charge["sigma"], charge["steps"]
+    return LocalRelease(*numbers, charge[LABELS]) if LABELS in charge else SampledGaussian(*numbers)
 
 
 @remembered(maxsize=1024)

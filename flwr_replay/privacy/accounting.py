@@ -4,6 +4,8 @@ Two bounds on the same mechanism, both computed by Opacus: Rényi DP (Mironov, T
 and numerical composition of privacy loss random variables (Gopi, Lee and Wutschitz 2021, arXiv 2106.02848), which is
 tighter. Both hold for Poisson sampling, in which every example joins every step independently and with the same
 probability. Neither covers shuffled epochs. Neighbouring data sets differ by one example added or removed.
+
+Latents and labels under local DP are accounted for apart, exactly, and for one example replaced by another.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import floor, inf, log10
+from math import floor, inf, log10, sqrt
 from typing import Self
 
 import numpy as np
@@ -21,8 +23,9 @@ from numpy.typing import NDArray
 from flwr_replay.config.sections import one_of, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.privacy import importing_opacus
+from flwr_replay.privacy.gaussian import gaussian_epsilon
 
-__all__ = ["ORDERS", "SampledGaussian", "epsilon", "noise_for", "rounded_up"]
+__all__ = ["ORDERS", "LocalRelease", "SampledGaussian", "epsilon", "noise_for", "rounded_up"]
 
 # Opacus' orders; below them for an epsilon in the hundreds, above them for one below 0.1.
 ORDERS = (
@@ -82,6 +85,21 @@ class SampledGaussian:
         return cls(batch / examples, sigma, examples // batch * epochs)
 
 
+@dataclass(frozen=True)
+class LocalRelease(SampledGaussian):
+    """What one example releases of itself under local DP; neighbours are one example *replaced* by another.
+
+    Parameters
+    ----------
+    rate, sigma, steps
+        1; the noise's standard deviation in units of the sensitivity 2C; rows of latents of the example.
+    label_epsilon : float
+        Of its label, by randomised response; 0: no label was released.
+    """
+
+    label_epsilon: float = 0.0
+
+
 def epsilon(
     costs: Sequence[SampledGaussian],
     delta: float,
@@ -93,7 +111,7 @@ def epsilon(
     Parameters
     ----------
     costs : Sequence[SampledGaussian]
-        All that was released; of nothing, epsilon is 0.
+        All that was released; of nothing, epsilon is 0. Of `LocalRelease` alone it is exact, by either accountant.
     delta : float
         In (0, 1); usually at most 1/|D|.
     accountant : str
@@ -110,7 +128,8 @@ def epsilon(
     Raises
     ------
     ConfigError
-        If delta is no probability, or prv is asked for an epsilon beyond 300.
+        If delta is no probability, prv is asked for an epsilon beyond 300, or local releases stand among others: one
+        epsilon has one kind of neighbours.
 
     Examples
     --------
@@ -120,6 +139,13 @@ def epsilon(
     """
     require(0 < delta < 1, f"delta is a probability in (0, 1); got {delta}")
     one_of("accountant", accountant, ("rdp", "prv"))
+    if local := [cost for cost in costs if isinstance(cost, LocalRelease)]:
+        require(
+            len(local) == len(costs),
+            "one epsilon is for one kind of neighbours: an example replaced (latents), or one more or less (DP-SGD); "
+            "got releases of both",
+        )
+        return _local(local, delta)
     steps: dict[tuple[float, float], int] = {}
     for cost in costs:  # the same mechanism in many visits is one entry
         if cost.steps:
@@ -130,6 +156,14 @@ def epsilon(
         return inf
     bound = _rdp(tuple(steps.items()), delta, tuple(orders))
     return bound if accountant == "rdp" else _prv(steps, delta, bound)
+
+
+def _local(costs: Sequence[LocalRelease], delta: float) -> float:
+    """Compose rows of latents exactly, and add the pure epsilons of labels."""
+    if any(cost.steps and not cost.sigma for cost in costs):
+        return inf
+    mu = sqrt(sum(cost.steps / cost.sigma**2 for cost in costs if cost.steps))
+    return gaussian_epsilon(mu, delta) + sum(cost.label_epsilon for cost in costs)
 
 
 @lru_cache(maxsize=1024)  # institutions of the same size ask for the same

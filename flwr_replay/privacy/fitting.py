@@ -40,6 +40,11 @@ def check_fit(config: RunConfig, wanted: Container[str]) -> None:
         f"task={config.task.name} {mixed}, which mixes patients without noise: choose dp=none or another task",
     )
     require(
+        "latents" not in wanted or config.task.kind == "classification",
+        f"dp=latents randomises labels among classes; task={config.task.name} is a {config.task.kind}, which has none: "
+        "choose a classification, or dp=none",
+    )
+    require(
         not config.task.balanced,
         "task.balanced=true leaves patients out until both classes are equally frequent, so adding one patient may "
         "change which others are used: choose dp=none or balanced=false",

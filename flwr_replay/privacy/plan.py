@@ -15,6 +15,7 @@ from flwr_replay.errors import BudgetError, ConfigError, PrivacyError, WireError
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for, rounded_up
 from flwr_replay.privacy.fitting import check_fit, mechanisms_wanted
+from flwr_replay.privacy.local import LATENTS, LocalDP
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import Payload, Row
 
@@ -57,6 +58,8 @@ class PrivacyPlan:
         Whether tests are of models that institutions train on their examples without noise, and keep.
     replays_codes : bool
         Whether institutions learn from codes of each other's images.
+    local : LocalDP | None
+        With dp=latents, what each example releases of itself; then nothing is trained by DP-SGD.
     """
 
     config: PrivacyConfig
@@ -66,6 +69,7 @@ class PrivacyPlan:
     counted: bool = False
     tests_own: bool = False
     replays_codes: bool = False
+    local: LocalDP | None = None
 
     @classmethod
     def of(cls, config: RunConfig) -> Self | None:
@@ -100,6 +104,11 @@ class PrivacyPlan:
             f"a proxy may learn from a model trained without noise, and then its epsilon is not proven; "
             f"{type(strategy).__name__} does not say so or otherwise: let it declare `unproven`",
         )
+        if LATENTS in wanted:
+            epsilons = privacy.latent_epsilon, privacy.label_epsilon
+            trained = "encoder" in declared
+            local = LocalDP(privacy.latent_clip, *epsilons, declared[LATENTS], config.task.classes, trained)
+            return cls(privacy, (), local=local)
         return cls(
             privacy,
             tuple(passes[name] for name in wanted),
@@ -112,8 +121,8 @@ class PrivacyPlan:
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """All that is trained by DP-SGD."""
-        return tuple(passes.mechanism for passes in self.passes)
+        """All that is trained by DP-SGD, or the latents that get noise."""
+        return (LATENTS,) if self.local else tuple(passes.mechanism for passes in self.passes)
 
     def covers(self, mechanism: str) -> bool:
         """Return whether a mechanism's releases are under DP; label counts belong to the prior."""
@@ -142,8 +151,9 @@ class PrivacyPlan:
 
     def planned(self, examples: int) -> tuple[float, float]:
         """Return epsilon, by Rényi DP, and delta of an institution that stays to the end; at most its budget."""
-        costs = [passes.cost(examples, _sigma(self, examples)) for passes in self.passes]
         delta = self.config.delta_for(examples)
+        costs = [passes.cost(examples, _sigma(self, examples)) for passes in self.passes]
+        costs += [self.local.cost(delta)] if self.local else []
         return min(self.config.limit, epsilon([*costs, *self.fixed()], delta)), delta
 
     def checked_delta(self, examples: int) -> float:
@@ -188,12 +198,14 @@ class PrivacyPlan:
     @property
     def mechanism(self) -> str:
         """Name of the mechanism to which an epsilon belongs."""
+        if self.local:
+            return "Gaussian noise on latents and randomised response on labels; one example replaced"
         return "DP-SGD, Poisson sampling" + (NO_PROOF if self.unproven else "")
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
     def dp_fields(self, answer: type[Payload]) -> dict[str, str]:
-        """Return the fields of an answer that leave as trained by DP-SGD: from the key in records to the mechanism."""
+        """Return the fields of an answer that leave under DP: from the key in records to the mechanism."""
         return {key: field.dp for key, field in answer.by_key().items() if field.dp and self.covers(field.dp)}
 
     def check_covered(self, answer: type[Payload]) -> None:
@@ -239,7 +251,8 @@ class PrivacyPlan:
                 return "none: no epsilon and delta are stated"
             if not isfinite(epsilon):
                 return "not protected: its noise comes from the run's seed"
-            return f"({rounded_up(epsilon)}, {rounded_up(delta, 2)}){NO_PROOF if self.unproven else '-DP'}"
+            proof = NO_PROOF if self.unproven else "-DP of each replaced example" if self.local else "-DP"
+            return f"({rounded_up(epsilon)}, {rounded_up(delta, 2)}){proof}"
         return "declared public" if field.public else "none"
 
     def promise(self, answer: type[Payload], field: Field) -> float:
@@ -258,7 +271,8 @@ class PrivacyPlan:
         """Return an answer of an institution with this number of examples as it will be at the end of a run."""
         left_out = [name for name, field in answer.declared().items() if self.left_out(type(answer), field)]
         answer = replace(answer, **{field.name: field.default for field in fields(answer) if field.name in left_out})
-        if "delta" in answer.declared():
+        of_latents = any(field.dp == LATENTS for field in answer.declared().values())
+        if "delta" in answer.declared() and of_latents == (self.local is not None):  # neighbours of its own kind
             epsilon, delta = self.planned(examples)
             stated = epsilon if self.config.noise == "secret" else None
             answer = replace(answer, epsilon=stated, delta=delta)  # type: ignore[call-arg]
@@ -283,6 +297,8 @@ class PrivacyPlan:
         """Return what the whole run's epsilon covers and what not, as the answers of all stages declare it."""
         if self.config.noise == "seeded":
             return "The noise comes from the run's seed, for tests: nothing is protected."
+        if self.local:
+            return self.local.sentence()
         named = [*self.mechanisms, *(["label counts"] if self.counted else [])]
         covered = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
         if self.config.end_to_end:

@@ -122,7 +122,9 @@ def forecast_page(simulation: Simulation) -> str:
     leaves = {(key[2], key[3]): size for key, (_, size) in merged.items() if key[0] == "up"}
     samples = sum(size for (_, kind), size in leaves.items() if kind == "per-sample")
     shared = sum(size for (_, kind), size in leaves.items() if kind == "per-sample-raw")
-    leaving = ["all labels, as they are"] if ("labels", "per-sample") in leaves else []
+    noisy = {key[2]: key[4] for key in merged if key[0] == "up"}.get("labels", "none") != "none"
+    labels = "a label for every row, changed at random" if noisy else "all labels, as they are"
+    leaving = [labels] if ("labels", "per-sample") in leaves else []
     leaving += [f"{shown_bytes(shared)} of examples, to every other institution"] if shared else []
     stay = " Of these, the institutions send: " + ", ".join(leaving) if leaving else " They never leave an institution"
     text += ["", f"The raw training data of all institutions are {shown_bytes(raw)}.{stay}."]

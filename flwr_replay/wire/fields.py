@@ -71,9 +71,11 @@ def model(part: bool = False, dp: str = "", means: Meaning = "weights") -> Any:
     return _declare(Field("model", "state dict", part=part, dp=dp, means=means), dataclasses.MISSING)
 
 
-def per_sample(shape: str, *dtypes: str, means: Meaning, raw: bool = False, default: Any = dataclasses.MISSING) -> Any:
+def per_sample(
+    shape: str, *dtypes: str, means: Meaning, raw: bool = False, dp: str = "", default: Any = dataclasses.MISSING
+) -> Any:
     """Declare an array with one row for each example, a function of single patients; `raw`: the examples themselves."""
-    return _declare(Field("per-sample-raw" if raw else "per-sample", shape, dtypes, means=means), default)
+    return _declare(Field("per-sample-raw" if raw else "per-sample", shape, dtypes, dp=dp, means=means), default)
 
 
 def synthetic(shape: str, *dtypes: str, means: Meaning, dp: str = "") -> Any:

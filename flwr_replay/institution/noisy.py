@@ -1,0 +1,132 @@
+"""An upload under local DP: made once in a run, charged once, and sent again as the same bytes.
+
+A server may ask for any rows, in chunks of any size, as often as it likes. Fresh noise for every answer would average
+out, so there is none: rows that leave a second time are those of the file. Another encoder, another cut or a lost file
+would take fresh noise; this costs a second upload, which the budget does not allow. It is refused.
+
+The upload is whole and on the disk before it is charged, and charged before any row of it leaves. What a crash left
+uncharged has not left: it is thrown away and made anew.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flwr_replay.errors import PrivacyError
+from flwr_replay.files.atomic import alone, private_folder
+from flwr_replay.files.tensors import digest
+from flwr_replay.institution.budget import PrivacyBudget
+from flwr_replay.learning.latents import LatentStore, pack
+from flwr_replay.payloads.fedreplay import Extract, Latents
+from flwr_replay.privacy.local import LATENTS, LocalDP, randomised
+from flwr_replay.wire.records import opened
+
+__all__ = ["NoisyUpload"]
+
+FOLDER = "noisy-latents"  # in the run's state
+AT_ONCE = 2**23  # bytes of latents that are written together
+
+
+class NoisyUpload:
+    """The noisy latents and labels of an institution in one run.
+
+    Parameters
+    ----------
+    budget : PrivacyBudget
+        Of the institution.
+    local : LocalDP
+        Clipping norm, noise and views.
+    request : Extract
+        Brings the encoder, and names run, cut and dtype.
+    """
+
+    def __init__(self, budget: PrivacyBudget, local: LocalDP, request: Extract) -> None:
+        self.budget, self.local, self.request = budget, local, request
+        self.folder = budget.state.of_run(request.run) / FOLDER
+        made_by = {f"{request.cut}/{name}": array for name, array in opened(request.arrays).items()}
+        self.name = digest(made_by).removeprefix("sha256:")
+
+    def rows(self, latents: Iterator[Tensor], total: int, first: int, stop: int) -> dict[str, NDArray[np.generic]]:
+        """Return noisy rows `first` to `stop`: latents, labels and, of int8, scales; charged and on the disk.
+
+        Parameters
+        ----------
+        latents : Iterator[Tensor]
+            All rows without noise, in order and in parts; taken only if the upload is yet to be made.
+        total : int
+            Rows of the upload, V for each example.
+        first, stop : int
+            Rows, 0 ≤ first < stop ≤ total.
+
+        Raises
+        ------
+        PrivacyError
+            If the run's upload was made by another encoder or is lost, the account states less than before, or the
+            noise is for another number of views.
+        """
+        if total != self.local.views * len(self.budget.institution.train):
+            raise PrivacyError(
+                f"an upload has the noise of {self.local.views} rows for each example; the server asks for {total} rows"
+            )
+        private_folder(self.folder)
+        with alone(self.folder.parent.parent, wait=True):  # of all runs: their epsilons add up
+            account = self.budget.account(self.request.run)
+            cost = self.local.cost(account.delta)
+            if LATENTS in account.mechanisms:
+                cost = replace(cost, steps=0, label_epsilon=0.0)  # the same bytes again
+                store = LatentStore(self.folder)
+                if self.name not in store.complete:
+                    raise PrivacyError(
+                        "under dp=latents an institution makes its latents once in a run, by one encoder; in this run "
+                        "it made others, or they are gone; fresh noise would cost as much again: begin a new run"
+                    )
+            else:
+                self.budget.check_all_runs(cost, account.delta)
+                store = self._made(latents, total, cost.sigma)
+            self.budget.charge(LATENTS, cost, self.request)
+            return store.rows(self.name, first, stop)
+
+    def _made(self, latents: Iterator[Tensor], total: int, sigma: float) -> LatentStore:
+        """Make the whole upload, in a folder that holds nothing else."""
+        for old in self.folder.iterdir():
+            if old.is_dir():  # never charged, so it never left
+                shutil.rmtree(old)
+        train, store = self.budget.institution.train, LatentStore(self.folder)
+        labels = self.budget.stream("labels", self.request)
+        noise = self.budget.stream(LATENTS, self.request)
+        given_N = randomised(train.y, self.local.classes, self.local.label_epsilon, labels).numpy()
+        first = 0
+        for part in _gathered(self.local.noisy(part, sigma, noise) for part in latents):
+            codes, scales = pack(part, self.request.latent_dtype)
+            rows = np.arange(first, first + len(codes))
+            chunk = Latents(
+                latents=codes,
+                labels=given_N[rows % len(train)],
+                scales=scales,
+                num_examples=len(train),
+                first=first,
+                total=total,
+                raw_bytes=0,
+            )
+            store.add(self.name, chunk)
+            first += len(codes)
+        return store
+
+
+def _gathered(parts: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Join rows that are written together; every write waits for the disk."""
+    held: list[Tensor] = []
+    for part in parts:
+        held.append(part)
+        if sum(one.nbytes for one in held) >= AT_ONCE:
+            yield torch.cat(held)
+            held = []
+    if held:
+        yield torch.cat(held)
