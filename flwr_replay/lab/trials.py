@@ -23,7 +23,7 @@ from flwr_replay.attacks.latents import latents_of, mixes
 from flwr_replay.errors import RunError
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.lab.evidence import NO_MODEL, Answer, Evidence, Exhibit
-from flwr_replay.lab.judge import Originals, rows_behind
+from flwr_replay.lab.judge import Originals, rows_behind, rows_in_order
 from flwr_replay.learning.latents import unpack
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models import split
@@ -110,7 +110,9 @@ class OfActivations(Trial):
         self.encoder.train(exhibit.stage != "extract")  # FedReplay encodes in evaluation mode, SplitNN while it trains
         values = exhibit.array(self.answer)
         self.dtype = values.dtype.name
-        self.sent_n = torch.from_numpy(unpack(values, self.answer.content.arrays.get("scales")))
+        sent_n = torch.from_numpy(unpack(values, self.answer.content.arrays.get("scales")))
+        # Only images as they are: further views of them follow.
+        self.sent_n = sent_n[: int(self.answer.content.scalars["num-examples"])]
         self.places_n = self.some_of(len(self.sent_n))
         if mixes(self.encoder):  # batch norm in training: a batch as it was, the first
             self.places_n = torch.arange(min(len(self.sent_n), evidence.config.training.batch_size))
@@ -120,7 +122,9 @@ class OfActivations(Trial):
         yield from attacker.latents(self.encoder, self.sent_n[self.places_n], MOST, self.dtype)
 
     def rows(self, originals: Originals) -> Tensor:
-        """Find each row's original by encoding all of them."""
+        """Find each row's original by encoding all of them; under local DP row i is the institution's i-th image."""
+        if "latents" in self.evidence.config.privacy.mechanisms:
+            return rows_in_order(len(self.sent_n), int(self.answer.content.scalars["first"]), originals)
         return rows_behind(self.sent_n, lambda: latents_of(self.encoder, originals.x_NCHW, self.dtype))
 
     @property

@@ -19,6 +19,10 @@ RUNS = {
     "activations": ["strategy=splitnn", "partition.size=32", "model.norm=group"],
     "codes": ["strategy=cwt", "replay=vqvae2", "partition.size=60", "generator.epochs=2"],
     "raw": ["strategy=fedavgshare", "partition.size=60"],
+    "noisy": [
+        *("strategy=fedreplay", "encoder=random", "partition.size=60", "model.width=16"),
+        *("dp=latents", "latent-clip=1", "latent-epsilon=1", "label-epsilon=1"),
+    ],
     "private": ["strategy=fedavg", "dp=classifier", "model=mlp", "partition.size=60", "training.batch-size=8"],
 }
 
@@ -84,6 +88,14 @@ def test_labels_and_membership_beside_images(runs, monkeypatch, capsys):
     found = results["arrays", "loss threshold"]["membership"]
     assert found["members"] == found["non_members"] >= 20
     assert 0 <= found["auc"]["low"] <= found["auc"]["value"] <= found["auc"]["high"] <= 1
+
+
+def test_local_dp_hides_images_and_labels(runs, monkeypatch, capsys):
+    _, results, _ = attacked(monkeypatch, capsys, runs / "noisy", "--aux", "undealt")
+    for attack in ("latent matching", "learned decoder"):
+        assert results["latents", attack]["scores"]["identified"]["value"] < 0.2, attack
+    labels = results["labels", "read them"]["labels"]
+    assert 0 < labels["right"] < labels["number"] // 2
 
 
 def test_secret_noise_cannot_be_computed_anew(runs, monkeypatch, capsys):
