@@ -71,6 +71,5 @@ def _text(report: dict[str, Any], folder: Path) -> str:
         trained, unproven = ", ".join(claim["mechanisms"]), " (as the paper counts it)" if claim["unproven"] else ""
         verdict = "REFUTED" if report["refuted"] else "not refuted"
         lines.append(f"The account of {trained} claims epsilon {rounded_up(claim['epsilon'])}{unproven}: {verdict}.")
-    if not report["refuted"]:
-        lines.append(NO_PROOF)
+        lines += [] if report["refuted"] else [NO_PROOF]
     return "\n".join([*lines, str(folder / "audit.json")])

@@ -18,6 +18,7 @@ import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
+from numpy.typing import NDArray
 
 from flwr_replay.client_app import client_of
 from flwr_replay.config.sections import one_of, require
@@ -191,7 +192,7 @@ def _claim(simulation: Simulation, name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _shown(scores_m: Any, was_in_m: Any, claim: dict[str, Any]) -> dict[str, Any]:
+def _shown(scores_m: NDArray[np.float64], was_in_m: NDArray[np.bool_], claim: dict[str, Any]) -> dict[str, Any]:
     """Return what guesses by the scores show, beside the claim."""
     m = len(scores_m)
     require(
