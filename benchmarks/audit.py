@@ -44,7 +44,7 @@ from flwr_replay.runs.simulate import Simulation
 
 DELTA = 1e-5
 STEPS = 60
-FAINT = 0.02  # a carrier's pixel
+RESISTANCE = 0.4  # k times the square of a carrier's pixel: how much they keep the private model back
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--kind", default="gradients")
     parser.add_argument("--options", default="", help="more options of the runs, separated by spaces")
     parser.add_argument("--beta", type=float, default=0.5)
-    parser.add_argument("--carriers", type=int, default=1000)
+    parser.add_argument("--carriers", type=int, default=3000, help="k, of each canary")
     parser.add_argument("--canaries", type=int, default=0, help="0: 500 of runs, 100 of proxyfl")
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
@@ -96,8 +96,8 @@ def of_proxyfl(args: argparse.Namespace, seed: int) -> tuple[float, float, float
     """Train a private model and a proxy on canaries and carriers; audit the proxy that is released."""
     m, k, rng = args.canaries or 100, args.carriers, np.random.default_rng(seed)
     was_in = rng.random(m) < 0.5
-    pixels = torch.eye(m)
-    x = torch.cat([pixels[torch.from_numpy(was_in)], FAINT * pixels.repeat_interleave(k, 0)])
+    pixels, faint = torch.eye(m), (RESISTANCE / k) ** 0.5
+    x = torch.cat([pixels[torch.from_numpy(was_in)], faint * pixels.repeat_interleave(k, 0)])
     y = torch.cat([torch.ones(int(was_in.sum())), torch.arange(m * k) % 2]).long()
     examples = m + m * k  # a canary that is out has a row, too; all rows join every step
     sigma = noise_for(args.epsilon, DELTA, [(1.0, STEPS)])
@@ -107,7 +107,7 @@ def of_proxyfl(args: argparse.Namespace, seed: int) -> tuple[float, float, float
         nn.init.zeros_(weights)
     halves = Learning(phi, sgd(phi, examples)), Learning(theta, sgd(theta, 0.01))
     request = SimpleNamespace(listen="loss", alpha=0.5, beta=args.beta)
-    dp = DPTraining(FAINT, cost, Stream(rng.bytes(32)))
+    dp = DPTraining(faint, cost, Stream(rng.bytes(32)))
     learner = MutualLearner(*halves, Classification(2), request, examples, dp)
     for _ in range(STEPS):
         learner.step(x, y)

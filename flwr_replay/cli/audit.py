@@ -20,7 +20,11 @@ def show_audit(
     canaries: Annotated[int, typer.Option("--canaries", help="How many, each in by a fair coin.")] = 500,
     kind: Annotated[
         str,
-        typer.Option("--kind", help="gradients: inside DP-SGD | images: mislabelled, scored on released models."),
+        typer.Option(
+            "--kind",
+            help="gradients: inside DP-SGD | images: mislabelled, scored on classifiers and proxies | noise: images of "
+            "noise, scored on generators.",
+        ),
     ] = "gradients",
     institution: Annotated[str, typer.Option("--institution", help="Whose epsilon; empty: the first one's.")] = "",
     runs_dir: Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")] = "runs",

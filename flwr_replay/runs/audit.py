@@ -41,7 +41,8 @@ from flwr_replay.wire.payload import REQUESTS
 
 __all__ = ["KINDS", "audit", "audited_app"]
 
-KINDS = ("gradients", "images")
+KINDS = ("gradients", "images", "noise")
+SCORED = {"images": ("classifier", "proxy"), "noise": ("generator",)}  # on which models
 DELTA = 1e-5  # at most: at 1/|D| the term 2mδ takes Steinke's test its power
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the canaries that are guessed, fixed before any audit
 
@@ -62,7 +63,8 @@ def audit(
     canaries : int
         m.
     kind : str
-        gradients: inside DP-SGD | images: mislabelled, scored on released classifiers and proxies.
+        gradients: inside DP-SGD | images: mislabelled, scored on released classifiers and proxies | noise: images of
+        noise, scored on generators released as weights.
     display : Display
         Shows the progress.
 
@@ -86,8 +88,8 @@ def audit(
     at = names.index(name)
     tossed = Canaries.tossed(canaries, len(simulation.part.train[at]), config.seed)
     probe: GradientCanaries | ImageCanaries = GradientCanaries(tossed, config.seed)
-    if kind == "images":
-        probe = ImageCanaries(tossed, simulation.part.examples(loaded(config.task), at), config)
+    if kind != "gradients":
+        probe = ImageCanaries(tossed, simulation.part.examples(loaded(config.task), at), config, kind == "noise")
     _, folder = simulate(simulation, overrides, display, audited_app(name, probe))
     report = {
         "institution": name,
@@ -124,22 +126,22 @@ def check(simulation: Simulation, kind: str) -> None:
         return
     answers = [REQUESTS[stage].answer for stage in simulation.job.strategy("").all_stages()]
     fields = [field for answer in answers for field in answer.declared().values() if field.kind == "model"]
-    released = {field.dp for field in fields} & {"classifier", "proxy"}
+    released, scored = {field.dp for field in fields} & set(SCORED[kind]), " or ".join(SCORED[kind])
     require(
         bool(released) and config.task.kind == "classification",
-        f"canaries that are images are scored on released classifiers and proxies; strategy={config.strategy.name} on "
-        f"task={config.task.name} releases none: choose another strategy or task, or --kind gradients",
+        f"--kind {kind} is scored on a released {scored} of a classification; strategy={config.strategy.name} replay="
+        f"{config.replay.name} on task={config.task.name} has none: choose other options, or --kind gradients",
     )
     require(
         plan is None or any(plan.covers(mechanism) for mechanism in released),
-        "canaries that are images are scored on released classifiers and proxies, which dp="
-        f"{config.privacy.dp} does not cover: add classifier or proxy to it, or choose --kind gradients",
+        f"--kind {kind} is scored on a released {scored}, which dp={config.privacy.dp} does not cover: add it to dp, "
+        "or choose --kind gradients",
     )
     options = asdict(config.strategy)
     require(
         plan is None or (not options.get("private_epochs") and options.get("listen", "loss") == "loss"),
-        "canaries that are images are taken out of batches by DP-SGD, and a private model with passes of its own has "
-        "others: set private-epochs=0 and listen=loss, or choose --kind gradients",
+        "under DP canaries that are out are taken out of the batches of DP-SGD, and a private model with passes of its "
+        "own has others: set private-epochs=0 and listen=loss, or choose --kind gradients",
     )
 
 
@@ -169,7 +171,7 @@ def audited_app(name: str, probe: GradientCanaries | ImageCanaries) -> ClientApp
         """Score what leaves, after the guard has let it."""
         answer = call_next(message, context)
         if isinstance(probe, ImageCanaries) and institution_of(context)[0].name == name and answer.has_content():
-            probe.saw(message, answer)
+            probe.saw(message.content, answer.content)
         return answer
 
     mods: list[Mod] = [watch, guard]
