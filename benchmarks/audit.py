@@ -43,7 +43,7 @@ from flwr_replay.runs.options import resolve
 from flwr_replay.runs.simulate import Simulation
 
 DELTA = 1e-5
-STEPS = 60
+STEPS = 20
 RESISTANCE = 0.4  # k times the square of a carrier's pixel: how much they keep the private model back
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--kind", default="gradients")
     parser.add_argument("--options", default="", help="more options of the runs, separated by spaces")
     parser.add_argument("--beta", type=float, default=0.5)
-    parser.add_argument("--carriers", type=int, default=3000, help="k, of each canary")
+    parser.add_argument("--carriers", type=int, default=2000, help="k, of each canary")
     parser.add_argument("--canaries", type=int, default=0, help="0: 500 of runs, 100 of proxyfl")
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
@@ -105,7 +105,7 @@ def of_proxyfl(args: argparse.Namespace, seed: int) -> tuple[float, float, float
     phi, theta = (StagedModel(OrderedDict(head=nn.Linear(m, 2, bias=False))) for _ in range(2))
     for weights in (*phi.parameters(), *theta.parameters()):
         nn.init.zeros_(weights)
-    halves = Learning(phi, sgd(phi, examples)), Learning(theta, sgd(theta, 0.01))
+    halves = Learning(phi, sgd(phi, 4.0 * examples)), Learning(theta, sgd(theta, 0.01))
     request = SimpleNamespace(listen="loss", alpha=0.5, beta=args.beta)
     dp = DPTraining(faint, cost, Stream(rng.bytes(32)))
     learner = MutualLearner(*halves, Classification(2), request, examples, dp)

@@ -91,13 +91,17 @@ def audit(
     if kind != "gradients":
         probe = ImageCanaries(tossed, simulation.part.examples(loaded(config.task), at), config, kind == "noise")
     _, folder = simulate(simulation, overrides, display, audited_app(name, probe))
+    require(
+        not isinstance(probe, ImageCanaries) or probe.releases > 0,
+        f"images are scored on the models that leave; {name} has released none: choose --kind gradients, or another "
+        "topology",
+    )
     report = {
         "institution": name,
         "kind": kind,
+        **({"releases": probe.releases} if isinstance(probe, ImageCanaries) else {}),
         **_shown(probe.scores_m, tossed.was_in_m, _claim(simulation, name, folder)),
     }
-    if isinstance(probe, ImageCanaries):
-        report["releases"] = probe.releases
     write_json(folder / "audit.json", report, indent=2)
     return report, folder
 

@@ -89,6 +89,14 @@ def test_a_proxy_is_scored_too(audit):
     assert json.loads(out)["releases"] == 2
 
 
+def test_models_that_stay_cannot_be_scored(audit, tmp_path):
+    words = ["strategy=proxyfl", *DIGITS, "dp=none", "topology=none", "--kind", "images", "--canaries", "50"]
+    code, _, err = audit(*words)
+    assert code == 2
+    assert "institution-1 has released none" in err.splitlines()[-1]
+    assert not list(tmp_path.glob("runs/*/audit.json"))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
