@@ -7,22 +7,28 @@ from flwr.app import Context
 
 from flwr_replay.config.binding import binding
 from flwr_replay.config.compose import load_client, model_named
+from flwr_replay.config.run import RunConfig
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.guard import guard
 from flwr_replay.institution.node import institution_of
+from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.serve import serve
 
-__all__ = ["app", "make_client"]
+__all__ = ["app", "client_of", "make_client"]
 
 
 def make_client(context: Context) -> InstitutionClient:
     """Build the client of the strategy that the run's configuration names."""
-    institution, config = institution_of(context)
+    return client_of(*institution_of(context))
+
+
+def client_of(institution: Institution, config: RunConfig) -> InstitutionClient:
+    """Build an institution's client of the strategy that a composed configuration names."""
     torch.set_num_threads(config.threads)
     client = load_client(config.strategy.name)(
         institution,

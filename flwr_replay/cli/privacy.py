@@ -1,4 +1,7 @@
-"""The command `privacy`: epsilon, the noise for an epsilon, epsilon by epoch; `synthetic.py` has the attacks."""
+"""The command `privacy`: epsilon, the noise for an epsilon, epsilon by epoch.
+
+`attack.py` and `synthetic.py` have the attacks, `audit.py` the audit of an epsilon.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flwr_replay.cli.attack import attack
+from flwr_replay.cli.audit import show_audit
 from flwr_replay.cli.synthetic import show_synthetic
 from flwr_replay.errors import ConfigError
 
@@ -23,9 +27,13 @@ __all__ = ["app"]
 # Qu et al. 2022, section 4.4 and Fig. 7: |D|, epochs, delta, the epsilon they report; batch 32, noise 0.7.
 PAPER = ((1144, 225, 8.7e-4, 17.8), (10_000, 300, 1e-5, 5.0))
 
-app = typer.Typer(help="Epsilon of DP-SGD, the noise for an epsilon, attacks on generators.", no_args_is_help=True)
+app = typer.Typer(
+    help="Epsilon of DP-SGD, the noise for an epsilon, attacks on what left, audits of an epsilon.",
+    no_args_is_help=True,
+)
 app.command("attack")(attack)
 app.command("synthetic")(show_synthetic)
+app.command("audit")(show_audit)
 
 Examples = Annotated[int, typer.Option("--examples", min=1, help="|D|: one institution's training examples.")]
 Batch = Annotated[int, typer.Option("--batch", help="b: a step samples each example with probability b/|D|.")]

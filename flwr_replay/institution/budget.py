@@ -16,7 +16,7 @@ from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.common import ChargedRequest
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilon
-from flwr_replay.privacy.dpsgd import noisy_step, poisson_batches
+from flwr_replay.privacy.dpsgd import clipped_sums, noisy_step, poisson_batches
 from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
 from flwr_replay.privacy.secret import Stream, noise_stream
 
@@ -43,6 +43,7 @@ class PrivacyBudget:
     def __init__(self, plan: PrivacyPlan, institution: Institution, state: StateStore, seed: int) -> None:
         self.plan, self.institution, self.state, self.seed = plan, institution, state, seed
         self.begun: list[tuple[str, DPTraining]] = []  # what this message has charged for
+        self.training: Callable[[float, SampledGaussian, Stream, int], DPTraining] = DPTraining  # an audit has its own
 
     @property
     def examples(self) -> int:
@@ -93,7 +94,7 @@ class PrivacyBudget:
 
     def beginning(self, mechanism: str, epoch_cost: SampledGaussian, stream: Stream, epochs: int) -> DPTraining:
         """Return the DP-SGD of a training that was charged."""
-        training = DPTraining(self.plan.config.clip_of(mechanism), epoch_cost, stream, epochs)
+        training = self.training(self.plan.config.clip_of(mechanism), epoch_cost, stream, epochs)
         self.begun.append((mechanism, training))
         return training
 
@@ -237,4 +238,11 @@ class DPTraining:
             batch_size=batch_size + num_replayed,
             stream=self.stream,
             public=tuple(part[:num_replayed] for part in batch),
+            sums_of=self.sums,
         )
+
+    def sums(
+        self, module: nn.Module, losses: Callable[..., Tensor], batch: tuple[Tensor, ...], clip: float
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return what `flwr_replay.privacy.dpsgd.clipped_sums` does: the sums that get noise."""
+        return clipped_sums(module, losses, batch, clip)

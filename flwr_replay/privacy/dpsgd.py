@@ -29,7 +29,7 @@ from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.ghost import Ghost
 from flwr_replay.privacy.secret import Stream
 
-__all__ = ["clipped_sums", "noisy_step", "poisson_batches", "refuse_mixing"]
+__all__ = ["add_clipped", "clipped_sums", "noisy_step", "poisson_batches", "refuse_mixing", "trained_parameters"]
 
 MEMORY = 2**28  # bytes that the gradients of single examples may take at once
 ROUNDING = 1 + 1e-5  # float32 must not carry a clipped norm above C
@@ -125,7 +125,7 @@ def clipped_sums(
         If a layer mixes examples, or sees parts of an example as rows of its batch.
     """
     refuse_mixing(module)
-    parameters = _trained(module)
+    parameters = trained_parameters(module)
     sums, total = [torch.zeros_like(parameter) for parameter in parameters], parameters[0].new_zeros(())
     at_once = max(1, MEMORY // sum(parameter.numel() * parameter.element_size() for parameter in parameters))
     if Ghost.serves(module):
@@ -142,7 +142,7 @@ def clipped_sums(
                 loss = losses(*part).sum()
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
-                _add_clipped(sums, [parameter.grad_sample for parameter in parameters], clip, len(part[0]))
+                add_clipped(sums, [parameter.grad_sample for parameter in parameters], clip, len(part[0]))
                 forget()
     return sums, total
 
@@ -172,7 +172,8 @@ def _contiguous(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, .
     return tuple(tensor.contiguous() for tensor in inputs)
 
 
-def _trained(module: nn.Module) -> list[Any]:
+def trained_parameters(module: nn.Module) -> list[Any]:
+    """Return the parameters that require a gradient, in the module's order."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
@@ -190,7 +191,7 @@ def _scales(clip: float, examples: int, dtype: torch.dtype, norms_B: Tensor) -> 
     return factors_B.where(factors_B >= torch.finfo(dtype).tiny, 0).to(dtype), norms_B.isfinite()
 
 
-def _add_clipped(sums: list[Tensor], found: list[Tensor | None], clip: float, examples: int) -> None:
+def add_clipped(sums: list[Tensor], found: list[Tensor | None], clip: float, examples: int) -> None:
     """Add the clipped gradients of some examples, each (B, ...); None where the loss does not depend on a parameter."""
     kept = [(summed, gradient) for summed, gradient in zip(sums, found, strict=True) if gradient is not None]
     parts = [torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float64) for _, gradient in kept]
@@ -210,6 +211,7 @@ def noisy_step(
     batch_size: int,
     stream: Stream,
     public: tuple[Tensor, ...] = (),
+    sums_of: Callable[..., tuple[list[Tensor], Tensor]] = clipped_sums,
 ) -> Tensor:
     """Take one step of DP-SGD; charge for it first.
 
@@ -228,17 +230,19 @@ def noisy_step(
         Draws the noise.
     public : tuple[Tensor, ...]
         Other examples in the form of a batch, such as replayed ones. Their gradients are neither clipped nor noised.
+    sums_of : Callable
+        `clipped_sums`, or in an audit one that adds canaries' clipped gradients to its sums.
 
     Returns
     -------
     Tensor
         The sum of the losses divided by b, detached: the mean loss on average. It is not differentially private.
     """
-    parameters = _trained(module)
+    parameters = trained_parameters(module)
     plain: Sequence[Tensor | None] = [None] * len(parameters)
     if public and len(public[0]):
         plain = torch.autograd.grad(losses(*public).sum(), parameters, allow_unused=True)
-    sums, total = clipped_sums(module, losses, batch, clip)
+    sums, total = sums_of(module, losses, batch, clip)
     for parameter, summed, added in zip(parameters, sums, plain, strict=True):
         noisy = summed.double()  # the rounding afterwards hides which doubles the noise can be (Mironov 2012)
         if sigma:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from flwr.clientapp import ClientApp
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
@@ -81,7 +82,9 @@ def run_inline(overrides: Sequence[str], display: Display) -> tuple[dict[str, An
     return simulate(Simulation.of(compose(overrides)), overrides, display)
 
 
-def simulate(simulation: Simulation, overrides: Sequence[str], display: Display) -> tuple[dict[str, Any], Path]:
+def simulate(
+    simulation: Simulation, overrides: Sequence[str], display: Display, served_by: ClientApp = app
+) -> tuple[dict[str, Any], Path]:
     """Run in this process, one institution after another.
 
     Parameters
@@ -92,8 +95,10 @@ def simulate(simulation: Simulation, overrides: Sequence[str], display: Display)
         Every institution composes its options from them, as in a deployment.
     display : Display
         Shows the progress.
+    served_by : ClientApp
+        The institutions' half: the one that is deployed, or an audit's.
     """
-    grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, simulation.job.config.nodes)
+    grid = InlineGrid.simulated(served_by, {"overrides": shlex.join(overrides)}, simulation.job.config.nodes)
     return _with_skew(*run_job(grid, simulation.job, display), simulation.part)
 
 

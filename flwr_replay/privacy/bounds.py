@@ -1,0 +1,202 @@
+"""Lower bounds on epsilon from guesses which of m examples, each in by a fair coin, one run has learned from.
+
+Two tests of a claim. Both count c right ones among g guesses, and abstain from the other m − g examples.
+
+- `by_steinke`: Steinke, Nasr and Jagielski 2023 (arXiv 2305.08846), Theorem 5.2. It tests (ε, δ)-DP as it stands. With
+  (ε, 0)-DP, c is at most Bin(g, e^ε / (1 + e^ε)), as for randomised response; δ adds at most 2mδ α to the tail.
+- `by_mahloujifar`: Mahloujifar, Melis and Chaudhuri 2024 (arXiv 2410.22235), Algorithm 3. It tests a whole trade-off
+  curve. **Ours is that of a Gaussian**: the μ-GDP mechanism that is (ε, δ)-DP (Dong, Roth and Su 2019, arXiv
+  1905.02383, Corollary 2.13). So it refutes a Gaussian with this ε, and (ε, δ)-DP only of mechanisms that resemble one.
+
+A test at significance s is wrong in at most a share s of all audits. Whoever tries several numbers of guesses and
+reports the best bound divides s by their number (Bonferroni): `lower_bounds` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import exp, inf, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.special import expit, log_ndtr, ndtr, ndtri
+from scipy.stats import binom, rankdata
+
+from flwr_replay.config.sections import require
+
+__all__ = ["SIGNIFICANCE", "Guesses", "auc", "by_mahloujifar", "by_steinke", "guessed", "lower_bounds"]
+
+SIGNIFICANCE = 0.05  # 95 % bounds
+LARGEST = 64.0  # epsilon, and mu; no number of canaries that fits a machine shows as much
+STEP = 1e-6  # to which a bound is computed
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What an auditor guessed, and how much of it was right.
+
+    Parameters
+    ----------
+    canaries : int
+        m, all examples that were in by a fair coin.
+    guesses : int
+        g, those that it guessed; it abstains from the others.
+    right : int
+        c, those that it guessed rightly.
+    """
+
+    canaries: int
+    guesses: int
+    right: int
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.right <= self.guesses <= self.canaries and self.guesses >= 1,
+            f"of the canaries some are guessed, and of these some rightly; got {self.right} of {self.guesses} of "
+            f"{self.canaries}",
+        )
+
+
+def by_steinke(found: Guesses, delta: float, significance: float = SIGNIFICANCE) -> float:
+    """Return the largest epsilon that the guesses refute at delta, at least 0; see above.
+
+    Parameters
+    ----------
+    found : Guesses
+        Of one run.
+    delta : float
+        In [0, 1). The test loses its power as 2mδ nears the significance.
+    significance : float
+        Probability with which the bound may be too large, in (0, 1).
+
+    Examples
+    --------
+    >>> round(by_steinke(Guesses(500, 500, 366), delta=1e-5), 4)
+    0.8349
+    """
+    right_C = np.arange(1, found.right + 1)
+
+    def p_value(epsilon: float) -> float:
+        q = expit(epsilon)
+        tail = float(binom.sf(found.right - 1, found.guesses, q))  # P[Bin ≥ c]
+        below_C = binom.sf(found.right - right_C - 1, found.guesses, q) - tail  # P[c > Bin ≥ c − i], i = 1 … c
+        alpha = float(np.max(below_C / right_C, initial=0.0))
+        return tail + 2 * found.canaries * delta * alpha
+
+    return _largest(lambda epsilon: p_value(epsilon) <= significance)
+
+
+def by_mahloujifar(found: Guesses, delta: float, significance: float = SIGNIFICANCE) -> float:
+    """Return the largest epsilon at delta of the Gaussian mechanisms that the guesses refute, at least 0; see above.
+
+    The parameters are those of `by_steinke`; delta lies in (0, 1).
+
+    Examples
+    --------
+    >>> round(by_mahloujifar(Guesses(500, 500, 366), delta=1e-5), 3)
+    1.638
+    """
+    return _gaussian_epsilon(_refuted_mu(found, significance), delta)
+
+
+def guessed(scores_m: NDArray[np.float64], was_in_m: NDArray[np.bool_], guesses: int) -> Guesses:
+    """Guess that the examples of the largest scores were in and those of the smallest out, half of the guesses each.
+
+    Equal scores are taken in the examples' order, which must not depend on the coins.
+
+    Parameters
+    ----------
+    scores_m : NDArray
+        Of every canary, (m,); larger means in.
+    was_in_m : NDArray
+        How the coins fell, (m,).
+    guesses : int
+        g, from 1 to m.
+    """
+    order = np.argsort(scores_m, kind="stable")
+    guessed_out, guessed_in = order[: guesses // 2], order[len(order) - (guesses - guesses // 2) :]
+    right = int((~was_in_m[guessed_out]).sum() + was_in_m[guessed_in].sum())
+    return Guesses(len(scores_m), guesses, right)
+
+
+def lower_bounds(
+    tried: Sequence[Guesses], delta: float, significance: float = SIGNIFICANCE
+) -> dict[str, tuple[float, Guesses]]:
+    """Return each method's best bound over all numbers of guesses that were tried, and the guesses that gave it.
+
+    The significance is divided by how many bounds there are, two for each number of guesses. So in at least 1 −
+    `significance` of all audits none of them is too large.
+
+    Raises
+    ------
+    ConfigError
+        If nothing was guessed.
+    """
+    require(bool(tried), "a bound comes from at least one number of guesses; got none")
+    share = significance / (2 * len(tried))
+    methods: dict[str, Callable[[Guesses, float, float], float]] = {
+        "steinke": by_steinke,
+        "mahloujifar": by_mahloujifar,
+    }
+    found = {name: [(bound(one, delta, share), one) for one in tried] for name, bound in methods.items()}
+    return {name: max(bounds, key=lambda pair: pair[0]) for name, bounds in found.items()}
+
+
+def auc(scores_m: NDArray[np.float64], was_in_m: NDArray[np.bool_]) -> float:
+    """Return the probability that an example that was in has the larger score than one that was out; ties are half.
+
+    It is 0.5 where all coins fell alike.
+    """
+    n_in, n_out = int(was_in_m.sum()), int((~was_in_m).sum())
+    if not n_in or not n_out:
+        return 0.5
+    return float((rankdata(scores_m)[was_in_m].sum() - n_in * (n_in + 1) / 2) / (n_in * n_out))
+
+
+def _largest(refuted: Callable[[float], bool]) -> float:
+    """Return the largest value that is refuted, up to `LARGEST`: what is refuted lies below all that is not."""
+    low, high = 0.0, LARGEST
+    if not refuted(low):
+        return 0.0
+    while high - low > STEP:
+        middle = (low + high) / 2
+        low, high = (middle, high) if refuted(middle) else (low, middle)
+    return low
+
+
+@lru_cache(maxsize=4096)
+def _refuted_mu(found: Guesses, significance: float) -> float:
+    """Return the largest mu of which the recursion of Mahloujifar et al. 2024, Algorithm 3, finds c too many.
+
+    With h(i) the probability of more than i right guesses and r(i) its part in one example, both scaled: where h cannot
+    follow r by the trade-off curve down to i = 0, the g guesses have no room for c right ones.
+    """
+    m, g, c = found.canaries, found.guesses, found.right
+
+    def refuted(mu: float) -> bool:
+        r, h = significance * c / m, significance * (g - c) / m
+        for i in range(c - 1, -1, -1):
+            least = float(ndtr(ndtri(r) - mu))  # the blow-up function's inverse, of a Gaussian's trade-off curve
+            if least <= h:  # from here on neither changes
+                break
+            r, h = min(1.0, r + (least - h) * i / (g - i)), least
+        return r + h > g / m
+
+    return _largest(refuted)
+
+
+def _gaussian_epsilon(mu: float, delta: float) -> float:
+    """Return epsilon at delta of a mechanism with a Gaussian's trade-off curve (Balle and Wang 2018, Theorem 8)."""
+
+    def excess(epsilon: float) -> float:
+        return float(ndtr(mu / 2 - epsilon / mu)) - exp(epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))) - delta
+
+    if mu == 0 or excess(0.0) <= 0:
+        return 0.0
+    if delta == 0:
+        return inf
+    most = mu * mu / 2 + mu * sqrt(-2 * np.log(delta))  # a tail bound: beyond it delta is less
+    return float(brentq(excess, 0.0, most + 1, xtol=STEP))

@@ -1,0 +1,223 @@
+"""Audit the epsilon that an institution's account claims, by a simulated run with canaries at it.
+
+The run is the one that `flwr-replay run` would do in this process, with the account, clipping, noise and messages of
+every run. Canaries come in at two places that no option and no message reaches: the institution's DP-SGD, and its data.
+A deployment is refused.
+
+"Not refuted" is no proof: another attack may do better, and m canaries cannot show more than `most`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable, Mod
+from numpy.typing import NDArray
+
+from flwr_replay.client_app import client_of
+from flwr_replay.config.sections import one_of, require
+from flwr_replay.data.dealt import loaded
+from flwr_replay.errors import ConfigError, nearest
+from flwr_replay.files.atomic import home, write_json
+from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.institution.guard import guard
+from flwr_replay.institution.node import institution_of
+from flwr_replay.institution.state import RUNS
+from flwr_replay.privacy.account import Account
+from flwr_replay.privacy.bounds import Guesses, auc, guessed, lower_bounds
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.canaries import Canaries, GradientCanaries
+from flwr_replay.runs.canary_images import ImageCanaries
+from flwr_replay.runs.opening import read_run_id
+from flwr_replay.runs.simulate import Simulation, simulate
+from flwr_replay.serve import serve
+from flwr_replay.wire.payload import REQUESTS
+
+__all__ = ["KINDS", "audit", "audited_app"]
+
+KINDS = ("gradients", "images", "noise")
+SCORED = {"images": ("classifier", "proxy"), "noise": ("generator",)}  # on which models
+DELTA = 1e-5  # at most: at 1/|D| the term 2mδ takes Steinke's test its power
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the canaries that are guessed, fixed before any audit
+
+
+def audit(
+    simulation: Simulation, overrides: Sequence[str], institution: str, canaries: int, kind: str, display: Display
+) -> tuple[dict[str, Any], Path]:
+    """Simulate a run with canaries at one institution, and compare what guesses show with what its account claims.
+
+    Parameters
+    ----------
+    simulation : Simulation
+        Planned from the overrides.
+    overrides : Sequence[str]
+        The run's options.
+    institution : str
+        At which the canaries are; empty: the first.
+    canaries : int
+        m.
+    kind : str
+        gradients: inside DP-SGD | images: mislabelled, scored on released classifiers and proxies | noise: images of
+        noise, scored on generators released as weights.
+    display : Display
+        Shows the progress.
+
+    Returns
+    -------
+    report : dict
+        Also written to `audit.json` in the run's directory.
+    folder : Path
+        That directory.
+
+    Raises
+    ------
+    ConfigError
+        If the run has no such institution, too few examples there, or nothing that such canaries test. Then nothing
+        has run.
+    """
+    names, config = simulation.part.names, simulation.job.config
+    name = institution or names[0]
+    require(name in names, f"--institution must be one of the run's; got {name!r}: {nearest(name, names)}")
+    check(simulation, kind)
+    at = names.index(name)
+    tossed = Canaries.tossed(canaries, len(simulation.part.train[at]), config.seed)
+    probe: GradientCanaries | ImageCanaries = GradientCanaries(tossed, config.seed)
+    if kind != "gradients":
+        probe = ImageCanaries(tossed, simulation.part.examples(loaded(config.task), at), config, kind == "noise")
+    _, folder = simulate(simulation, overrides, display, audited_app(name, probe))
+    require(
+        not isinstance(probe, ImageCanaries) or probe.releases > 0,
+        f"images are scored on the models that leave; {name} has released none: choose --kind gradients, or another "
+        "topology",
+    )
+    report = {
+        "institution": name,
+        "kind": kind,
+        **({"releases": probe.releases} if isinstance(probe, ImageCanaries) else {}),
+        **_shown(probe.scores_m, tossed.was_in_m, _claim(simulation, name, folder)),
+    }
+    write_json(folder / "audit.json", report, indent=2)
+    return report, folder
+
+
+def check(simulation: Simulation, kind: str) -> None:
+    """Refuse a run in which canaries of this kind test nothing.
+
+    Raises
+    ------
+    ConfigError
+        If so.
+    """
+    one_of("--kind", kind, KINDS)
+    config, plan = simulation.job.config, simulation.job.settings.privacy
+    require(
+        not config.strategy.pooled,
+        f"canaries are one institution's examples; strategy={config.strategy.name} trains on those of all: choose "
+        "another strategy, or local",
+    )
+    if kind == "gradients":
+        require(
+            plan is not None,
+            "canaries that are gradients test DP-SGD; got dp=none, which has no mechanism to audit: choose "
+            "dp=classifier or the like, or --kind images",
+        )
+        return
+    answers = [REQUESTS[stage].answer for stage in simulation.job.strategy("").all_stages()]
+    fields = [field for answer in answers for field in answer.declared().values() if field.kind == "model"]
+    released, scored = {field.dp for field in fields} & set(SCORED[kind]), " or ".join(SCORED[kind])
+    require(
+        bool(released) and config.task.kind == "classification",
+        f"--kind {kind} is scored on a released {scored} of a classification; strategy={config.strategy.name} replay="
+        f"{config.replay.name} on task={config.task.name} has none: choose other options, or --kind gradients",
+    )
+    require(
+        plan is None or any(plan.covers(mechanism) for mechanism in released),
+        f"--kind {kind} is scored on a released {scored}, which dp={config.privacy.dp} does not cover: add it to dp, "
+        "or choose --kind gradients",
+    )
+    options = asdict(config.strategy)
+    require(
+        plan is None or (not options.get("private_epochs") and options.get("listen", "loss") == "loss"),
+        "under DP canaries that are out are taken out of the batches of DP-SGD, and a private model with passes of its "
+        "own has others: set private-epochs=0 and listen=loss, or choose --kind gradients",
+    )
+
+
+def audited_app(name: str, probe: GradientCanaries | ImageCanaries) -> ClientApp:
+    """Return the ClientApp of a simulation in which one institution has canaries.
+
+    Raises
+    ------
+    ConfigError
+        In a deployment, when it is asked to answer.
+    """
+
+    def make(context: Context) -> InstitutionClient:
+        if "data" in context.node_config or "name" in context.node_config:
+            raise ConfigError("an audit puts canaries among examples, in a simulation only; this node is deployed")
+        institution, config = institution_of(context)
+        if institution.name != name:
+            return client_of(institution, config)
+        if isinstance(probe, ImageCanaries):
+            institution = replace(institution, read=lambda: probe.data)
+        client = client_of(institution, config)
+        if client.budget:
+            client.budget.training = probe.training
+        return client
+
+    def watch(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """Score what leaves, after the guard has let it."""
+        answer = call_next(message, context)
+        if isinstance(probe, ImageCanaries) and institution_of(context)[0].name == name and answer.has_content():
+            probe.saw(message.content, answer.content)
+        return answer
+
+    mods: list[Mod] = [watch, guard]
+    return serve(make, mods=mods)
+
+
+def _claim(simulation: Simulation, name: str, folder: Path) -> dict[str, Any]:
+    """Return what the institution's account claims at the audit's delta; epsilon is None where it claims nothing."""
+    plan = simulation.job.settings.privacy
+    if plan is None:
+        return {"epsilon": None, "delta": DELTA, "mechanisms": [], "unproven": ""}
+    examples = len(simulation.part.train[simulation.part.names.index(name)])
+    delta = min(DELTA, plan.checked_delta(examples))
+    account = Account(home() / "state" / "simulation" / name / RUNS / read_run_id(folder), delta=delta)
+    return {
+        "epsilon": account.stated_epsilon,
+        "delta": delta,
+        "mechanisms": sorted(set(account.mechanisms)),
+        "unproven": plan.unproven,
+    }
+
+
+def _shown(scores_m: NDArray[np.float64], was_in_m: NDArray[np.bool_], claim: dict[str, Any]) -> dict[str, Any]:
+    """Return what guesses by the scores show, beside the claim."""
+    m = len(scores_m)
+    require(
+        bool(np.isfinite(scores_m).all()), "an audit's scores must be finite; a model has diverged: choose a lower lr"
+    )
+    numbers = sorted({max(2, round(share * m)) for share in SHARES})
+    found = lower_bounds([guessed(scores_m, was_in_m, guesses) for guesses in numbers], claim["delta"])
+    most = lower_bounds([Guesses(m, guesses, guesses) for guesses in numbers], claim["delta"])
+    bounds = {
+        method: {"epsilon": bound, "guesses": one.guesses, "right": one.right, "most": most[method][0]}
+        for method, (bound, one) in found.items()
+    }
+    claimed = claim["epsilon"]
+    return {
+        "canaries": m,
+        "in": int(was_in_m.sum()),
+        "auc": auc(scores_m, was_in_m),
+        "thresholds": len(numbers),
+        "bounds": bounds,
+        "claim": claim,
+        "refuted": claimed is not None and any(one["epsilon"] > claimed for one in bounds.values()),
+    }

@@ -1,0 +1,130 @@
+"""flwr-replay privacy audit: what it finds in small runs, what it writes, and one line for every mistake."""
+
+import json
+import sys
+
+import pytest
+from flwr.app import RecordDict
+from harness import node_configs, write_shards
+
+from flwr_replay.cli.main import main
+from flwr_replay.institution import budget
+from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+from flwr_replay.privacy.dpsgd import noisy_step
+from flwr_replay.runs.audit import audited_app
+from flwr_replay.runs.canaries import Canaries, GradientCanaries
+from flwr_replay.runs.engine import InlineGrid
+
+DIGITS = ["task=digits", "nodes=2", "model=mlp", "model.width=16", "partition=iid", "rounds=2", "batch-size=64"]
+FEDAVG = ["strategy=fedavg", *DIGITS, "dp=classifier", "target-epsilon=4"]
+
+
+@pytest.fixture
+def audit(monkeypatch, capsys, tmp_path):
+    """Run an audit in this process, in an empty folder; return exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["flwr-replay", "privacy", "audit", *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_an_honest_run_is_not_refuted_and_its_report_lies_in_the_run_s_folder(audit, tmp_path):
+    code, out, _ = audit(*FEDAVG, "--canaries", "200", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["refuted"] is False
+    assert report["canaries"] == 200
+    assert set(report["bounds"]) == {"steinke", "mahloujifar"}
+    [written] = tmp_path.glob("runs/*/audit.json")
+    assert {key: value for key, value in json.loads(written.read_text()).items() if key in report} == report
+    claim = report["claim"]
+    [account] = tmp_path.glob("home/state/simulation/institution-1/runs/*/privacy.jsonl")
+    charges = [json.loads(line) for line in account.read_text().splitlines()]
+    costs = [SampledGaussian(one["rate"], one["sigma"], one["steps"]) for one in charges]
+    assert claim["delta"] == 1e-5
+    assert claim["epsilon"] == epsilon(costs, 1e-5)
+    assert claim["epsilon"] > 4  # which holds at delta 1/|D|
+
+
+def test_a_refuted_claim_has_exit_code_1_and_says_so(audit, monkeypatch):
+    def quieter(*args, sigma, **rest):
+        return noisy_step(*args, sigma=sigma / 20, **rest)
+
+    monkeypatch.setattr(budget, "noisy_step", quieter)
+    code, out, _ = audit("strategy=fedavg", *DIGITS, "dp=classifier", "target-epsilon=0.5", "--canaries", "300")
+    assert code == 1
+    assert "REFUTED" in out
+    assert "no proof" not in out
+
+
+def test_the_text_says_what_it_cannot_show(audit):
+    code, out, _ = audit(*FEDAVG, "--canaries", "100")
+    assert code == 0
+    assert "Not refuted is no proof" in out
+    assert "if all were it would be" in out
+    assert "as of a Gaussian's trade-off curve" in out
+    assert "corrected for 7 numbers of guesses and two bounds" in out
+
+
+def test_mislabelled_images_are_found_without_dp_and_nothing_is_claimed(audit):
+    learns = ["rounds=4", "local-epochs=40", "lr=0.1", "model.width=64"]
+    code, out, _ = audit("strategy=fedavg", *DIGITS, *learns, "--kind", "images", "--canaries", "200", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["claim"]["epsilon"] is None
+    assert report["releases"] == 4
+    assert report["auc"] > 0.9
+    assert report["bounds"]["steinke"]["epsilon"] > 1.5
+
+
+def test_a_proxy_is_scored_too(audit):
+    code, out, _ = audit("strategy=proxyfl", *DIGITS, "dp=none", "--kind", "images", "--canaries", "50", "--json")
+    assert code == 0
+    assert json.loads(out)["releases"] == 2
+
+
+def test_models_that_stay_cannot_be_scored(audit, tmp_path):
+    words = ["strategy=proxyfl", *DIGITS, "dp=none", "topology=none", "--kind", "images", "--canaries", "50"]
+    code, _, err = audit(*words)
+    assert code == 2
+    assert "institution-1 has released none" in err.splitlines()[-1]
+    assert not list(tmp_path.glob("runs/*/audit.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["strategy=fedavg", *DIGITS], "no mechanism to audit"),
+        ([*FEDAVG, "--canaries", "5000"], "fewer than there are"),
+        ([*FEDAVG, "--kind", "codes"], "--kind must be"),
+        ([*FEDAVG, "--institution", "institution-7"], "--institution must be one of the run's"),
+        (["strategy=local", *DIGITS, "--kind", "images"], "has none: choose other options"),
+        ([*FEDAVG, "--kind", "noise"], "has none: choose other options"),
+        (["strategy=central", *DIGITS, "dp=classifier"], "strategy=central trains on those of all"),
+        (["a-run-directory"], "an option is written key=value"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(audit, tmp_path, words, said):
+    code, out, err = audit(*words)
+    assert code == 2
+    assert not out
+    assert said in err.splitlines()[-1]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_deployed_node_has_no_canaries(tmp_path, caplog):
+    write_shards(tmp_path, {"a": 40})
+    [node] = node_configs(tmp_path, tmp_path / "state", "a")
+    probe = GradientCanaries(Canaries.tossed(10, 40, 0), 0)
+    grid = InlineGrid(audited_app("a", probe), {"overrides": "strategy=fedavg task=medmnist task.size=8"}, [node])
+    message = grid.create_message(RecordDict(), "train", 2, "")
+    [reply] = grid.send_and_receive([message])
+    assert "ConfigError" in reply.content["config"]["failure"]
+    assert "in a simulation only; this node is deployed" in caplog.text
+    assert not probe.scores_m.any()

@@ -1,0 +1,99 @@
+"""Canaries that are images: what stands in their rows, who is in the batches, how released models are scored."""
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, RecordDict
+
+from flwr_replay.config.compose import compose
+from flwr_replay.data import Dataset, Examples
+from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.learning.training import batches, step
+from flwr_replay.models.layers import as_input
+from flwr_replay.models.zoo import backbone
+from flwr_replay.privacy.accounting import SampledGaussian
+from flwr_replay.privacy.bounds import auc
+from flwr_replay.privacy.secret import Stream
+from flwr_replay.runs.canaries import Canaries
+from flwr_replay.runs.canary_images import ImageCanaries
+from flwr_replay.wire.records import array_record
+from flwr_replay.wire.weights import to_arrays
+
+N, M = 96, 48
+DIGITS = ["strategy=fedavg", "task=digits", "model=mlp", "model.width=32"]
+CANARIES = Canaries.tossed(M, N, 0)
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 17, (N, 1, 8, 8)).astype(np.float32) / 16, rng.integers(0, 10, N)
+    return Dataset("digits", Examples(x, y), Examples(x[:1], y[:1]))
+
+
+def messages(before, after):
+    """Return the contents of a request and its answer, with these weights."""
+    return RecordDict({"arrays": array_record(before)}), RecordDict({"arrays": array_record(after)})
+
+
+def test_without_dp_a_canary_that_is_out_leaves_its_row_to_a_copy_of_another_example():
+    real, probe = data().train, ImageCanaries(CANARIES, data(), compose(DIGITS), noise=False)
+    inside, outside = CANARIES.rows_m[CANARIES.was_in_m], CANARIES.rows_m[~CANARIES.was_in_m]
+    others = np.delete(np.arange(N), CANARIES.rows_m)
+    assert len(probe.data.train) == N
+    assert np.array_equal(probe.data.train.x[inside], real.x[inside])
+    assert (probe.data.train.y[inside] != real.y[inside]).all()
+    assert np.array_equal(probe.data.train.x[others], real.x[others])
+    assert np.array_equal(probe.data.train.y[others], real.y[others])
+    for row in outside:
+        assert (probe.data.train.x[row] == real.x[others]).all((1, 2, 3)).any()
+
+
+def test_under_dp_a_canary_that_is_out_is_in_no_batch_and_keeps_its_row():
+    probe = ImageCanaries(CANARIES, data(), compose([*DIGITS, "dp=classifier"]), noise=False)
+    training = probe.training(1.0, SampledGaussian(1.0, 1.0, 2), Stream(bytes(32)))
+    drawn = [set(rows.tolist()) for rows in training.rows(N)]
+    assert drawn == [set(range(N)) - set(CANARIES.rows_m[~CANARIES.was_in_m].tolist())] * 2
+    assert (probe.data.train.y[CANARIES.rows_m] != data().train.y[CANARIES.rows_m]).all()
+    assert training.left == 2
+
+
+def test_a_classifier_that_has_learned_them_gives_them_away():
+    config = compose(DIGITS)
+    probe, task = ImageCanaries(CANARIES, data(), config, noise=False), make_task(config.task)
+    model = backbone(config.model, config.task)(1)
+    before = to_arrays(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x, y = torch.from_numpy(probe.data.train.x), torch.from_numpy(probe.data.train.y)
+    for epoch in range(40):
+        for x_B, y_B in batches(x, y, 16, torch.Generator().manual_seed(epoch)):
+            step(model, optimizer, task.loss(model(x_B), y_B))
+    probe.saw(*messages(before, to_arrays(model)))
+    assert probe.releases == 1
+    assert auc(probe.scores_m, CANARIES.was_in_m) > 0.95
+    twice = probe.scores_m.copy()
+    probe.saw(*messages(before, to_arrays(model)))
+    assert np.allclose(probe.scores_m, 2 * twice)  # every release counts
+
+
+def test_a_generator_that_has_learned_images_of_noise_gives_them_away():
+    config = compose([*DIGITS, "replay=vqvae2", "generator.width=16"])
+    probe, plan = ImageCanaries(CANARIES, data(), config, noise=True), ReplayPlan.of(config)
+    model = plan.fresh_generator()
+    before = to_arrays(model)
+    optimizer, rng = torch.optim.Adam(model.parameters(), lr=0.003), torch.Generator().manual_seed(0)
+    images = torch.from_numpy(probe.data.train.x)
+    assert set(np.unique(probe.data.train.x[CANARIES.rows_m[CANARIES.was_in_m]])) == {0.0, 1.0}
+    for _ in range(60):
+        for rows in torch.randperm(N, generator=rng).split(16):
+            step(model, optimizer, model.loss(as_input(images[rows]), rng)[0])
+    probe.saw(*messages(before, to_arrays(model)))
+    assert auc(probe.scores_m, CANARIES.was_in_m) > 0.8
+
+
+@pytest.mark.parametrize("content", [{}, {"arrays": ArrayRecord()}])
+def test_an_answer_without_the_model_is_not_scored(content):
+    probe = ImageCanaries(CANARIES, data(), compose(DIGITS), noise=False)
+    probe.saw(RecordDict(content), RecordDict(content))
+    assert probe.releases == 0
+    assert not probe.scores_m.any()
