@@ -9,11 +9,16 @@ import numpy as np
 import torch
 
 from flwr_replay.attacks.attacker import Attacker
-from flwr_replay.attacks.catalogue import COUNTS, SHOWN
+from flwr_replay.attacks.catalogue import AT_CUT, COUNTS, SHOWN
+from flwr_replay.attacks.labels import labels_at_cut
+from flwr_replay.errors import RunError
 from flwr_replay.lab.changes import OfChange
-from flwr_replay.lab.evidence import Evidence, Exhibit
+from flwr_replay.lab.evidence import NO_MODEL, Evidence, Exhibit
 from flwr_replay.lab.judge import Originals, rows_in_order
-from flwr_replay.lab.trials import Question, Trial
+from flwr_replay.lab.trials import OfActivations, Question, Trial
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models import split_before_head
+from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["label_attacks"]
 
@@ -30,6 +35,8 @@ def label_attacks(
         return
     if exhibit.means == "labels":
         yield SHOWN.name, lambda: _read(exhibit, evidence, originals)
+    elif exhibit.means == "gradients at a cut":
+        yield AT_CUT.name, lambda: _at_cut(exhibit, evidence, originals)
     elif isinstance(trial, OfChange):
         yield COUNTS.name, lambda: _counted(trial, originals, attacker)
 
@@ -48,6 +55,26 @@ def _counted(trial: OfChange, originals: Originals, attacker: Attacker) -> dict[
     sides = (trial.labels_n(attacker), originals.y_N[trial.rows(originals)].long())
     counts_C, true_C = (torch.bincount(one, minlength=trial.evidence.config.task.classes) for one in sides)
     return _right(int(torch.minimum(counts_C, true_C).sum()), trial.mixed)
+
+
+def _at_cut(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[str, Any]:
+    """Infer the labels of a visit's first batches from the gradients at the input of the head.
+
+    The server knows the head with which the visit began. The activations of these batches tell the judge whose they
+    are.
+    """
+    first = exhibit.answers[0]
+    begun = [one for one in evidence.exhibits if one.institution == exhibit.institution and one.field == "activations"]
+    entered = next((one.answers[0] for one in begun if one.stage.startswith("enter")), None)
+    if first.request is None or entered is None or entered.request is None:
+        raise RunError(NO_MODEL)
+    *_, head = split_before_head(evidence.model(), str(entered.request.scalars.get("cut", "")))
+    load_arrays(head, {name: entered.request.arrays[name] for name in head.state_dict()})
+    inputs, gradients = (torch.tensor(one) for one in (first.request.arrays["outputs"], exhibit.array(first)))
+    task = evidence.config.task
+    found_n = labels_at_cut(head, inputs, gradients, make_task(task).losses, task.classes)
+    rows_n = OfActivations(begun[0], evidence).rows(originals)
+    return _right(int((found_n == originals.y_N[rows_n]).sum()), len(found_n))
 
 
 def _right(right: int, number: int) -> dict[str, Any]:

@@ -26,30 +26,30 @@ def sentence(result: dict[str, Any]) -> str:
     whose, what = result["institution"], f"{result['field']} of stage {result['stage']}"
     if result["attack"] == "none":
         return f"{whose}, {what}: {result['not-judged']}"
-    sent = f"{whose} sent {shown_bytes(result['bytes'])} ({what}, {_count(result['messages'], 'message')})"
+    sent = f"{whose} sent {shown_bytes(result['bytes'])} ({what}, {_count(result['messages'], 'message')})."
     if "membership" in result:
         found = result["membership"]
         return (
-            f"{sent}: whether a patient was among the training images, '{result['attack']}' tells with an AUC of "
-            f"{_between(found['auc'])} (0.5: guessing), and of {found['members']} members it finds "
-            f"{found['tpr_at_1_percent']['value']:.1%} where it is wrong about 1 % of the others."
+            f"{sent} Whether a patient was among the training images, {result['attack']} tells with an AUC of "
+            f"{_between(found['auc'])}, where 0.5 is guessing. Of {found['members']} members it finds "
+            f"{found['tpr_at_1_percent']['value']:.1%} if it may be wrong about 1 % of the others."
         )
     if "labels" in result:
         found = result["labels"]
-        return f"{sent}: labels: {result['attack']}; {found['right']} of {found['number']} are right."
+        return f"{sent} Labels, by {result['attack']}: {found['right']:,} of {found['number']:,} are right."
     if "picture" not in result:
-        return f"{sent}: '{result['attack']}': {result['not-judged']}"
-    took = f"in {_time(result['seconds'])}"
+        return f"{sent} Not tried, {result['attack']}: {result['not-judged']}"
+    tried = f"in {_time(result['seconds'])}, by {result['attack']}"
     if not result.get("scores"):
-        return f"{sent}: '{result['attack']}' made pictures {took}; nobody judged them: {result['not-judged']}"
+        return f"{sent} There are pictures, {tried}; nobody judged them: {result['not-judged']}"
     scores = result["scores"]
-    tries, right = scores["number"], round(scores["identified"]["value"] * scores["number"])
+    tries, images = scores["number"], round(result["batch"] / scores["chance"])
+    right = round(scores["identified"]["value"] * tries)
     control = result.get("control")
-    beside = f"; of other patients' reconstructions {control['identified']['value']:.1%}" if control else ""
+    beside = f" Other patients' reconstructions: {control['identified']['value']:.1%}." if control else ""
     return (
-        f"{sent}: '{result['attack']}', with {_with(result['auxiliary'])}, made an image {took}. Its nearest among all "
-        f"of the institution's images was the right one in {right} of {tries} tries{beside}. PSNR "
-        f"{_number(scores['psnr'])} dB."
+        f"{sent} From that, someone with {_with(result['auxiliary'])} found the right one of its {images:,} images in "
+        f"{right} of {tries} tries, {tried}; PSNR {_number(scores['psnr'])} dB.{beside}"
     )
 
 

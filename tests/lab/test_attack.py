@@ -17,6 +17,7 @@ RUNS = {
     "gradient": ["strategy=fedsgd", "model=mlp", "partition.size=4", "partition.test=mirror"],
     "weights": ["strategy=fedavg", "model=mlp", "partition.size=4", "training.batch-size=4"],
     "activations": ["strategy=splitnn", "partition.size=32", "model.norm=group"],
+    "unlabelled": ["strategy=splitnn", "share-labels=false", "partition.size=32", "model.norm=group"],
     "codes": ["strategy=cwt", "replay=vqvae2", "partition.size=60", "generator.epochs=2"],
     "raw": ["strategy=fedavgshare", "partition.size=60"],
     "noisy": [
@@ -84,6 +85,9 @@ def test_images_are_found_and_judged(runs, monkeypatch, capsys, run, field, atta
 def test_labels_and_membership_beside_images(runs, monkeypatch, capsys):
     _, results, _ = attacked(monkeypatch, capsys, runs / "gradient", "--aux", "undealt")
     assert results["arrays", "label counts"]["labels"] == {"right": 4, "number": 4}
+    _, results, _ = attacked(monkeypatch, capsys, runs / "unlabelled", "--aux", "undealt")
+    found = results["gradients", "labels at the cut"]["labels"]
+    assert found["right"] > 0.9 * found["number"] > 20
     _, results, _ = attacked(monkeypatch, capsys, runs / "private", "--aux", "undealt")
     found = results["arrays", "loss threshold"]["membership"]
     assert found["members"] == found["non_members"] >= 20

@@ -8,9 +8,12 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from harness import node_configs, run, write_shards
 
+from flwr_replay.cli.main import main
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import read_lines
+from flwr_replay.runs.forecast import forecast
+from flwr_replay.runs.simulate import Simulation
 from flwr_replay.wire.recording import FOLDER, Recording, read_message
 from flwr_replay.wire.records import array_record
 
@@ -154,3 +157,22 @@ def test_an_institution_may_refuse_and_its_own_wishes_are_checked(hospitals):
 def test_wrong_options_are_refused(option):
     with pytest.raises(ConfigError, match=option.partition("=")[0]):
         compose([option])
+
+
+def test_forecast_and_summary_say_what_is_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    options = ["strategy=fedavg", "task=digits", "nodes=2", "rounds=1", "model=mlp", "model.width=64", "record=up"]
+    for words, said in (
+        (["--dry-run"], "record=up keeps"),
+        ([], f"to delete them: rm -r {tmp_path / 'run' / FOLDER}"),
+    ):
+        monkeypatch.setattr(
+            "sys.argv", ["flwr-replay", "run", *options, "run_name=run", "--runs-dir", str(tmp_path), *words]
+        )
+        main()
+        out = capsys.readouterr().out
+        assert said in out
+        assert "patients' data" in out
+    expected = sum(line.bytes for line in forecast(Simulation.of(compose(options))) if line.direction == "up")
+    kept = [read_message(path) for path in (tmp_path / "run" / FOLDER).iterdir()]
+    assert sum(sum(array.nbytes for array in one.arrays.values()) for one in kept) == pytest.approx(expected, rel=0.2)
