@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from grid import Grid
 
+from flwr_replay.cli.main import main
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.memory import forget
@@ -107,6 +108,16 @@ def run(folder, overrides, nodes, name="", resume="", stop_after=None, ran=Ran, 
     vars(grid).update(script)
     place = {"runs_dir": str(folder / "runs"), "run_name": name, "resume": resume}
     return ran(*execute(grid, replace(compose(overrides), **place), Stopping(stop_after)), grid, folder)
+
+
+def command(patch, *words):
+    """Run the command line; return its exit code."""
+    patch.setattr("sys.argv", ["flwr-replay", *words])
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code or 0
+    return 0
 
 
 def broken(run, folder, *options, typed=False, **script):

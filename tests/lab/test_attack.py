@@ -4,9 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from harness import node_configs, run, write_shards
+from harness import command, node_configs, run, write_shards
 
-from flwr_replay.cli.main import main
 from flwr_replay.files.atomic import read_json
 from flwr_replay.memory import forget
 from flwr_replay.wire.recording import FOLDER
@@ -37,15 +36,6 @@ def runs(tmp_path_factory):
         for name, options in RUNS.items():
             command(patch, "run", *DIGITS, *options, f"run_name={name}", "--runs-dir", str(folder))
     return folder
-
-
-def command(patch, *words):
-    patch.setattr("sys.argv", ["flwr-replay", *words])
-    try:
-        main()
-    except SystemExit as ended:
-        return ended.code or 0
-    return 0
 
 
 def attacked(monkeypatch, capsys, run, *options):
