@@ -6,9 +6,8 @@ import stat
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from harness import node_configs, run, write_shards
+from harness import command, node_configs, run, write_shards
 
-from flwr_replay.cli.main import main
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import read_lines
@@ -166,10 +165,7 @@ def test_forecast_and_summary_say_what_is_kept(tmp_path, monkeypatch, capsys):
         (["--dry-run"], "record=up keeps"),
         ([], f"to delete them: rm -r {tmp_path / 'run' / FOLDER}"),
     ):
-        monkeypatch.setattr(
-            "sys.argv", ["flwr-replay", "run", *options, "run_name=run", "--runs-dir", str(tmp_path), *words]
-        )
-        main()
+        command(monkeypatch, "run", *options, "run_name=run", "--runs-dir", str(tmp_path), *words)
         out = capsys.readouterr().out
         assert said in out
         assert "patients' data" in out
