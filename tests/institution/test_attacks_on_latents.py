@@ -1,0 +1,74 @@
+"""More attacks on dp=latents and on recordings, by a server that sends what it likes."""
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Error, Message, RecordDict
+from harness import write_shards
+from hostile_server import HostileServer, refusal
+
+from flwr_replay.institution.guard import guard
+from flwr_replay.payloads.common import RollCall
+from flwr_replay.privacy.local import LocalDP
+from flwr_replay.privacy.secret import Stream
+
+TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=8", "batch_size=16", "device=cpu"]
+JOB = [*TASK, "strategy=fedreplay", "encoder=random"]
+CALL = {"strategy": "fedreplay", "run": "called", "stages": ["extract"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hospitals")
+    write_shards(folder, {"a": 40})
+    return folder
+
+
+class NearlyCancels:
+    """Noise that leaves only the last bits of a value: these say which double the value was (Mironov 2012)."""
+
+    def __init__(self, values, spread):
+        self.noise = -values / spread
+
+    def normal(self, shape):
+        return self.noise.reshape(shape)
+
+
+def test_where_noise_cancels_a_value_its_last_bits_do_not_leave():
+    local = LocalDP(3.0, 8.0, 2.0, 1, 3, False)
+    latents = torch.rand(50, 64, generator=torch.Generator().manual_seed(0))
+    values = latents.double() * (3 / torch.linalg.vector_norm(latents.double(), dim=1, keepdim=True))
+    found = local.noisy(latents, 0.7, NearlyCancels(values, 2 * 3 * 0.7))
+    assert not found[found.abs() < 1e-9].any()
+
+
+def test_noise_keeps_its_size():
+    local = LocalDP(3.0, 8.0, 2.0, 1, 3, False)
+    found = local.noisy(torch.zeros(100, 1000), 0.7, Stream(bytes(32)))
+    assert found.dtype == torch.float32
+    assert float(found.std()) == pytest.approx(2 * 3 * 0.7, rel=0.01)
+    assert len(np.unique(found.numpy())) > 90_000
+
+
+def test_a_server_that_records_and_calls_it_none_is_refused(folder):
+    server = HostileServer(folder, *JOB, "record=all", policy="recording: false")
+    assert "keeps messages" in refusal(server.send(RollCall(**CALL, record="none")))
+    server = HostileServer(folder, *JOB, policy="recording: false")
+    assert "keeps messages" in refusal(server.send(RollCall(**CALL, record="up")))
+
+
+def test_room_on_the_servers_own_disk_is_no_limit_of_the_policy(folder):
+    server = HostileServer(folder, *JOB, "record=all", "record-mb=200000")
+    assert not refusal(server.send(RollCall(**CALL)))
+
+
+@pytest.mark.parametrize("record", ["none", "all"])
+def test_the_refusal_of_a_message_without_content_is_in_the_institutions_ledger(folder, record):
+    server = HostileServer(folder, *JOB)
+    [context] = server.grid.contexts.values()
+    context.node_config["record"] = record
+    server.send(RollCall(**CALL))
+    before = len(server.ledger)
+    empty = Message(Error(0, "no content"), reply_to=Message(RecordDict(), 2, "train"))
+    assert refusal(guard(empty, context, lambda message, context: message))
+    assert len(server.ledger) > before
