@@ -5,10 +5,12 @@ import pytest
 import torch
 from flwr.app import Error, Message, RecordDict
 from harness import write_shards
-from hostile_server import HostileServer, refusal
+from hostile_server import HostileServer, refusal, weights
 
 from flwr_replay.institution.guard import guard
+from flwr_replay.memory import forget
 from flwr_replay.payloads.common import RollCall
+from flwr_replay.payloads.fedreplay import Extract
 from flwr_replay.privacy.local import LocalDP
 from flwr_replay.privacy.secret import Stream
 
@@ -72,3 +74,35 @@ def test_the_refusal_of_a_message_without_content_is_in_the_institutions_ledger(
     empty = Message(Error(0, "no content"), reply_to=Message(RecordDict(), 2, "train"))
     assert refusal(guard(empty, context, lambda message, context: message))
     assert len(server.ledger) > before
+
+
+NOISY = [*JOB, "dp=latents", "latent-clip=3", "latent-epsilon=8", "label-epsilon=2", "delta=0.001"]
+
+
+def extracted(server, run, change=1.0):
+    arrays = {name: array * change for name, array in server.weights.items() if name.startswith("hidden1")}
+    asked = {"cut": "hidden1", "latent_dtype": "float32", "views": 1, "first": 0, "chunk_bytes": 10**6}
+    return server.send(Extract(arrays=arrays, run=run, **asked))
+
+
+@pytest.mark.parametrize("harm", ["gone", "empty", "last byte"])
+def test_an_account_that_lost_its_charge_lets_no_fresh_noise_leave(folder, harm):
+    server, run = HostileServer(folder, *NOISY), f"account {harm}"
+    assert weights(extracted(server, run))
+    forget()
+    path = server.state / "runs" / run / "privacy.jsonl"
+    path.write_bytes({"gone": b"", "empty": b"", "last byte": path.read_bytes()[:-1] + b"\x8a"}[harm])
+    if harm == "gone":
+        path.unlink()
+    for change in (1.0, 1.001):
+        reply = extracted(server, run, change)
+        assert "has lost it: restore the newest copy" in refusal(reply)
+        assert not weights(reply)
+
+
+def test_an_upload_of_before_the_mark_gets_one_when_it_leaves_again(folder):
+    server = HostileServer(folder, *NOISY)
+    found = weights(extracted(server, "older"))
+    (server.state / "runs" / "older" / "noisy-latents" / "released").unlink()
+    assert weights(extracted(server, "older"))["latents"].tobytes() == found["latents"].tobytes()
+    assert (server.state / "runs" / "older" / "noisy-latents" / "released").exists()
