@@ -11,6 +11,7 @@ account is damaged or gone then, nothing leaves: its charge is not on the disk a
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -89,17 +90,24 @@ class NoisyUpload:
                         "under dp=latents an institution makes its latents once in a run, by one encoder; in this run "
                         "it made others, or they are gone; fresh noise would cost as much again: begin a new run"
                     )
-            elif (self.folder / MARK).exists():
-                raise PrivacyError(
-                    "a run's account has the charge for all latents that have left; the account of run "
-                    f"{self.request.run!r} has lost it: restore the newest copy, or begin a new run"
-                )
             else:
+                self._check_accounts()
                 self.budget.check_all_runs(cost, account.delta)
                 store = self._made(latents, total, cost.sigma)
             self.budget.charge(LATENTS, cost, self.request)
             write_once(self.folder / MARK, self.name)
             return store.rows(self.name, first, stop)
+
+    def _check_accounts(self) -> None:
+        """Refuse if this run's account lacks an upload that may have left; where runs add up, if any run's does."""
+        adds_up = self.budget.institution.policy.max_local_epsilon is not None
+        for folder in self.budget.state.runs() if adds_up else [self.folder.parent]:
+            if (folder / FOLDER / MARK).exists() and LATENTS not in self.budget.charged(folder.name):
+                logging.getLogger("flwr").error("%s has lost the charge for the latents of its run", folder)
+                raise PrivacyError(
+                    "an account has the charge for all latents that have left; one here has lost it, and the "
+                    "institution's log says which: restore its newest copy, or begin a new run"
+                )
 
     def _made(self, latents: Iterator[Tensor], total: int, sigma: float) -> LatentStore:
         """Make the whole upload, in a folder that holds nothing else."""

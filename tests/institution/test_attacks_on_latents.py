@@ -1,5 +1,7 @@
 """More attacks on dp=latents and on recordings, by a server that sends what it likes."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -96,7 +98,7 @@ def test_an_account_that_lost_its_charge_lets_no_fresh_noise_leave(folder, harm)
         path.unlink()
     for change in (1.0, 1.001):
         reply = extracted(server, run, change)
-        assert "has lost it: restore the newest copy" in refusal(reply)
+        assert "one here has lost it" in refusal(reply)
         assert not weights(reply)
 
 
@@ -106,3 +108,15 @@ def test_an_upload_of_before_the_mark_gets_one_when_it_leaves_again(folder):
     (server.state / "runs" / "older" / "noisy-latents" / "released").unlink()
     assert weights(extracted(server, "older"))["latents"].tobytes() == found["latents"].tobytes()
     assert (server.state / "runs" / "older" / "noisy-latents" / "released").exists()
+
+
+def test_where_runs_add_up_an_account_that_lost_its_charge_stops_all_of_them(folder):
+    policy = HostileServer(folder, *NOISY, policy="max-local-epsilon: 15")
+    shutil.rmtree(policy.state / "runs", ignore_errors=True)  # of the other tests
+    assert weights(extracted(policy, "one"))
+    (policy.state / "runs" / "one" / "privacy.jsonl").unlink()
+    forget()
+    reply = extracted(policy, "two")
+    assert "one here has lost it" in refusal(reply)
+    assert not weights(reply)
+    assert weights(extracted(HostileServer(folder, *NOISY), "three"))
