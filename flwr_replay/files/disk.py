@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from flwr_replay.errors import RunError
 
-__all__ = ["claimed", "lock", "locked", "make", "opener", "reading", "shut", "unlocking", "writing"]
+__all__ = ["claimed", "folder_locked", "lock", "locked", "make", "opener", "reading", "shut", "unlocking", "writing"]
 
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on its disk"),
@@ -107,6 +107,26 @@ def locked(file: IO[Any]) -> Iterator[None]:
     lock(file, wait=True)
     with unlocking(file):
         yield
+
+
+@contextmanager
+def folder_locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's own lock within a `with` block, where the system has one."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    with writing(folder):
+        entries = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(entries, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):  # closing it leaves the lock to a process forked meanwhile
+            fcntl.flock(entries, fcntl.LOCK_UN)
+        os.close(entries)
 
 
 def claimed(path: Path, mode: int) -> IO[bytes]:

@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 StateDict = dict[str, NDArray[Any]]  # a model's weights and buffers, or other named arrays
 
+METADATA = "__metadata__"  # the header's entry of texts; no array has this name
 HEAD = b'{"__metadata__": {"crc32": "'  # the header's first bytes, after eight bytes with its length
 AT = slice(8 + len(HEAD), 16 + len(HEAD))  # the checksum's place, eight hexadecimal digits
 
@@ -71,7 +72,7 @@ def write_tensors(
         (name, np.asarray(array, array.dtype.newbyteorder("<"), order="C"))
         for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     ]
-    texts = f'"__metadata__": {json.dumps({"crc32": "", **(metadata or {})})}'
+    texts = f'"{METADATA}": {json.dumps({"crc32": "", **(metadata or {})})}'
     entries = _entries(tuple((name, array.dtype, array.shape) for name, array in laid))
     header = f"{{{', '.join([texts, *entries])}}}".encode()
     header += b" " * ((len(_digits(0)) - len(header)) % 8)
@@ -107,7 +108,7 @@ def read_with_texts(path: Path) -> tuple[StateDict, dict[str, str]]:
         raise RunError(
             f"{path} must be as it was written; it is damaged ({error}): restore it from a backup, or begin a new run"
         ) from None
-    texts = header.pop("__metadata__", {})
+    texts = header.pop(METADATA, {})
     return {name: arrays[name] for name in header}, texts  # in the file's order, which `load` does not keep
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
-from flwr.app import Context, Message, MetricRecord
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
 from flwr_replay.config.compose import load_client
@@ -67,7 +67,7 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
         found = list(rows(reply.content, Failure))
     try:
         institution.record_release(
-            message.content,
+            message.content if message.has_content() else RecordDict(),
             reply.content,
             found,
             run=str(instructions.get("run", context.run_id))[:LONGEST],
@@ -127,7 +127,8 @@ def _check_request(message: Message, request: type[Request] | None, policy: Poli
     """Refuse what can be refused before any data are read."""
     plan, instructions = _plan(config), config_in(message.content)
     policy.check_strategy(config.strategy.name)
-    policy.check_recording(str(instructions.get("record", "")) or config.record)
+    policy.check_recording(str(instructions.get("record", "")))
+    policy.check_recording(config.record)
     _check_options(policy, config)
     policy.check_limits(instructions)
     policy.check_limits(metrics_in(message.content))
@@ -180,7 +181,7 @@ def _kept_options(config: RunConfig) -> tuple[tuple[str, str, Any], ...]:
 def _check_options(policy: Policy, config: RunConfig) -> None:
     """Refuse a configuration that asks for more than the policy's limits."""
     generates = config.replay.name != "none" or config.draws_images
-    unused = () if generates else ("generator", "prior")
+    unused = ("record_mb", *(() if generates else ("generator", "prior")))  # the former is of the server's own disk
     for section, values in asdict(config).items():
         if section in unused:
             continue

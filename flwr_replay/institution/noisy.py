@@ -5,11 +5,13 @@ out, so there is none: rows that leave a second time are those of the file. Anot
 would take fresh noise; this costs a second upload, which the budget does not allow. It is refused.
 
 The upload is whole and on the disk before it is charged, and charged before any row of it leaves. What a crash left
-uncharged has not left: it is thrown away and made anew.
+uncharged has not left: it is thrown away and made anew. A mark beside the upload says that rows may have left. If the
+account is damaged or gone then, nothing leaves: its charge is not on the disk any more, but what left is in the world.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.errors import PrivacyError
-from flwr_replay.files.atomic import alone, private_folder
+from flwr_replay.files.atomic import alone, private_folder, write_once
 from flwr_replay.files.tensors import digest
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.learning.latents import LatentStore, pack
@@ -31,6 +33,7 @@ from flwr_replay.wire.records import opened
 __all__ = ["NoisyUpload"]
 
 FOLDER = "noisy-latents"  # in the run's state
+MARK = "released"  # a file there: rows may have left
 AT_ONCE = 2**23  # bytes of latents that are written together
 
 
@@ -68,8 +71,8 @@ class NoisyUpload:
         Raises
         ------
         PrivacyError
-            If the run's upload was made by another encoder or is lost, the account states less than before, or the
-            noise is for another number of views.
+            If the run's upload was made by another encoder or is lost, the account lacks it or states less than before,
+            or the noise is for another number of views.
         """
         if total != self.local.views * len(self.budget.institution.train):
             raise PrivacyError(
@@ -88,10 +91,23 @@ class NoisyUpload:
                         "it made others, or they are gone; fresh noise would cost as much again: begin a new run"
                     )
             else:
+                self._check_accounts()
                 self.budget.check_all_runs(cost, account.delta)
                 store = self._made(latents, total, cost.sigma)
             self.budget.charge(LATENTS, cost, self.request)
+            write_once(self.folder / MARK, self.name)
             return store.rows(self.name, first, stop)
+
+    def _check_accounts(self) -> None:
+        """Refuse if this run's account lacks an upload that may have left; where runs add up, if any run's does."""
+        adds_up = self.budget.institution.policy.max_local_epsilon is not None
+        for folder in self.budget.state.runs() if adds_up else [self.folder.parent]:
+            if (folder / FOLDER / MARK).exists() and LATENTS not in self.budget.charged(folder.name):
+                logging.getLogger("flwr").error("%s has lost the charge for the latents of its run", folder)
+                raise PrivacyError(
+                    "an account has the charge for all latents that have left; one here has lost it, and the "
+                    "institution's log says which: restore its newest copy, or begin a new run"
+                )
 
     def _made(self, latents: Iterator[Tensor], total: int, sigma: float) -> LatentStore:
         """Make the whole upload, in a folder that holds nothing else."""

@@ -11,7 +11,7 @@ All this is for a *given* encoder. What its weights tell of the examples that it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp, floor, log2, sqrt
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ __all__ = ["LATENTS", "LocalDP", "clipped", "keep_probability", "randomised"]
 
 LATENTS = "latents"  # the mechanism: latents and labels of one upload
 ROUNDING = 1 + 1e-12  # float64 must not carry a clipped norm above C
+FINE = 20  # binary digits of the noise's standard deviation that are released
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,13 @@ class LocalDP:
         Returns
         -------
         Tensor
-            Shape (B, ...), float32, on the CPU. Rounding it further is post-processing, with no epsilon of its own.
+            Shape (B, ...), float32, on the CPU, in steps of about a millionth of the noise: where noise cancels a
+            value, last bits would say which double the value was (Mironov 2012). Rounding it further is
+            post-processing, with no epsilon of its own.
         """
-        values = clipped(latents, self.clip)
-        return (values + stream.normal(values.shape) * (2 * self.clip * sigma)).float()
+        values, spread = clipped(latents, self.clip), 2 * self.clip * sigma
+        step = 2.0 ** (floor(log2(spread)) - FINE)
+        return ((values + stream.normal(values.shape) * spread) / step).round().mul(step).float()
 
     def sentence(self) -> str:
         """Return what the epsilon covers and what not."""

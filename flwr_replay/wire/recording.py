@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.files.atomic import private_folder
-from flwr_replay.files.tensors import CODES, StateDict, read_with_texts, write_tensors
+from flwr_replay.files.disk import folder_locked
+from flwr_replay.files.tensors import CODES, METADATA, StateDict, read_with_texts, write_tensors
 from flwr_replay.wire.records import decoded
 
 __all__ = ["DIRECTIONS", "FOLDER", "Recorded", "Recording", "read_message"]
@@ -32,7 +33,8 @@ __all__ = ["DIRECTIONS", "FOLDER", "Recorded", "Recording", "read_message"]
 FOLDER = "messages"
 DIRECTIONS: Mapping[str, tuple[str, ...]] = {"none": (), "up": ("up",), "all": ("up", "down")}  # by option `record`
 MB = 1e6
-ENTRY = 200  # the most bytes of a file's header for each array, without its name
+ENTRY = 200  # the most bytes of a file's header for each array, without its name and shape
+LONGEST = 10**8  # bytes of a header that safetensors reads
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,17 @@ class Recording:
     directions : collection of str
         Which messages are kept: up, down, both or none.
     most_mb : float
-        The most that all files together may have, in 10^6 bytes. A message that does not fit is left out, and the log
-        says so once.
+        The most that all files together may have, in 10^6 bytes, whoever wrote them. A message that does not fit is
+        left out, and the log says so once.
     """
 
     def __init__(self, folder: Path, directions: Collection[str], most_mb: float) -> None:
         self.folder, self.directions, self.most = folder, directions, most_mb * MB
-        files = list(folder.glob(f"{'[0-9]' * 8}-*.safetensors")) if directions else []
-        self.messages, self.bytes = len(files), sum(file.stat().st_size for file in files)
         self.left_out = 0  # messages, since this process began
-        self._last = max((int(file.name.partition("-")[0]) for file in files), default=0)
+        self.messages = self.bytes = self._last = 0
+        self._counted = 0  # when the folder had changed last as its files were counted
+        if directions and folder.is_dir():
+            self._count()
 
     def summary(self) -> dict[str, int]:
         """Return how many messages and bytes the folder has, and how many did not fit since this process began."""
@@ -98,24 +101,37 @@ class Recording:
             return ""
         arrays, scalars = _parts(content)
         texts = {"about": json.dumps(dict(about)), "scalars": json.dumps(scalars, default=bytes.hex)}
-        header = sum(map(len, [*texts.values(), *arrays])) + ENTRY * (len(arrays) + 1)
+        header = len(json.dumps(texts)) + ENTRY
+        header += sum(len(json.dumps(name)) + len(str(array.shape)) + ENTRY for name, array in arrays.items())
         size = header + sum(array.nbytes for array in arrays.values())
-        if self.bytes + size > self.most:
-            if not self.left_out:
-                logging.getLogger("flwr").warning(
-                    "%s holds %.4g MB; record-mb=%g: messages that do not fit are not recorded from here on",
-                    self.folder,
-                    self.bytes / MB,
-                    self.most / MB,
-                )
-            self.left_out += 1
-            return ""
-        self._last += 1
-        name = f"{self._last:08d}-{secrets.token_hex(4)}.safetensors"  # other processes may record here, too
-        path = private_folder(self.folder) / name
-        write_tensors(path, arrays, texts, to_disk=False)
-        self.messages, self.bytes = self.messages + 1, self.bytes + path.stat().st_size
+        with folder_locked(private_folder(self.folder)):  # other processes may record here, too
+            self._count()
+            if header > LONGEST or self.bytes + size > self.most:
+                self._leave_out()
+                return ""
+            name = f"{self._last + 1:08d}-{secrets.token_hex(4)}.safetensors"
+            write_tensors(path := self.folder / name, arrays, texts, to_disk=False)
+            self._last, self.messages, self.bytes = self._last + 1, self.messages + 1, self.bytes + _size(path)
+            self._counted = self.folder.stat().st_mtime_ns
         return name
+
+    def _count(self) -> None:
+        """Count the files, unless nobody else has added or removed any since they were counted."""
+        if (changed := self.folder.stat().st_mtime_ns) != self._counted:
+            files = list(self.folder.glob(f"{'[0-9]' * 8}-*.safetensors"))
+            self.messages, self.bytes = len(files), sum(map(_size, files))
+            self._last = max((self._last, *(int(file.name.partition("-")[0]) for file in files)))
+            self._counted = changed
+
+    def _leave_out(self) -> None:
+        if not self.left_out:
+            logging.getLogger("flwr").warning(
+                "%s holds %.4g MB; record-mb=%g: messages that do not fit are not recorded from here on",
+                self.folder,
+                self.bytes / MB,
+                self.most / MB,
+            )
+        self.left_out += 1
 
 
 def read_message(path: Path) -> Recorded:
@@ -139,10 +155,27 @@ def _parts(content: RecordDict) -> tuple[StateDict, dict[str, Any]]:
     scalars: dict[str, Any] = {}
     for record in content.values():
         if isinstance(record, ArrayRecord):
-            arrays |= {name: _numbers(array) for name, array in record.items()}
+            arrays |= {_writable(name): _numbers(array) for name, array in record.items()}
         elif isinstance(record, MetricRecord | ConfigRecord):
             scalars |= record
     return arrays, scalars
+
+
+def _writable(name: str) -> str:
+    """Return an array's name; of one that no file can have, how it is written in Python."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return repr(name)
+    return repr(name) if name == METADATA else name
+
+
+def _size(file: Path) -> int:
+    """Return a file's bytes; none of one that was removed meanwhile."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _numbers(array: Array) -> NDArray[Any]:
