@@ -32,6 +32,7 @@ OTHERS = [
     "central",
 ]
 WITH_A_GENERATOR = [FEDER, *MODES[2:], OTHERS[2], "syncentral := syncentral"]
+LONGER = ["generator.epochs=18", "prior.epochs=36"]  # of vqvae2, on few images
 BOTH = [*WITH_A_GENERATOR, *(x.replace(" :=", ", stylegan2 :=") + ":generator=stylegan2" for x in WITH_A_GENERATOR)]
 
 
@@ -59,8 +60,7 @@ def iid(nodes: int) -> Part:
 
 def shifted(nodes: int) -> list[str]:
     """Return the options of institutions whose X-rays differ in contrast."""
-    shift = ["partition=iid", "partition.size=650", "contrast=0.6", "generator.epochs=18", "prior.epochs=36"]
-    return [*XRAYS, f"nodes={nodes}", *shift]
+    return [*XRAYS, f"nodes={nodes}", "partition=iid", "partition.size=650", "contrast=0.6"]
 
 
 def contrast(nodes: int) -> Part:
@@ -69,7 +69,7 @@ def contrast(nodes: int) -> Part:
         f"contrast-{nodes}",
         "Chest X-rays, no label skew; from institution to institution more contrast; 650 each.",
         [*MODES, *OTHERS, "syncentral"],
-        shifted(nodes),
+        [*shifted(nodes), *LONGER],
         PNEUMONIA,
     )
 
@@ -92,7 +92,7 @@ PARTS = [
         part(
             f"generators-contrast-{nodes}",
             "Chest X-rays, no label skew, contrast: buffers of both generators.",
-            BOTH,
+            [":".join([method, *LONGER]) if "stylegan2" not in method else method for method in BOTH],
             shifted(nodes),
             PNEUMONIA,
         )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -13,16 +14,17 @@ from torch import Tensor
 from flwr_replay.attacks.attacker import Attacker, Attempt
 from flwr_replay.attacks.gradients import LocalSteps, change_of
 from flwr_replay.errors import DataError, RunError
-from flwr_replay.lab.evidence import NO_MODEL, Evidence, Exhibit
+from flwr_replay.lab.evidence import UNKNOWN_NETWORK, Evidence, Exhibit
 from flwr_replay.lab.judge import NEAR, OTHERS, Originals
 from flwr_replay.lab.trials import Trial
 from flwr_replay.learning.tasks import make_task
-from flwr_replay.learning.training import batches, iterations, make_optimizer, step, torch_rng
+from flwr_replay.learning.training import at_once, batches, iterations, make_optimizer, step, torch_rng
 from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["OfChange"]
 
 MOST_BEHIND = 128  # images behind one answer that a search looks for
+BLOCK = 256  # examples whose gradient FedSGD computes at once
 MOST_STEPS = 64  # of local training that are simulated
 
 
@@ -31,15 +33,13 @@ class OfChange(Trial):
 
     def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
         super().__init__(exhibit, evidence)
-        self.answer = self.with_request()
-        request, config = self.answer.request, evidence.config
-        assert request is not None
+        (self.answer, request), config = self.with_network(), evidence.config
         self.request, self.training = request, config.training
         self.model, self.task = evidence.model(), make_task(config.task)
         parameters = dict(self.model.named_parameters())
         back = {name: torch.from_numpy(array) for name, array in exhibit.arrays(self.answer).items()}
         if not parameters.keys() <= request.arrays.keys():
-            raise RunError(NO_MODEL)
+            raise RunError(UNKNOWN_NETWORK)
         if not parameters.keys() <= back.keys():
             raise RunError("only a part of the network came back; matching is built in for all of it")
         load_arrays(self.model, {name: request.arrays[name] for name in self.model.state_dict()})
@@ -112,17 +112,26 @@ class OfChange(Trial):
         x, y = originals.x_NCHW, originals.y_N
         if self.evidence.config.privacy.mechanisms:
             raise DataError("the answer has secret noise, so originals cannot be checked by computing it anew")
+        if self.evidence.config.replay.name != "none":
+            raise DataError("institutions trained on replayed images, too, which the judge does not have")
         if len(y) != self.examples:
-            raise DataError(f"{OTHERS}: {len(y)} examples, the message says {self.examples}")
+            raise DataError(f"{OTHERS}, or others' examples were added: {len(y)}, the message says {self.examples}")
         if self.gradient:
-            anew, rows = change_of(self.model, self.task.loss, x, y, LocalSteps()), torch.arange(len(y))
+            anew, rows = self._gradient_anew(x, y), torch.arange(len(y))
         else:
             anew, rows = self._trained_anew(x, y)
         names = list(self.change)
         right, found = (torch.cat([one[name].flatten() for name in names]) for one in (self.change, anew))
-        if not bool((found - right).norm() <= 10 * NEAR * right.norm()):
-            raise DataError(f"{OTHERS}, or the method trains otherwise than FedAvg does")
+        if not bool((found - right).norm() <= NEAR * right.norm()):
+            raise DataError(f"{OTHERS}, or {self.evidence.config.strategy.name} trains otherwise than FedAvg")
         return rows
+
+    def _gradient_anew(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Add up the gradients of blocks, as FedSGD's institutions do."""
+        number = math.ceil(len(x) / at_once(x, BLOCK))
+        blocks = list(zip(torch.chunk(x, number), torch.chunk(y, number), strict=True))
+        parts = [(len(b) / len(y), change_of(self.model, self.task.loss, a, b, LocalSteps())) for a, b in blocks]
+        return {name: sum((share * one[name] for share, one in parts), torch.tensor(0.0)) for name in self.change}
 
     def _trained_anew(self, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Train as FedAvg's and CWT's institutions do; return the change of weights, and the rows of the first pass."""

@@ -25,9 +25,13 @@ from flwr_replay.wire.fields import Field, Meaning
 from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.recording import FOLDER, Recorded, read_message
 
-__all__ = ["Answer", "Evidence", "Exhibit"]
+__all__ = ["NO_MODEL", "UNKNOWN_NETWORK", "Answer", "Evidence", "Exhibit"]
 
 NO_MODEL = "the request that brought the network was not recorded: record the run with record=all"
+
+UNKNOWN_NETWORK = (
+    "the requests of this stage bring no network; which one the institution had then, the server does not know exactly"
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class Evidence:
                 "images show can be measured without: flwr-replay privacy synthetic"
             )
         exhibits: dict[tuple[str, str, str], list[Answer]] = {}
-        declared: dict[str, Field] = {}
+        declared: dict[tuple[str, str], Field] = {}
         asked: dict[tuple[str, str], Recorded] = {}
         institutions: set[str] = set()
         for name in dict.fromkeys(names):
@@ -126,7 +130,7 @@ class Evidence:
             for key, known in request.answer.by_key().items():
                 present = message.arrays if known.shape == "state dict" else message.arrays.keys() & {key}
                 if known.means and present:
-                    declared[key] = known
+                    declared[stage, key] = known
                     exhibits.setdefault((who, stage, key), []).append(answer)
         chosen = {key: answers for key, answers in exhibits.items() if field in ("", key[2])}
         if not chosen:
@@ -141,11 +145,13 @@ class Evidence:
             raise RunError(
                 f"no recorded answer in {folder} has weights, images or the like: record the run with record=all"
             )
-        return cls(folder, config, [Exhibit(*key, declared[key[2]], answers) for key, answers in chosen.items()])
+        return cls(
+            folder, config, [Exhibit(*key, declared[key[1], key[2]], answers) for key, answers in chosen.items()]
+        )
 
-    def model(self) -> nn.Module:
+    def model(self, seed: int = 0) -> nn.Module:
         """Build the network that institutions exchange, with fresh weights."""
-        return backbone(self.config.model, self.config.task)(0)
+        return backbone(self.config.model, self.config.task)(seed)
 
     def replay_plan(self) -> ReplayPlan | None:
         """Return the plan of the run's replay, with its generator; None without."""

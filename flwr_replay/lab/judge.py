@@ -22,7 +22,7 @@ from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import DataError
 from flwr_replay.models.layers import as_input
 
-__all__ = ["Originals", "originals_of", "rows_behind", "rows_in_order"]
+__all__ = ["Originals", "check_anew", "originals_of", "rows_behind", "rows_in_order"]
 
 NEAR = 1e-3  # the largest distance from what was sent, as a part of its length; other threads give other last bits
 OTHERS = "originals must be the run's: what was sent, computed anew from them, is something else"
@@ -78,7 +78,13 @@ def originals_of(config: RunConfig, institution: str, data: str = "") -> Origina
     return Originals(as_input(x), y, own.test)
 
 
-def rows_behind(sent_n: Tensor, anew: Callable[[], Tensor]) -> Tensor:
+def check_anew(sent_n: Tensor, anew_n: Tensor) -> None:
+    """Refuse originals from which computing what was sent anew gives something else."""
+    if sent_n.shape != anew_n.shape or not bool((sent_n - anew_n).norm() <= NEAR * sent_n.norm()):
+        raise DataError(f"{OTHERS}: give the data of the run, as they were when it ran")
+
+
+def rows_behind(sent_n: Tensor, anew: Callable[[], Tensor], others: bool = False) -> Tensor:
     """Return which original is behind each row that was sent, (n,): the one from which computing it anew gives it.
 
     Parameters
@@ -87,20 +93,23 @@ def rows_behind(sent_n: Tensor, anew: Callable[[], Tensor]) -> Tensor:
         What was sent, a row for each image.
     anew : callable
         Computes the same of all N originals.
+    others : bool
+        Whether some rows may be of others' images; these are -1.
 
     Raises
     ------
     DataError
-        If a row is that of no original.
+        If a row is that of no original; with `others`, if none is.
     """
     sent_nF, anew_NF = sent_n.flatten(1).float(), anew().flatten(1).float()
     if sent_nF.shape[1] != anew_NF.shape[1]:
         raise DataError(f"{OTHERS}: give the data of the run")
     distances_nN = torch.cdist(sent_nF, anew_NF, compute_mode="donot_use_mm_for_euclid_dist")
     least_n, rows_n = distances_nN.min(1)
-    if not bool((least_n <= NEAR * sent_nF.norm(dim=1).clamp(min=1e-6)).all()):
+    own_n = least_n <= NEAR * sent_nF.norm(dim=1).clamp(min=1e-6)
+    if not bool(own_n.any() if others else own_n.all()):
         raise DataError(f"{OTHERS}: give the data of the run, as they were when it ran")
-    return rows_n
+    return torch.where(own_n, rows_n, -1)
 
 
 def rows_in_order(number: int, first: int, originals: Originals) -> Tensor:

@@ -71,7 +71,7 @@ def _by_references(
     """Compare with models that the attacker has trained without the candidates: offline LiRA."""
     task, training = make_task(evidence.config.task), evidence.config.training
     references = reference_models(
-        lambda _: evidence.model(),
+        evidence.model,
         task.loss,
         auxiliary.images_mCHW,
         auxiliary.labels_m,

@@ -8,6 +8,7 @@ of numbers a field has, its declaration says; `flwr_replay.attacks.catalogue` ha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,12 +23,13 @@ from flwr_replay.attacks.codes import decoded
 from flwr_replay.attacks.latents import latents_of, mixes
 from flwr_replay.errors import RunError
 from flwr_replay.generators.codes import unpack_codes
-from flwr_replay.lab.evidence import NO_MODEL, Answer, Evidence, Exhibit
-from flwr_replay.lab.judge import Originals, rows_behind, rows_in_order
+from flwr_replay.lab.evidence import NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit
+from flwr_replay.lab.judge import Originals, check_anew, rows_behind, rows_in_order
 from flwr_replay.learning.latents import unpack
-from flwr_replay.learning.training import torch_rng
+from flwr_replay.learning.training import batches, torch_rng
 from flwr_replay.models import split
 from flwr_replay.models.layers import as_input
+from flwr_replay.wire.recording import Recorded
 from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["OfActivations", "OfCodes", "OfImages", "Question", "Trial"]
@@ -82,12 +84,19 @@ class Trial:
         """Numbers sent for each number of an image."""
         raise NotImplementedError
 
-    def with_request(self) -> Answer:
-        """Return the first answer whose request was recorded, too."""
-        for answer in self.exhibit.answers:
-            if answer.request is not None:
-                return answer
-        raise RunError(NO_MODEL)
+    def with_network(self) -> tuple[Answer, Recorded]:
+        """Return the first answer whose request was recorded and brought a network.
+
+        Raises
+        ------
+        RunError
+            If there is none.
+        """
+        asked = [(answer, answer.request) for answer in self.exhibit.answers if answer.request is not None]
+        for answer, request in asked:
+            if request.arrays:
+                return answer, request
+        raise RunError(UNKNOWN_NETWORK if asked else NO_MODEL)
 
     def some_of(self, number: int) -> Tensor:
         """Return the places of some images, drawn at random."""
@@ -100,12 +109,11 @@ class OfActivations(Trial):
 
     def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
         super().__init__(exhibit, evidence)
-        self.answer = self.with_request()
-        request = self.answer.request
-        assert request is not None
+        self.answer, self.request = self.with_network()
+        request = self.request
         self.encoder, _ = split(evidence.model(), str(request.scalars.get("cut", "")))
         if not self.encoder.state_dict().keys() <= request.arrays.keys():
-            raise RunError(NO_MODEL)
+            raise RunError(UNKNOWN_NETWORK)
         load_arrays(self.encoder, {name: request.arrays[name] for name in self.encoder.state_dict()})
         self.encoder.train(exhibit.stage != "extract")  # FedReplay encodes in evaluation mode, SplitNN while it trains
         values = exhibit.array(self.answer)
@@ -125,7 +133,21 @@ class OfActivations(Trial):
         """Find each row's original by encoding all of them; under local DP row i is the institution's i-th image."""
         if "latents" in self.evidence.config.privacy.mechanisms:
             return rows_in_order(len(self.sent_n), int(self.answer.content.scalars["first"]), originals)
+        if self.exhibit.stage != "extract":
+            return self._rows_of_batches(originals)
         return rows_behind(self.sent_n, lambda: latents_of(self.encoder, originals.x_NCHW, self.dtype))
+
+    def _rows_of_batches(self, originals: Originals) -> Tensor:
+        """Draw SplitNN's first batches anew, and check that they give these activations."""
+        config, server_round = self.evidence.config, int(self.request.scalars.get("server-round", 0))
+        shuffle = torch_rng(config.seed, self.exhibit.institution, server_round)
+        numbered, size = torch.arange(len(originals.y_N)), config.training.batch_size
+        first = slice(0, int(self.request.scalars["micro-batches"]))
+        drawn = [rows.long()[:, 0] for rows, _ in batches(numbered[:, None], numbered, size, shuffle, only=first)]
+        with torch.no_grad():
+            anew = torch.cat([copy.deepcopy(self.encoder)(originals.x_NCHW[rows]) for rows in drawn])
+        check_anew(self.sent_n, anew[: len(self.sent_n)])
+        return torch.cat(drawn)[: len(self.sent_n)]
 
     @property
     def values_per_pixel(self) -> float:
@@ -138,11 +160,10 @@ class OfCodes(Trial):
 
     def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
         super().__init__(exhibit, evidence)
-        answer, plan = self.with_request(), evidence.replay_plan()
-        assert answer.request is not None
+        (answer, request), plan = self.with_network(), evidence.replay_plan()
         assert plan is not None
         self.plan, self.generator = plan, plan.fresh_generator().eval()
-        load_arrays(self.generator, answer.request.arrays)
+        load_arrays(self.generator, request.arrays)
         self.packed = exhibit.array(answer)
         self.places_n = self.some_of(len(self.packed))
 
@@ -152,12 +173,12 @@ class OfCodes(Trial):
         yield Attempt(DECODED, lambda: (decoded(self.generator, packed)[:, :channels], {}))
 
     def rows(self, originals: Originals) -> Tensor:
-        """Find each row's original by encoding all of them; replayed images of others are behind some rows."""
+        """Find each row's original by encoding all of them; -1 for those of others, which replay has put there."""
         parts = (torch.split(one, self.plan.at_once) for one in (originals.x_NCHW, originals.y_N))
         with torch.no_grad():
             found = [self.generator.encode(self.plan.generator_input(x, y)) for x, y in zip(*parts, strict=True)]
         size = self.generator.codes_per_image, self.generator.codebook_size
-        return rows_behind(torch.from_numpy(unpack_codes(self.packed, *size)), partial(torch.cat, found))
+        return rows_behind(torch.from_numpy(unpack_codes(self.packed, *size)), partial(torch.cat, found), others=True)
 
     @property
     def values_per_pixel(self) -> float:
