@@ -39,7 +39,7 @@ def part(name: str, about: str, methods: Sequence[str], options: Sequence[str], 
 
 def cuts(width: int) -> list[str]:
     """Return FedReplay behind each cut of a ResNet-18, and SplitNN behind the first and the last of them."""
-    own = f"model.width={width}:model.norm=group"
+    own = f"model.width={width}:model.norm=batch"
     behind = [f"latents, {cut} := fedreplay:cut={cut}:{own}" for cut in CUTS]
     return [*behind, *(f"splitnn, {cut} := splitnn:cut={cut}:{own}" for cut in (CUTS[0], CUTS[-1])), f"fedavg:{own}"]
 
@@ -51,8 +51,14 @@ def gradients(examples: int) -> Part:
         for strategy in ("fedsgd", "fedavg")
         for model in ("mlp", "lenet5")
     ]
-    options = [*FEW, f"partition.size={examples}", f"training.batch-size={examples}"]
-    return part(f"gradient-{examples}", f"Gradients of {examples} images.", methods, options)
+    size = 2 * examples - 1  # a training of one step, on a part of the images; a gradient is of all
+    options = [*FEW, f"partition.size={size}", f"training.batch-size={examples}"]
+    return part(
+        f"gradient-{examples}",
+        f"Weights after one step on {examples} of {2 * examples - 1} images; gradients of all of them.",
+        methods,
+        options,
+    )
 
 
 PARTS = [

@@ -38,7 +38,9 @@ from flwr_replay.models.layers import as_input
 __all__ = ["Attacker", "Attempt", "Auxiliary", "head_bias"]
 
 # On MNIST: shallow cuts want the first of these, deep ones the last. A rate of 0.1 is too small for all of them.
-LATENT_SEARCHES = tuple(Search(alpha=alpha, lr=lr) for alpha, lr in ((1e-2, 0.3), (1e-1, 0.3), (5e-1, 1.0)))
+LATENT_SEARCHES = tuple(
+    Search(alpha=alpha, lr=lr) for alpha, lr in ((0.0, 0.3), (1e-3, 0.3), (1e-2, 0.3), (1e-1, 0.3), (5e-1, 1.0))
+)
 CHANGE_SEARCHES = tuple(Search(alpha=alpha, lr=0.1, signs=True) for alpha in (1e-3, 1e-2, 1e-1))
 TUNED_ON = 8  # auxiliary images
 PROBED = 10  # steps that are timed

@@ -7,13 +7,14 @@ stand beside it; they show patients.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flwr_replay.attacks.attacker import Attacker, Attempt, Auxiliary
@@ -23,14 +24,15 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError
 from flwr_replay.files.atomic import private_folder, read_json, write_json
 from flwr_replay.institution.pictures import SHOWN, draw_grid
-from flwr_replay.lab.auxiliary import auxiliary_of
-from flwr_replay.lab.changes import OfChange
+from flwr_replay.lab.auxiliary import COLLUDES, auxiliary_of, without
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals, originals_of
 from flwr_replay.lab.labels import label_attacks
 from flwr_replay.lab.membership import member_attacks
 from flwr_replay.lab.sentences import sentence
-from flwr_replay.lab.trials import OfActivations, OfCodes, OfImages, Question, Trial
+from flwr_replay.lab.trials import Question, Trial
+from flwr_replay.lab.verified import TRIALS, refused
+from flwr_replay.learning.training import torch_rng
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import Job, claim
 
@@ -38,13 +40,6 @@ __all__ = ["FOLDER", "attack_run"]
 
 FOLDER = "attacks"
 RESULTS = {"attacks": list, "options": dict}
-TRIALS: Mapping[str, type[Trial]] = {  # by what the numbers are; images that a generator drew are of nobody
-    "activations": OfActivations,
-    "codes": OfCodes,
-    "gradient": OfChange,
-    "images": OfImages,
-    "weights": OfChange,
-}
 
 
 def attack_run(
@@ -85,8 +80,11 @@ def attack_run(
     _refuse_no_images(config)
     about = {"about": _about(config), "claim": claim(Job.of(config).strategy(""))}
     auxiliary = auxiliary_of(config, aux)
+    Attacker(evidence.form, auxiliary, 0)  # refuses images of another form
+    if data:
+        originals_of(config, institution, data)  # refuses data that cannot be read
     place = private_folder(folder / FOLDER)
-    options = {"aux": auxiliary.source if auxiliary else "none", "data": data, "minutes": minutes}
+    options = {"aux": auxiliary.source if auxiliary else "none", "data": data}
     found = _earlier(place, options)
     done = {(one["institution"], one["stage"], one["field"], one["attack"]) for one in found}
     lab = Lab(evidence, auxiliary, data, 60 * minutes / (3 * len(evidence.exhibits)), place)
@@ -116,7 +114,13 @@ def _refuse_no_images(config: RunConfig) -> None:
 
 
 def _earlier(place: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the attacks of an interrupted command; those of other options stay in a file of their own."""
+    """Return the attacks of an interrupted command.
+
+    Raises
+    ------
+    RunError
+        If the folder has those of other options.
+    """
     file = place / "attacks.json"
     if not file.exists():
         return []
@@ -182,21 +186,31 @@ class Lab:
             yield {**head, "attack": "none", "not-judged": reason}
 
     def attempts(self, exhibit: Exhibit) -> Iterator[Question]:
-        """Yield the attacks on a field: on labels and membership where there are originals, then on images."""
+        """Yield the attacks on a field: on membership and labels where there are originals, then on images."""
+        if self.auxiliary and f"images of {exhibit.institution}, {COLLUDES}" in self.auxiliary.source:
+            raise RunError("it is the one that colludes; the others are attacked with its images")
         seed = derived_seed(self.evidence.config.seed, "attack", exhibit.institution, exhibit.stage, exhibit.field)
-        attacker = Attacker(self.evidence.form, self.auxiliary, seed, self.seconds)
         try:
             originals, why = originals_of(self.evidence.config, exhibit.institution, self.data), ""
         except DataError as error:
             originals, why = None, str(error)
-        if originals:
-            yield from member_attacks(exhibit, self.evidence, originals, self.auxiliary, seed)
+        victims = [originals.x_NCHW, originals.others_NCHW] if originals else []
+        lab = replace(self, auxiliary=without(self.auxiliary, victims))
+        attacker = Attacker(self.evidence.form, lab.auxiliary, seed, self.seconds)
         trial_type = TRIALS.get(exhibit.means) if exhibit.declared.kind != "synthetic" else None
-        trial = trial_type(exhibit, self.evidence) if trial_type else None
+        trial: Trial | None = None
+        try:
+            trial = trial_type(exhibit, self.evidence) if trial_type else None
+        except RunError as error:
+            yield "reconstruction", partial(_raise, error)
+        if originals and (refusal := refused(exhibit, self.evidence, originals)):
+            originals, why = None, refusal
         if originals:
+            yield from member_attacks(exhibit, self.evidence, originals, lab.auxiliary, seed)
             yield from label_attacks(exhibit, self.evidence, trial, originals, attacker)
-        for attempt in trial.attempts(attacker) if trial else ():
-            yield attempt.attack.name, partial(self.seen, exhibit, attempt, trial, originals, why)  # type: ignore[arg-type]
+        if trial:
+            for attempt in trial.attempts(attacker):
+                yield attempt.attack.name, partial(lab.seen, exhibit, attempt, trial, originals, why)
 
     def seen(
         self, exhibit: Exhibit, attempt: Attempt, trial: Trial, originals: Originals | None, why: str
@@ -208,11 +222,17 @@ class Lab:
         if originals:
             try:
                 rows = trial.rows(originals)[trial.places_n[: len(images)]]
+                own = rows >= 0  # behind the others are images of other institutions, which replay has put there
+                if not bool(own.any()):
+                    raise DataError(
+                        "all images that were attacked are of other institutions, which replay has put there"
+                    )
+                images, rows = images[own], rows[own]
                 result |= self.scores(images, rows, trial.mixed, originals)
                 result["values-per-pixel"] = trial.values_per_pixel
                 if trial.mixed > 1:
                     rows = rows[assigned(images, originals.x_NCHW[rows])]
-                pictured = {"original": originals.x_NCHW[rows[:SHOWN]], **pictured}
+                pictured = {"original": originals.x_NCHW[rows[:SHOWN]], "reconstruction": images[:SHOWN]}
             except DataError as error:
                 why = str(error)
         path = self.place / f"{_plain(exhibit.institution, exhibit.stage, exhibit.field, attempt.attack.name)}.png"
@@ -224,12 +244,22 @@ class Lab:
         judge = Judge(originals.x_NCHW)
         scores: dict[str, ImageScores | None] = {
             "scores": judge.scores(images, rows, mixed),
-            "control": judge.control(images, rows, mixed),
+            "control": judge.control(images, rows, mixed) or judge.scores(self.anything(images), rows, mixed),
         }
         if self.auxiliary is not None:
             scores["mean-image"] = judge.mean_image(self.auxiliary.images_mCHW, rows)
             scores["nearest-image"] = judge.nearest_auxiliary(self.auxiliary.images_mCHW, rows)
         return {name: None if one is None else _finite(asdict(one)) for name, one in scores.items()}
+
+    def anything(self, images: Tensor) -> Tensor:
+        """Return as many images of other people, or without auxiliary images of noise: a control without a message."""
+        if self.auxiliary and len(self.auxiliary.labels_m) >= len(images):
+            return self.auxiliary.images_mCHW[: len(images)]
+        return torch.rand(images.shape, generator=torch_rng(self.evidence.config.seed, "control"))
+
+
+def _raise(error: RunError) -> dict[str, Any]:
+    raise error
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.config.run import RunConfig
@@ -15,10 +17,12 @@ from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.models.layers import as_input
 
-__all__ = ["auxiliary_of"]
+__all__ = ["auxiliary_of", "without"]
 
 UNDEALT = "undealt"  # images of the data set that no institution has
 MOST = 2000  # auxiliary images
+COLLUDES = "which colludes"
+BUILT_IN = ("digits",)  # formats that read no folder
 
 
 def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
@@ -31,7 +35,12 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
     """
     if aux == "none":
         return None
-    if aux == UNDEALT or not Path(aux).exists():
+    folder = Path(aux).exists()
+    if folder and config.task.format in BUILT_IN:
+        raise ConfigError(
+            f"--aux must be none, {UNDEALT} or an institution: task={config.task.name} reads no folder; got {aux!r}"
+        )
+    if not folder:
         if not config.nodes:
             raise ConfigError(f"--aux={aux} is for simulations; this run was deployed: give a data folder, or none")
         part, dataset = dealt(config.task, config.partition, config.nodes, config.seed), loaded(config.task)
@@ -40,7 +49,7 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
             examples, name = dataset.train.take(rest), "{n} images of the same source that no institution has"
         elif aux in part.names:
             examples = part.examples(dataset, part.names.index(aux)).train
-            name = f"{{n}} images of {aux}, which colludes"
+            name = f"{{n}} images of {aux}, {COLLUDES}"
         else:
             raise ConfigError(
                 f"--aux must be none, {UNDEALT}, an institution ({', '.join(part.names)}) or a data folder; got {aux!r}"
@@ -53,3 +62,25 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
     chosen = examples.take(np.linspace(0, len(examples) - 1, min(MOST, len(examples))).astype(int))
     x = as_input(torch.from_numpy(np.ascontiguousarray(chosen.x)))
     return Auxiliary(name.format(n=len(x)), x, torch.from_numpy(np.asarray(chosen.y)))
+
+
+def without(auxiliary: Auxiliary | None, victims: Sequence[Tensor]) -> Auxiliary | None:
+    """Return the auxiliary images that are no victims'; None if none is left.
+
+    Parameters
+    ----------
+    auxiliary : Auxiliary | None
+        The attacker's images.
+    victims : sequence of Tensor
+        Images (n, C, H, W) in [0, 1] that an attacker of the real world would not have: those attacked, and those
+        asked about.
+    """
+    if auxiliary is None:
+        return None
+    known = {row.tobytes() for images in victims for row in images.numpy()}
+    own = [i for i, row in enumerate(auxiliary.images_mCHW.numpy()) if row.tobytes() not in known]
+    if len(own) == len(auxiliary.labels_m):
+        return auxiliary
+    removed = len(auxiliary.labels_m) - len(own)
+    source = f"{auxiliary.source} (without {removed} that the institution or the judge has)"
+    return Auxiliary(source, auxiliary.images_mCHW[own], auxiliary.labels_m[own]) if own else None

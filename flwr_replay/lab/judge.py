@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flwr_replay.config.run import RunConfig
-from flwr_replay.data import Examples, load
+from flwr_replay.data import load
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import DataError
 from flwr_replay.models.layers import as_input
@@ -36,13 +35,14 @@ class Originals:
     ----------
     x_NCHW, y_N : Tensor
         Its training images in [0, 1], and their labels.
-    others : Examples
+    others_NCHW, other_y : Tensor
         Test examples of the same source: non-members for attacks on membership.
     """
 
     x_NCHW: Tensor
     y_N: Tensor
-    others: Examples
+    others_NCHW: Tensor
+    other_y: Tensor
 
 
 def originals_of(config: RunConfig, institution: str, data: str = "") -> Originals:
@@ -74,8 +74,9 @@ def originals_of(config: RunConfig, institution: str, data: str = "") -> Origina
         own = part.examples(loaded(config.task), part.names.index(institution))
     else:
         raise DataError("the run was deployed; only an institution can judge: give its own data with --data")
-    x, y = torch.from_numpy(np.ascontiguousarray(own.train.x)), torch.from_numpy(np.asarray(own.train.y))
-    return Originals(as_input(x), y, own.test)
+    sides = [(torch.tensor(part.x), torch.tensor(part.y)) for part in (own.train, own.test)]
+    (x, y), (other_x, other_y) = sides
+    return Originals(as_input(x), y, as_input(other_x), other_y)
 
 
 def check_anew(sent_n: Tensor, anew_n: Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from flwr_replay.attacks.attacker import Attacker
@@ -14,13 +13,16 @@ from flwr_replay.attacks.labels import labels_at_cut
 from flwr_replay.errors import RunError
 from flwr_replay.lab.changes import OfChange
 from flwr_replay.lab.evidence import NO_MODEL, Evidence, Exhibit
-from flwr_replay.lab.judge import Originals, rows_in_order
+from flwr_replay.lab.judge import Originals
 from flwr_replay.lab.trials import OfActivations, Question, Trial
+from flwr_replay.lab.verified import TRIALS
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models import split_before_head
 from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["label_attacks"]
+
+ROW_BY_ROW = ("activations", "codes", "images")  # numbers with a row for each image
 
 
 def label_attacks(
@@ -31,8 +33,8 @@ def label_attacks(
     attacker: Attacker,
 ) -> Iterator[Question]:
     """Yield attacks on labels, each to be called; the judge knows how many are right."""
-    if evidence.config.task.kind != "classification":
-        return
+    if evidence.config.task.kind != "classification" or exhibit.declared.kind == "synthetic":
+        return  # labels that a generator has drawn are of nobody
     if exhibit.means == "labels":
         yield SHOWN.name, lambda: _read(exhibit, evidence, originals)
     elif exhibit.means == "gradients at a cut":
@@ -42,12 +44,15 @@ def label_attacks(
 
 
 def _read(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[str, Any]:
-    """Read labels; under local DP some are not those of the images."""
-    sent_n = torch.from_numpy(np.concatenate([exhibit.array(answer) for answer in exhibit.answers]))
-    if "latents" not in evidence.config.privacy.mechanisms:
-        return _right(len(sent_n), len(sent_n))
-    true_n = originals.y_N[rows_in_order(len(sent_n), 0, originals)]
-    return _right(int((sent_n == true_n).sum()), len(sent_n))
+    """Read labels of the answer whose images the judge knows; under local DP some are not those of the images."""
+    beside = [one for one in evidence.exhibits if (one.institution, one.stage) == (exhibit.institution, exhibit.stage)]
+    trials = [TRIALS[one.means](one, evidence) for one in beside if one.means in ROW_BY_ROW]
+    if not trials:
+        raise RunError("they are sent as they are; which image each is of, the judge cannot see")
+    rows_n = trials[0].rows(originals)
+    sent_n = torch.from_numpy(exhibit.array(trials[0].answer))[: len(rows_n)]
+    own_n = rows_n >= 0
+    return _right(int((sent_n[own_n] == originals.y_N[rows_n[own_n]]).sum()), int(own_n.sum()))
 
 
 def _counted(trial: OfChange, originals: Originals, attacker: Attacker) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals
 from flwr_replay.lab.trials import Question
 from flwr_replay.learning.tasks import make_task
-from flwr_replay.models.layers import as_input
 from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["member_attacks"]
@@ -101,8 +100,7 @@ def _by_distance(exhibit: Exhibit, auxiliary: Auxiliary, sides: tuple[Candidates
 def _candidates(originals: Originals, seed: int) -> tuple[Candidates, Candidates]:
     """Return members and others, as many of each label."""
     x, y = originals.x_NCHW, originals.y_N
-    other_x = as_input(torch.from_numpy(np.ascontiguousarray(originals.others.x)))
-    other_y = torch.from_numpy(np.asarray(originals.others.y))
+    other_x, other_y = originals.others_NCHW, originals.other_y
     if not np.intersect1d(y.numpy(), other_y.numpy()).size:
         return (x[:0], y[:0]), (other_x[:0], other_y[:0])
     rows, other_rows = equal_label_shares(y.numpy(), other_y.numpy(), seed)

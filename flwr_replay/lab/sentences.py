@@ -9,10 +9,12 @@ from flwr_replay.report.progress import shown_bytes
 __all__ = ["DOES_NOT_SHOW", "sentence"]
 
 DOES_NOT_SHOW = (
-    "A failed attack proves nothing: a better one may succeed. Only an epsilon, from an institution's account, bounds "
-    "what any attack can find.",
+    "A failed attack proves nothing: a better one may succeed. Only an epsilon from an institution's account bounds "
+    "what attacks find, and only in what its mechanism releases; a large one bounds little.",
     "The attacker here reads what honest institutions send and follows the protocol. A server that sends crafted "
     "weights or options can learn more; that is not tested.",
+    "Where one message is of all of an institution's images, reconstructions are assigned to them as well as possible. "
+    "Other people's images then seem to identify many, too: compare with the control.",
     "How many are identified depends on the data, the model and the images that the attacker has. It is a figure of "
     "this run, and of no other.",
     "Images of other patients may look alike. The control says how often reconstructions of other patients point to "
@@ -30,7 +32,7 @@ def sentence(result: dict[str, Any]) -> str:
     if "membership" in result:
         found = result["membership"]
         return (
-            f"{sent} Whether a patient was among the training images, {result['attack']} tells with an AUC of "
+            f"{sent} Whether an image was in the training, {result['attack']} tells with an AUC of "
             f"{_between(found['auc'])}, where 0.5 is guessing. Of {found['members']} members it finds "
             f"{found['tpr_at_1_percent']['value']:.1%} if it may be wrong about 1 % of the others."
         )
@@ -46,10 +48,10 @@ def sentence(result: dict[str, Any]) -> str:
     tries, images = scores["number"], round(result["batch"] / scores["chance"])
     right = round(scores["identified"]["value"] * tries)
     control = result.get("control")
-    beside = f" Other patients' reconstructions: {control['identified']['value']:.1%}." if control else ""
+    beside = f" As a control, other images: {control['identified']['value']:.1%}." if control else ""
     return (
         f"{sent} From that, someone with {_with(result['auxiliary'])} found the right one of its {images:,} images in "
-        f"{right} of {tries} tries, {tried}; PSNR {_number(scores['psnr'])} dB.{beside}"
+        f"{right} of {tries} tries, {tried}; PSNR {_number(scores['psnr'])}.{beside}"
     )
 
 
@@ -66,7 +68,7 @@ def _between(estimate: dict[str, float]) -> str:
 
 
 def _number(value: float | str) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+    return f"{value:.1f} dB" if isinstance(value, float) else "infinite, at least one image is exact"
 
 
 def _time(seconds: float) -> str:

@@ -61,6 +61,7 @@ class Trial:
 
     mixed = 1
     places_n: Tensor
+    answer: Answer  # the one that is attacked
 
     def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
         self.exhibit, self.evidence = exhibit, evidence
@@ -160,11 +161,11 @@ class OfCodes(Trial):
 
     def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
         super().__init__(exhibit, evidence)
-        (answer, request), plan = self.with_network(), evidence.replay_plan()
+        (self.answer, request), plan = self.with_network(), evidence.replay_plan()
         assert plan is not None
         self.plan, self.generator = plan, plan.fresh_generator().eval()
         load_arrays(self.generator, request.arrays)
-        self.packed = exhibit.array(answer)
+        self.packed = exhibit.array(self.answer)
         self.places_n = self.some_of(len(self.packed))
 
     def attempts(self, attacker: Attacker) -> Iterator[Attempt]:
@@ -191,7 +192,8 @@ class OfImages(Trial):
 
     def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
         super().__init__(exhibit, evidence)
-        self.sent_n = as_input(torch.from_numpy(np.ascontiguousarray(exhibit.array(exhibit.answers[0]))))
+        self.answer = exhibit.answers[0]
+        self.sent_n = as_input(torch.from_numpy(np.ascontiguousarray(exhibit.array(self.answer))))
         self.places_n = self.some_of(len(self.sent_n))
 
     def attempts(self, attacker: Attacker) -> Iterator[Attempt]:

@@ -127,6 +127,11 @@ def check(simulation: Simulation, kind: str) -> None:
             "canaries that are gradients test DP-SGD; got dp=none, which has no mechanism to audit: choose "
             "dp=classifier or the like, or --kind images",
         )
+        require(
+            plan is None or bool(plan.passes),
+            f"canaries that are gradients test DP-SGD; dp={config.privacy.dp} takes no such step: choose dp=classifier "
+            "or the like",
+        )
         return
     answers = [REQUESTS[stage].answer for stage in simulation.job.strategy("").all_stages()]
     fields = [field for answer in answers for field in answer.declared().values() if field.kind == "model"]

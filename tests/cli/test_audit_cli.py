@@ -97,10 +97,14 @@ def test_models_that_stay_cannot_be_scored(audit, tmp_path):
     assert not list(tmp_path.glob("runs/*/audit.json"))
 
 
+LATENTS = ("dp=latents", "latent-clip=1", "latent-epsilon=8", "label-epsilon=1", "encoder=random")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["strategy=fedavg", *DIGITS], "no mechanism to audit"),
+        (["strategy=fedreplay", *DIGITS, *LATENTS], "takes no such step"),
         ([*FEDAVG, "--canaries", "5000"], "fewer than there are"),
         ([*FEDAVG, "--kind", "codes"], "--kind must be"),
         ([*FEDAVG, "--institution", "institution-7"], "--institution must be one of the run's"),

@@ -1,12 +1,16 @@
 """The privacy lab on recorded runs: what it finds, what it refuses, and that the attacker never sees an original."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+import torch
 from harness import command, node_configs, run, write_shards
 
+from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.files.atomic import read_json
+from flwr_replay.lab.auxiliary import without
 from flwr_replay.memory import forget
 from flwr_replay.wire.recording import FOLDER
 
@@ -15,7 +19,8 @@ RUNS = {
     "latents": ["strategy=fedreplay", "encoder=random", "partition.size=60", "model.width=16"],
     "gradient": ["strategy=fedsgd", "model=mlp", "partition.size=4", "partition.test=mirror"],
     "weights": ["strategy=fedavg", "model=mlp", "partition.size=4", "training.batch-size=4"],
-    "activations": ["strategy=splitnn", "partition.size=32", "model.norm=group"],
+    "activations": ["strategy=splitnn", "partition.size=32", "model.norm=batch"],
+    "blocks": ["strategy=fedsgd", "partition.size=300", "model.norm=batch", "model.width=4"],
     "unlabelled": ["strategy=splitnn", "share-labels=false", "partition.size=32", "model.norm=group"],
     "codes": ["strategy=cwt", "replay=vqvae2", "partition.size=60", "generator.epochs=2"],
     "raw": ["strategy=fedavgshare", "partition.size=60"],
@@ -38,9 +43,9 @@ def runs(tmp_path_factory):
     return folder
 
 
-def attacked(monkeypatch, capsys, run, *options):
-    """Attack institution-1 without time for more than the fewest steps; return exit code, results and error."""
-    words = ("privacy", "attack", str(run), "--minutes", "0.001", "--institution", "institution-1", *options)
+def attacked(monkeypatch, capsys, run, *options, whom="institution-1"):
+    """Attack one without time for more than the fewest steps; return exit code, results and error."""
+    words = ("privacy", "attack", str(run), "--minutes", "0.001", "--institution", whom, *options)
     code = command(monkeypatch, *words)
     file = run / "attacks" / "attacks.json"
     results = read_json(file)["attacks"] if file.exists() else []
@@ -82,6 +87,45 @@ def test_labels_and_membership_beside_images(runs, monkeypatch, capsys):
     found = results["arrays", "loss threshold"]["membership"]
     assert found["members"] == found["non_members"] >= 20
     assert 0 <= found["auc"]["low"] <= found["auc"]["value"] <= found["auc"]["high"] <= 1
+
+
+def test_where_a_message_is_of_all_images_other_peoples_are_the_control(runs, monkeypatch, capsys):
+    _, results, _ = attacked(monkeypatch, capsys, runs / "gradient", "--aux", "undealt")
+    one = results["arrays", "gradient matching"]
+    assert one["batch"] == 4
+    assert 0 < one["control"]["identified"]["value"] <= 1  # four images are assigned to four
+    assert "As a control, other images" in one["sentence"]
+
+
+def test_an_institution_is_not_attacked_with_its_own_images(runs, tmp_path, monkeypatch, capsys):
+    shutil.copytree(runs / "latents", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
+    _, results, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--aux", "institution-2", whom="institution-2")
+    assert {one["attack"] for one in results.values()} == {"none"}
+    assert all("it is the one that colludes" in one["not-judged"] for one in results.values())
+
+
+def test_auxiliary_images_of_the_victim_are_removed():
+    x, y = torch.rand(5, 1, 2, 2), torch.arange(5)
+    kept = without(Auxiliary("five images", x, y), [x[1:3], x[:1]])
+    assert kept.labels_m.tolist() == [3, 4]
+    assert "without 3" in kept.source
+    assert without(Auxiliary("five images", x, y), [x]) is None
+    assert without(Auxiliary("five images", x, y), []).source == "five images"
+
+
+def test_replayed_codes_of_others_are_not_judged(runs, tmp_path, monkeypatch, capsys):
+    shutil.copytree(runs / "codes", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
+    _, results, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--aux", "undealt", whom="institution-2")
+    assert 0 < results["codes", "decoded codes"]["scores"]["number"] <= 60 < 120
+    labels = results["labels", "read them"]["labels"]
+    assert labels["number"] == 60 >= labels["right"] > 30  # after two epochs some images have the same codes
+    assert "membership" in results["arrays", "reconstruction error"]
+
+
+def test_a_gradient_in_blocks_is_computed_anew(runs, monkeypatch, capsys):
+    _, results, _ = attacked(monkeypatch, capsys, runs / "blocks", "--aux", "undealt")
+    assert results["arrays", "label counts"]["labels"]["number"] == 300
+    assert "300 images" in results["arrays", "none"]["not-judged"]
 
 
 def test_local_dp_hides_images_and_labels(runs, monkeypatch, capsys):
@@ -134,6 +178,7 @@ def test_other_originals_are_refused(tmp_path, monkeypatch, capsys):
     assert "originals must be the run's" in one["not-judged"]
     assert "scores" not in one
     assert "nobody judged them" in one["sentence"]
+    assert not any("labels" in one or "membership" in one for one in results.values())
 
 
 def test_an_interrupted_command_goes_on_and_other_options_are_refused(runs, monkeypatch, capsys):
