@@ -178,7 +178,7 @@ class Lab:
                     found = attempt()
                 except FlwrReplayError as error:
                     found = {"not-judged": str(error)}
-                yield {**head, "attack": name, **found, "seconds": time.monotonic() - begun}
+                yield {**head, "attack": name, "seconds": time.monotonic() - begun, **found}
             reason = "" if tried else nothing_tried(exhibit.means)
         except FlwrReplayError as error:
             reason = str(error)
@@ -216,8 +216,15 @@ class Lab:
         self, exhibit: Exhibit, attempt: Attempt, trial: Trial, originals: Originals | None, why: str
     ) -> dict[str, Any]:
         """Look for images; let the judge score them, and draw them below the originals."""
+        begun = time.monotonic()
         images, settings = attempt.images()
-        result: dict[str, Any] = {"settings": settings, "message": exhibit.answers[0].file, "batch": trial.mixed}
+        result: dict[str, Any] = {
+            "auxiliary": self.auxiliary.source if self.auxiliary else "none",
+            "settings": settings,
+            "seconds": time.monotonic() - begun,
+            "message": trial.answer.file,
+            "batch": trial.mixed,
+        }
         pictured: dict[str, Tensor] = {"reconstruction": images[:SHOWN]}
         if originals:
             try:
