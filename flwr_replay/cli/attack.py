@@ -13,7 +13,12 @@ __all__ = ["attack"]
 
 
 def attack(
-    run: Annotated[Path, typer.Argument(help="A run directory that has recorded its messages (record=all).")],
+    place: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run directory with recorded messages (record=all), or an institution's own state."
+        ),
+    ],
     institution: Annotated[str, typer.Option("--institution", help="Attack this one only.")] = "",
     field: Annotated[str, typer.Option("--field", help="Attack this field only: latents, arrays, codes …")] = "",
     aux: Annotated[
@@ -27,6 +32,9 @@ def attack(
     data: Annotated[
         str, typer.Option("--data", help="The judge's originals: the institution's own data; empty: a simulation's.")
     ] = "",
+    run: Annotated[
+        str, typer.Option("--run", help="In an institution's state: the run's id; empty: the last recorded one.")
+    ] = "",
     minutes: Annotated[float, typer.Option("--minutes", help="For all attacks together, about.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -37,12 +45,12 @@ def attack(
     from flwr_replay.lab.attack import FOLDER, attack_run
     from flwr_replay.lab.page import write_page
 
-    folder = run.expanduser().absolute()
+    folder = place.expanduser().absolute()
 
     def say(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
-    found = attack_run(folder, institution, field, aux, data, minutes, say)
+    found = attack_run(folder, institution, field, aux, data, minutes, say, run)
     page = write_page(folder / FOLDER, found)
     if as_json:
         print(json.dumps(found, indent=2))

@@ -43,7 +43,14 @@ RESULTS = {"attacks": list, "options": dict}
 
 
 def attack_run(
-    folder: Path, institution: str, field: str, aux: str, data: str, minutes: float, say: Callable[[str], None]
+    folder: Path,
+    institution: str,
+    field: str,
+    aux: str,
+    data: str,
+    minutes: float,
+    say: Callable[[str], None],
+    run: str = "",
 ) -> dict[str, Any]:
     """Attack a run's recorded messages.
 
@@ -62,6 +69,8 @@ def attack_run(
         For all attacks together, about.
     say : callable
         Receives a line for each attack.
+    run : str
+        In an institution's state directory, the run's id; empty: the last recorded one.
 
     Returns
     -------
@@ -75,7 +84,7 @@ def attack_run(
     """
     if not minutes > 0:
         raise ConfigError(f"--minutes must be positive; got {minutes:g}")
-    evidence = Evidence.of(folder, institution, field)
+    evidence = Evidence.of(folder, institution, field, run)
     config = evidence.config
     _refuse_no_images(config)
     about = {"about": _about(config), "claim": claim(Job.of(config).strategy(""))}
@@ -84,7 +93,7 @@ def attack_run(
     if data:
         originals_of(config, institution, data)  # refuses data that cannot be read
     place = private_folder(folder / FOLDER)
-    options = {"aux": auxiliary.source if auxiliary else "none", "data": data}
+    options = {"aux": auxiliary.source if auxiliary else "none", "data": data, "run": run}
     found = _earlier(place, options)
     done = {(one["institution"], one["stage"], one["field"], one["attack"]) for one in found}
     lab = Lab(evidence, auxiliary, data, 60 * minutes / (3 * len(evidence.exhibits)), place)

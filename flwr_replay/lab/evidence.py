@@ -83,16 +83,17 @@ class Evidence:
     exhibits: Sequence[Exhibit]
 
     @classmethod
-    def of(cls, folder: Path, institution: str = "", field: str = "") -> Self:
+    def of(cls, folder: Path, institution: str = "", field: str = "", run: str = "") -> Self:
         """Read a run directory.
 
         Parameters
         ----------
         folder : Path
-            A run directory with recorded messages, or an institution's state directory with its own; there the last
-            recorded run counts.
+            A run directory with recorded messages, or an institution's state directory with its own.
         institution, field : str
             Only this institution's answers, only fields of this name; empty: all.
+        run : str
+            In a state directory, the run's id; empty: the last recorded one.
 
         Raises
         ------
@@ -101,7 +102,7 @@ class Evidence:
             institution or has the field.
         """
         lines = read_lines(folder / "ledger.jsonl")
-        config, run = _options(folder, lines)
+        config, run = _options(folder, lines, run)
         load_strategy(config.strategy.name)  # declares the method's payloads
         names = [
             line[key] for line in lines if line.get("run", run) == run for key in ("request", "message") if key in line
@@ -164,12 +165,15 @@ class Evidence:
         return task.channels, task.size, task.size
 
 
-def _options(folder: Path, lines: Sequence[dict[str, Any]]) -> tuple[RunConfig, str]:
-    """Return the options of a run; at an institution those to which its last recorded run was bound, and its id."""
-    run = next((str(line["run"]) for line in reversed(lines) if "message" in line and "run" in line), "")
-    bound = folder / RUNS / run / "options.json"
-    if (folder / "config.yaml").exists() or not run or not bound.exists():
+def _options(folder: Path, lines: Sequence[dict[str, Any]], run: str) -> tuple[RunConfig, str]:
+    """Return the options of a run; at an institution those to which its recorded run was bound, and its id."""
+    recorded = [str(line["run"]) for line in lines if "message" in line and "run" in line]
+    if (folder / "config.yaml").exists() or not recorded:
         return compose(run_overrides(folder)), ""
+    run = run or recorded[-1]
+    if run not in recorded:
+        raise RunError(f"--run must be one that was recorded; got {run!r}: {nearest(run, sorted(set(recorded)))}")
+    bound = folder / RUNS / run / "options.json"
     values: dict[str, Any] = {}
     for key, value in json.loads(read_text(bound)).items():
         section, _, option = key.rpartition(".")

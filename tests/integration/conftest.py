@@ -88,7 +88,7 @@ def supernode(link: SuperLink, name: str, data: Path, state: Path, policy: Path)
     """Start one institution's SuperNode, in a session of its own and with a Flower home of its own, by its name."""
     home = link.folder / name
     home.mkdir()
-    owned = f'name="{name}" data="{data}" state="{state}" policy="{policy}"'
+    owned = f'name="{name}" data="{data}" state="{state}" policy="{policy}" record="all"'
     command = [flower("flower-supernode"), "--insecure", "--superlink", f"127.0.0.1:{link.port}"]
     command += ["--port", str(free_port()), "--node-config", owned]
     environment = {**link.environment, "FLWR_HOME": str(home), "FLWR_REPLAY_HOME": str(home / "unused")}

@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import command
 from integration.conftest import CLINICS, REFUSES
 from safetensors.numpy import load_file
 
+from flwr_replay.files.atomic import read_json
 from flwr_replay.report.progress import LogDisplay
+from flwr_replay.runs.opening import read_run_id
 from flwr_replay.runs.simulate import FAILED, run_inline
 from flwr_replay.runs.superlink import flwr_run
 
@@ -85,6 +88,19 @@ def test_own_ledger_equals_the_servers(clinic: str, deployment: Any, said: dict[
     assert own == arrived
     kinds = {kind for _, _, kind, _ in own}
     assert kinds == {"notice", "statistic", "model", "per-sample"}
+
+
+def test_an_institution_attacks_its_own_record(
+    deployment: Any, said: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clinic, run = CLINICS[0], read_run_id(deployment.runs / "fedreplay")
+    own = deployment.state / clinic
+    words = ["privacy", "attack", str(own), "--run", run, "--data", str(deployment.data / clinic)]
+    assert command(monkeypatch, *words, "--field", "latents", "--minutes", "0.1") == 0
+    (one,) = read_json(own / "attacks" / "attacks.json")["attacks"]
+    assert (one["institution"], one["attack"], one["not-judged"]) == (clinic, "latent matching", "")
+    assert one["scores"]["identified"]["value"] > 0.5
+    assert (own / "attacks" / "report.html").exists()
 
 
 @pytest.mark.parametrize("name", RUNS)
