@@ -27,6 +27,9 @@ XRAYS = [
     "evaluate_every=5",
 ]
 CUTS = ("conv1", "layer1", "layer2", "layer3")
+MODELS = ("mlp", "lenet5", "cnn")
+PRIVATE = "dp=classifier:target-epsilon=8"
+LATENTS = "dp=latents:latent-clip=10:label-epsilon=20"
 FEW = ["task=mnist", "partition=iid", "nodes=2", "rounds=1"]
 
 
@@ -44,21 +47,23 @@ def cuts(width: int) -> list[str]:
     return [*behind, *(f"splitnn, {cut} := splitnn:cut={cut}:{own}" for cut in (CUTS[0], CUTS[-1])), f"fedavg:{own}"]
 
 
-def gradients(examples: int) -> Part:
-    """Return a part in which one gradient, or a local training of one step, is of so many examples."""
-    methods = [
-        f"{strategy} {model} := {strategy}:model={model}"
-        for strategy in ("fedsgd", "fedavg")
-        for model in ("mlp", "lenet5")
-    ]
-    size = 2 * examples - 1  # a training of one step, on a part of the images; a gradient is of all
+def gradients(examples: int, steps: int = 1) -> Part:
+    """Return a part of trainings of so many steps of so many images, and of one gradient of all images."""
+    kinds = {"fedavg": MODELS, "fedsgd": MODELS} if steps == 1 else {"fedavg": MODELS}
+    methods = [f"{name} {model} := {name}:model={model}" for name, models in kinds.items() for model in models]
+    methods += [f"fedavg mlp, epsilon 8 := fedavg:model=mlp:{PRIVATE}"] if examples == 8 else []
+    size = examples * steps + examples - 1  # some images take no part in a training
+    about = f"{steps} steps of {examples} of {size} images; gradients are of all of them."
     options = [*FEW, f"partition.size={size}", f"training.batch-size={examples}"]
-    return part(
-        f"gradient-{examples}",
-        f"Weights after one step on {examples} of {2 * examples - 1} images; gradients of all of them.",
-        methods,
-        options,
-    )
+    return part(f"gradient-{examples}" if steps == 1 else f"steps-{steps}", about, methods, options)
+
+
+def local_dp() -> Part:
+    """Return FedReplay behind layer3 with and without local DP."""
+    methods = ["none := fedreplay"]
+    methods += [f"epsilon {one} := fedreplay:{LATENTS}:latent-epsilon={one}" for one in (200, 50, 8)]
+    options = [*MNIST, "model=resnet18", "model.width=16", "cut=layer3", "delta=1e-5"]
+    return part("local-dp", "Latents behind layer3 under local DP.", methods, options)
 
 
 PARTS = [
@@ -66,5 +71,7 @@ PARTS = [
     part("mnist-narrow", "The same at about the paper's values per pixel.", cuts(5), [*MNIST, "model=resnet18"]),
     part("xrays", "Table 3 on chest X-rays.", cuts(16), [*XRAYS, "model=resnet18"], "pneumoniamnist.npz"),
     *map(gradients, (2, 8, 32)),
+    *(gradients(8, steps) for steps in (4, 16)),
+    local_dp(),
     part("codes", "Codes of a VQ-VAE-2, with CWT.", ["cwt, codes := cwt:replay=vqvae2"], [*MNIST, "model=cnn"]),
 ]
