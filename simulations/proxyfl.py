@@ -40,6 +40,7 @@ LENET = ["ProxyFL with LeNet-5 := proxyfl", "FML with LeNet-5 := fml"]
 ALONE = "alpha=0 := proxyfl"
 OTHERS = ["AvgPush := avgpush", "FedAvg := fedavg", "Regular := local", "Joint := central"]
 NOISELESS = "Regular without noise := local:dp=none"
+BY_ITSELF = [f"{ALONE}:{MLP}:alpha=0", NOISELESS]
 BUDGETS = {1: ":rounds=50:lr_step=40:private_epochs=2", 2: ":rounds=50:lr_step=40:private_epochs=2", 4: "", 8: ""}
 REGULAR = ":target_epsilon=0:model=mlp:optimizer=adam:lr=0.001:weight_decay=0.0001:batch_size=250:rounds=300:lr_step=0"
 TEACHERS = [
@@ -73,12 +74,15 @@ def part(
 
 
 def ablation(
-    about: str, name: str, options: Sequence[str] = (), methods: Sequence[str] = (*PAIRS, *OTHERS), alone: bool = True
+    about: str,
+    name: str,
+    options: Sequence[str] = (),
+    methods: Sequence[str] = (*PAIRS, *OTHERS),
+    alone: Sequence[str] = BY_ITSELF,
 ) -> Part:
     """Return a part of 50 rounds in which all models are MLPs; the parts of a figure share a picture."""
     group = f"{name.partition('-')[0]}, {about.partition(':')[0]}"
-    further = [f"{ALONE}:{MLP}:alpha=0", NOISELESS] if alone else []
-    return part(name, about, [*methods, *further], [*SHORT, *options], group=group)
+    return part(name, about, [*methods, *alone], [*SHORT, *options], group=group)
 
 
 def sound(budget: int) -> Part:
@@ -103,7 +107,7 @@ def mutual(weight: float) -> Part:
     """Return a part with alpha and beta at a weight; the paper's is 0.5."""
     own = "" if weight == 0.5 else f":alpha={weight}:beta={weight}"
     methods = [f"{method}{own}" for method in PAIRS]
-    return ablation("Fig. 13: alpha and beta.", f"dml-{weight}", methods=methods, alone=weight == 0.5)
+    return ablation("Fig. 13: alpha and beta.", f"dml-{weight}", methods=methods)
 
 
 PARTS = [
@@ -130,12 +134,12 @@ PARTS = [
         "Fig. 6: two institutions each have MLP, LeNet-5, CNN1 and CNN2.",
         "mixed",
         methods=[f"ProxyFL := proxyfl:{MIXED}", f"FML := fml:{MIXED}"],
-        alone=False,
+        alone=[f"{ALONE}:{MIXED}:alpha=0"],
     ),
     ablation("Fig. 7: with differential privacy.", "privacy-on"),
-    ablation("Fig. 7: no clipping, no noise.", "privacy-off", ["dp=none"], alone=False),
-    ablation("Fig. 12: batch size.", "batch-100", ["batch_size=100"], PAIRS, alone=False),
+    ablation("Fig. 7: no clipping, no noise.", "privacy-off", ["dp=none"], alone=BY_ITSELF[:1]),
+    ablation("Fig. 12: batch size.", "batch-100", ["batch_size=100"], PAIRS),
     ablation("Fig. 12: batch size, as in all other parts.", "batch-250", methods=PAIRS),
-    ablation("Fig. 12: batch size.", "batch-500", ["batch_size=500"], PAIRS, alone=False),
+    ablation("Fig. 12: batch size.", "batch-500", ["batch_size=500"], PAIRS),
     *(mutual(weight) for weight in (0.1, 0.3, 0.5, 0.7, 0.9)),
 ]
