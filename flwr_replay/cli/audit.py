@@ -73,7 +73,8 @@ def _text(report: dict[str, Any], folder: Path) -> str:
         lines.append("No epsilon is claimed, so there is nothing to refute.")
     else:
         trained, unproven = ", ".join(claim["mechanisms"]), " (as the paper counts it)" if claim["unproven"] else ""
-        verdict = "REFUTED" if report["refuted"] else "not refuted"
+        by_any = report["bounds"]["steinke"]["epsilon"] > claim["epsilon"]
+        verdict = ("REFUTED" if by_any else f"REFUTED, {GAUSSIAN}") if report["refuted"] else "not refuted"
         lines.append(f"The account of {trained} claims epsilon {rounded_up(claim['epsilon'])}{unproven}: {verdict}.")
         lines += [] if report["refuted"] else [NO_PROOF]
     return "\n".join([*lines, str(folder / "audit.json")])

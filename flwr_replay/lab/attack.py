@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError
 from flwr_replay.files.atomic import private_folder, read_json, write_json
 from flwr_replay.institution.pictures import SHOWN, draw_grid
-from flwr_replay.lab.auxiliary import COLLUDES, auxiliary_of, without
+from flwr_replay.lab.auxiliary import auxiliary_of, without
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals, originals_of
 from flwr_replay.lab.labels import label_attacks
@@ -96,13 +96,15 @@ def attack_run(
     options = {"aux": auxiliary.source if auxiliary else "none", "data": data, "run": run}
     found = _earlier(place, options)
     done = {(one["institution"], one["stage"], one["field"], one["attack"]) for one in found}
-    lab = Lab(evidence, auxiliary, data, 60 * minutes / (3 * len(evidence.exhibits)), place)
-    for exhibit in evidence.exhibits:
-        for result in lab.results(exhibit, done):
-            result["sentence"] = sentence(result)
-            found.append(result)
-            write_json(place / "attacks.json", {"run": about, "options": options, "attacks": found}, indent=2)
-            say(result["sentence"])
+    seconds = 60 * minutes / (3 * len(evidence.exhibits))
+    for name in dict.fromkeys(exhibit.institution for exhibit in evidence.exhibits):
+        lab = Lab.of(evidence, name, auxiliary, data, seconds, place)
+        for exhibit in (one for one in evidence.exhibits if one.institution == name):
+            for result in lab.results(exhibit, done):
+                result["sentence"] = sentence(result)
+                found.append(result)
+                write_json(place / "attacks.json", {"run": about, "options": options, "attacks": found}, indent=2)
+                say(result["sentence"])
     return {"run": about, "options": options, "attacks": found}
 
 
@@ -143,14 +145,14 @@ def _earlier(place: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Lab:
-    """Attacks on the fields of one run.
+    """Attacks on the fields of one institution.
 
     Attributes
     ----------
     auxiliary : Auxiliary | None
-        The attacker's own images.
-    data : str
-        The judge's originals: an institution's own data, or empty for a simulation's.
+        The attacker's own images, without those that the judge has.
+    originals : Originals | None
+        The judge's; None for none, and `why` says the reason.
     seconds : float
         For each attack, about.
     place : Path
@@ -159,9 +161,24 @@ class Lab:
 
     evidence: Evidence
     auxiliary: Auxiliary | None
-    data: str
+    originals: Originals | None
+    why: str
     seconds: float
     place: Path
+
+    @classmethod
+    def of(
+        cls, evidence: Evidence, institution: str, auxiliary: Auxiliary | None, data: str, seconds: float, place: Path
+    ) -> Self:
+        """Deal or read the institution's originals, and check them; `data` as in `originals_of`."""
+        originals: Originals | None = None
+        try:
+            originals = originals_of(evidence.config, institution, data)
+            auxiliary = without(auxiliary, [originals.x_NCHW, originals.others_NCHW])
+            why = refused(institution, evidence, originals)
+        except DataError as error:
+            why = str(error)
+        return cls(evidence, auxiliary, None if why else originals, why, seconds, place)
 
     def results(self, exhibit: Exhibit, done: Collection[tuple[str, ...]]) -> Iterator[dict[str, Any]]:
         """Attack a field; yield a result for each attack, or why there is none."""
@@ -196,36 +213,24 @@ class Lab:
 
     def attempts(self, exhibit: Exhibit) -> Iterator[Question]:
         """Yield the attacks on a field: on membership and labels where there are originals, then on images."""
-        if self.auxiliary and f"images of {exhibit.institution}, {COLLUDES}" in self.auxiliary.source:
-            raise RunError("it is the one that colludes; the others are attacked with its images")
         seed = derived_seed(self.evidence.config.seed, "attack", exhibit.institution, exhibit.stage, exhibit.field)
-        try:
-            originals, why = originals_of(self.evidence.config, exhibit.institution, self.data), ""
-        except DataError as error:
-            originals, why = None, str(error)
-        victims = [originals.x_NCHW, originals.others_NCHW] if originals else []
-        lab = replace(self, auxiliary=without(self.auxiliary, victims))
-        attacker = Attacker(self.evidence.form, lab.auxiliary, seed, self.seconds)
+        attacker = Attacker(self.evidence.form, self.auxiliary, seed, self.seconds)
         trial_type = TRIALS.get(exhibit.means) if exhibit.declared.kind != "synthetic" else None
         trial: Trial | None = None
         try:
             trial = trial_type(exhibit, self.evidence) if trial_type else None
         except RunError as error:
             yield "reconstruction", partial(_raise, error)
-        if originals and (refusal := refused(exhibit, self.evidence, originals)):
-            originals, why = None, refusal
-        if originals:
-            yield from member_attacks(exhibit, self.evidence, originals, lab.auxiliary, seed)
-            yield from label_attacks(exhibit, self.evidence, trial, originals, attacker)
+        if self.originals:
+            yield from member_attacks(exhibit, self.evidence, self.originals, self.auxiliary, seed)
+            yield from label_attacks(exhibit, self.evidence, trial, self.originals, attacker)
         if trial:
             for attempt in trial.attempts(attacker):
-                yield attempt.attack.name, partial(lab.seen, exhibit, attempt, trial, originals, why)
+                yield attempt.attack.name, partial(self.seen, exhibit, attempt, trial)
 
-    def seen(
-        self, exhibit: Exhibit, attempt: Attempt, trial: Trial, originals: Originals | None, why: str
-    ) -> dict[str, Any]:
+    def seen(self, exhibit: Exhibit, attempt: Attempt, trial: Trial) -> dict[str, Any]:
         """Look for images; let the judge score them, and draw them below the originals."""
-        begun = time.monotonic()
+        begun, originals, why = time.monotonic(), self.originals, self.why
         images, settings = attempt.images()
         result: dict[str, Any] = {
             "auxiliary": self.auxiliary.source if self.auxiliary else "none",

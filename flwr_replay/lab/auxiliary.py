@@ -21,7 +21,6 @@ __all__ = ["auxiliary_of", "without"]
 
 UNDEALT = "undealt"  # images of the data set that no institution has
 MOST = 2000  # auxiliary images
-COLLUDES = "which colludes"
 BUILT_IN = ("digits",)  # formats that read no folder
 
 
@@ -49,7 +48,7 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
             examples, name = dataset.train.take(rest), "{n} images of the same source that no institution has"
         elif aux in part.names:
             examples = part.examples(dataset, part.names.index(aux)).train
-            name = f"{{n}} images of {aux}, {COLLUDES}"
+            name = f"{{n}} images of {aux}, which colludes"
         else:
             raise ConfigError(
                 f"--aux must be none, {UNDEALT}, an institution ({', '.join(part.names)}) or a data folder; got {aux!r}"

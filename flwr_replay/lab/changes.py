@@ -15,7 +15,7 @@ from flwr_replay.attacks.attacker import Attacker, Attempt
 from flwr_replay.attacks.gradients import LocalSteps, change_of
 from flwr_replay.errors import DataError, RunError
 from flwr_replay.lab.evidence import UNKNOWN_NETWORK, Evidence, Exhibit
-from flwr_replay.lab.judge import NEAR, OTHERS, Originals
+from flwr_replay.lab.judge import NEAR, OTHERS, Originals, check_replay
 from flwr_replay.lab.trials import Trial
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import at_once, batches, iterations, make_optimizer, step, torch_rng
@@ -112,8 +112,7 @@ class OfChange(Trial):
         x, y = originals.x_NCHW, originals.y_N
         if self.evidence.config.privacy.mechanisms:
             raise DataError("the answer has secret noise, so originals cannot be checked by computing it anew")
-        if self.evidence.config.replay.name != "none":
-            raise DataError("institutions trained on replayed images, too, which the judge does not have")
+        check_replay(self.evidence.config)
         if len(y) != self.examples:
             raise DataError(f"{OTHERS}, or others' examples were added: {len(y)}, the message says {self.examples}")
         if self.gradient:

@@ -21,7 +21,7 @@ from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import DataError
 from flwr_replay.models.layers import as_input
 
-__all__ = ["Originals", "check_anew", "originals_of", "rows_behind", "rows_in_order"]
+__all__ = ["Originals", "check_anew", "check_replay", "originals_of", "rows_behind", "rows_in_order"]
 
 NEAR = 1e-3  # the largest distance from what was sent, as a part of its length; other threads give other last bits
 OTHERS = "originals must be the run's: what was sent, computed anew from them, is something else"
@@ -77,6 +77,12 @@ def originals_of(config: RunConfig, institution: str, data: str = "") -> Origina
     sides = [(torch.tensor(part.x), torch.tensor(part.y)) for part in (own.train, own.test)]
     (x, y), (other_x, other_y) = sides
     return Originals(as_input(x), y, as_input(other_x), other_y)
+
+
+def check_replay(config: RunConfig) -> None:
+    """Refuse to compute anew what institutions made of batches with replayed images, which the judge does not have."""
+    if config.replay.name != "none":
+        raise DataError("institutions trained on replayed images, too, which the judge does not have")
 
 
 def check_anew(sent_n: Tensor, anew_n: Tensor) -> None:

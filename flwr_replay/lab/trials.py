@@ -9,6 +9,7 @@ of numbers a field has, its declaration says; `flwr_replay.attacks.catalogue` ha
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from flwr_replay.attacks.latents import latents_of, mixes
 from flwr_replay.errors import RunError
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.lab.evidence import NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit
-from flwr_replay.lab.judge import Originals, check_anew, rows_behind, rows_in_order
+from flwr_replay.lab.judge import Originals, check_anew, check_replay, rows_behind, rows_in_order
 from flwr_replay.learning.latents import unpack
 from flwr_replay.learning.training import batches, torch_rng
 from flwr_replay.models import split
@@ -41,7 +42,7 @@ AT_ONCE = 500  # images that are decoded or looked up
 Question = tuple[str, Callable[[], dict[str, Any]]]  # an attack by name, and the call that tries it
 
 
-class Trial:
+class Trial(ABC):
     """Attacks on one field of one institution's answers.
 
     Parameters
@@ -66,10 +67,11 @@ class Trial:
     def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
         self.exhibit, self.evidence = exhibit, evidence
 
+    @abstractmethod
     def attempts(self, attacker: Attacker) -> Iterator[Attempt]:
         """Yield the attacks that can be tried."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self, originals: Originals) -> Tensor:
         """Return which original is behind each image of the answer.
 
@@ -78,12 +80,11 @@ class Trial:
         DataError
             If what was sent, computed anew from the originals, is something else.
         """
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def values_per_pixel(self) -> float:
         """Numbers sent for each number of an image."""
-        raise NotImplementedError
 
     def with_network(self) -> tuple[Answer, Recorded]:
         """Return the first answer whose request was recorded and brought a network.
@@ -120,8 +121,8 @@ class OfActivations(Trial):
         values = exhibit.array(self.answer)
         self.dtype = values.dtype.name
         sent_n = torch.from_numpy(unpack(values, self.answer.content.arrays.get("scales")))
-        # Only images as they are: further views of them follow.
-        self.sent_n = sent_n[: int(self.answer.content.scalars["num-examples"])]
+        scalars = self.answer.content.scalars  # only rows of images as they are: further views of them follow
+        self.sent_n = sent_n[: max(0, int(scalars["num-examples"]) - int(scalars.get("first", 0)))]
         self.places_n = self.some_of(len(self.sent_n))
         if mixes(self.encoder):  # batch norm in training: a batch as it was, the first
             self.places_n = torch.arange(min(len(self.sent_n), evidence.config.training.batch_size))
@@ -140,6 +141,7 @@ class OfActivations(Trial):
 
     def _rows_of_batches(self, originals: Originals) -> Tensor:
         """Draw SplitNN's first batches anew, and check that they give these activations."""
+        check_replay(self.evidence.config)
         config, server_round = self.evidence.config, int(self.request.scalars.get("server-round", 0))
         shuffle = torch_rng(config.seed, self.exhibit.institution, server_round)
         numbered, size = torch.arange(len(originals.y_N)), config.training.batch_size

@@ -14,6 +14,7 @@ import json
 import logging
 import secrets
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,10 +181,8 @@ def _size(file: Path) -> int:
 
 def _numbers(array: Array) -> NDArray[Any]:
     """Decode an array; of one that cannot be decoded or stored, return its bytes as they came."""
-    try:
+    with suppress(WireError):
         found = decoded(array)
         if found.dtype.name in CODES:
             return found
-    except WireError:
-        pass
     return np.frombuffer(array.data, np.uint8)

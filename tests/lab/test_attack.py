@@ -100,8 +100,10 @@ def test_where_a_message_is_of_all_images_other_peoples_are_the_control(runs, mo
 def test_an_institution_is_not_attacked_with_its_own_images(runs, tmp_path, monkeypatch, capsys):
     shutil.copytree(runs / "latents", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
     _, results, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--aux", "institution-2", whom="institution-2")
-    assert {one["attack"] for one in results.values()} == {"none"}
-    assert all("it is the one that colludes" in one["not-judged"] for one in results.values())
+    assert {one["auxiliary"] for one in results.values()} == {"none"}
+    assert not {"nearest auxiliary image", "learned decoder"} & {one["attack"] for one in results.values()}
+    _, others, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--aux", "institution-2")
+    assert "60 images of institution-2, which colludes" in others["latents", "learned decoder"]["auxiliary"]
 
 
 def test_auxiliary_images_of_the_victim_are_removed():
@@ -111,6 +113,21 @@ def test_auxiliary_images_of_the_victim_are_removed():
     assert "without 3" in kept.source
     assert without(Auxiliary("five images", x, y), [x]) is None
     assert without(Auxiliary("five images", x, y), []).source == "five images"
+
+
+def test_what_cannot_be_computed_anew_accuses_nobody(tmp_path, monkeypatch, capsys):
+    """Batches with replays, and one institution that trains on the examples of all, are no fault of the data."""
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    replay = ["strategy=splitnn", "replay=vqvae2", "generator.epochs=1", "partition.size=32", "model.norm=group"]
+    for name, options, says in (
+        ("replay", replay, "replayed images"),
+        ("pooled", ["strategy=central", "partition.size=32"], "examples of all institutions"),
+    ):
+        command(monkeypatch, "run", *DIGITS, *options, f"run_name={name}", "--runs-dir", str(tmp_path))
+        _, results, _ = attacked(monkeypatch, capsys, tmp_path / name)
+        said = [one["not-judged"] for one in results.values() if one.get("not-judged")]
+        assert not any("originals must be" in one for one in said), said
+        assert any(says in one for one in said), said
 
 
 def test_replayed_codes_of_others_are_not_judged(runs, tmp_path, monkeypatch, capsys):
