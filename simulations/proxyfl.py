@@ -25,10 +25,11 @@ MNIST = ["task=mnist", *SKEW, "p=0.8", "partition.size=1000", "nodes=8"]
 PAPER = [*MNIST, "preset=paper", "evaluate_every=30", "seeds=5"]
 SHORT = [*MNIST, "preset=paper", "rounds=50", "evaluate_every=10", "seeds=5"]
 SOUND = [*MNIST, "preset=sound", "batch_size=1000", "evaluate_every=50", "seeds=10,11,12,13,14"]
+CIFAR10 = ["task.mean=[0.4914,0.4822,0.4465]", "task.std=[0.2470,0.2435,0.2616]"]  # public; as in preset=sound
 OTHER_DATA = {
     "cifar10": (
         "cifar10-8k.npz",
-        ["task=medmnist", "channels=3", "task.size=32", "classes=10", "nodes=8", "p=0.3"],
+        ["task=medmnist", "channels=3", "task.size=32", "classes=10", "nodes=8", "p=0.3", *CIFAR10],
         500,
     ),
     "pneumonia": ("pneumoniamnist.npz", ["task=medmnist", "classes=2", "nodes=4", "p=0.8"], 120),
