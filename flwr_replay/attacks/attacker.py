@@ -25,6 +25,7 @@ from flwr_replay.attacks.gradients import (
     first_input,
     has_linear_input,
     invert,
+    is_statistic,
     label_counts,
 )
 from flwr_replay.attacks.latents import invert as invert_latents
@@ -42,6 +43,8 @@ LATENT_SEARCHES = tuple(
     Search(alpha=alpha, lr=lr) for alpha, lr in ((0.0, 0.3), (1e-3, 0.3), (1e-2, 0.3), (1e-1, 0.3), (5e-1, 1.0))
 )
 CHANGE_SEARCHES = tuple(Search(alpha=alpha, lr=0.1, signs=True) for alpha in (1e-3, 1e-2, 1e-1))
+STATISTICS = 0.1  # weight of batch norm's statistics where they came back; the other choice is none
+RESTARTS = 3  # each with a third of the steps; the other choice is one start
 TUNED_ON = 8  # auxiliary images
 PROBED = 10  # steps that are timed
 MOST_STEPS = 2000  # of a search; the paper: 20,000
@@ -172,7 +175,7 @@ class Attacker:
         loss : callable
             From outputs and labels to their mean loss.
         change : mapping of str to Tensor
-            θ sent − θ back by parameter name, or the gradient.
+            θ sent − θ back by parameter name, or the gradient; and batch norm's statistics, if they came back.
         labels_n : Tensor
             As they travelled, or from `labels`.
         local : LocalSteps
@@ -185,7 +188,10 @@ class Attacker:
             return invert(model, loss, of, labels, self.form, local, one, self.seed)
 
         def matched() -> tuple[Tensor, dict[str, float]]:
-            candidates = self._paced(CHANGE_SEARCHES, attack)
+            weights = (0.0, STATISTICS) if any(map(is_statistic, change)) else (0.0,)
+            candidates = self._paced(
+                [replace(one, statistics=weight) for one in CHANGE_SEARCHES for weight in weights], attack
+            )
             search = candidates[len(candidates) // 2]
             if self.auxiliary and len(self.auxiliary.labels_m) >= len(labels_n):
                 few, own = (x[: len(labels_n)] for x in (self.auxiliary.images_mCHW, self.auxiliary.labels_m))
@@ -211,13 +217,19 @@ def affordable(attack: Callable[[int], object], seconds: float, most: int) -> in
 
 
 def _chosen(candidates: Sequence[Search], attack: Callable[[Search], Tensor], auxiliary: Tensor) -> Search:
-    """Choose on auxiliary images, with an eighth of the steps; return the choice with all of them."""
+    """Choose on auxiliary images, with an eighth of the steps: first α and the like, then how many starts share them.
+
+    Return the choice with all steps.
+    """
     short = [replace(search, steps=max(50, search.steps // 8)) for search in candidates]
-    return replace(tuned(short, attack, auxiliary), steps=candidates[0].steps)
+    one = tuned(short, attack, auxiliary)
+    best = tuned([one, replace(one, steps=one.steps // RESTARTS, restarts=RESTARTS)], attack, auxiliary)
+    return replace(best, steps=candidates[0].steps // best.restarts)
 
 
 def _settings(search: Search) -> dict[str, float]:
-    return {"alpha": search.alpha, "steps": search.steps, "restarts": search.restarts}
+    chosen = {"alpha": search.alpha, "steps": search.steps, "restarts": search.restarts}
+    return {**chosen, "statistics": search.statistics} if search.statistics else chosen
 
 
 def head_bias(model: nn.Module) -> str:

@@ -38,10 +38,11 @@ LIRA = Attack("offline LiRA", "members", True, "Carlini et al. 2022", membership
 RECONSTRUCTED = Attack(
     "reconstruction error", "members", False, "a small loss, as Yeom et al. 2018", membership.loss_scores
 )
+PRIOR = Attack("prior likelihood", "members", False, "a small loss, as Yeom et al. 2018", membership.loss_scores)
 RELEASED = Attack("nearest released image", "members", True, "Chen et al. 2020", membership.nearest_scores)
 
 ATTACKS: dict[Meaning, tuple[Attack, ...] | str] = {
-    "generator weights": (RECONSTRUCTED,),
+    "generator weights": (RECONSTRUCTED, PRIOR),
     "weights": (COUNTS, ANALYTIC, MATCHING, LOSS, LIRA),
     "gradient": (COUNTS, ANALYTIC, MATCHING),
     "activations": (OPTIMISED, DECODER, NEAREST),
@@ -54,9 +55,13 @@ ATTACKS: dict[Meaning, tuple[Attack, ...] | str] = {
 }
 
 
-def nothing_tried(meaning: Meaning) -> str:
-    """Say why no attack was tried on a field with this meaning."""
+def nothing_tried(meaning: Meaning, drawn: bool) -> str:
+    """Say why no attack was tried on a field with this meaning; `drawn`: a generator has drawn it."""
     known = ATTACKS[meaning]
+    if meaning == "labels" and drawn:
+        return "a generator drew images for these labels; they are labels of nobody"
+    if meaning == "labels":
+        return "labels travel as they are, so nothing has to be guessed; classes are counted where there are originals"
     if isinstance(known, str):
         return known
     names = ", ".join(attack.name for attack in known)

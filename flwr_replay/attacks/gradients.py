@@ -36,7 +36,7 @@ from flwr_replay.attacks.search import Search, minimise, total_variation
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.layers import Standardize
 
-__all__ = ["LocalSteps", "change_of", "first_input", "has_linear_input", "invert", "label_counts"]
+__all__ = ["LocalSteps", "change_of", "first_input", "has_linear_input", "invert", "is_statistic", "label_counts"]
 
 Arrays = Mapping[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -85,7 +85,7 @@ def change_of(
     """
     sent = {name: p for name, p in model.named_parameters() if p.requires_grad}
     weights = {name: p.detach().requires_grad_() for name, p in sent.items()}
-    running = {name: b.detach().clone() for name, b in model.named_buffers() if _is_statistic(name)}
+    running = {name: b.detach().clone() for name, b in model.named_buffers() if is_statistic(name)}
     velocity: dict[str, Tensor] = {}
     for step in range(local.steps):
         rows = local.rows(step, len(y_n))
@@ -116,7 +116,6 @@ def invert(
     local: LocalSteps,
     search: Search,
     seed: int,
-    statistics: float = 0.0,
 ) -> Tensor:
     """Look for images whose training changes the weights in the same direction: eq. 1.
 
@@ -127,7 +126,7 @@ def invert(
     loss : callable
         From outputs and labels to their mean loss.
     change : mapping of str to Tensor
-        The gradient, or θ sent − θ back, by parameter name; with `statistics`, batch norm's running means and
+        The gradient, or θ sent − θ back, by parameter name; with `search.statistics`, batch norm's running means and
         variances as they came back.
     labels_n : Tensor
         The labels, as far as the attacker knows or infers them (`label_counts`).
@@ -136,11 +135,9 @@ def invert(
     local : LocalSteps
         The training that was asked for. Its rate matters where there is more than one step.
     search : Search
-        α, steps and restarts; choose them by `flwr_replay.attacks.search.tuned`.
+        α, steps, restarts and the weight of the statistics; choose them by `flwr_replay.attacks.search.tuned`.
     seed : int
         Of the random starts.
-    statistics : float
-        Weight of the term for batch norm's statistics; 0: none.
 
     Returns
     -------
@@ -150,7 +147,7 @@ def invert(
     model = copy.deepcopy(model)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     wanted = torch.cat([change[name].flatten() for name in names])
-    sent = {name: b.clone() for name, b in model.named_buffers() if _is_statistic(name)} if statistics else {}
+    sent = {name: b.clone() for name, b in model.named_buffers() if search.statistics and is_statistic(name)}
 
     def objective(x_nCHW: Tensor) -> Tensor:
         found = change_of(model, loss, x_nCHW, labels_n, local, differentiable=True)
@@ -159,7 +156,7 @@ def invert(
         value: Tensor = 1 - cosine + search.alpha * total_variation(x_nCHW).mean()
         for name, before in sent.items():
             scale = (change[name] - before).square().sum().clamp(min=1e-12)
-            value = value + statistics * (found[name] - change[name]).square().sum() / scale
+            value = value + search.statistics * (found[name] - change[name]).square().sum() / scale
         return value
 
     return minimise(objective, (len(labels_n), *form), search, seed, wanted.device)
@@ -267,5 +264,6 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, layer) for name, layer in model.named_modules() if not list(layer.children())]
 
 
-def _is_statistic(name: str) -> bool:
+def is_statistic(name: str) -> bool:
+    """Say whether an array of a state dict is a running mean or variance of batch norm."""
     return name.endswith((".running_mean", ".running_var"))

@@ -33,6 +33,7 @@ class Search:
     lr: float = 0.3  # of AdamW, range of pixels per step at first
     restarts: int = 1  # random starts, of which the one with the least objective is kept
     signs: bool = False  # step on the signs of the gradient only (Geiping et al. 2020)
+    statistics: float = 0.0  # weight of batch norm's statistics, where they came back; of gradients and weights only
 
 
 def minimise(

@@ -21,6 +21,9 @@ def attack(
     ],
     institution: Annotated[str, typer.Option("--institution", help="Attack this one only.")] = "",
     field: Annotated[str, typer.Option("--field", help="Attack this field only: latents, arrays, codes …")] = "",
+    only: Annotated[
+        str, typer.Option("--attack", help="Try this attack only: 'latent matching', 'loss threshold' …")
+    ] = "",
     aux: Annotated[
         str,
         typer.Option(
@@ -42,7 +45,7 @@ def attack(
 
     An interrupted command goes on where it stopped. A failed attack proves nothing.
     """
-    from flwr_replay.lab.attack import FOLDER, attack_run
+    from flwr_replay.lab.attack import FOLDER, Only, attack_run
     from flwr_replay.lab.page import write_page
 
     folder = place.expanduser().absolute()
@@ -50,7 +53,7 @@ def attack(
     def say(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
-    found = attack_run(folder, institution, field, aux, data, minutes, say, run)
+    found = attack_run(folder, Only(institution, field, only), aux, data, minutes, say, run)
     page = write_page(folder / FOLDER, found)
     if as_json:
         print(json.dumps(found, indent=2))

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from flwr_replay.attacks.attacker import Attacker, Attempt, Auxiliary
-from flwr_replay.attacks.catalogue import nothing_tried
+from flwr_replay.attacks.catalogue import ATTACKS, nothing_tried
 from flwr_replay.attacks.scores import ImageScores, Judge, assigned
 from flwr_replay.config.run import RunConfig
-from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError
+from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError, nearest
 from flwr_replay.files.atomic import private_folder, read_json, write_json
 from flwr_replay.institution.pictures import SHOWN, draw_grid
 from flwr_replay.lab.auxiliary import auxiliary_of, without
@@ -36,16 +36,31 @@ from flwr_replay.learning.training import torch_rng
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import Job, claim
 
-__all__ = ["FOLDER", "attack_run"]
+__all__ = ["FOLDER", "Only", "attack_run"]
 
 FOLDER = "attacks"
 RESULTS = {"attacks": list, "options": dict}
 
 
+@dataclass(frozen=True)
+class Only:
+    """What is attacked; an empty text stands for all."""
+
+    institution: str = ""
+    field: str = ""
+    attack: str = ""
+
+    def __post_init__(self) -> None:
+        names = [one.name for known in ATTACKS.values() if not isinstance(known, str) for one in known]
+        if self.attack not in ("", *names):
+            raise ConfigError(
+                f"--attack must be one that is built in; got {self.attack!r}: {nearest(self.attack, names)}"
+            )
+
+
 def attack_run(
     folder: Path,
-    institution: str,
-    field: str,
+    only: Only,
     aux: str,
     data: str,
     minutes: float,
@@ -58,8 +73,8 @@ def attack_run(
     ----------
     folder : Path
         The run directory.
-    institution, field : str
-        Attack only this one; empty: all.
+    only : Only
+        The institution, field and attack.
     aux : str
         The attacker's own images: none, `undealt` (images of a simulation's data set that no institution has), the name
         of another institution of the simulation (collusion), or a data folder.
@@ -84,21 +99,21 @@ def attack_run(
     """
     if not minutes > 0:
         raise ConfigError(f"--minutes must be positive; got {minutes:g}")
-    evidence = Evidence.of(folder, institution, field, run)
+    evidence = Evidence.of(folder, only.institution, only.field, run)
     config = evidence.config
     _refuse_no_images(config)
     about = {"about": _about(config), "claim": claim(Job.of(config).strategy(""))}
     auxiliary = auxiliary_of(config, aux)
     Attacker(evidence.form, auxiliary, 0)  # refuses images of another form
     if data:
-        originals_of(config, institution, data)  # refuses data that cannot be read
+        originals_of(config, only.institution, data)  # refuses data that cannot be read
     place = private_folder(folder / FOLDER)
     options = {"aux": auxiliary.source if auxiliary else "none", "data": data, "run": run}
     found = _earlier(place, options)
     done = {(one["institution"], one["stage"], one["field"], one["attack"]) for one in found}
     seconds = 60 * minutes / (3 * len(evidence.exhibits))
     for name in dict.fromkeys(exhibit.institution for exhibit in evidence.exhibits):
-        lab = Lab.of(evidence, name, auxiliary, data, seconds, place)
+        lab = Lab.of(evidence, name, only.attack, auxiliary, data, seconds, place)
         for exhibit in (one for one in evidence.exhibits if one.institution == name):
             for result in lab.results(exhibit, done):
                 result["sentence"] = sentence(result)
@@ -149,6 +164,8 @@ class Lab:
 
     Attributes
     ----------
+    only : str
+        The attack that is tried; empty: all that are known.
     auxiliary : Auxiliary | None
         The attacker's own images, without those that the judge has.
     originals : Originals | None
@@ -160,6 +177,7 @@ class Lab:
     """
 
     evidence: Evidence
+    only: str
     auxiliary: Auxiliary | None
     originals: Originals | None
     why: str
@@ -168,7 +186,14 @@ class Lab:
 
     @classmethod
     def of(
-        cls, evidence: Evidence, institution: str, auxiliary: Auxiliary | None, data: str, seconds: float, place: Path
+        cls,
+        evidence: Evidence,
+        institution: str,
+        only: str,
+        auxiliary: Auxiliary | None,
+        data: str,
+        seconds: float,
+        place: Path,
     ) -> Self:
         """Deal or read the institution's originals, and check them; `data` as in `originals_of`."""
         originals: Originals | None = None
@@ -178,7 +203,7 @@ class Lab:
             why = refused(institution, evidence, originals)
         except DataError as error:
             why = str(error)
-        return cls(evidence, auxiliary, None if why else originals, why, seconds, place)
+        return cls(evidence, only, auxiliary, None if why else originals, why, seconds, place)
 
     def results(self, exhibit: Exhibit, done: Collection[tuple[str, ...]]) -> Iterator[dict[str, Any]]:
         """Attack a field; yield a result for each attack, or why there is none."""
@@ -197,7 +222,7 @@ class Lab:
         try:
             for name, attempt in self.attempts(exhibit):
                 tried = True
-                if (*key, name) in done:
+                if (*key, name) in done or self.only not in ("", name):
                     continue
                 begun = time.monotonic()
                 try:
@@ -205,7 +230,7 @@ class Lab:
                 except FlwrReplayError as error:
                     found = {"not-judged": str(error)}
                 yield {**head, "attack": name, "seconds": time.monotonic() - begun, **found}
-            reason = "" if tried else nothing_tried(exhibit.means)
+            reason = "" if tried else nothing_tried(exhibit.means, exhibit.declared.kind == "synthetic")
         except FlwrReplayError as error:
             reason = str(error)
         if reason and (*key, "none") not in done:

@@ -48,7 +48,7 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
             examples, name = dataset.train.take(rest), "{n} images of the same source that no institution has"
         elif aux in part.names:
             examples = part.examples(dataset, part.names.index(aux)).train
-            name = f"{{n}} images of {aux}, which colludes"
+            name = f"{{n}} images of {aux} (which colludes)"
         else:
             raise ConfigError(
                 f"--aux must be none, {UNDEALT}, an institution ({', '.join(part.names)}) or a data folder; got {aux!r}"

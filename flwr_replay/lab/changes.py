@@ -6,20 +6,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.attacks.attacker import Attacker, Attempt
-from flwr_replay.attacks.gradients import LocalSteps, change_of
+from flwr_replay.attacks.gradients import LocalSteps, change_of, is_statistic
 from flwr_replay.errors import DataError, RunError
-from flwr_replay.lab.evidence import UNKNOWN_NETWORK, Evidence, Exhibit
+from flwr_replay.lab.evidence import UNKNOWN_NETWORK, Answer, Evidence, Exhibit
 from flwr_replay.lab.judge import NEAR, OTHERS, Originals, check_replay
 from flwr_replay.lab.trials import Trial
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import at_once, batches, iterations, make_optimizer, step, torch_rng
-from flwr_replay.wire.weights import load_arrays
+from flwr_replay.wire.recording import Recorded
+from flwr_replay.wire.weights import load_arrays, to_arrays
 
 __all__ = ["OfChange"]
 
@@ -33,20 +36,25 @@ class OfChange(Trial):
 
     def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
         super().__init__(exhibit, evidence)
-        (self.answer, request), config = self.with_network(), evidence.config
-        self.request, self.training = request, config.training
+        config = evidence.config
+        self.answer, self.request, self.begun = self._begun(exhibit, evidence)
+        request, self.training = self.request, config.training
         self.model, self.task = evidence.model(), make_task(config.task)
         parameters = dict(self.model.named_parameters())
         back = {name: torch.from_numpy(array) for name, array in exhibit.arrays(self.answer).items()}
-        if not parameters.keys() <= request.arrays.keys():
+        if not parameters.keys() <= self.begun.keys():
             raise RunError(UNKNOWN_NETWORK)
         if not parameters.keys() <= back.keys():
-            raise RunError("only a part of the network came back; matching is built in for all of it")
-        load_arrays(self.model, {name: request.arrays[name] for name in self.model.state_dict()})
+            raise RunError(
+                "only a part of the network came back; a search needs the change of all of it. What the part makes of "
+                "the same images travels, too, and is attacked"
+            )
+        load_arrays(self.model, {name: self.begun[name] for name in self.model.state_dict()})
         self.model.train()
         sent = {name: parameter.detach() for name, parameter in parameters.items()}
         self.gradient = exhibit.declared.means == "gradient"
         self.change = {name: back[name] if self.gradient else sent[name] - back[name] for name in sent}
+        self.statistics = {name: array for name, array in back.items() if is_statistic(name)}
         self.examples = int(self.answer.content.scalars["num-examples"])
         self.lr = float(request.scalars.get("lr", 1.0))
         self.passes = int(request.scalars.get("local-epochs", 1))
@@ -64,6 +72,18 @@ class OfChange(Trial):
                 weight_decay=self.training.weight_decay,
             )
         self.places_n = torch.arange(self.mixed)
+
+    def _begun(self, exhibit: Exhibit, evidence: Evidence) -> tuple[Answer, Recorded, Mapping[str, NDArray[Any]]]:
+        """Return an answer with its request and the weights with which its training began.
+
+        The request brings them; an institution of a gossip begins its first training with fresh ones, whose seed the
+        server has told it.
+        """
+        first = exhibit.answers[0]
+        if first.request and not first.request.arrays and not first.request.scalars.get("continues", True):
+            return first, first.request, to_arrays(evidence.model(int(first.request.scalars["init-seed"])))
+        answer, request = self.with_network()
+        return answer, request, request.arrays
 
     @property
     def values_per_pixel(self) -> float:
@@ -99,7 +119,7 @@ class OfChange(Trial):
                 f"{MOST_BEHIND} images and {MOST_STEPS} steps. That none was tried proves nothing"
             )
         labels_n = self.labels_n(attacker)
-        yield from attacker.changes(self.model, self.task.loss, self.change, labels_n, self.local)
+        yield from attacker.changes(self.model, self.task.loss, self.change | self.statistics, labels_n, self.local)
 
     def rows(self, originals: Originals) -> Tensor:
         """Train on the originals anew, and return those that were used.
@@ -135,7 +155,7 @@ class OfChange(Trial):
     def _trained_anew(self, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Train as FedAvg's and CWT's institutions do; return the change of weights, and the rows of the first pass."""
         model, seed = self.evidence.model(), self.evidence.config.seed
-        load_arrays(model, {name: self.request.arrays[name] for name in model.state_dict()})
+        load_arrays(model, {name: self.begun[name] for name in model.state_dict()})
         optimizer = make_optimizer(model.train(), self.training, self.lr)
         server_round = int(self.request.scalars.get("server-round", 0))
         shuffle = torch_rng(seed, self.exhibit.institution, server_round)
@@ -146,6 +166,6 @@ class OfChange(Trial):
                 chosen = rows[:, 0].long()
                 seen.append(chosen)
                 step(model, optimizer, self.task.loss(model(x[chosen]), y[chosen]))
-        sent = {name: torch.from_numpy(self.request.arrays[name]) for name, _ in model.named_parameters()}
+        sent = {name: torch.from_numpy(self.begun[name]) for name, _ in model.named_parameters()}
         anew = {name: sent[name] - parameter.detach() for name, parameter in model.named_parameters()}
         return anew, torch.cat(seen)[: self.mixed]

@@ -144,7 +144,7 @@ class Evidence:
             if field and known_fields:
                 raise RunError(f"--field must be one that was recorded; got {field!r}: {nearest(field, known_fields)}")
             raise RunError(
-                f"no recorded answer in {folder} has weights, images or the like: record the run with record=all"
+                f"there is nothing to attack in {folder}: no recorded answer has weights, images or the like"
             )
         return cls(
             folder, config, [Exhibit(*key, declared[key[1], key[2]], answers) for key, answers in chosen.items()]

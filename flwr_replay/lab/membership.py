@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from flwr_replay.attacks.attacker import Auxiliary
-from flwr_replay.attacks.catalogue import LIRA, LOSS, RECONSTRUCTED, RELEASED
+from flwr_replay.attacks.catalogue import LIRA, LOSS, PRIOR, RECONSTRUCTED, RELEASED
 from flwr_replay.attacks.membership import lira_scores, loss_scores, nearest_scores, reference_models
 from flwr_replay.attacks.scores import equal_label_shares, membership
+from flwr_replay.files.tensors import unnested
 from flwr_replay.generators.base import ReplayGenerator
+from flwr_replay.generators.pixelcnn import CodePrior
+from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals
 from flwr_replay.lab.trials import Question
@@ -54,6 +57,13 @@ def member_attacks(
         generator = plan.fresh_generator()
         load_arrays(generator, exhibit.arrays(last))
         yield RECONSTRUCTED.name, lambda: _by_reconstruction(generator.eval(), sides)
+    if means == "generator weights" and exhibit.stage == "train-prior" and plan is not None and last.request:
+        sent = unnested(last.request.arrays | exhibit.arrays(last), only=("generator", "prior"))
+        generator = plan.fresh_generator()
+        prior = plan.fresh_prior(generator)
+        load_arrays(generator, sent["generator"])
+        load_arrays(prior, sent["prior"])
+        yield PRIOR.name, lambda: _by_likelihood(prior.eval(), generator.eval(), plan, sides)
     if means == "images" and exhibit.declared.kind == "synthetic" and auxiliary is not None:
         yield RELEASED.name, lambda: _by_distance(exhibit, auxiliary, sides)
 
@@ -87,6 +97,18 @@ def _by_reconstruction(generator: ReplayGenerator, sides: tuple[Candidates, Cand
 
     def losses(x: Tensor, _: Tensor) -> Tensor:
         return (generator.decode(generator.encode(x)) - x).flatten(1).square().mean(1)
+
+    return _scored([loss_scores(losses, *side) for side in sides])
+
+
+def _by_likelihood(
+    prior: CodePrior, generator: ReplayGenerator, plan: ReplayPlan, sides: tuple[Candidates, Candidates]
+) -> dict[str, Any]:
+    """Take those whose codes the prior finds likely for members; the generator came to the institution with it."""
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        codes = generator.encode(plan.generator_input(x, y))
+        return torch.stack([prior.loss(*one) for one in zip(torch.split(codes, 1), torch.split(y, 1), strict=True)])
 
     return _scored([loss_scores(losses, *side) for side in sides])
 

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from flwr_replay.attacks.intervals import share
-from flwr_replay.lab.attack import attack_run
+from flwr_replay.lab.attack import Only, attack_run
 
 __all__ = ["attacked", "leakage"]
 
@@ -39,7 +39,7 @@ def attacked(report: Mapping[str, Any], aux: str, minutes: float, say: Callable[
         if "result" in cell:
             folder = Path(report["folder"]) / cell["folder"]
             metric = cell["result"]["final"]["global"][report["metric"]]
-            results = attack_run(folder, "institution-1", "", aux, "", minutes, say)["attacks"]
+            results = attack_run(folder, Only("institution-1"), aux, "", minutes, say)["attacks"]
             found += [{**one, "label": cell["label"], "metric": metric} for one in results]
     return found
 

@@ -126,8 +126,8 @@ def test_norm_statistics_help(digits: tuple[torch.Tensor, torch.Tensor]) -> None
     change = change_of(model, F.cross_entropy, x, y, LocalSteps())
 
     def distance(statistics: float) -> float:
-        search = Search(alpha=1e-3, steps=150, lr=0.1)
-        found = invert(model, F.cross_entropy, change, y, FORM, LocalSteps(), search, 0, statistics)
+        search = Search(alpha=1e-3, steps=150, lr=0.1, statistics=statistics)
+        found = invert(model, F.cross_entropy, change, y, FORM, LocalSteps(), search, 0)
         back = change_of(model, F.cross_entropy, found, y, LocalSteps())
         return float((back["conv1.norm.running_mean"] - change["conv1.norm.running_mean"]).norm())
 

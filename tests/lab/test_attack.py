@@ -9,6 +9,7 @@ import torch
 from harness import command, node_configs, run, write_shards
 
 from flwr_replay.attacks.attacker import Auxiliary
+from flwr_replay.attacks.catalogue import nothing_tried
 from flwr_replay.files.atomic import read_json
 from flwr_replay.lab.auxiliary import without
 from flwr_replay.memory import forget
@@ -23,6 +24,8 @@ RUNS = {
     "blocks": ["strategy=fedsgd", "partition.size=300", "model.norm=batch", "model.width=4"],
     "unlabelled": ["strategy=splitnn", "share-labels=false", "partition.size=32", "model.norm=group"],
     "codes": ["strategy=cwt", "replay=vqvae2", "partition.size=60", "generator.epochs=2"],
+    "prior": ["strategy=cwt", "replay=pixelcnn", "partition.size=60", "generator.epochs=2", "prior.epochs=2"],
+    "gossip": ["strategy=avgpush", "dp=none", "model.width=4", "partition.size=8", "training.batch-size=8"],
     "raw": ["strategy=fedavgshare", "partition.size=60"],
     "noisy": [
         *("strategy=fedreplay", "encoder=random", "partition.size=60", "model.width=16"),
@@ -89,6 +92,25 @@ def test_labels_and_membership_beside_images(runs, monkeypatch, capsys):
     assert 0 <= found["auc"]["low"] <= found["auc"]["value"] <= found["auc"]["high"] <= 1
 
 
+def test_a_prior_tells_of_members_and_drawn_labels_of_nobody(runs, monkeypatch, capsys):
+    _, results, _ = attacked(monkeypatch, capsys, runs / "prior", "--attack", "prior likelihood")
+    found = results["arrays", "prior likelihood"]["membership"]
+    assert found["members"] == found["non_members"] >= 20
+    assert {one["attack"] for one in results.values() if one["field"] == "arrays"} == {"prior likelihood"}
+    assert "nobody" in nothing_tried("labels", drawn=True)
+    assert "as they are" in nothing_tried("labels", drawn=False)  # masks, numbers
+
+
+def test_a_gossip_begins_with_weights_that_the_server_knows(runs, monkeypatch, capsys):
+    """With eight examples in one batch the first answer is one step from the fresh weights of a seed that was sent."""
+    _, results, _ = attacked(monkeypatch, capsys, runs / "gossip", "--aux", "undealt")
+    one = results["arrays", "gradient matching"]
+    assert one["not-judged"] == ""
+    assert one["batch"] == 8
+    assert one["settings"]["statistics"] == 0.1  # batch norm's running means came back, and help
+    assert results["arrays", "label counts"]["labels"]["number"] == 8
+
+
 def test_where_a_message_is_of_all_images_other_peoples_are_the_control(runs, monkeypatch, capsys):
     _, results, _ = attacked(monkeypatch, capsys, runs / "gradient", "--aux", "undealt")
     one = results["arrays", "gradient matching"]
@@ -103,7 +125,7 @@ def test_an_institution_is_not_attacked_with_its_own_images(runs, tmp_path, monk
     assert {one["auxiliary"] for one in results.values()} == {"none"}
     assert not {"nearest auxiliary image", "learned decoder"} & {one["attack"] for one in results.values()}
     _, others, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--aux", "institution-2")
-    assert "60 images of institution-2, which colludes" in others["latents", "learned decoder"]["auxiliary"]
+    assert "60 images of institution-2 (which colludes)" in others["latents", "learned decoder"]["auxiliary"]
 
 
 def test_auxiliary_images_of_the_victim_are_removed():
@@ -217,6 +239,7 @@ def test_an_interrupted_command_goes_on_and_other_options_are_refused(runs, monk
         (["--institution", "institution-9"], "did you mean institution-"),
         (["--field", "latent"], "did you mean latents"),
         (["--aux", "institution-7"], "--aux must be none, undealt, an institution"),
+        (["--attack", "latent macthing"], "did you mean latent matching"),
         (["--minutes", "0"], "--minutes must be positive"),
     ],
 )
