@@ -22,8 +22,8 @@ def show_audit(
         str,
         typer.Option(
             "--kind",
-            help="gradients: inside DP-SGD | images: mislabelled, scored on classifiers and proxies | noise: images of "
-            "noise, scored on generators.",
+            help="gradients: inside DP-SGD | images: mislabelled, scored on classifiers, proxies and encoders | noise: "
+            "images of noise, scored on generators, priors and drawn images.",
         ),
     ] = "gradients",
     institution: Annotated[str, typer.Option("--institution", help="Whose epsilon; empty: the first one's.")] = "",

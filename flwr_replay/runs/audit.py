@@ -42,7 +42,7 @@ from flwr_replay.wire.payload import REQUESTS
 __all__ = ["KINDS", "audit", "audited_app"]
 
 KINDS = ("gradients", "images", "noise")
-SCORED = {"images": ("classifier", "proxy"), "noise": ("generator",)}  # on which models
+SCORED = {"images": ("classifier", "proxy", "encoder"), "noise": ("generator", "prior")}  # on what these release
 DELTA = 1e-5  # at most: at 1/|D| the term 2mδ takes Steinke's test its power
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the canaries that are guessed, fixed before any audit
 
@@ -63,8 +63,8 @@ def audit(
     canaries : int
         m.
     kind : str
-        gradients: inside DP-SGD | images: mislabelled, scored on released classifiers and proxies | noise: images of
-        noise, scored on generators released as weights.
+        gradients: inside DP-SGD | images: mislabelled, scored on released classifiers, proxies and encoders | noise:
+        images of noise, scored on released generators and priors, and on drawn images.
     display : Display
         Shows the progress.
 
@@ -93,7 +93,7 @@ def audit(
     _, folder = simulate(simulation, overrides, display, audited_app(name, probe))
     require(
         not isinstance(probe, ImageCanaries) or probe.releases > 0,
-        f"images are scored on the models that leave; {name} has released none: choose --kind gradients, or another "
+        f"images are scored on what leaves; {name} has released no such thing: choose --kind gradients, or another "
         "topology",
     )
     report = {
@@ -134,8 +134,11 @@ def check(simulation: Simulation, kind: str) -> None:
         )
         return
     answers = [REQUESTS[stage].answer for stage in simulation.job.strategy("").all_stages()]
-    fields = [field for answer in answers for field in answer.declared().values() if field.kind == "model"]
-    released, scored = {field.dp for field in fields} & set(SCORED[kind]), " or ".join(SCORED[kind])
+    fields = [
+        field for answer in answers for field in answer.declared().values() if field.kind in ("model", "synthetic")
+    ]
+    leaves = {field.dp for field in fields} | {"encoder"} & config.strategy.dp_passes(config.rounds).keys()
+    released, scored = leaves & set(SCORED[kind]), " or ".join(SCORED[kind])
     require(
         bool(released) and config.task.kind == "classification",
         f"--kind {kind} is scored on a released {scored} of a classification; strategy={config.strategy.name} replay="

@@ -93,7 +93,7 @@ def test_models_that_stay_cannot_be_scored(audit, tmp_path):
     words = ["strategy=proxyfl", *DIGITS, "dp=none", "topology=none", "--kind", "images", "--canaries", "50"]
     code, _, err = audit(*words)
     assert code == 2
-    assert "institution-1 has released none" in err.splitlines()[-1]
+    assert "institution-1 has released no such thing" in err.splitlines()[-1]
     assert not list(tmp_path.glob("runs/*/audit.json"))
 
 

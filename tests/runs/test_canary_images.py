@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from flwr_replay.config.compose import compose
 from flwr_replay.data import Dataset, Examples
+from flwr_replay.files.tensors import nested
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import batches, step
@@ -18,7 +19,7 @@ from flwr_replay.privacy.secret import Stream
 from flwr_replay.runs.canaries import Canaries
 from flwr_replay.runs.canary_images import ImageCanaries
 from flwr_replay.wire.records import array_record
-from flwr_replay.wire.weights import to_arrays
+from flwr_replay.wire.weights import load_arrays, to_arrays
 
 N, M = 96, 48
 DIGITS = ["strategy=fedavg", "task=digits", "model=mlp", "model.width=32"]
@@ -89,6 +90,58 @@ def test_a_generator_that_has_learned_images_of_noise_gives_them_away():
             step(model, optimizer, model.loss(as_input(images[rows]), rng)[0])
     probe.saw(*messages(before, to_arrays(model)))
     assert auc(probe.scores_m, CANARIES.was_in_m) > 0.8
+
+
+def test_a_part_of_a_network_is_scored_in_the_one_that_the_request_brought():
+    """Where all has changed but the part, only the part counts."""
+    config = compose([*DIGITS, "model=cnn", "model.width=4", "model.norm=group"])
+    probe, task = ImageCanaries(CANARIES, data(), config, noise=False), make_task(config.task)
+    before, after = (to_arrays(backbone(config.model, config.task)(seed)) for seed in (0, 1))
+    part = {name: array for name, array in after.items() if name.startswith("conv1")}
+    probe.saw(*messages(before, part))
+    x, y = (torch.from_numpy(side[CANARIES.rows_m]) for side in (probe.data.train.x, probe.data.train.y))
+    losses = []
+    for weights in (before, before | part):
+        model = backbone(config.model, config.task)(2)
+        load_arrays(model, weights)
+        losses.append(task.losses(model.eval()(x), y).detach().numpy())
+    inside = CANARIES.was_in_m  # other rows have copies
+    assert np.allclose(probe.scores_m[inside], (losses[0] - losses[1])[inside], atol=1e-5)
+    probe.saw(*messages({}, part))  # no network to put it into
+    assert probe.releases == 1
+
+
+def test_a_prior_that_has_learned_codes_of_noise_gives_them_away():
+    config = compose([*DIGITS, "replay=pixelcnn", "generator.width=16", "prior.width=16"])
+    probe, plan = ImageCanaries(CANARIES, data(), config, noise=True), ReplayPlan.of(config)
+    generator = plan.fresh_generator().eval()
+    prior = plan.fresh_prior(generator)
+    sent = nested({"generator": to_arrays(generator), "prior": to_arrays(prior)})
+    x, y = torch.from_numpy(probe.data.train.x), torch.from_numpy(probe.data.train.y)
+    with torch.no_grad():
+        codes = generator.encode(plan.generator_input(as_input(x), y))
+    optimizer, rng = torch.optim.Adam(prior.parameters(), lr=0.01), torch.Generator().manual_seed(0)
+    for _ in range(60):
+        for rows in torch.randperm(N, generator=rng).split(32):
+            step(prior, optimizer, prior.loss(codes[rows], y[rows]))
+    request, answer = messages(sent, nested({"prior": to_arrays(prior)}))
+    probe.saw(request, answer)
+    assert probe.releases == 0  # not the stage that trains a prior
+    request["config"] = ConfigRecord({"stage": "train-prior"})
+    probe.saw(request, answer)
+    assert probe.releases == 1
+    assert auc(probe.scores_m, CANARIES.was_in_m) > 0.8
+
+
+def test_drawn_images_give_away_those_that_they_copy():
+    probe = ImageCanaries(CANARIES, data(), compose(["strategy=feder", "task=digits"]), noise=True)
+    copies = probe.data.train.x[CANARIES.rows_m[CANARIES.was_in_m]]
+    request, answer = messages({}, {"images": copies, "labels": np.zeros(len(copies), np.int64)})
+    request["config"] = ConfigRecord({"stage": "draw-buffer"})
+    probe.saw(request, answer)
+    assert auc(probe.scores_m, CANARIES.was_in_m) == 1
+    probe.saw(request, RecordDict())  # an institution that failed
+    assert probe.releases == 1
 
 
 @pytest.mark.parametrize("content", [{}, {"arrays": ArrayRecord()}])
