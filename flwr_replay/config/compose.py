@@ -188,7 +188,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
         (values[section] if section else values)[option] = _value(key, value)
     for key, value in by_strategy.get(values["strategy"]["name"], {}).items():
         section, option = key.split(".")
-        if key not in given:
+        if key not in given and option in values[section]:  # a model without norm layers has no such option
             values[section][option] = value
     strategy = values.pop("strategy")
     _, strategy_config = load_strategy(strategy.pop("name"))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_replay.config.compose import choices, compose, from_run_config, overrides_of, to_yaml
+from flwr_replay.config.compose import choices, compose, conf_dir, from_run_config, overrides_of, to_yaml
 from flwr_replay.errors import ConfigError
 from flwr_replay.runs.options import resolve
 
@@ -206,6 +206,23 @@ def test_a_written_configuration_composes_to_itself(strategy, tmp_path):
     assert config.task.class_names == ("well", "it's, ill")
     assert there_and_back(config, tmp_path) == config
     assert config.run_name == ""
+
+
+@pytest.mark.parametrize(
+    ("preset", "task"), [(path.parent.name, path.stem) for path in conf_dir().glob("preset/*/*.yaml")]
+)
+def test_so_does_that_of_every_preset(preset, task, tmp_path):
+    """Options that a preset has for one method only must not come back from another preset's."""
+    chosen = [] if task == "default" else [f"task={task}"]
+    methods = 0
+    for strategy in ("proxyfl", "fml", "fedavg"):  # presets have options of their own for these
+        try:
+            config = compose([f"preset={preset}", *chosen, f"strategy={strategy}"])
+        except ConfigError:  # a method that does not fit the task
+            continue
+        assert there_and_back(config, tmp_path) == config
+        methods += 1
+    assert methods
 
 
 @settings(max_examples=5, deadline=None)
