@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from flwr_replay.attacks.intervals import share
 from flwr_replay.lab.attack import Only, attack_run
+from flwr_replay.runs.processes import end_with_parent
 
 __all__ = ["attacked", "leakage"]
 
 HEAD = "| method | {metric} | field | attack | PSNR, dB | identified | control | members, AUC | values per pixel |"
 
 
-def attacked(report: Mapping[str, Any], aux: str, minutes: float, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def attacked(report: Mapping[str, Any], aux: str, minutes: float, jobs: int) -> list[dict[str, Any]]:
     """Attack the first institution's messages in every finished run of a comparison.
 
     Parameters
@@ -26,21 +30,26 @@ def attacked(report: Mapping[str, Any], aux: str, minutes: float, say: Callable[
         The attacker's own images, as `flwr-replay privacy attack` takes them.
     minutes : float
         For all attacks on one run, about.
-    say : callable
-        Receives a line for each attack.
+    jobs : int
+        How many runs are attacked at the same time, each in its own process; 1: one after another in this process.
 
     Returns
     -------
     list of dict
-        A line for each attack and run: its result, with the method's `label` and the run's `accuracy`.
+        A line for each attack and run: its result, with the method's `label` and the run's `metric`.
     """
+    cells = [cell for cell in report["cells"] if "result" in cell]
+    folders = [Path(report["folder"]) / cell["folder"] for cell in cells]
+    attack = partial(attack_run, only=Only("institution-1"), aux=aux, data="", minutes=minutes, say=print)
+    if jobs == 1:
+        attacks = [attack(folder) for folder in folders]
+    else:
+        with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent) as pool:
+            attacks = list(pool.map(attack, folders))
     found: list[dict[str, Any]] = []
-    for cell in report["cells"]:
-        if "result" in cell:
-            folder = Path(report["folder"]) / cell["folder"]
-            metric = cell["result"]["final"]["global"][report["metric"]]
-            results = attack_run(folder, Only("institution-1"), aux, "", minutes, say)["attacks"]
-            found += [{**one, "label": cell["label"], "metric": metric} for one in results]
+    for cell, seen in zip(cells, attacks, strict=True):
+        metric = cell["result"]["final"]["global"][report["metric"]]
+        found += [{**one, "label": cell["label"], "metric": metric} for one in seen["attacks"]]
     return found
 
 

@@ -25,7 +25,7 @@ from flwr_replay.studies.leakage import attacked, leakage
 
 __all__ = ["Part", "run_study", "studies"]
 
-MINUTES = 1.0  # for all attacks on one run, about
+MINUTES = 0.5  # for all attacks on one run, about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def run_study(
     name = f"{name}-quick" if quick else name
     minutes = MINUTES / 60 if quick else MINUTES
     leaks = {
-        part.name: leakage(attacked(reports[part.name], part.attack, minutes, print), reports[part.name]["metric"])
+        part.name: leakage(attacked(reports[part.name], part.attack, minutes, jobs), reports[part.name]["metric"])
         for part in chosen
         if part.attack
     }

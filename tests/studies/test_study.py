@@ -119,3 +119,17 @@ def test_the_metric_by_epsilon_has_what_was_spent_by_then(tmp_path):
     rows = [{"round": at, "institution": name, "epsilon": epsilon} for at, name, epsilon in stated]
     (tmp_path / "privacy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert _by_epsilon([tmp_path], "accuracy") == [[(1.5, 0.2), (2.0, 0.4)]]
+
+
+def test_a_part_whose_messages_are_attacked_has_a_table_of_what_they_show(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    options = ["task=digits", "partition=iid", "partition.size=4", "nodes=2", "rounds=1", "seeds=1", "record=all"]
+    part = Part(
+        name="tiny", about="", methods=["fedsgd"], options=[*options, "model=mlp"], against="fedsgd", attack="undealt"
+    )
+    monkeypatch.setattr(leakage, "PARTS", [part])
+    text, whole = run_study("leakage", "", 2, tmp_path, quick=True)
+    assert whole
+    assert "| fedsgd | " in text
+    assert "| differentiate arrays | gradient matching | " in text
+    assert len(list(tmp_path.rglob("attacks.json"))) == 1
