@@ -9,9 +9,9 @@ from flwr.serverapp import Grid, ServerApp
 
 from flwr_replay.config.compose import from_run_config
 from flwr_replay.errors import FlwrReplayError
-from flwr_replay.report.epsilon import epsilon_suffix
-from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import LogDisplay
+from flwr_replay.report.run_page import write_run_page
+from flwr_replay.report.summary import summary
 from flwr_replay.runs.execute import execute
 
 __all__ = ["app"]
@@ -30,5 +30,5 @@ def main(grid: Grid, context: Context) -> None:
     except (FlwrReplayError, OSError) as error:
         logging.getLogger("flwr").error("error: %s", " ".join(str(error).split()))
         raise error.with_traceback(None) from None
-    value = result["final"]["global"][result["metric"]]
-    print(f"{result['metric']} {value:.4f}{epsilon_suffix(result)}{missing_suffix(result)}  {folder}")
+    write_run_page(folder)
+    print(summary(result, folder))

@@ -1,4 +1,4 @@
-"""The command line: flwr-replay run | compare | study | strategies | data show | privacy | doctor.
+"""The command line: flwr-replay run | compare | study | report | strategies | data show | privacy | doctor.
 
 Heavy modules are imported only by the commands that need them, so that `--help` answers at once.
 """
@@ -11,7 +11,7 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from click.exceptions import Abort, ClickException, NoArgsIsHelpError
@@ -60,6 +60,7 @@ def run(
 
     overrides, config = resolve(options or [], runs_dir, resume or "")  # reports a wrong option before PyTorch loads
     from flwr_replay.report.progress import TerminalDisplay
+    from flwr_replay.report.summary import summary
     from flwr_replay.runs.simulate import Simulation, run_ray, simulate
 
     run = Simulation.of(config)
@@ -69,7 +70,7 @@ def run(
         print(json.dumps([asdict(line) for line in forecast(run)], indent=2) if as_json else forecast_page(run))
         return
     result, folder = run_ray(run, overrides) if engine == "ray" else simulate(run, overrides, TerminalDisplay())
-    print(json.dumps(result, indent=2) if as_json else _summary(result, folder))
+    print(json.dumps(result, indent=2) if as_json else summary(result, folder))
 
 
 @app.command()
@@ -132,6 +133,18 @@ def study(
     print(text)
     if not whole:
         sys.exit(1)
+
+
+@app.command()
+def report(place: Annotated[str, typer.Argument(metavar="RUN|COMPARE|STUDY")]) -> None:
+    """Write the page of a run, of a comparison (their directories) or of a study (its study-….md) again.
+
+    Runs, comparisons and studies write it at their end.
+    """
+    _refuse_empty(place=place)
+    from flwr_replay.report.any_page import write_page
+
+    print(write_page(Path(place).expanduser().absolute()))
 
 
 @app.command()
@@ -216,55 +229,3 @@ def _engine(engine: str) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _summary(result: dict[str, Any], folder: Path) -> str:
-    from flwr_replay.data.class_counts import summary, warnings
-    from flwr_replay.privacy.accounting import rounded_up
-    from flwr_replay.report.epsilon import epsilon_suffix
-    from flwr_replay.report.missing import missing_suffix
-    from flwr_replay.report.progress import shown_bytes
-
-    leading, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
-    lines = [
-        f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f}{unit} "
-        f"(best {result['best'][leading]:.4f} in round {result['best']['round']})"
-        f"{epsilon_suffix(result)}{missing_suffix(result)}",
-        *(f"  {name}: {metrics[leading]:.4f}" for name, metrics in result["final"]["institutions"].items()),
-        f"training labels: mean pairwise KS {result['skew']['ks']:.3f}, TV {result['skew']['tv']:.3f}; "
-        f"{result['skew']['dropped']:,} examples left out",
-        *summary(result["skew"]),
-        *warnings(result["skew"]),
-        f"sent: up {shown_bytes(result['bytes']['up'])}, down {shown_bytes(result['bytes']['down'])}",
-    ]
-    up = result["bytes-by-kind"]["up"]
-    if count := up.get("per-sample", 0) + up.get("per-sample-raw", 0):
-        raw = up.get("raw-bytes-they-stand-for")
-        place = f", in place of {shown_bytes(raw)} of raw data" if raw else ""
-        noisy = all(
-            one and one["epsilon"] is not None and one.get("dp") == "latents" for one in result["privacy"].values()
-        )
-        said = "each with noise of its own" if noisy else "not differentially private"
-        lines.append(f"of single patients: {shown_bytes(count)} went up{place}; {said}")
-    if count := up.get("synthetic", 0):
-        # A run with synthetic images has an epsilon only if its generators are trained under DP.
-        bounded = all(one and one["epsilon"] is not None for one in result["privacy"].values())
-        depend = "; their generators depend on all images of an institution, and no epsilon bounds what one shows"
-        said = ", drawn by generators trained under DP" if bounded else f"{depend} of a patient"
-        lines.append(f"synthetic images: {shown_bytes(count)} went up{said}")
-    lines.append(result["privacy-claim"])
-    for name, one in result["privacy"].items():
-        if one:
-            bound = None if one["epsilon"] is None else (rounded_up(one["epsilon"]), rounded_up(one["delta"], 2))
-            known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
-            lines.append(f"  {name}: {known}{one['mechanism']}")
-    recorded = result.get("recorded", {"messages": 0, "left-out": 0})  # runs of older versions have none
-    if count := recorded["messages"]:
-        lines.append(
-            f"recorded: {count:,} messages, {shown_bytes(recorded['bytes'])}, as they travelled. They hold "
-            f"patients' data; to delete them: rm -r {folder / 'messages'}"
-        )
-    if count := recorded["left-out"]:
-        lines.append(f"not recorded: {count:,} messages that did not fit into record-mb")
-    lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
-    return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])

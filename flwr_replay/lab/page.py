@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import base64
-from importlib.resources import files
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from flwr_replay.files.atomic import read_bytes, write_atomic
 from flwr_replay.lab.sentences import DOES_NOT_SHOW
+from flwr_replay.report.pages import render
 
 __all__ = ["write_page"]
+
+IMAGES = (
+    "institution, field",
+    "attack",
+    "images",
+    "PSNR, dB",
+    "SSIM",
+    "identified [95 %]",
+    "control",
+    "mean image, dB",
+    "nearest auxiliary image, dB",
+    "values per pixel",
+    "s",
+)
+MEMBERS = (
+    "institution, field",
+    "attack",
+    "members, others",
+    "AUC [95 %]",
+    "found at 1 % false alarms",
+    "at 0.1 %",
+)
 
 
 def write_page(folder: Path, found: dict[str, Any]) -> Path:
@@ -23,8 +46,6 @@ def write_page(folder: Path, found: dict[str, Any]) -> Path:
     found : dict
         The content of `attacks.json`.
     """
-    from jinja2 import Environment, select_autoescape
-
     results = found["attacks"]
     by_institution: dict[str, list[dict[str, Any]]] = {}
     for one in results:
@@ -39,19 +60,18 @@ def write_page(folder: Path, found: dict[str, Any]) -> Path:
             )
             shown["alt"] = f"Reconstructions of {one['institution']}'s images by the attack {one['attack']}"
         by_institution.setdefault(one["institution"], []).append(shown)
-    template = files("flwr_replay.lab").joinpath("page.html.j2").read_text(encoding="utf-8")
-    text = (
-        Environment(autoescape=select_autoescape(default=True))
-        .from_string(template)
-        .render(
-            run=folder.parent.name,
-            about=found["run"]["about"],
-            claim=found["run"]["claim"],
-            by_institution=by_institution,
-            rows=[_image_row(one) for one in results if one.get("scores")],
-            memberships=[_member_row(one) for one in results if "membership" in one],
-            not_shown=DOES_NOT_SHOW,
-        )
+    images = [_image_row(one) for one in results if one.get("scores")]
+    members = [_member_row(one) for one in results if "membership" in one]
+    text = render(
+        "attacks",
+        title="What the messages of this run show",
+        about=found["run"]["about"],
+        claim=found["run"]["claim"],
+        by_institution=by_institution,
+        images={"caption": "Reconstructed images", "heads": IMAGES, "rows": images},
+        members={"caption": "Who was in the training", "heads": MEMBERS, "rows": members},
+        not_shown=DOES_NOT_SHOW,
+        version=metadata.version("flwr-replay"),
     )
     path = folder / "report.html"
     write_atomic(path, text)

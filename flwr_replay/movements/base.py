@@ -365,7 +365,8 @@ class Movement(Exchanging):
     def pooled(self, server_round: int, replies: Iterable[Message]) -> Pooled | None:
         """Pool the answers to an evaluation; an invalid one counts as its sender's failure."""
         refuse, settings = partial(self.recorder.failed, server_round), self.settings
-        return pool_answers(self.answers(replies), settings.task, refuse, self.evaluated, settings.input_shape)
+        answers = self.answers(replies)
+        return pool_answers(answers, settings.task, refuse, self.evaluated, settings.input_shape, self.recorder.tested)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the metrics over the test shards: by sums, or by weighted means for a user's own ClientApp."""

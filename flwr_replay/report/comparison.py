@@ -16,7 +16,7 @@ from flwr_replay.data.class_counts import starving, summary, warnings
 from flwr_replay.report.epsilon import largest, shown_epsilon
 from flwr_replay.report.progress import shown_bytes
 
-__all__ = ["interval", "markdown", "notes", "overview", "paired_difference", "summarise", "table"]
+__all__ = ["cells_of", "interval", "markdown", "notes", "overview", "paired_difference", "summarise", "table"]
 
 CONFIDENCE = 0.95
 
@@ -142,7 +142,7 @@ def table(report: Mapping[str, Any]) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    columns, rows = _cells(report)
+    columns, rows = cells_of(report)
     grid = Table(title=report["title"])
     grid.add_column(columns[0])
     for column in columns[1:]:
@@ -158,7 +158,7 @@ def table(report: Mapping[str, Any]) -> str:
 
 def markdown(report: Mapping[str, Any]) -> list[str]:
     """Write a comparison as the lines of a Markdown table."""
-    columns, rows = _cells(report)
+    columns, rows = cells_of(report)
     return _markdown(columns, rows)
 
 
@@ -184,7 +184,7 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def _cells(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows of a table, as text."""
     columns = ["method", report["metric"], f"less {report['against']}, 95 %", "worst institution", "up", "down"]
     columns += ["examples", "s"]

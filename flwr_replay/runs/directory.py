@@ -7,6 +7,7 @@
 - `SHA256SUMS`: of these two files, which never change
 - `environment.json`: versions, device, cores
 - `metrics.jsonl`: a line per round, institution ("" is pooled over all) and metric
+- `confusion.json`: of the last evaluation, examples by label and prediction at each institution
 - `timings.jsonl`: a line per exchange, seconds since the run began
 - `shared/`, `latents/`: examples or latents that institutions uploaded; they stay until the directory is deleted
 - `privacy.jsonl`: a line per answer that states an epsilon, with its exchange
@@ -52,6 +53,7 @@ from flwr_replay.learning.tasks import make_task
 from flwr_replay.report.epsilon import largest
 from flwr_replay.report.forgetting import Forgetting
 from flwr_replay.report.progress import Display, Progress
+from flwr_replay.report.summary import CONFUSION
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
@@ -65,7 +67,7 @@ __all__ = ["PACKAGES", "RunDirectory", "resumable"]
 FORMS: dict[str, Form] = {  # of a line in each file
     "ledger": {"round": int, "institution": str, "direction": ("up", "down"), "stage": str, "kind": str, "bytes": int},
     "timings": {"round": int, "seconds": int | float},
-    "metrics": {"round": int, "institution": str, "metric": str, "value": int | float},
+    "metrics": {"round": int, "exchange": int, "institution": str, "metric": str, "value": int | float},
     "failures": {"round": int, "institution": str, "reason": str},
     "generator": {"institution": str, "epoch": int, "loss": int | float},
     "privacy": {"institution": str, "epsilon": int | float | None, "delta": int | float, "mechanism": str},
@@ -165,8 +167,11 @@ class RunDirectory(Recorder):
         if spent := largest(self.released.values()):
             named = f"epsilon (dp={spent.dp}{'' if spent.proven else ', no proof'})"
             self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
+        if counts := {name: list(one.confusion) for name, one in self.tested.items() if one.confusion}:
+            write_json(self.path / CONFUSION, {"round": server_round, "institutions": counts})
+        at = server_round // self.per_round
         self._metrics.append(
-            {"round": server_round, "institution": name, "metric": metric, "value": value}
+            {"round": at, "exchange": server_round, "institution": name, "metric": metric, "value": value}
             for name, metrics in [("", pooled), *own.items()]
             for metric, value in metrics.items()
         )
@@ -348,16 +353,16 @@ class RunDirectory(Recorder):
     def _rewind(self, server_round: int) -> None:
         """Reload the metrics up to a checkpoint, and the bytes of all messages sent, repeated ones included."""
         metrics = self.path / "metrics.jsonl"
-        kept = [entry for entry in self._lines("metrics") if entry["round"] <= server_round]
+        kept = [entry for entry in self._lines("metrics") if entry["exchange"] <= server_round]
         self._metrics.close()
         write_atomic(metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
         self._metrics = Lines(metrics)
         rounds: dict[int, dict[str, dict[str, float]]] = {}
         for entry in kept:
-            by_institution = rounds.setdefault(entry["round"], {})
+            by_institution = rounds.setdefault(entry["exchange"], {})
             by_institution.setdefault(entry["institution"], {})[entry["metric"]] = entry["value"]
         if lacking := [at for at, own in rounds.items() if "" not in own]:
-            raise RunError(f"{metrics} must have pooled metrics; round {lacking[0]} has none: begin a new run")
+            raise RunError(f"{metrics} must have pooled metrics; exchange {lacking[0]} has none: begin a new run")
         self.history = [(at, own.pop(""), own) for at, own in rounds.items()]
         self.bytes = {"up": 0, "down": 0}
         self.forgetting.rewind(server_round)

@@ -20,12 +20,14 @@ from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
 from flwr_replay.data import Partition
 from flwr_replay.data.dealt import dealt, loaded
+from flwr_replay.data.skew import is_continuous, label_histogram
 from flwr_replay.errors import PrivacyError, RunError
 from flwr_replay.files.atomic import home, write_json
 from flwr_replay.institution.pictures import gather
 from flwr_replay.institution.state import RUNS
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.progress import Display
+from flwr_replay.report.run_page import write_run_page
 from flwr_replay.runs.directory import resumable
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import Job, run_job
@@ -99,7 +101,7 @@ def simulate(
         The institutions' half: the one that is deployed, or an audit's.
     """
     grid = InlineGrid.simulated(served_by, {"overrides": shlex.join(overrides)}, simulation.job.config.nodes)
-    return _with_skew(*run_job(grid, simulation.job, display), simulation.part)
+    return _with_skew(*run_job(grid, simulation.job, display), simulation)
 
 
 def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
@@ -134,15 +136,20 @@ def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str,
                 reason = error[1]
     if not (folder / "result.json").exists():
         raise RunError(reason)
-    return _with_skew(read_result(folder), folder, simulation.part)
+    return _with_skew(read_result(folder), folder, simulation)
 
 
-def _with_skew(result: dict[str, Any], folder: Path, part: Partition) -> tuple[dict[str, Any], Path]:
-    """Add the skew and the pictures of a simulated run's institutions; a deployment knows neither."""
-    run_id = read_run_id(folder)
+def _with_skew(result: dict[str, Any], folder: Path, simulation: Simulation) -> tuple[dict[str, Any], Path]:
+    """Add the skew and the pictures of a simulated run's institutions, which a deployment's server does not know."""
+    run_id, part = read_run_id(folder), simulation.part
     gather({name: home() / "state" / "simulation" / name / RUNS / run_id for name in part.names}, folder)
-    result = {**result, "skew": part.skew}
+    labels = loaded(simulation.job.config.task).train.labels
+    values, counts_KC = label_histogram([labels[own] for own in part.train])
+    named = [f">= {value:.3g}" if is_continuous(labels) else str(value) for value in values]
+    counts = {"values": named, "institutions": dict(zip(part.names, counts_KC.tolist(), strict=True))}
+    result = {**result, "skew": {**part.skew, "labels": counts}}
     write_json(folder / "result.json", result, indent=2)
+    write_run_page(folder)
     return result, folder
 
 

@@ -26,6 +26,7 @@ def pool_answers(
     refuse: Callable[[str, str], None],
     declared: type[Evaluation] = Evaluation,
     input_shape: tuple[int, ...] | None = None,
+    tested: dict[str, Evaluation] | None = None,
 ) -> Pooled | None:
     """Pool over the test shards: by sums, or by weighted means if no institution runs this package's ClientApp.
 
@@ -41,6 +42,8 @@ def pool_answers(
         The payload of an answer.
     input_shape : tuple of int | None
         The shape of one example, if it is known.
+    tested : dict of str to Evaluation, or None
+        Is filled with the valid answers of this package's ClientApp, by institution, in place of what it holds.
 
     Returns
     -------
@@ -49,21 +52,25 @@ def pool_answers(
     own : dict of str to dict
         Metrics of each institution. In place of both, None if no answer is valid.
     """
-    own, evaluations = {}, []
+    own: dict[str, Metrics] = {}
+    evaluations: dict[str, Evaluation] = {} if tested is None else tested
+    evaluations.clear()
     for member, reply in answers:
         if member.ours and task is not None:
             try:
                 evaluation = declared.decode(reply.content)
                 check_evaluation(evaluation, task, input_shape)
                 own[member.name] = declared.pool(task, [evaluation])
-                evaluations.append(evaluation)
+                evaluations[member.name] = evaluation
             except WireError as error:
                 refuse(member.name, str(error))
         else:
             own[member.name] = _scalars(reply)
     if not own:
         return None
-    pooled = declared.pool(task, evaluations) if task and evaluations else _weighted_means(list(own.values()))
+    pooled = (
+        declared.pool(task, list(evaluations.values())) if task and evaluations else _weighted_means(list(own.values()))
+    )
     return pooled, own
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from flwr.app import RecordDict
 
+from flwr_replay.payloads.common import Evaluation
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Row
 from flwr_replay.wire.records import StateDict
@@ -41,6 +42,7 @@ class Recorder:
         self.failures: list[dict[str, Any]] = []
         self.earlier = 0  # how many of these are from before the run was resumed
         self.released: dict[str, dict[str, Any]] = {}  # by institution: the epsilon and delta that it stated last
+        self.tested: dict[str, Evaluation] = {}  # by institution: its sums over the shard that was tested last
         self.notes: dict[str, Any] = {}  # what a method adds to the run's result, by name
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 

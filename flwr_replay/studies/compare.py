@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +29,9 @@ import yaml
 from flwr_replay.config.compose import compose, load_strategy, to_yaml
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
-from flwr_replay.files.atomic import alone, make_folder, read_lines, write_atomic
+from flwr_replay.files.atomic import alone, make_folder, write_atomic
 from flwr_replay.learning.tasks import ERRORS, make_task
-from flwr_replay.runs.opening import check_unchanged, read_result
+from flwr_replay.runs.opening import check_unchanged
 from flwr_replay.runs.options import resolve
 from flwr_replay.runs.simulate import Simulation
 from flwr_replay.studies.cells import Cell, Method, run_all, short_hash
@@ -210,7 +208,9 @@ def _dealt(config: RunConfig) -> str:
 
 def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Collect the cells with their statistics; write table, data and pictures."""
+    from flwr_replay.report.compare_page import write_compare_page
     from flwr_replay.report.comparison import summarise, table
+    from flwr_replay.report.histories import by_epsilon, by_round
     from flwr_replay.report.plots import curves, points
 
     report, labels, folder = dict(comparison.about), comparison.labels, comparison.folder
@@ -231,38 +231,17 @@ def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) ->
         label: [folder / cell["folder"] for cell in report["cells"] if cell["label"] == label and "result" in cell]
         for label in labels
     }
-    by_epsilon = {label: _by_epsilon(found, metric) for label, found in runs.items()}
+    spending = {label: by_epsilon(found, metric) for label, found in runs.items()}
     pictures = {
         "compare.png": points(report),
         "curves.png": curves(
-            report, {label: [_by_round(run, metric) for run in found] for label, found in runs.items()}
+            report, {label: [by_round(run, metric) for run in found] for label, found in runs.items()}
         ),
     }
-    if any(map(any, by_epsilon.values())):
-        pictures["epsilon.png"] = curves(report, by_epsilon, "largest epsilon so far")
+    if any(map(any, spending.values())):
+        pictures["epsilon.png"] = curves(report, spending, "largest epsilon so far")
     write_atomic(folder / "compare.json", json.dumps(report, indent=2) + "\n")
     for name, picture in pictures.items():
         write_atomic(folder / name, picture)
-    return f"{table(report)}\n{', '.join([str(folder / 'compare.json'), *pictures])}", report
-
-
-def _history(folder: Path, metric: str) -> list[tuple[int, float]]:
-    """Read a run's pooled metric by exchange."""
-    rows = read_lines(folder / "metrics.jsonl")
-    return [(row["round"], row["value"]) for row in rows if row["institution"] == "" and row["metric"] == metric]
-
-
-def _by_round(folder: Path, metric: str) -> list[tuple[float, float]]:
-    """Read a run's pooled metric by round; a round may have several exchanges."""
-    rounds, found = read_result(folder)["rounds"], _history(folder, metric)
-    return [(at * rounds / found[-1][0], value) for at, value in found]
-
-
-def _by_epsilon(folders: Sequence[Path], metric: str) -> list[list[tuple[float, float]]]:
-    """Read the runs' pooled metric by the largest epsilon that any institution of any of them had stated by then."""
-    rows = [row for folder in folders for row in read_lines(folder / "privacy.jsonl")]
-    stated = sorted((row["round"], row["epsilon"]) for row in rows if row["epsilon"] is not None and "round" in row)
-    most = dict(zip((at for at, _ in stated), accumulate((epsilon for _, epsilon in stated), max), strict=True))
-    exchanges = list(most)  # empty for runs of older versions
-    found = [[(bisect_right(exchanges, at), value) for at, value in _history(folder, metric)] for folder in folders]
-    return [[(most[exchanges[i - 1]], value) for i, value in history if i] for history in found]
+    page = write_compare_page(folder, report)
+    return f"{table(report)}\n{', '.join([str(folder / 'compare.json'), *pictures, page.name])}", report

@@ -1,8 +1,8 @@
 """A paper's table or figure as one command: `flwr-replay study partitions --data ../shared/data`.
 
 A study is a list of comparisons, found by name in `flwr_replay.simulations`. An interrupted study continues with its
-first unfinished cell. It writes `study-<name>.md` with all tables, and a picture for each group of parts, to the folder
-of runs.
+first unfinished cell. It writes `study-<name>.md` with all tables, a picture for each group of parts, and
+all of it as one page to the folder of runs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from flwr_replay.files.atomic import make_folder, write_atomic
 from flwr_replay.report.comparison import markdown, notes, overview
 from flwr_replay.report.gaps import gaps
 from flwr_replay.report.plots import lines
+from flwr_replay.report.study_page import write_study_page
 from flwr_replay.studies.compare import planned, run_comparisons
 from flwr_replay.studies.leakage import attacked, leakage
 
@@ -110,6 +111,7 @@ def run_study(
     for group, members in _groups(chosen, reports).items():
         write_atomic(folder / _picture(name, group), lines(members, group))
     write_atomic(folder / f"study-{name}.md", text)
+    write_study_page(folder / f"study-{name}.md")
     failed = [cell for report in reports.values() for cell in report["cells"] if "error" in cell]
     return text, not failed
 

@@ -12,7 +12,6 @@ from flwr.app import Context, RecordDict
 from harness import Ran, broken, node_configs, run, write_shards
 from torch.nn import functional as F
 
-from flwr_replay.cli import main
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.errors import BudgetError, ConfigError, FlwrReplayError, TrainingError
 from flwr_replay.generators.base import ImageForm
@@ -28,6 +27,7 @@ from flwr_replay.payloads.synthetic import DrawBuffer, TrainSlice
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.report.summary import summary
 from flwr_replay.runs.execute import Job
 from flwr_replay.runs.forecast import forecast
 from flwr_replay.runs.simulate import Simulation
@@ -114,7 +114,7 @@ def test_only_what_the_claim_leaves_out_leaves_unprotected(once, name):
 def test_the_summary_says_what_bounds_synthetic_images(once):
     def shown(name, **more):
         ran = once(name)
-        return main._summary({**ran.result, "skew": {"ks": 0, "tv": 0, "dropped": 0}, **more}, ran.folder)
+        return summary({**ran.result, "skew": {"ks": 0, "tv": 0, "dropped": 0}, **more}, ran.folder)
 
     assert "drawn by generators trained under DP" in shown("feder, codes")
     assert "Only what training the generator and prior at an institution reveals" in shown("feder, codes")

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from flwr_replay.cli.main import _summary
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
 from flwr_replay.generators.sampled import VQVAE2Images
@@ -15,6 +14,7 @@ from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.payloads.synthetic import TrainSlice
 from flwr_replay.report.progress import Display
+from flwr_replay.report.summary import summary
 from flwr_replay.runs.simulate import Simulation, run_inline
 
 RUN = ["strategy=feder", "task=medmnist", "task.size=8", "classes=2", "model=cnn", "model.width=4", "device=cpu"]
@@ -73,4 +73,4 @@ def test_without_dp_a_summary_says_what_distances_are_worth(tmp_path):
         "generator.privacy_loss=none",
     ]
     result, folder = run_inline([*job, "generator.width=4", f"runs_dir='{tmp_path}'"], Display())
-    assert "evidence, and no guarantee" in _summary(result, folder)
+    assert "evidence, and no guarantee" in summary(result, folder)

@@ -71,6 +71,19 @@ def test_weights_equal_the_simulation(
         np.testing.assert_allclose(deployed[key], array, rtol=1e-5, atol=1e-7, err_msg=key)
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_a_deployment_ends_with_a_page_and_the_whole_summary(name: str, deployment: Any, said: dict[str, str]) -> None:
+    result = read_json(deployment.runs / name / "result.json")
+    page = (deployment.runs / name / "report.html").read_text(encoding="utf-8")
+    assert "Only the institutions know their training labels." in page
+    assert f"At the end accuracy is {result['final']['global']['accuracy']:.3f} over all test examples" in page
+    printed = " ".join(said[name].split())
+    assert result["privacy-claim"] in printed
+    for clinic in CLINICS:
+        assert clinic in page
+        assert f"{clinic}: {result['final']['institutions'][clinic]['accuracy']:.4f}" in printed
+
+
 def test_private_models_and_accounts_stay_at_the_institutions(deployment: Any, said: dict[str, str]) -> None:
     run = (deployment.runs / "proxyfl" / "run-id").read_text().strip()
     for clinic in CLINICS:

@@ -10,8 +10,8 @@ from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.gaps import gaps
+from flwr_replay.report.histories import by_epsilon
 from flwr_replay.simulations import feder, leakage, partitions, proxyfl, replay, skew
-from flwr_replay.studies.compare import _by_epsilon
 from flwr_replay.studies.methods import methods_of, named, options_of
 from flwr_replay.studies.study import Part, run_study, studies
 
@@ -113,12 +113,14 @@ def test_parts_with_different_runs_in_one_folder_are_refused(tmp_path, monkeypat
 
 
 def test_the_metric_by_epsilon_has_what_was_spent_by_then(tmp_path):
-    lines = [{"round": at, "institution": "", "metric": "accuracy", "value": at / 10} for at in (1, 2, 4)]
+    lines = [
+        {"round": at, "exchange": at, "institution": "", "metric": "accuracy", "value": at / 10} for at in (1, 2, 4)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     stated = [(1, "a", None), (2, "a", 1.5), (2, "b", 1.0), (3, "a", 2.0)]
     rows = [{"round": at, "institution": name, "epsilon": epsilon} for at, name, epsilon in stated]
     (tmp_path / "privacy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert _by_epsilon([tmp_path], "accuracy") == [[(1.5, 0.2), (2.0, 0.4)]]
+    assert by_epsilon([tmp_path], "accuracy") == [[(1.5, 0.2), (2.0, 0.4)]]
 
 
 def test_a_part_whose_messages_are_attacked_has_a_table_of_what_they_show(tmp_path, monkeypatch):

@@ -10,11 +10,11 @@ from harness import lines, node_configs, same, write_shards
 from replay_runs import FEW, JOB, SIZES, run
 from safetensors.numpy import load_file
 
-from flwr_replay.cli.main import _summary
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
 from flwr_replay.institution.replay import GenerativeStages
 from flwr_replay.payloads.replay import TrainedPrior
+from flwr_replay.report.summary import summary
 from flwr_replay.runs.execute import settings_of
 from flwr_replay.server.members import Member
 from flwr_replay.strategies.cwt import CWT as CWTStrategy
@@ -63,7 +63,7 @@ def test_who_fails_the_generators_visit_is_left_out_and_the_others_go_on(folder,
     assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
     assert ran.result["replay-lacks"] == {"b": "is not replayed"}
     skew = {"ks": 0.0, "tv": 0.0, "dropped": 0}
-    first, *_ = _summary({**ran.result, "skew": skew}, ran.folder).splitlines()
+    first, *_ = summary({**ran.result, "skew": skew}, ran.folder).splitlines()
     assert first.endswith(", replay is incomplete: b is not replayed")
     assert ran.grid.who("train") == ["a", "b", "c"]
     if stage != "keep-codes":  # it replays what the others have

@@ -1,0 +1,46 @@
+"""The page of whatever has one: a run, a comparison, a study."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import read_text
+from flwr_replay.report.compare_page import write_compare_page
+from flwr_replay.report.comparison import summarise
+from flwr_replay.report.run_page import write_run_page
+from flwr_replay.report.study_page import write_study_page
+
+__all__ = ["write_page"]
+
+
+def write_page(place: Path) -> Path:
+    """Write the page of a run, a comparison or a study; return its path.
+
+    Parameters
+    ----------
+    place : Path
+        The directory of a run or comparison, or a study's `study-<name>.md`.
+
+    Raises
+    ------
+    RunError
+        If it is none of these, has not finished, or is damaged.
+    """
+    if place.suffix == ".md" and place.is_file():
+        return write_study_page(place)
+    if (place / "result.json").exists():
+        return write_run_page(place)
+    if (place / "compare.json").exists():
+        try:
+            report = json.loads(read_text(place / "compare.json"))
+            known = report["cells"], list(report["strategies"]), report["against"], report["metric"]
+            report["strategies"] = summarise(*known, report["higher-is-better"])
+            return write_compare_page(place, report)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise RunError(f"{place / 'compare.json'} must be as it was written; {error}: compare again") from None
+    raise RunError(
+        f"a report is of a finished run (result.json), a comparison (compare.json) or a study (study-….md); {place} is "
+        "none of these"
+    )

@@ -1,0 +1,65 @@
+"""A comparison's page, `report.html`: the paired table, the metric by method and by round, and how to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from flwr_replay.files.atomic import write_atomic
+from flwr_replay.report.charts import bars, curves
+from flwr_replay.report.comparison import cells_of, notes
+from flwr_replay.report.histories import by_round
+from flwr_replay.report.pages import render
+from flwr_replay.report.run_page import PAGE
+
+__all__ = ["write_compare_page"]
+
+
+def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
+    """Write a comparison's page into its folder; return its path.
+
+    Parameters
+    ----------
+    folder : Path
+        The comparison's folder, with the folders of its runs.
+    report : Mapping
+        The content of `compare.json`.
+    """
+    columns, rows = cells_of(report)
+    metric, against = report["metric"], report["against"]
+    means = {label: row["mean"] for label, row in report["strategies"].items() if row["mean"] is not None}
+    runs = [(cell, folder / cell["folder"]) for cell in report["cells"] if "result" in cell]
+    lines = {}
+    for label in means:
+        histories = [dict(by_round(run, metric)) for cell, run in runs if cell["label"] == label]
+        rounds = sorted(set.intersection(*map(set, histories)))
+        lines[label] = [(at, fmean(history[at] for history in histories)) for at in rounds]
+    better = "" if report["higher-is-better"] else "; less is better"
+    text = render(
+        "compare",
+        title=report["title"],
+        question=_question(report),
+        table={"caption": f"{metric}, and the difference to {against} seed by seed", "heads": columns, "rows": rows},
+        bars=bars({label: (mean, means.get(against)) for label, mean in means.items()}) if means else None,
+        bars_caption=f"{metric}, mean over seeds{better}; dashed: {against}",
+        chart=curves(lines, "round", metric),
+        chart_caption=f"{metric} by round, mean over seeds",
+        notes=notes(report),
+        pages=[
+            (f"{cell['label']}, seed {cell['seed']}", f"{cell['folder']}/{PAGE}")
+            for cell, run in runs
+            if (run / PAGE).exists()
+        ],
+        options=report["options"],
+        version=next((cell["result"]["versions"]["flwr-replay"] for cell, _ in runs), ""),
+    )
+    write_atomic(folder / PAGE, text)
+    return folder / PAGE
+
+
+def _question(report: Mapping[str, Any]) -> str:
+    seeds, labels = len(report["seeds"]), list(report["strategies"])
+    over = f"over {seeds} seeds" if seeds > 1 else "on one seed"
+    return f"Which of {len(labels)} methods has the best {report['metric']} {over}: {', '.join(labels)}?"

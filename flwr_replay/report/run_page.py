@@ -1,0 +1,233 @@
+"""A run's page, `report.html`: one file in sentences, pictures and tables, from what the run directory holds.
+
+Letters: C classes.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.files.atomic import read_bytes, read_json, read_lines, read_text, write_atomic
+from flwr_replay.privacy.accounting import rounded_up
+from flwr_replay.report.charts import Curves, bars, curves
+from flwr_replay.report.pages import render
+from flwr_replay.report.progress import shown_bytes
+from flwr_replay.report.summary import confusion_of, recorded_lines, skew_lines, warnings
+
+__all__ = ["PAGE", "write_run_page"]
+
+PAGE = "report.html"
+MOST_LINES = 7  # institutions that get a line of their own beside the pooled one
+MOST_CLASSES = 20  # of a matrix
+ROOM = 700_000  # bytes of pictures, so that the page stays below 1 MB
+KINDS = {
+    "model": "weights or gradients of a network",
+    "per-sample": "numbers of single patients: latents, codes or labels",
+    "per-sample-raw": "single patients' images or tables, as they are",
+    "synthetic": "images that a generator drew",
+    "statistic": "counts and sums over an institution's examples",
+    "instruction": "what to do, and with which options",
+    "notice": "refusals and other sentences",
+    "not received": "answers that an interruption lost; only the institutions' own ledgers have their fields",
+}
+
+
+def write_run_page(folder: Path) -> Path:
+    """Write a finished run's page into its directory; return its path.
+
+    Parameters
+    ----------
+    folder : Path
+        The run directory.
+
+    Raises
+    ------
+    RunError
+        If the run has not finished, or a file of its directory is damaged.
+    """
+    result = read_json(folder / "result.json")
+    found = confusion_of(folder)
+    pictures, left_out = _pictures(folder)
+    text = render(
+        "run",
+        title=f"{result['strategy']} on {result['task']}, seed {result['seed']}",
+        question=_question(result),
+        answer=_answer(result, found),
+        warnings=warnings(result, found),
+        curves=_curves(folder, result),
+        bars=_bars(result, found),
+        bars_caption=_bars_caption(result, found),
+        metrics=_metrics(result),
+        note=result.get("metrics-note", ""),
+        confusion=_confusion(result, found),
+        skew=[line[0].upper() + line[1:] for line in skew_lines(result.get("skew"))] or [UNKNOWN_SKEW],
+        labels=_labels(result.get("skew") or {}),
+        claim=result["privacy-claim"],
+        privacy=_privacy(result),
+        left=(left := _left(folder)),
+        kinds=[f"{kind}: {KINDS[kind]}." for kind in left["heads"][1:] if kind in KINDS],
+        recorded=recorded_lines(result, folder),
+        failures=[f"{one['institution']}, exchange {one['round']}: {one['reason']}" for one in result["failures"]],
+        pictures=pictures,
+        left_out=left_out,
+        versions={
+            "caption": "Versions",
+            "heads": ["package", "version"],
+            "rows": list(result["versions"].items()),
+        },
+        config=read_text(folder / "config.yaml"),
+        version=result["versions"]["flwr-replay"],
+    )
+    write_atomic(folder / PAGE, text)
+    return folder / PAGE
+
+
+UNKNOWN_SKEW = (
+    "Only the institutions know their training labels. A deployment's server learns no more than their number."
+)
+
+
+def _question(result: Mapping[str, Any]) -> str:
+    skew = result.get("skew")
+    how = f"whose labels differ (mean pairwise KS {skew['ks']:.2f}) " if skew and skew["ks"] > 0.1 else ""
+    replay = f" with {result['replay']} replay" if result["replay"] != "none" else ""
+    return (
+        f"Can {result['nodes']} institutions {how}learn {result['task']} by {result['strategy']}{replay}, without "
+        f"pooling their data? The network is {result['model']}, the training {result['rounds']} "
+        f"round{'s' * (result['rounds'] > 1)}."
+    )
+
+
+def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> str:
+    metric, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
+    own = {name: one[metric] for name, one in result["final"]["institutions"].items() if metric in one}
+    said = f"At the end {metric} is {result['final']['global'][metric]:.3f}{unit} over all test examples"
+    if len(own) > 1:
+        low, high = min(own, key=lambda name: own[name]), max(own, key=lambda name: own[name])
+        said += f", from {own[low]:.3f} at {low} to {own[high]:.3f} at {high}"
+    if metric == "accuracy" and found:
+        guess = _majority([sum(column) for column in zip(*found.values(), strict=True)])
+        said += f"; always the most frequent label would have {guess:.3f}"
+    return f"{said}."
+
+
+def _majority(counts: Sequence[int]) -> float:
+    """Return the accuracy of whoever always names the most frequent label, from a confusion matrix row by row."""
+    size = round(len(counts) ** 0.5)
+    labels = [sum(counts[at * size : (at + 1) * size]) for at in range(size)]
+    return max(labels) / max(1, sum(labels))
+
+
+def _curves(folder: Path, result: Mapping[str, Any]) -> list[tuple[Curves, str]]:
+    """Return a chart of the main metric and one of the loss: pooled, and of each of few institutions."""
+    rows = read_lines(folder / "metrics.jsonl")
+    exchanges = max((row["round"] for row in rows), default=1)
+    drawn = []
+    for metric in dict.fromkeys((result["metric"], "loss")):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            if row["metric"] == metric:
+                name = row["institution"] or "all institutions"
+                lines.setdefault(name, []).append((row["round"] * result["rounds"] / exchanges, row["value"]))
+        if len(lines) > MOST_LINES + 1:
+            lines = {name: line for name, line in lines.items() if name == "all institutions"}
+        if chart := curves(lines, "round", metric):
+            drawn.append((chart, f"{metric} on the institutions' test examples, by round"))
+    return drawn
+
+
+def _bars(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> Any:
+    metric = result["metric"]
+    own = {name: one[metric] for name, one in result["final"]["institutions"].items() if metric in one}
+    marks = {name: _majority(counts) for name, counts in found.items()} if metric == "accuracy" else {}
+    return bars({name: (value, marks.get(name)) for name, value in own.items()}) if own else None
+
+
+def _bars_caption(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> str:
+    marked = result["metric"] == "accuracy" and found
+    what = "; dashed: what always naming the institution's most frequent label would have" if marked else ""
+    better = "" if result["higher-is-better"] else "; less is better"
+    return f"{result['metric']} of each institution{what}{better}"
+
+
+def _metrics(result: Mapping[str, Any]) -> dict[str, Any]:
+    final = result["final"]
+    heads = list(final["global"])
+    rows = [("all", final["global"]), *final["institutions"].items()]
+    shown = [[name, *(f"{one[head]:.4f}" if head in one else "" for head in heads)] for name, one in rows]
+    return {"caption": "All metrics after the last round", "heads": ["institution", *heads], "rows": shown}
+
+
+def _confusion(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
+    """Return the pooled confusion matrix; None for regression, and for many classes."""
+    if not found:
+        return None
+    counts = [sum(column) for column in zip(*found.values(), strict=True)]
+    size = round(len(counts) ** 0.5)
+    if size > MOST_CLASSES:
+        return None
+    rows = [counts[at * size : (at + 1) * size] for at in range(size)]
+    what = "Pixels" if "dice" in result["final"]["global"] else "Test examples"
+    classes = list(map(str, range(size)))
+    caption = f"{what} of all institutions: a row for each label, a column for each prediction"
+    return _shaded(caption, "label", classes, rows, classes)
+
+
+def _labels(skew: Mapping[str, Any]) -> dict[str, Any] | None:
+    known = skew.get("labels")
+    if not known or len(known["values"]) > MOST_CLASSES:
+        return None
+    names, rows = list(known["institutions"]), list(known["institutions"].values())
+    return _shaded("Training examples by label", "institution", known["values"], rows, names)
+
+
+def _shaded(
+    caption: str, corner: str, heads: Sequence[str], rows: Sequence[Sequence[int]], names: Sequence[str]
+) -> dict[str, Any]:
+    """Return a table of counts, each with a shade from 0 to 10 by its share of its row."""
+    shaded = [[(count, round(10 * count / max(1, sum(row)))) for count in row] for row in rows]
+    return {"caption": caption, "corner": corner, "heads": heads, "rows": list(zip(names, shaded, strict=True))}
+
+
+def _privacy(result: Mapping[str, Any]) -> dict[str, Any] | None:
+    rows = []
+    for name, one in result["privacy"].items():
+        if one:
+            known = one["epsilon"] is not None
+            bound = [rounded_up(one["epsilon"]), rounded_up(one["delta"], 2)] if known else ["none", ""]
+            rows.append([name, *bound, "yes" if one.get("proven") else "no", one.get("dp", ""), one["mechanism"]])
+    heads = ["institution", "ε", "δ", "proven", "dp=", "mechanism"]
+    return {"caption": "What each institution's account states", "heads": heads, "rows": rows} if rows else None
+
+
+def _left(folder: Path) -> dict[str, Any]:
+    """Sum the ledger's bytes by institution and kind; what came down is one column."""
+    sums: dict[str, dict[str, int]] = {}
+    kinds: dict[str, None] = {}
+    for line in read_lines(folder / "ledger.jsonl"):
+        kind = line["kind"] if line["direction"] == "up" else "down"
+        if kind != "down":
+            kinds[kind] = None
+        own = sums.setdefault(line["institution"], {})
+        own[kind] = own.get(kind, 0) + line["bytes"]
+    heads = sorted(kinds, key=lambda kind: list(KINDS).index(kind) if kind in KINDS else len(KINDS))
+    rows = [[name, *(shown_bytes(own.get(kind, 0)) for kind in [*heads, "down"])] for name, own in sums.items()]
+    caption = "Bytes that left by kind, and bytes that came down, repeated messages included"
+    return {"caption": caption, "heads": ["institution", *heads, "came down"], "rows": rows}
+
+
+def _pictures(folder: Path) -> tuple[list[tuple[str, str, str]], list[str]]:
+    """Return the run's pictures as far as there is room, and a line that names the others."""
+    room, shown, others = ROOM, [], []
+    for path in [*sorted(folder.glob("*.png")), *sorted(folder.glob("pictures/*/*.png"))]:
+        name = str(path.relative_to(folder))
+        picture = read_bytes(path)
+        if len(picture) * 4 / 3 > room:
+            others.append(name)
+            continue
+        room -= len(picture) * 4 // 3
+        shown.append((path.stem, base64.b64encode(picture).decode(), name))
+    return shown, [f"More pictures are in the run directory: {', '.join(others)}."] if others else []

@@ -1,0 +1,118 @@
+"""A run's summary: what the command line and the ServerApp print at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.data import class_counts
+from flwr_replay.files.atomic import read_json
+from flwr_replay.privacy.accounting import rounded_up
+from flwr_replay.report.epsilon import epsilon_suffix
+from flwr_replay.report.missing import missing_suffix
+from flwr_replay.report.progress import shown_bytes
+
+__all__ = ["CONFUSION", "confusion_of", "recorded_lines", "skew_lines", "summary", "warnings"]
+
+CONFUSION = "confusion.json"  # in a run directory
+EXPLODED = 100.0  # a loss that no useful classifier, regression of standardised labels or segmentation has
+
+
+def summary(result: Mapping[str, Any], folder: Path) -> str:
+    """Write a run's metrics, what was sent, the privacy claim with each epsilon, and failures.
+
+    Parameters
+    ----------
+    result : Mapping
+        The content of `result.json`; a deployment's has no skew.
+    folder : Path
+        The run directory, which the last line names.
+    """
+    leading, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
+    institutions = result["final"]["institutions"].items()
+    lines = [
+        f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f}{unit} "
+        f"(best {result['best'][leading]:.4f} in round {result['best']['round']})"
+        f"{epsilon_suffix(result)}{missing_suffix(result)}",
+        *(f"  {name}: {metrics[leading]:.4f}" for name, metrics in institutions if leading in metrics),
+        *skew_lines(result.get("skew")),
+        f"sent: up {shown_bytes(result['bytes']['up'])}, down {shown_bytes(result['bytes']['down'])}",
+    ]
+    up = result["bytes-by-kind"]["up"]
+    if count := up.get("per-sample", 0) + up.get("per-sample-raw", 0):
+        raw = up.get("raw-bytes-they-stand-for")
+        place = f", in place of {shown_bytes(raw)} of raw data" if raw else ""
+        noisy = all(
+            one and one["epsilon"] is not None and one.get("dp") == "latents" for one in result["privacy"].values()
+        )
+        said = "each with noise of its own" if noisy else "not differentially private"
+        lines.append(f"of single patients: {shown_bytes(count)} went up{place}; {said}")
+    if count := up.get("synthetic", 0):
+        # A run with synthetic images has an epsilon only if its generators are trained under DP.
+        bounded = all(one and one["epsilon"] is not None for one in result["privacy"].values())
+        depend = "; their generators depend on all images of an institution, and no epsilon bounds what one shows"
+        said = ", drawn by generators trained under DP" if bounded else f"{depend} of a patient"
+        lines.append(f"synthetic images: {shown_bytes(count)} went up{said}")
+    lines.append(result["privacy-claim"])
+    for name, one in result["privacy"].items():
+        if one:
+            bound = None if one["epsilon"] is None else (rounded_up(one["epsilon"]), rounded_up(one["delta"], 2))
+            known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
+            lines.append(f"  {name}: {known}{one['mechanism']}")
+    lines += recorded_lines(result, folder)
+    lines += [f"warning: {line}" for line in warnings(result, confusion_of(folder))]
+    lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
+    return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])
+
+
+def confusion_of(folder: Path) -> dict[str, list[int]]:
+    """Return each institution's test examples by label and prediction, row by row; nothing if none told."""
+    found = read_json(folder / CONFUSION)["institutions"] if (folder / CONFUSION).exists() else {}
+    return dict(found)
+
+
+def recorded_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
+    """Say how many messages were recorded, how to delete them, and how many did not fit; none for most runs."""
+    recorded = result.get("recorded", {"messages": 0, "left-out": 0})  # runs of older versions have none
+    lines = []
+    if count := recorded["messages"]:
+        lines.append(
+            f"recorded: {count:,} messages, {shown_bytes(recorded['bytes'])}, as they travelled. They hold "
+            f"patients' data; to delete them: rm -r {folder / 'messages'}"
+        )
+    if count := recorded["left-out"]:
+        lines.append(f"not recorded: {count:,} messages that did not fit into record-mb")
+    return lines
+
+
+def skew_lines(skew: Mapping[str, Any] | None) -> list[str]:
+    """Say how the training labels differ, and which classes starve; nothing for a deployment."""
+    if skew is None:
+        return []
+    known = f"mean pairwise KS {skew['ks']:.3f}, TV {skew['tv']:.3f}; {skew['dropped']:,} examples left out"
+    return [f"training labels: {known}", *class_counts.summary(skew), *class_counts.warnings(skew)]
+
+
+def warnings(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]]) -> list[str]:
+    """Say what makes a run worthless although its metric may look well.
+
+    Parameters
+    ----------
+    result : Mapping
+        The content of `result.json`.
+    confusion : Mapping
+        By institution: examples by label and prediction, row by row; empty if unknown.
+    """
+    lines = []
+    if confusion:
+        counts = [sum(column) for column in zip(*confusion.values(), strict=True)]
+        size = round(len(counts) ** 0.5)
+        guessed = [at for at in range(size) if sum(counts[at::size])]
+        labels = [at for at in range(size) if sum(counts[at * size : (at + 1) * size])]
+        if len(guessed) == 1 < len(labels):
+            lines.append(f"The model predicts class {guessed[0]} for every test example. It has learned nothing.")
+    loss = result["final"]["global"].get("loss", 0.0)
+    if not loss < EXPLODED:
+        lines.append(f"The loss on the test examples is {loss:.3g}. Training diverged, or almost: try a smaller lr.")
+    return lines

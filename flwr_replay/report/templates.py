@@ -1,0 +1,188 @@
+"""The pages' templates, in Jinja2. They are Python since a bundle of `flwr run` holds no other kind of file for them."""
+
+__all__ = ["TEMPLATES"]
+
+# The frame of every page: one file, no network, light and dark, prints.
+FRAME = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{{ title }}</title>
+<style>
+:root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --faint: #5a5a5a; --line: #c9c9c9; --shade: 0, 90, 156;
+  --c0: #0072b2; --c1: #b34700; --c2: #007a5a; --c3: #8f4a9e; --c4: #6b6b00; --c5: #a3003d; --c6: #4d4d4d; --c7: #00708a; }
+@media (prefers-color-scheme: dark) { :root { --ink: #ececec; --paper: #161616; --faint: #b0b0b0; --line: #444; --shade: 90, 170, 240;
+  --c0: #6cb8f0; --c1: #ffa366; --c2: #5cd6a8; --c3: #d69be0; --c4: #d6d65c; --c5: #ff80a8; --c6: #bbb; --c7: #66d1e6; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 60rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word; }
+h1 { font-size: 1.5rem; line-height: 1.3; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
+.faint, figcaption, caption { color: var(--faint); } caption { text-align: left; padding-bottom: .3rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
+th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; font-weight: normal; }
+thead th { font-weight: 600; } .warning { border-left: 4px solid var(--c1); padding-left: .8rem; }
+.scroll { overflow-x: auto; } figure { margin: 1rem 0; } figure svg { min-width: 30rem; max-width: 44rem; width: 100%; }
+figure img { max-width: 100%; image-rendering: pixelated; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
+.grid { stroke: var(--line); } polyline, .legend line { fill: none; stroke-width: 2; } .mark { stroke: var(--ink); stroke-width: 2; stroke-dasharray: 3 2; }
+{% for n in range(8) %}.look{{ n }} { stroke: var(--c{{ n }}); fill: var(--c{{ n }}); stroke-dasharray: {{ ['none', '6 3', '2 3', '8 3 2 3', '12 4', '4 4', '1 4', '10 2 2 2'][n] }}; } {% endfor %}
+polyline { fill: none !important; } circle, rect { stroke-dasharray: none !important; stroke: none !important; }
+.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; } .legend svg { width: 30px; height: 10px; min-width: 0; margin-right: .4rem; }
+.confusion td, .confusion th { text-align: right; padding: .2rem .5rem; }
+{% for n in range(11) %}.shade{{ n }} { background: rgba(var(--shade), {{ n * 0.05 }}); } {% endfor %}
+details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space: pre-wrap; } a { color: var(--c0); }
+@media print { body { max-width: none; margin: 0; } figure, tr, li { break-inside: avoid; } details { display: block; } }
+</style>
+</head>
+<body>
+<main>
+<h1>{{ title }}</h1>
+{% block content %}{% endblock %}
+</main>
+<footer><p class="faint">Written by flwr-replay {{ version }}. This page loads nothing from the network.</p></footer>
+</body>
+</html>
+"""
+
+# Inline SVG and tables; `flwr_replay.report.charts` has the places.
+CHARTS = """\
+{% macro line_chart(chart, title) %}
+<figure>
+<div class="scroll"><svg viewBox="0 0 {{ chart.width }} {{ chart.height }}" role="img" aria-label="{{ title }}">
+{% for y, text in chart.ys %}<line class="grid" x1="56" x2="{{ chart.width - 12 }}" y1="{{ y }}" y2="{{ y }}"/><text x="50" y="{{ y + 4 }}" text-anchor="end">{{ text }}</text>
+{% endfor %}{% for x, text in chart.xs %}<text x="{{ x }}" y="{{ chart.height - 24 }}" text-anchor="middle">{{ text }}</text>
+{% endfor %}<text x="{{ (chart.width + 44) / 2 }}" y="{{ chart.height - 6 }}" text-anchor="middle">{{ chart.x_name }}</text>
+{% for name, look, points, values in chart.lines %}{% if values | length > 1 %}<polyline class="look{{ look }}" points="{{ points }}"/>
+{% endif %}{% for point in points.split(' ') if values | length <= 40 %}{% set x, y = point.split(',') %}<circle class="look{{ look }}" cx="{{ x }}" cy="{{ y }}" r="3"/>{% endfor %}
+{% endfor %}</svg></div>
+<figcaption>{{ title }}</figcaption>
+<ul class="legend">{% for name, look, points, values in chart.lines %}
+<li><svg viewBox="0 0 30 10" aria-hidden="true"><line class="look{{ look }}" x1="0" x2="30" y1="5" y2="5"/></svg>{{ name }}: {{ '%.3f' | format(values[-1][1]) }} at the end</li>{% endfor %}
+</ul>
+</figure>
+{% endmacro %}
+{% macro bar_chart(chart, title) %}
+<figure>
+<div class="scroll"><svg viewBox="0 0 {{ chart.width }} {{ chart.height }}" role="img" aria-label="{{ title }}">
+{% for name, y, length, value, mark in chart.rows %}<text x="{{ chart.left - 8 }}" y="{{ y + 13 }}" text-anchor="end">{{ name | truncate(26, true, '…', 0) }}</text><rect class="look0" x="{{ chart.left }}" y="{{ y }}" width="{{ length }}" height="{{ chart.bar }}"/>{% if mark is not none %}<line class="mark" x1="{{ mark }}" x2="{{ mark }}" y1="{{ y - 3 }}" y2="{{ y + chart.bar + 3 }}"/>{% endif %}<text x="{{ [chart.left + length, mark or 0] | max + 8 }}" y="{{ y + 13 }}">{{ value }}</text>
+{% endfor %}</svg></div>
+<figcaption>{{ title }}</figcaption>
+</figure>
+{% endmacro %}
+{% macro table(found) %}
+<div class="scroll" tabindex="0" role="region" aria-label="{{ found.caption }}"><table>
+<caption>{{ found.caption }}</caption>
+<thead><tr>{% for head in found.heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr></thead>
+<tbody>{% for row in found.rows %}
+<tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
+</tbody></table></div>
+{% endmacro %}
+{% macro confusion(found) %}
+<div class="scroll" tabindex="0" role="region" aria-label="{{ found.caption }}"><table class="confusion">
+<caption>{{ found.caption }}</caption>
+<thead><tr><th scope="col">{{ found.corner }}</th>{% for head in found.heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr></thead>
+<tbody>{% for head, cells in found.rows %}
+<tr><th scope="row">{{ head }}</th>{% for count, shade in cells %}<td class="shade{{ shade }}">{{ count }}</td>{% endfor %}</tr>{% endfor %}
+</tbody></table></div>
+{% endmacro %}
+"""
+
+RUN = """\
+{% extends "frame" %}
+{% import "draw" as draw %}
+{% block content %}
+<p>{{ question }}</p>
+<p><strong>{{ answer }}</strong></p>
+{% for line in warnings %}<p class="warning"><strong>Warning.</strong> {{ line }}</p>{% endfor %}
+
+<h2>By round</h2>
+{% for chart, caption in curves %}{{ draw.line_chart(chart, caption) }}{% endfor %}
+
+<h2>By institution</h2>
+{% if bars %}{{ draw.bar_chart(bars, bars_caption) }}{% endif %}
+{{ draw.table(metrics) }}
+{% if note %}<p>{{ note }}</p>{% endif %}
+{% if confusion %}{{ draw.confusion(confusion) }}{% endif %}
+
+<h2>How the labels differ</h2>
+{% for line in skew %}<p>{{ line }}</p>{% endfor %}
+{% if labels %}{{ draw.confusion(labels) }}{% endif %}
+
+<h2>What left the institutions</h2>
+<p>{{ claim }}</p>
+{% if privacy %}{{ draw.table(privacy) }}{% endif %}
+{{ draw.table(left) }}
+<ul>{% for line in kinds %}<li>{{ line }}</li>{% endfor %}</ul>
+{% for line in recorded %}<p>{{ line }}</p>{% endfor %}
+
+<h2>Who did not take part</h2>
+{% if failures %}<ul>{% for line in failures %}<li>{{ line }}</li>{% endfor %}</ul>{% else %}<p>All institutions took part in every exchange.</p>{% endif %}
+{% if pictures %}
+<h2>Pictures</h2>
+<p><strong>These show patients.</strong> Keep this page where the data may lie.</p>
+{% for name, text, caption in pictures %}<figure><img src="data:image/png;base64,{{ text }}" alt="{{ name }}"><figcaption>{{ caption }}</figcaption></figure>{% endfor %}
+{% endif %}
+{% for line in left_out %}<p>{{ line }}</p>{% endfor %}
+
+<h2>Configuration and versions</h2>
+{{ draw.table(versions) }}
+<details open><summary>All options, as config.yaml has them</summary><pre>{{ config }}</pre></details>
+{% endblock %}
+"""
+
+COMPARE = """\
+{% extends "frame" %}
+{% import "draw" as draw %}
+{% block content %}
+<p>{{ question }}</p>
+{{ draw.table(table) }}
+{% if bars %}{{ draw.bar_chart(bars, bars_caption) }}{% endif %}
+{% if chart %}<h2>By round</h2>
+{{ draw.line_chart(chart, chart_caption) }}{% endif %}
+<h2>How to read this</h2>
+<ul>{% for line in notes %}<li>{{ line }}</li>{% endfor %}</ul>
+<h2>The runs</h2>
+<ul>{% for name, place in pages %}<li><a href="{{ place }}">{{ name }}</a></li>{% endfor %}</ul>
+<h2>Options</h2>
+<ul>{% for option in options %}<li>{{ option }}</li>{% endfor %}</ul>
+{% endblock %}
+"""
+
+STUDY = """\
+{% extends "frame" %}
+{% block content %}
+{{ body }}
+{% endblock %}
+"""
+
+ATTACKS = """\
+{% extends "frame" %}
+{% import "draw" as draw %}
+{% block content %}
+<p>{{ about }}</p>
+<p><strong>This page shows patients.</strong> Keep it where the data may lie. {{ claim }}</p>
+{% for institution, results in by_institution.items() %}
+<h2>{{ institution }}</h2>
+<ul>{% for one in results %}
+<li>{{ one.sentence }}</li>{% endfor %}
+</ul>
+{% for one in results if one.image %}
+<figure>
+<img src="data:image/png;base64,{{ one.image }}" alt="{{ one.alt }}">
+<figcaption>{{ one.caption }}</figcaption>
+</figure>
+{% endfor %}
+{% endfor %}
+<h2>Figures</h2>
+{{ draw.table(images) }}
+{% if members.rows %}
+<h2>Membership</h2>
+{{ draw.table(members) }}
+{% endif %}
+<h2>What this does not show</h2>
+<ul>{% for line in not_shown %}<li>{{ line }}</li>{% endfor %}</ul>
+<p class="faint">Written by flwr-replay privacy attack. Attacks on recorded messages; the judge has the originals, the attacker has not.</p>
+{% endblock %}
+"""
+
+TEMPLATES = {"frame": FRAME, "draw": CHARTS, "run": RUN, "compare": COMPARE, "study": STUDY, "attacks": ATTACKS}

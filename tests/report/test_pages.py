@@ -1,0 +1,232 @@
+"""Pages of runs, comparisons and studies: what they say, and that they are whole, accessible and escaped."""
+
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flwr_replay.cli.main import app
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import read_json, write_json
+from flwr_replay.report.any_page import write_page
+from flwr_replay.report.charts import bars, curves, ticks
+from flwr_replay.report.progress import Display
+from flwr_replay.report.summary import confusion_of, summary, warnings
+from flwr_replay.runs.simulate import run_inline
+from flwr_replay.studies.compare import compare_strategies
+
+TINY = ["task=digits", "nodes=2", "rounds=2", "partition=majority", "model.width=4", "seed=3"]
+
+
+class Page(HTMLParser):
+    """Reads a page, and notes what a browser or a screen reader would stumble over."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.faults, self.words, self.tables, self.captions = [], [], [], 0, 0
+        self.feed(path.read_text(encoding="utf-8"))
+        assert not self.open, self.open
+        assert self.tables == self.captions or "study" in path.name
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        for name in ("src", "href"):
+            place = given.get(name, "")
+            if place.startswith(("http", "//", "/")) or ":" in place.partition(",")[0].removeprefix("data:"):
+                self.faults.append((tag, place))
+        if (tag == "img" and not given.get("alt")) or (given.get("role") == "img" and not given.get("aria-label")):
+            self.faults.append((tag, "no text"))
+        if tag == "th" and "scope" not in given:
+            self.faults.append((tag, "no scope"))
+        if tag == "script":
+            self.faults.append((tag, "a script"))
+        self.tables += tag == "table"
+        self.captions += tag == "caption"
+        if tag not in ("meta", "link", "img", "line", "circle", "rect", "polyline", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLWR_REPLAY_HOME", str(tmp_path_factory.mktemp("home")))
+        place = tmp_path_factory.mktemp("runs")
+        options = [
+            *TINY,
+            "strategy=fedavg",
+            "dp=classifier",
+            "target-epsilon=8",
+            "model.norm=group",
+            f"runs_dir={place}",
+        ]
+        return run_inline([*options[:-1], f"runs_dir={place}"], Display())
+
+
+def test_a_run_ends_with_a_page_that_says_what_happened(ran):
+    result, folder = ran
+    file = folder / "report.html"
+    page = Page(file)
+    assert page.faults == []
+    assert file.stat().st_size < 1_000_000
+    assert file.stat().st_mode & 0o077 == 0
+    assert f"At the end accuracy is {result['final']['global']['accuracy']:.3f} over all test examples" in page.text
+    assert "Can 2 institutions whose labels differ" in page.text
+    assert result["privacy-claim"] in page.text
+    for name, one in result["privacy"].items():
+        assert name in page.text
+        assert str(one["mechanism"]) in page.text
+    assert "model: weights or gradients of a network." in page.text
+    assert "All institutions took part in every exchange." in page.text
+    assert f"flwr {result['versions']['flwr']}" in page.text
+    assert "target_epsilon: 8" in page.text
+
+
+def test_counts_on_the_page_are_those_of_the_run(ran):
+    result, folder = ran
+    found = confusion_of(folder)
+    pooled = [sum(column) for column in zip(*found.values(), strict=True)]
+    right = sum(pooled[at * 11] for at in range(10)) / sum(pooled)
+    assert right == pytest.approx(result["final"]["global"]["accuracy"])
+    rows = [sum(pooled[at * 10 : at * 10 + 10]) for at in range(10)]
+    assert f"always the most frequent label would have {max(rows) / sum(rows):.3f}" in Page(folder / "report.html").text
+    labels = result["skew"]["labels"]
+    extremes = result["skew"]["classes"]["institutions"]
+    for name, counts in labels["institutions"].items():
+        assert max(counts) == extremes[name]["largest"]["examples"]
+
+
+def test_what_others_wrote_is_escaped_and_failures_are_told(ran, tmp_path):
+    folder = shutil.copytree(ran[1], tmp_path / "run")
+    result = read_json(folder / "result.json")
+    result["failures"] = [{"round": 1, "institution": "b", "reason": "<script>alert(1)</script>"}]
+    write_json(folder / "result.json", result)
+    page = Page(write_page(folder))
+    assert page.faults == []
+    assert "b, exchange 1: <script>alert(1)</script>" in page.text
+
+
+def test_a_model_that_knows_one_class_only_and_an_exploded_loss_are_warned_of(ran, tmp_path):
+    one_class = {"a": [5, 0, 4, 0], "b": [1, 0, 0, 0]}
+    fine = {"final": {"global": {"loss": 0.5}}}
+    assert warnings(fine, one_class) == ["The model predicts class 0 for every test example. It has learned nothing."]
+    assert warnings(fine, {"a": [5, 0, 0, 0]}) == []  # no other class was there
+    assert warnings(fine, {"a": [5, 1, 0, 3]}) == []
+    for loss in (1789.0, float("nan"), float("inf")):
+        assert len(warnings({"final": {"global": {"loss": loss}}}, {})) == 1
+    folder = shutil.copytree(ran[1], tmp_path / "run")
+    write_json(folder / "confusion.json", {"round": 2, "institutions": {"a": [9, 0, 9, 0]}})
+    assert "warning: The model predicts class 0" in summary(ran[0], folder)
+    assert "The model predicts class 0" in Page(write_page(folder)).text
+
+
+def test_a_deployments_page_says_that_labels_are_unknown(ran, tmp_path):
+    folder = shutil.copytree(ran[1], tmp_path / "run")
+    result = read_json(folder / "result.json")
+    del result["skew"]
+    write_json(folder / "result.json", result)
+    assert "Only the institutions know their training labels." in Page(write_page(folder)).text
+    assert "training labels" not in summary(result, folder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["task=diabetes", "strategy=cwt"], ["task=digits", "strategy=cwt", "replay=vqvae2", "partition=majority"]],
+)
+def test_other_tasks_and_replays_have_pages_too(options, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    result, folder = run_inline([*options, "nodes=2", "rounds=1", "model.width=4", f"runs_dir={tmp_path}"], Display())
+    page = Page(folder / "report.html")
+    assert page.faults == []
+    assert (folder / "report.html").stat().st_size < 1_000_000
+    assert ("These show patients." in page.text) == ("replay=vqvae2" in options)
+    assert ("less is better" in page.text) == (not result["higher-is-better"])
+
+
+def test_rounds_in_metrics_are_rounds_and_exchanges_stand_beside_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = [*TINY, "strategy=cwt", "rounds=3", f"runs_dir={tmp_path}"]
+    _, folder = run_inline(options, Display())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {(line["round"], line["exchange"]) for line in lines} == {(1, 2), (2, 4), (3, 6)}
+
+
+def test_a_comparison_and_a_study_have_pages(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = ["task=digits", "nodes=2", "rounds=1", "seeds=2", "model.width=4", "model.norm=group", "delta=1e-3"]
+    names = ["fedavg:dp=classifier:target-epsilon=9", "cwt"]
+    _, report = compare_strategies(names, options, "", 1, tmp_path)
+    folder = tmp_path / report["folder"]
+    page = Page(folder / "report.html")
+    assert page.faults == []
+    assert "Which of 2 methods has the best accuracy over 2 seeds" in page.text
+    assert "less cwt, 95 %" in page.text
+    before = (folder / "report.html").read_bytes()
+    assert write_page(folder).read_bytes() == before
+    (tmp_path / "compare.png").write_bytes((folder / "compare.png").read_bytes())
+    file = tmp_path / "study-tiny.md"
+    file.write_text("# Study: tiny\n\nText <script>.\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n![alt](compare.png)\n")
+    app(["report", str(file)], standalone_mode=False)
+    assert capsys.readouterr().out.strip() == str(tmp_path / "study-tiny.html")
+    text = (tmp_path / "study-tiny.html").read_text()
+    assert "<td>1</td>" in text
+    assert "&lt;script&gt;" in text
+    assert 'src="data:image/png;base64,iVBOR' in text
+
+
+def test_what_has_no_page_is_said_in_one_line(tmp_path):
+    with pytest.raises(RunError, match=r"is none of these$"):
+        write_page(tmp_path)
+    (tmp_path / "compare.json").write_text("{}")
+    with pytest.raises(RunError, match="must be as it was written"):
+        write_page(tmp_path)
+
+
+def test_charts_stand_single_points_and_what_is_not_finite():
+    one = curves({"a": [(1, 0.5)]}, "round", "accuracy")
+    assert len(one.lines) == 1
+    assert curves({"a": [(1, float("nan"))], "b": []}, "round", "accuracy") is None
+    two = curves({"a": [(1, 0.5), (2, float("inf")), (3, 0.7)]}, "round", "accuracy")
+    assert len(two.lines[0][3]) == 2
+    assert ticks(5.0, 5.0)
+    drawn = bars({"a": (float("nan"), None), "b": (2.0, 1.0)})
+    assert drawn.rows[0][2] == 0.0
+    assert drawn.rows[1][4] < drawn.left + drawn.rows[1][2]
+
+
+@given(low=st.floats(-1e6, 1e6), span=st.floats(0, 1e6))
+def test_ticks_lie_between_the_ends_and_are_few(low, span):
+    found = ticks(low, low + span)
+    assert 1 <= len(found) <= 5
+    assert all(low - 1e-6 * (1 + span) <= at <= low + span + 1e-6 * (1 + span) for at in found) or len(found) == 1
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium; Debian's package chromium has it")
+def test_chromium_shows_the_page_without_an_error(ran, tmp_path):
+    switches = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    shot, folder = tmp_path / "page.png", f"--user-data-dir={tmp_path / 'profile'}"
+    page = [
+        f"--screenshot={shot}",
+        "--window-size=400,900",
+        "--enable-logging=stderr",
+        (ran[1] / "report.html").as_uri(),
+    ]
+    done = subprocess.run(
+        ["chromium", *switches, folder, *page], capture_output=True, text=True, timeout=90, check=True
+    )
+    assert "CONSOLE" not in done.stderr
+    assert shot.read_bytes().startswith(b"\x89PNG")
