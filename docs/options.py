@@ -36,8 +36,8 @@ Further on: data sets in [data.md](data.md), replay in [replay.md](replay.md), P
 [proxyfl.md](proxyfl.md), differential privacy in [privacy.md](privacy.md).
 
 **What a run leaves** is a directory under `runs/`: `config.yaml`, `metrics.jsonl`, `ledger.jsonl`, checkpoints,
-`models/`, `result.json`, and `report.html`, one page of what happened; `flwr-replay report DIR` writes the page of a run,
-a comparison or a study again. A run that was started with `flwr run` has it under `~/.flwr-replay/runs`. What
+`models/`, `result.json`, and `report.html`, one page of what happened; `flwr-replay report DIR` writes the page of
+a run, a comparison or a study again. A run that was started with `flwr run` has it under `~/.flwr-replay/runs`. What
 simulated institutions keep between rounds lies under `~/.flwr-replay/state`. `$FLWR_REPLAY_HOME` is another
 place for both.
 

@@ -1,4 +1,4 @@
-"""The command line: flwr-replay run | compare | study | report | strategies | data show | privacy | doctor.
+"""The command line: run | compare | study | report | predict | export | strategies | data | privacy | doctor.
 
 Heavy modules are imported only by the commands that need them, so that `--help` answers at once.
 """
@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 from click.exceptions import Abort, ClickException, NoArgsIsHelpError
 
+from flwr_replay.cli.model import export, predict
 from flwr_replay.cli.privacy import app as privacy
 from flwr_replay.errors import ConfigError, FlwrReplayError
 
@@ -32,6 +33,8 @@ app = typer.Typer(
 data = typer.Typer(help="Show a data set and how it is split among institutions.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(privacy, name="privacy")
+app.command()(predict)
+app.command()(export)
 
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]

@@ -226,7 +226,7 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def overrides_of(path: Path) -> list[str]:
-    """Read a run's `config.yaml` back as overrides that set every option."""
+    """Read a run's `config.yaml`, or its `options.json` at an institution, back as overrides that set every option."""
     import yaml
     from hydra.core.override_parser.types import Quote, QuotedString
 
@@ -237,7 +237,10 @@ def overrides_of(path: Path) -> list[str]:
             return QuotedString(value, Quote.single).with_quotes()
         return json.dumps(value)
 
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values: dict[str, Any] = {}
+    for key, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        section, _, option = key.rpartition(".")  # keys of options.json are flat
+        (values.setdefault(section, {}) if section else values)[option] = value
     base = _unset(tuple(_chosen([(group, values[group]["name"]) for group in GROUPS if group in values])))
     found: list[str] = []
     for key, value in values.items():

@@ -18,7 +18,7 @@ from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of
 from flwr_replay.data.readers import Raw, picture
 from flwr_replay.errors import ConfigError, DataError
 
-__all__ = ["read_folder"]
+__all__ = ["SUFFIXES", "read_folder", "read_image"]
 
 SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
 MODES = {1: "L", 3: "RGB"}
@@ -43,7 +43,7 @@ def read_folder(task: TaskConfig) -> dict[str, Raw]:
         raise DataError(f"task.data-dir must be a folder; {root} is not: set it to the folder with the images")
     manifest = root / "manifest.csv"
     rows = manifest_rows(manifest, task, "image") if manifest.is_file() else _folder_rows(root)
-    return raws_of(rows, task, str(manifest if manifest.is_file() else root), _read_image)
+    return raws_of(rows, task, str(manifest if manifest.is_file() else root), read_image)
 
 
 def _folder_rows(root: Path) -> list[Row]:
@@ -68,7 +68,7 @@ def _class_rows(root: Path, split: str | None) -> list[Row]:
     return rows
 
 
-def _read_image(row: Row, task: TaskConfig) -> NDArray[np.uint8]:
+def read_image(row: Row, task: TaskConfig) -> NDArray[np.uint8]:
     """Read one image as (C, H, W); it is never resized, since that would change the data silently."""
     image = picture(row.file, MODES[task.channels], row.where)
     if image.size != (task.size, task.size):

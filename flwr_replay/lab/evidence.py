@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from numpy.typing import NDArray
 from torch import nn
 
 from flwr_replay.config.compose import compose, load_strategy, overrides_of
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError, nearest
-from flwr_replay.files.atomic import private_folder, read_lines, read_text, write_atomic
+from flwr_replay.files.atomic import read_lines
 from flwr_replay.files.tensors import StateDict
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.institution.state import RUNS
@@ -173,11 +171,4 @@ def _options(folder: Path, lines: Sequence[dict[str, Any]], run: str) -> tuple[R
     run = run or recorded[-1]
     if run not in recorded:
         raise RunError(f"--run must be one that was recorded; got {run!r}: {nearest(run, sorted(set(recorded)))}")
-    bound = folder / RUNS / run / "options.json"
-    values: dict[str, Any] = {}
-    for key, value in json.loads(read_text(bound)).items():
-        section, _, option = key.rpartition(".")
-        (values.setdefault(section, {}) if section else values)[option] = value
-    place = private_folder(folder / "attacks") / "config.yaml"  # the options in the form of a run directory
-    write_atomic(place, yaml.safe_dump(values))
-    return compose(overrides_of(place)), run
+    return compose(overrides_of(folder / RUNS / run / "options.json")), run

@@ -79,7 +79,7 @@ def test_mislabelled_images_are_found_without_dp_and_nothing_is_claimed(audit):
     assert code == 0
     assert report["claim"]["epsilon"] is None
     assert report["releases"] == 4
-    assert report["auc"] > 0.9
+    assert report["auc"] > 0.8
     assert report["bounds"]["steinke"]["epsilon"] > 1.5
 
 

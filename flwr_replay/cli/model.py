@@ -1,0 +1,51 @@
+"""flwr-replay predict | export: use the model of a finished run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["export", "predict"]
+
+Place = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or an institution's state directory.")]
+Institution = Annotated[str, typer.Option("--institution", help="Whose model, where each institution has its own.")]
+
+
+def predict(
+    place: Place,
+    images: Annotated[str, typer.Argument(help="A folder of images, a CSV file with a column image, or one image.")],
+    out: Annotated[str, typer.Option("--out", help="The CSV file to write; default: print.")] = "",
+    institution: Institution = "",
+    run: Annotated[str, typer.Option("--run", help="In a state directory, the run's id; default: the last.")] = "",
+) -> None:
+    """Predict the labels of images with the model of a finished run, as CSV with probabilities."""
+    from flwr_replay.files.atomic import write_atomic
+    from flwr_replay.runs.predict import images_in, predictions
+    from flwr_replay.runs.trained import load_model
+
+    source = Path(images).expanduser().absolute()
+    model, rows = load_model(place, institution, run), images_in(source)
+    text = predictions(model, rows, source if source.is_dir() else source.parent)
+    if not out:
+        print(text, end="")
+        return
+    write_atomic(Path(out).expanduser().absolute(), text)
+    print(f"{len(rows)} predictions: {out}")
+
+
+def export(
+    place: Place,
+    form: Annotated[str, typer.Option("--format", help="torch (torch.export) | onnx.")] = "torch",
+    out: Annotated[str, typer.Option("--out", help="The file to write.")] = "model",
+    institution: Institution = "",
+) -> None:
+    """Write the model of a finished run as one file for other programs, and a model card beside it."""
+    from flwr_replay.runs.export import card
+    from flwr_replay.runs.export import export as write
+    from flwr_replay.runs.trained import load_model
+
+    model, folder = load_model(place, institution), Path(place).expanduser().absolute()
+    for file in write(model, form, Path(out).expanduser().absolute(), card(folder, model, institution)):
+        print(file)

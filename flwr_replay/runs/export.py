@@ -1,0 +1,113 @@
+"""A finished run's model as one file for other programs, with a card that says what it is and what it is not."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.files.atomic import read_json, write_atomic
+from flwr_replay.report.epsilon import epsilon_suffix
+from flwr_replay.runs.trained import TrainedModel
+
+__all__ = ["FORMATS", "card", "export"]
+
+FORMATS = {"torch": ".pt2", "onnx": ".onnx"}
+
+
+def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, Path]:
+    """Write a model as one file, and its card beside it.
+
+    The file maps float32 images in [0, 1], (B, C, H, W) of any B, to the outputs of `TrainedModel.forward`.
+
+    Parameters
+    ----------
+    model : TrainedModel
+        From `load_model`.
+    form : str
+        torch: for `torch.export.load`. onnx: for ONNX runtimes; needs the extra `onnx`.
+    out : Path
+        The file, without or with its suffix.
+    text : str
+        The card.
+
+    Returns
+    -------
+    tuple of Path
+        The model's file and the card's.
+
+    Raises
+    ------
+    ConfigError
+        For another form, or if a package is missing.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"--format must be one of {', '.join(FORMATS)}; got {form!r}")
+    task, file = model.task, out if out.suffix == FORMATS[form] else out.with_name(out.name + FORMATS[form])
+    example = (torch.zeros(2, task.channels, task.size, task.size),)
+    new = file.with_name(f".{file.name}.new")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(model, example, dynamic_shapes=({0: torch.export.Dim("batch")},))
+            if form == "torch":
+                torch.export.save(program, new)
+            else:
+                torch.onnx.export(program, (), new, dynamo=True, external_data=False, verbose=False)
+        write_atomic(file, new.read_bytes())
+    except ImportError as error:
+        raise ConfigError(f"--format onnx needs {error.name}: pip install 'flwr-replay[onnx]'") from None
+    finally:
+        new.unlink(missing_ok=True)
+    write_atomic(file.with_suffix(".md"), text)
+    return file, file.with_suffix(".md")
+
+
+def card(folder: Path, model: TrainedModel, institution: str) -> str:
+    """Return a model card in Markdown: what it was trained on, how well it does, what is protected, and limits.
+
+    Parameters
+    ----------
+    folder : Path
+        The run directory.
+    model : TrainedModel
+        Its model.
+    institution : str
+        Whose model it is; empty: the global one.
+
+    Raises
+    ------
+    RunError
+        If the run has no result.
+    """
+    if not (folder / "result.json").exists():
+        raise RunError(f"a model card needs a finished run; {folder} has no result.json: give a run directory")
+    result, task = read_json(folder / "result.json"), model.task
+    metrics = result["final"]["institutions"][institution] if institution else result["final"]["global"]
+    whose = f"the model of {institution}" if institution else "the global model"
+    tested = f"the test examples of {institution}" if institution else "all institutions' test examples"
+    labels = f"probabilities of the classes {', '.join(model.classes)}" if model.classes else task.kind
+    return "\n".join(
+        [
+            f"# {result['strategy']} on {result['task']}: {whose}",
+            "",
+            f"- Network: {sum(one.numel() for one in model.parameters()):,} parameters.",
+            f"- Input: {task.channels} x {task.size} x {task.size}, float in [0, 1]. Output: {labels}.",
+            f"- Trained by {result['strategy']} at {result['nodes']} institutions, {result['rounds']} rounds, seed "
+            f"{result['seed']}; replay: {result['replay']}.",
+            f"- On {tested}: {', '.join(f'{name} {value:.4f}' for name, value in metrics.items())}"
+            f"{epsilon_suffix(result)}.",
+            f"- Privacy: {result['privacy-claim']}",
+            *(f"  - {name}: {one['mechanism']}" for name, one in result["privacy"].items() if one),
+            f"- Made with {', '.join(f'{name} {version}' for name, version in result['versions'].items())}.",
+            "",
+            "## Limits",
+            "",
+            "- The metrics are those of these test examples. On images from elsewhere they may be far lower.",
+            "- The probabilities are not calibrated. Nobody has examined this model as a medical device.",
+            "- The weights depend on patients' data. What they may show of one, only an epsilon bounds.",
+            "",
+        ]
+    )

@@ -1,0 +1,89 @@
+"""Predictions of a finished run's model for a folder of images, or for those that a CSV file lists."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flwr_replay.data.folder import SUFFIXES, read_image
+from flwr_replay.data.manifest import Row
+from flwr_replay.data.readers import csv_rows
+from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.learning.training import at_once
+from flwr_replay.runs.trained import TrainedModel
+
+__all__ = ["images_in", "predictions"]
+
+
+def images_in(place: Path) -> list[Row]:
+    """List images: a file, a folder's (in folders of it, too), or those in the column `image` of a CSV file.
+
+    Raises
+    ------
+    DataError
+        If there is none.
+    """
+    if place.suffix.lower() == ".csv":
+        rows = [Row(place.parent / cells["image"], "", where) for where, cells in csv_rows(place, ["image"])]
+    elif place.is_dir():
+        files = sorted(path for path in place.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+        rows = [Row(file, "", f"folder {place}") for file in files if not file.name.startswith(".")]
+    else:
+        rows = [Row(place, "", "the command line")]
+    if not rows:
+        raise DataError(f"{place} must hold images ({', '.join(sorted(SUFFIXES))}) or list them; it has none")
+    return rows
+
+
+def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
+    """Return a CSV text with a line for each image.
+
+    Parameters
+    ----------
+    model : TrainedModel
+        From `load_model`.
+    rows : list of Row
+        The images; one that cannot be read, or has another form than the task's, stops all.
+    base : Path
+        The folder to which the names in the column `image` are relative.
+
+    Returns
+    -------
+    str
+        Classification: `image,predicted` and a probability for each class. Regression: `image,predicted`, in the
+        label's unit.
+
+    Raises
+    ------
+    ConfigError
+        For other kinds of task or of data.
+    DataError
+        For an image that cannot be used.
+    """
+    task = model.task
+    if task.kind == "segmentation" or task.channels not in (1, 3):
+        raise ConfigError(
+            f"predictions are for images, one class or number each; task={task.name} has another form: use "
+            "flwr_replay.load_model in Python"
+        )
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["image", "predicted", *(f"p({name})" for name in model.classes)])
+    block = at_once(torch.empty(1, task.channels, task.size, task.size), 256)
+    for start in range(0, len(rows), block):
+        part = rows[start : start + block]
+        x_BCHW = torch.from_numpy(np.stack([read_image(row, task) for row in part]))
+        with torch.inference_mode():
+            outputs = model(x_BCHW)
+        for row, output in zip(part, outputs.tolist(), strict=True):
+            name = row.file.relative_to(base) if row.file.is_relative_to(base) else row.file
+            if model.classes:
+                best = max(range(len(output)), key=output.__getitem__)
+                writer.writerow([name, model.classes[best], *(f"{share:.6g}" for share in output)])
+            else:
+                writer.writerow([name, f"{output:.6g}"])
+    return text.getvalue()

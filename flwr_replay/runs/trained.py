@@ -1,0 +1,187 @@
+"""The models that a finished run leaves, ready to use: from images or tables to probabilities, or numbers with a unit.
+
+A server keeps `models/<name>.safetensors` in the run directory. Private models (ProxyFL, FML, Local) stay in the state
+directories of their institutions.
+
+`B` batch, `C` channels or classes, `H` height, `W` width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from flwr_replay.config.compose import compose, model_named, overrides_of
+from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.errors import RunError, nearest
+from flwr_replay.files.atomic import home
+from flwr_replay.files.tensors import StateDict, read_with_texts, unnested
+from flwr_replay.institution.state import RUNS
+from flwr_replay.learning.tasks import Regression, make_task
+from flwr_replay.models.layers import as_input
+from flwr_replay.models.zoo import build
+from flwr_replay.runs.checkpoints import Checkpoints
+from flwr_replay.runs.opening import read_run_id
+from flwr_replay.runs.options import run_overrides
+from flwr_replay.wire.weights import load_arrays
+
+__all__ = ["TrainedModel", "load_model"]
+
+PRIVATE = ("pair", "model")  # keys of an institution's state that hold the model that it uses
+
+
+class TrainedModel(nn.Module):
+    """A network with what stands around it.
+
+    Parameters
+    ----------
+    network : nn.Module
+        In evaluation mode, with trained weights. It standardises its input itself.
+    task : TaskConfig
+        The form of an example, and the kind of label.
+    mean, scale : float
+        Of the labels of a regression, in their unit.
+
+    Attributes
+    ----------
+    classes : tuple of str
+        The names of the classes in the order of the outputs; numbers, if the run had no names. Empty for other kinds.
+    """
+
+    def __init__(self, network: nn.Module, task: TaskConfig, mean: float = 0.0, scale: float = 1.0) -> None:
+        super().__init__()
+        self.network, self.task, self.mean, self.scale = network, task, mean, scale
+        numbered = tuple(map(str, range(task.classes)))
+        self.classes = (task.class_names or numbered) if task.kind == "classification" else ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the network makes of examples.
+
+        Parameters
+        ----------
+        x : Tensor
+            (B, ...) as the task has them: images (B, C, H, W), uint8 or in [0, 1].
+
+        Returns
+        -------
+        Tensor
+            Classification: (B, C) probabilities. Regression: (B,) in the label's unit. Segmentation: (B, H, W)
+            probabilities of the foreground.
+        """
+        outputs: Tensor = self.network(as_input(x))
+        if self.task.kind == "classification":
+            return outputs.softmax(1)
+        if self.task.kind == "regression":
+            return outputs.flatten() * self.scale + self.mean
+        return outputs.softmax(1)[:, 1] if outputs.shape[1] == 2 else outputs.sigmoid().squeeze(1)
+
+
+def load_model(place: str | Path, institution: str = "", run: str = "") -> TrainedModel:
+    """Load the model of a finished run.
+
+    Parameters
+    ----------
+    place : str or Path
+        A run directory, or an institution's state directory.
+    institution : str
+        In a simulation of a method whose models stay, or travel one by one: whose. Empty: the global model.
+    run : str
+        In a state directory, the run's id; empty: the last one.
+
+    Returns
+    -------
+    TrainedModel
+        In evaluation mode, on the CPU.
+
+    Raises
+    ------
+    RunError
+        If there is no such model; the line says which there are.
+    """
+    folder = Path(place).expanduser().absolute()
+    if (folder / "config.yaml").exists():
+        config = compose(run_overrides(folder))
+        arrays = _of_institution(folder, institution) if institution else _global(folder)
+        scale = _label_scale(folder, config)
+    elif (folder / RUNS).is_dir():
+        of_run = _chosen(folder / RUNS, run)
+        config, arrays, scale = compose(overrides_of(of_run / "options.json")), _private(of_run), None
+        if isinstance(make_task(config.task), Regression):
+            raise RunError(
+                "a regression's labels were standardised by sums that only the server has: give the run directory"
+            )
+    else:
+        raise RunError(f"a model is in a run directory or in an institution's state directory; {folder} is neither")
+    return TrainedModel(_network(config, arrays), config.task, *(scale or (0.0, 1.0))).eval()
+
+
+def _global(folder: Path) -> StateDict:
+    file = folder / "models" / "global.safetensors"
+    if not file.exists():
+        there = sorted(path.stem for path in (folder / "models").glob("*.safetensors"))
+        named = f"one of {', '.join(there)}" if there else "NAME, of an institution whose model it is"
+        raise RunError(
+            f"{folder} has no global model: its method keeps one at each institution; give --institution {named}"
+        )
+    return read_with_texts(file)[0]
+
+
+def _of_institution(folder: Path, institution: str) -> StateDict:
+    """Return a model that the server has by an institution's name, or a simulated institution's private one."""
+    file = folder / "models" / f"{institution}.safetensors"
+    if file.exists():
+        return read_with_texts(file)[0]
+    states = home() / "state" / "simulation"
+    of_run = states / institution / RUNS / read_run_id(folder)
+    if not of_run.is_dir():
+        known = sorted(path.name for path in states.iterdir() if path.is_dir()) if states.is_dir() else []
+        hint = nearest(institution, known) if known else "in a deployment, give its state directory"
+        raise RunError(f"no model of {institution!r} is in {folder}, nor with a simulated institution: {hint}")
+    return _private(of_run)
+
+
+def _chosen(runs: Path, run: str) -> Path:
+    """Return the folder of a run at an institution: the named one, or the last."""
+    of_runs = [path for path in runs.iterdir() if (path / "options.json").exists()]
+    names = [path.name for path in sorted(of_runs, key=lambda path: path.stat().st_mtime)]
+    if not names or (run and run not in names):
+        hint = nearest(run, names) if names else "it has none"
+        raise RunError(f"--run must be a run of {runs.parent}; got {run!r}: {hint}")
+    return runs / (run or names[-1])
+
+
+def _private(of_run: Path) -> StateDict:
+    """Return the model that an institution uses, as its last exchange left it."""
+    for key in PRIVATE:
+        files = sorted(of_run.glob(f"{key}-[0-9]*.safetensors"))
+        if files:
+            arrays = read_with_texts(files[-1])[0]
+            return unnested(arrays)["model"] if key == "pair" else arrays
+    raise RunError(
+        f"{of_run} holds no model of the institution's own: its method keeps a global one; give the run directory"
+    )
+
+
+def _network(config: RunConfig, arrays: StateDict) -> nn.Module:
+    """Build the architecture that these weights fit: the run's, or one of its private models."""
+    models: Sequence[ModelConfig] = [config.model, *map(model_named, config.strategy.private_models)]
+    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+    for model in models:
+        network = build(model, config.task, 0)
+        if {name: tuple(one.shape) for name, one in network.state_dict().items()} == shapes:
+            load_arrays(network, arrays)
+            return network.eval()
+    raise RunError(f"the weights fit none of the run's networks, {', '.join(model.name for model in models)}")
+
+
+def _label_scale(folder: Path, config: RunConfig) -> tuple[float, float] | None:
+    if not isinstance(make_task(config.task), Regression):
+        return None
+    found = Checkpoints(folder, ()).read(lambda text: None)
+    scale = found[1]["label-scale"] if found else None
+    if scale is None:
+        raise RunError(f"{folder / 'checkpoints'} must hold the mean and scale of the labels; they are missing")
+    return float(scale[0]), float(scale[1])

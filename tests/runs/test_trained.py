@@ -1,0 +1,145 @@
+"""The model of a finished run: loaded, used on images, exported."""
+
+import csv
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flwr_replay import load_model
+from flwr_replay.cli.main import app
+from flwr_replay.data.dealt import dealt, loaded
+from flwr_replay.errors import ConfigError, DataError, RunError
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.export import export
+from flwr_replay.runs.options import resolve
+from flwr_replay.runs.predict import images_in, predictions
+from flwr_replay.runs.simulate import run_inline
+
+TINY = ["nodes=2", "rounds=1", "model.width=4", "partition=iid"]
+
+
+def run_at(place, patch, *options):
+    patch.setenv("FLWR_REPLAY_HOME", str(place / "home"))
+    return run_inline([*TINY, *options, f"runs_dir={place / 'runs'}"], Display())
+
+
+def shards_of(folder):
+    """Return each institution's test examples."""
+    _, config = resolve([], ".", str(folder))
+    part = dealt(config.task, config.partition, config.nodes, config.seed)
+    return {name: part.examples(loaded(config.task), k).test for k, name in enumerate(part.names)}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        place = tmp_path_factory.mktemp("digits")
+        result, folder = run_at(
+            place, patch, "task=digits", "strategy=fedavg", "task.class_names=[z,o,t,h,f,i,s,v,e,n]"
+        )
+        yield result, folder
+
+
+@pytest.fixture
+def images(tmp_path, ran):
+    """Write an institution's test images as files; return the folder and the labels."""
+    examples = shards_of(ran[1])["institution-1"]
+    (tmp_path / "deep").mkdir()
+    for n, x in enumerate(examples.x):
+        Image.fromarray(np.asarray(x)[0]).save(tmp_path / "deep" / f"{n:03d}.png")
+    return tmp_path, examples.labels
+
+
+def test_it_predicts_as_well_as_the_run_says(ran, images):
+    (folder, labels), (result, place) = images, ran
+    model = load_model(place)
+    rows = list(csv.DictReader(io.StringIO(predictions(model, images_in(folder), folder))))
+    right = [row["predicted"] == model.classes[label] for row, label in zip(rows, labels, strict=True)]
+    assert np.mean(right) == pytest.approx(result["final"]["institutions"]["institution-1"]["accuracy"])
+    assert [row["image"] for row in rows[:2]] == ["deep/000.png", "deep/001.png"]
+    shares = np.array([[float(row[f"p({name})"]) for name in model.classes] for row in rows])
+    assert shares.sum(1) == pytest.approx(np.ones(len(rows)), abs=1e-4)
+
+
+def test_the_command_takes_a_list_and_writes_a_file(ran, images, capsys):
+    folder, _ = images
+    (folder / "list.csv").write_text("image\ndeep/001.png\ndeep/000.png\n")
+    app(["predict", str(ran[1]), str(folder / "list.csv"), "--out", str(folder / "out.csv")], standalone_mode=False)
+    assert "2 predictions" in capsys.readouterr().out
+    app(["predict", str(ran[1]), str(folder / "deep" / "001.png")], standalone_mode=False)
+    one = capsys.readouterr().out.splitlines()
+    assert (folder / "out.csv").read_text().splitlines()[1] == f"deep/{one[1]}"
+
+
+def test_images_of_another_form_and_empty_folders_are_refused_whole(ran, images, tmp_path):
+    folder, _ = images
+    Image.new("L", (9, 8)).save(folder / "deep" / "zzz.png")
+    with pytest.raises(DataError, match=r"zzz.png is 8 x 9 pixels"):
+        app(["predict", str(ran[1]), str(folder), "--out", str(folder / "out.csv")], standalone_mode=False)
+    assert not (folder / "out.csv").exists()
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="must hold images"):
+        images_in(tmp_path / "none")
+
+
+@pytest.mark.parametrize("strategy", ["proxyfl", "local"])
+def test_private_models_are_used_at_their_institution(strategy, tmp_path, monkeypatch):
+    options = ["private_models=[cnn,mlp]", "dp=none"] if strategy == "proxyfl" else []
+    result, folder = run_at(tmp_path, monkeypatch, "task=digits", f"strategy={strategy}", *options)
+    with pytest.raises(RunError, match="give --institution"):
+        load_model(folder)
+    states = tmp_path / "home" / "state" / "simulation"
+    for name, examples in shards_of(folder).items():
+        for model in (load_model(folder, name), load_model(states / name)):
+            guesses = model(torch.as_tensor(examples.x)).argmax(1).numpy()
+            told = result["final"]["institutions"][name]["accuracy"]
+            assert np.mean(guesses == examples.labels) == pytest.approx(told)
+    with pytest.raises(RunError, match=r"no model of 'institution-9'.*did you mean institution-"):
+        load_model(folder, "institution-9")
+    with pytest.raises(RunError, match="--run must be a run of"):
+        load_model(states / "institution-1", run="another")
+
+
+def test_a_regression_has_the_labels_unit(tmp_path, monkeypatch):
+    result, folder = run_at(tmp_path, monkeypatch, "task=diabetes", "strategy=cwt")
+    model, errors = load_model(folder), []
+    for examples in shards_of(folder).values():
+        outputs = model(torch.as_tensor(examples.x)).detach().numpy()
+        errors.append(np.abs(outputs - examples.labels))
+    assert np.concatenate(errors).mean() == pytest.approx(result["final"]["global"]["mae"], rel=1e-5)
+    with pytest.raises(ConfigError, match="predictions are for images"):
+        predictions(model, [], folder)
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_an_exported_model_has_the_same_outputs(form, ran, tmp_path, capsys):
+    app(["export", str(ran[1]), "--format", form, "--out", str(tmp_path / "mine")], standalone_mode=False)
+    file, card = map(str, capsys.readouterr().out.split())
+    model = load_model(ran[1])
+    for number in (1, 5):
+        x = torch.rand(number, 1, 8, 8)
+        if form == "torch":
+            found = torch.export.load(file).module()(x)
+        else:
+            import onnxruntime
+
+            session = onnxruntime.InferenceSession(file)
+            found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+        torch.testing.assert_close(found, model(x), rtol=0, atol=1e-5)
+    text = (tmp_path / "mine.md").read_text()
+    assert card == str(tmp_path / "mine.md")
+    assert ran[0]["privacy-claim"] in text
+    assert f"accuracy {ran[0]['final']['global']['accuracy']:.4f}" in text
+    assert "z, o, t" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([file.rpartition("/")[2], "mine.md"])
+
+
+def test_what_cannot_be_loaded_or_exported_is_said_in_one_line(ran, tmp_path):
+    with pytest.raises(RunError, match="is neither"):
+        load_model(tmp_path)
+    with pytest.raises(ConfigError, match="--format must be one of torch, onnx; got 'pickle'"):
+        export(load_model(ran[1]), "pickle", tmp_path / "mine", "")
+    assert not list(tmp_path.glob("mine*"))
