@@ -1,9 +1,10 @@
 """Federated learning for institutions whose data differ, on Flower."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["load_model"]
+__all__ = ["compare", "load_model", "run"]
 __version__ = "0.1.0"
 
 # In a checkout and in the bundle that `flwr run` ships, `strategies/` and its three siblings stand beside
@@ -13,10 +14,11 @@ if not (Path(__file__).parent / "strategies").is_dir() and (_root / "strategies"
     __path__.append(str(_root))
 
 
-def __getattr__(name: str) -> Any:
-    """Import what this package offers in Python when it is first used, since PyTorch takes seconds."""
-    if name == "load_model":
-        from flwr_replay.runs.trained import load_model
+OFFERED = {"compare": "api", "load_model": "runs.trained", "run": "api"}  # in Python, by the module that has it
 
-        return load_model
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    """Import what is offered when it is first used, since PyTorch takes seconds."""
+    if name not in OFFERED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{OFFERED[name]}"), name)

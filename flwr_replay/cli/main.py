@@ -57,23 +57,31 @@ def run(
     model=resnet18 rounds=5.
     """
     _refuse_empty(runs_dir=runs_dir, resume=resume)
-    _engine(engine)
-    _say("loading …")
-    from flwr_replay.runs.options import resolve
+    from flwr_replay.api import check_engine, start
 
-    overrides, config = resolve(options or [], runs_dir, resume or "")  # reports a wrong option before PyTorch loads
+    check_engine(engine)
+    _say("loading …")
+    if dry_run:
+        print(_forecast(options or [], runs_dir, resume or "", as_json))
+        return
     from flwr_replay.report.progress import TerminalDisplay
     from flwr_replay.report.summary import summary
-    from flwr_replay.runs.simulate import Simulation, run_ray, simulate
 
-    run = Simulation.of(config)
-    if dry_run:
-        from flwr_replay.runs.forecast import forecast, forecast_page
-
-        print(json.dumps([asdict(line) for line in forecast(run)], indent=2) if as_json else forecast_page(run))
-        return
-    result, folder = run_ray(run, overrides) if engine == "ray" else simulate(run, overrides, TerminalDisplay())
+    result, folder = start(options or [], engine, runs_dir, resume or "", TerminalDisplay())
     print(json.dumps(result, indent=2) if as_json else summary(result, folder))
+
+
+def _forecast(options: list[str], runs_dir: str, resume: str, as_json: bool) -> str:
+    from flwr_replay.runs.options import resolve
+
+    _, config = resolve(options, runs_dir, resume)
+    from flwr_replay.runs.forecast import forecast, forecast_page
+    from flwr_replay.runs.simulate import Simulation
+
+    simulation = Simulation.of(config)
+    return (
+        json.dumps([asdict(line) for line in forecast(simulation)], indent=2) if as_json else forecast_page(simulation)
+    )
 
 
 @app.command()
@@ -223,11 +231,6 @@ def _refuse_empty(**options: str | None) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} must not be empty; got {value!r}: give a value or leave it out"
             )
-
-
-def _engine(engine: str) -> None:
-    if engine not in ("inline", "ray"):
-        raise ConfigError(f"--engine must be inline or ray; got {engine!r}")
 
 
 def _say(text: str) -> None:

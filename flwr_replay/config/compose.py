@@ -11,7 +11,6 @@ Of Hydra's grammar, an option's value may be a number, a text or a list; interpo
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from flwr_replay.config.privacy import PrivacyConfig
+from flwr_replay.config.quoting import quoted
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import (
     GeneratorConfig,
@@ -37,6 +37,7 @@ from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, nearest
 
 __all__ = [
+    "GROUPS",
     "SECTIONS",
     "choices",
     "compose",
@@ -228,14 +229,6 @@ def to_yaml(config: RunConfig) -> str:
 def overrides_of(path: Path) -> list[str]:
     """Read a run's `config.yaml`, or its `options.json` at an institution, back as overrides that set every option."""
     import yaml
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    def quoted(value: Any) -> str:
-        if isinstance(value, list):
-            return "[" + ",".join(map(quoted, value)) + "]"
-        if isinstance(value, str):
-            return QuotedString(value, Quote.single).with_quotes()
-        return json.dumps(value)
 
     values: dict[str, Any] = {}
     for key, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():

@@ -1,0 +1,236 @@
+"""Runs and comparisons from Python, as from the command line: `run(strategy="fedreplay", task="digits", rounds=3)`.
+
+Options are those of docs/options.md. A name with a dot or a hyphen is written with underscores where Python needs it
+(`local_epochs=2`), or given in a dictionary: `run({"partition.size": 60}, task="digits")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr_replay.config.compose import GROUPS
+from flwr_replay.config.quoting import quoted
+from flwr_replay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+    from flwr_replay.runs.trained import TrainedModel
+
+__all__ = ["Comparison", "Run", "check_engine", "compare", "run", "start"]
+
+ENGINES = ("inline", "ray")
+SHOWN = ("mean", "sd", "worst-institution", "bytes-up", "bytes-down", "seconds")  # columns of a comparison's table
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes
+    ----------
+    folder : Path
+        The run directory.
+    result : dict
+        The content of `result.json`.
+    """
+
+    folder: Path
+    result: dict[str, Any]
+
+    @property
+    def metrics(self) -> DataFrame:
+        """Every metric of every evaluation: columns round, exchange, institution ("": over all), metric, value."""
+        import pandas
+
+        from flwr_replay.files.atomic import read_lines
+
+        return pandas.DataFrame(read_lines(self.folder / "metrics.jsonl"))
+
+    def model(self, institution: str = "") -> TrainedModel:
+        """Load the global model, or that of an institution; see `flwr_replay.runs.trained.load_model`."""
+        from flwr_replay.runs.trained import load_model
+
+        return load_model(self.folder, institution)
+
+    def report(self) -> Path:
+        """Write `report.html` again; return its path."""
+        from flwr_replay.report.run_page import write_run_page
+
+        return write_run_page(self.folder)
+
+    def plot(self, metric: str = "") -> Figure:
+        """Draw a metric by round, over all institutions and of each; empty: the task's main one."""
+        from matplotlib.figure import Figure
+
+        name = metric or self.result["metric"]
+        rows = self.metrics[self.metrics["metric"] == name]
+        if rows.empty:
+            known = ", ".join(self.metrics["metric"].unique())
+            raise ConfigError(f"metric must be one of {known}; got {name!r}")
+        figure = Figure(layout="constrained")
+        axes = figure.subplots()
+        for institution, line in rows.groupby("institution"):
+            width = 1.0 if institution else 2.5
+            axes.plot(line["round"], line["value"], label=institution or "all institutions", linewidth=width)
+        axes.set(xlabel="round", ylabel=name)
+        axes.legend(frameon=False)
+        return figure
+
+    def __str__(self) -> str:
+        from flwr_replay.report.summary import summary
+
+        return summary(self.result, self.folder)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A finished comparison.
+
+    Attributes
+    ----------
+    folder : Path
+        Its folder, with a run directory for each method and seed.
+    report : dict
+        The content of `compare.json`.
+    text : str
+        The table with its notes.
+    """
+
+    folder: Path
+    report: dict[str, Any]
+    text: str
+
+    @property
+    def table(self) -> DataFrame:
+        """A line for each method: mean, standard deviation, the paired difference with its interval, bytes, seconds."""
+        import pandas
+
+        rows = {}
+        for label, row in self.report["strategies"].items():
+            difference = row["difference"] or {"mean": None, "interval": None}
+            low, high = difference["interval"] or (None, None)
+            shown = {
+                name: row[name] for name in ("mean", "sd", "worst-institution", "bytes-up", "bytes-down", "seconds")
+            }
+            rows[label] = {**shown, "difference": difference["mean"], "low": low, "high": high}
+        return pandas.DataFrame.from_dict(rows, orient="index")
+
+    @property
+    def runs(self) -> dict[tuple[str, int], Run]:
+        """The finished runs by method and seed."""
+        cells = [cell for cell in self.report["cells"] if "result" in cell]
+        return {(cell["label"], cell["seed"]): Run(self.folder / cell["folder"], cell["result"]) for cell in cells}
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def run(
+    options: Mapping[str, Any] | None = None,
+    /,
+    *,
+    engine: str = "inline",
+    runs_dir: str | Path = "runs",
+    resume: str | Path = "",
+    progress: bool = False,
+    **named: Any,
+) -> Run:
+    """Run one method on one task.
+
+    Parameters
+    ----------
+    options, **named
+        As on the command line: strategy, task, rounds, …
+    engine : str
+        inline: in this process. ray: with Flower's Ray simulation.
+    runs_dir : str or Path
+        The folder for run directories.
+    resume : str or Path
+        Continue the run in this directory.
+    progress : bool
+        Show a bar or log lines.
+
+    Raises
+    ------
+    FlwrReplayError
+        As the command line reports it in one line; `ConfigError` for a wrong option.
+
+    Examples
+    --------
+    >>> run(task="digits", rounds=0)
+    Traceback (most recent call last):
+    flwr_replay.errors.ConfigError: rounds must be at least 1; got 0
+    """
+    from flwr_replay.report.progress import Display, TerminalDisplay
+
+    display = TerminalDisplay() if progress else Display()
+    result, folder = start(_words(options, named), engine, str(runs_dir), str(resume), display)
+    return Run(folder, result)
+
+
+def compare(
+    strategies: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    /,
+    *,
+    against: str = "",
+    metric: str = "",
+    jobs: int = 1,
+    runs_dir: str | Path = "runs",
+    **named: Any,
+) -> Comparison:
+    """Run several methods on the same seeds, and compare them; finished runs are not repeated.
+
+    Parameters
+    ----------
+    strategies : sequence of str
+        The methods; own options follow a colon: `fedreplay:cut=layer2`.
+    options, **named
+        For all methods; `seeds=3` are the seeds 0, 1 and 2.
+    against : str
+        The method that the others are compared with; empty: the last.
+    metric : str
+        Empty: the task's main one.
+    jobs : int
+        Runs at the same time.
+    runs_dir : str or Path
+        The folder for the comparison's folder.
+
+    Raises
+    ------
+    FlwrReplayError
+        As the command line reports it.
+    """
+    from flwr_replay.studies.compare import compare_strategies
+
+    words = _words(options, named)
+    text, report = compare_strategies(list(strategies), words, against, jobs, Path(runs_dir), metric)
+    return Comparison(Path(report["folder"]), report, text)
+
+
+def start(options: Sequence[str], engine: str, runs_dir: str, resume: str, display: Any) -> tuple[dict[str, Any], Path]:
+    """Run a command line's options; return the content of `result.json` and the run directory."""
+    check_engine(engine)
+    from flwr_replay.runs.options import resolve
+
+    overrides, config = resolve(options, runs_dir, resume)  # reports a wrong option before PyTorch loads
+    from flwr_replay.runs.simulate import Simulation, run_ray, simulate
+
+    planned = Simulation.of(config)
+    return run_ray(planned, overrides) if engine == "ray" else simulate(planned, overrides, display)
+
+
+def check_engine(engine: str) -> None:
+    """Refuse an unknown engine."""
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine must be inline or ray; got {engine!r}")
+
+
+def _words(options: Mapping[str, Any] | None, named: Mapping[str, Any]) -> list[str]:
+    given = {**(options or {}), **named}
+    return [f"{key}={value if key in GROUPS else quoted(value)}" for key, value in given.items()]

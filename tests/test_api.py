@@ -1,0 +1,73 @@
+"""Runs and comparisons from Python give what the command line gives."""
+
+import json
+
+import pytest
+
+import flwr_replay
+from flwr_replay import compare, load_model, run
+from flwr_replay.cli.main import app
+from flwr_replay.errors import ConfigError, RunError
+
+TINY = {"task": "digits", "nodes": 2, "rounds": 2, "model.width": 4}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_has_what_the_command_line_prints(capsys):
+    ran = run(TINY, strategy="cwt", run_name="mine", class_names=list("abcdefghij"))
+    words = [f"{key}={value}" for key, value in TINY.items()]
+    app(
+        ["run", *words, "strategy=cwt", "run-name=typed", "class-names=[a,b,c,d,e,f,g,h,i,j]", "--json"],
+        standalone_mode=False,
+    )
+    typed = json.loads(capsys.readouterr().out)
+    assert ran.result["final"] == typed["final"]
+    assert str(ran).startswith("cwt on digits: accuracy ")
+    last = ran.metrics[(ran.metrics["round"] == 2) & (ran.metrics["institution"] == "")]
+    assert dict(zip(last["metric"], last["value"], strict=True)) == ran.result["final"]["global"]
+    assert ran.report().exists()
+    assert [line.get_label() for line in ran.plot().axes[0].lines][0] == "all institutions"
+    assert ran.model().classes == tuple("abcdefghij")
+    assert load_model(ran.folder).classes == ran.model().classes
+    more = run(resume=ran.folder, rounds=3)
+    assert (more.folder, more.result["rounds"]) == (ran.folder, 3)
+
+
+def test_a_comparison_has_a_table_and_its_runs(tmp_path):
+    found = compare(["fedavg", "cwt"], TINY, seeds=2)
+    assert list(found.table.index) == ["fedavg", "cwt"]
+    assert found.table.loc["fedavg", "difference"] == pytest.approx(
+        found.table.loc["fedavg", "mean"] - found.table.loc["cwt", "mean"]
+    )
+    assert found.runs["cwt", 1].result["seed"] == 1
+    assert "less cwt" in str(found)
+    assert (found.folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"strategy": "fedav"}, ConfigError, "did you mean fedavg"),
+        ({"nonsense": 1}, ConfigError, "unknown option 'nonsense'"),
+        ({"rounds": 0}, ConfigError, "rounds must be at least 1"),
+        ({"engine": "dask"}, ConfigError, "must be inline or ray"),
+        ({"resume": "nowhere"}, RunError, "config.yaml"),
+    ],
+)
+def test_mistakes_raise_our_errors_and_leave_nothing(given, error, said, tmp_path):
+    with pytest.raises(error, match=said):
+        run(**{"task": "digits", **given} if "resume" not in given else given)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_only_what_is_offered_is_there():
+    assert set(flwr_replay.__all__) == set(flwr_replay.OFFERED)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = flwr_replay.nothing
+    with pytest.raises(ConfigError, match="metric must be one of accuracy"):
+        run(TINY, strategy="fedavg").plot("acuracy")
