@@ -21,17 +21,15 @@ def home(tmp_path, monkeypatch):
 def test_a_run_has_what_the_command_line_prints(capsys):
     ran = run(TINY, strategy="cwt", run_name="mine", class_names=list("abcdefghij"))
     words = [f"{key}={value}" for key, value in TINY.items()]
-    app(
-        ["run", *words, "strategy=cwt", "run-name=typed", "class-names=[a,b,c,d,e,f,g,h,i,j]", "--json"],
-        standalone_mode=False,
-    )
+    words += ["strategy=cwt", "run-name=typed", "class-names=[a,b,c,d,e,f,g,h,i,j]"]
+    app(["run", *words, "--json"], standalone_mode=False)
     typed = json.loads(capsys.readouterr().out)
     assert ran.result["final"] == typed["final"]
     assert str(ran).startswith("cwt on digits: accuracy ")
     last = ran.metrics[(ran.metrics["round"] == 2) & (ran.metrics["institution"] == "")]
     assert dict(zip(last["metric"], last["value"], strict=True)) == ran.result["final"]["global"]
     assert ran.report().exists()
-    assert [line.get_label() for line in ran.plot().axes[0].lines][0] == "all institutions"
+    assert ran.plot().axes[0].lines[0].get_label() == "all institutions"
     assert ran.model().classes == tuple("abcdefghij")
     assert load_model(ran.folder).classes == ran.model().classes
     more = run(resume=ran.folder, rounds=3)
