@@ -14,6 +14,10 @@ from flwr_replay.runs.trained import TrainedModel
 
 __all__ = ["FORMATS", "card", "export"]
 
+PRIVATE = (
+    "- This model stayed at its institution. Where the run's epsilon covers proxies or generators, it does not cover "
+    "this model, which was trained without noise. It should not be passed on."
+)
 FORMATS = {"torch": ".pt2", "onnx": ".onnx"}
 
 
@@ -99,8 +103,9 @@ def card(folder: Path, model: TrainedModel, institution: str) -> str:
             f"{result['seed']}; replay: {result['replay']}.",
             f"- On {tested}: {', '.join(f'{name} {value:.4f}' for name, value in metrics.items())}"
             f"{epsilon_suffix(result)}.",
-            f"- Privacy: {result['privacy-claim']}",
+            f"- Privacy of the run: {result['privacy-claim']}",
             *(f"  - {name}: {one['mechanism']}" for name, one in result["privacy"].items() if one),
+            *([PRIVATE] if institution and not (folder / "models" / f"{institution}.safetensors").exists() else []),
             f"- Made with {', '.join(f'{name} {version}' for name, version in result['versions'].items())}.",
             "",
             "## Limits",

@@ -13,7 +13,7 @@ from flwr_replay.cli.main import app
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import ConfigError, DataError, RunError
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.export import export
+from flwr_replay.runs.export import card, export
 from flwr_replay.runs.options import resolve
 from flwr_replay.runs.predict import images_in, predictions
 from flwr_replay.runs.simulate import run_inline
@@ -97,6 +97,8 @@ def test_private_models_are_used_at_their_institution(strategy, tmp_path, monkey
             guesses = model(torch.as_tensor(examples.x)).argmax(1).numpy()
             told = result["final"]["institutions"][name]["accuracy"]
             assert np.mean(guesses == examples.labels) == pytest.approx(told)
+    if strategy == "proxyfl":
+        assert "It should not be passed on." in card(folder, load_model(folder, "institution-1"), "institution-1")
     with pytest.raises(RunError, match=r"no model of 'institution-9'.*did you mean institution-"):
         load_model(folder, "institution-9")
     with pytest.raises(RunError, match="--run must be a run of"):
@@ -117,7 +119,7 @@ def test_a_regression_has_the_labels_unit(tmp_path, monkeypatch):
 @pytest.mark.parametrize("form", ["torch", "onnx"])
 def test_an_exported_model_has_the_same_outputs(form, ran, tmp_path, capsys):
     app(["export", str(ran[1]), "--format", form, "--out", str(tmp_path / "mine")], standalone_mode=False)
-    file, card = map(str, capsys.readouterr().out.split())
+    file, beside = map(str, capsys.readouterr().out.split())
     model = load_model(ran[1])
     for number in (1, 5):
         x = torch.rand(number, 1, 8, 8)
@@ -130,7 +132,7 @@ def test_an_exported_model_has_the_same_outputs(form, ran, tmp_path, capsys):
             found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
         torch.testing.assert_close(found, model(x), rtol=0, atol=1e-5)
     text = (tmp_path / "mine.md").read_text()
-    assert card == str(tmp_path / "mine.md")
+    assert beside == str(tmp_path / "mine.md")
     assert ran[0]["privacy-claim"] in text
     assert f"accuracy {ran[0]['final']['global']['accuracy']:.4f}" in text
     assert "z, o, t" in text
