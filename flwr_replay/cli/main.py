@@ -1,4 +1,4 @@
-"""The command line: run | compare | study | report | predict | export | strategies | data | privacy | doctor.
+"""The command line: run | compare | study | runs | watch | report | predict | export | and more.
 
 Heavy modules are imported only by the commands that need them, so that `--help` answers at once.
 """
@@ -18,6 +18,8 @@ from click.exceptions import Abort, ClickException, NoArgsIsHelpError
 
 from flwr_replay.cli.model import export, predict
 from flwr_replay.cli.privacy import app as privacy
+from flwr_replay.cli.runs import app as runs
+from flwr_replay.cli.runs import watch
 from flwr_replay.errors import ConfigError, FlwrReplayError
 
 __all__ = ["app", "main"]
@@ -35,6 +37,8 @@ app.add_typer(data, name="data")
 app.add_typer(privacy, name="privacy")
 app.command()(predict)
 app.command()(export)
+app.add_typer(runs, name="runs")
+app.command()(watch)
 
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]

@@ -1,0 +1,90 @@
+"""flwr-replay runs list | show | compare | clean, and flwr-replay watch: look after runs that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app", "watch"]
+
+app = typer.Typer(help="List, show, compare and clean finished runs.", no_args_is_help=True)
+
+Places = Annotated[list[str], typer.Argument(metavar="RUN…", help="Run directories.")]
+Root = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
+
+
+@app.command("list")
+def list_runs(root: Root = "runs") -> None:
+    """List all runs, also those of comparisons: state, metric, bytes on the disk."""
+    from flwr_replay.report.progress import shown_bytes
+    from flwr_replay.runs.listing import listed, runs_in
+
+    place = _folder(root)
+    for folder in runs_in(place):
+        one = listed(folder)
+        print(f"{folder.relative_to(place)}\n  {one.metric or one.state}  {shown_bytes(one.bytes)}")
+
+
+@app.command()
+def show(places: Places) -> None:
+    """Print the summaries of finished runs again."""
+    from flwr_replay.report.summary import summary
+    from flwr_replay.runs.listing import listed
+
+    for one in [listed(_folder(place)) for place in places]:
+        print(summary(one.result, one.folder) if one.result else f"{one.folder}: {one.state}")
+
+
+@app.command("compare")
+def compare_runs(places: Places) -> None:
+    """Print the metrics of finished runs side by side. For differences with intervals, use flwr-replay compare."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from flwr_replay.errors import RunError
+    from flwr_replay.runs.listing import listed
+
+    found = [listed(_folder(place)) for place in places]
+    results = [(one.folder.name, one.result) for one in found if one.result]
+    if len(results) < len(found):
+        missing = next(one.folder for one in found if not one.result)
+        raise RunError(f"finished runs are compared; {missing} has no result.json: resume it, or leave it out")
+    grid = Table()
+    names = list(dict.fromkeys(name for _, result in results for name in result["final"]["global"]))
+    for column in ("run", "method", "task", "seed", *names):
+        grid.add_column(column, overflow="fold")
+    for folder, result in results:
+        final = result["final"]["global"]
+        values = [f"{final[name]:.4f}" if name in final else "" for name in names]
+        grid.add_row(folder, result["strategy"], result["task"], str(result["seed"]), *values)
+    Console().print(grid)
+
+
+@app.command()
+def clean(
+    places: Places,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+) -> None:
+    """Delete what finished runs no longer need: checkpoints, uploads, recorded messages. Results and models stay."""
+    from flwr_replay.report.progress import shown_bytes
+    from flwr_replay.runs.listing import SPARE, clean
+
+    folders = [_folder(place) for place in places]
+    if not yes:
+        typer.confirm(f"Delete {', '.join(SPARE)} of {len(folders)} runs? They cannot be made longer then", abort=True)
+    gone = clean(folders)
+    print("\n".join(f"{place}  {shown_bytes(count)}" for place, count in gone) or "nothing to delete")
+
+
+def watch(place: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")]) -> None:
+    """Follow a run that another process works on, until it has finished."""
+    from flwr_replay.runs.listing import watch
+
+    for line in watch(_folder(place)):
+        print(line, flush=True)
+
+
+def _folder(place: str) -> Path:
+    return Path(place).expanduser().absolute()

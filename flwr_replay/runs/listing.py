@@ -1,0 +1,124 @@
+"""The runs in a folder: which there are, how far they are, what they take on the disk, what of that can go."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import alone, read_lines
+from flwr_replay.report.progress import shown_metrics, shown_time
+from flwr_replay.runs.opening import read_result
+
+__all__ = ["SPARE", "Listed", "clean", "listed", "runs_in", "watch"]
+
+SPARE = ("checkpoints", "latents", "shared", "mailbox", "messages", "replay")  # a finished run's result needs none
+EVERY = 1.0  # seconds between two looks at a live run
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run directory at a glance."""
+
+    folder: Path
+    result: dict[str, Any] | None  # None: the run has not finished
+    seconds: float  # since it was last written
+    bytes: int
+
+    @property
+    def state(self) -> str:
+        """Say whether it has finished, or when it was last written."""
+        return "finished" if self.result else f"not finished, last written {shown_time(self.seconds)} ago"
+
+    @property
+    def metric(self) -> str:
+        """Its main metric, with its name."""
+        found = self.result
+        return f"{found['metric']} {found['final']['global'][found['metric']]:.4f}" if found else ""
+
+
+def runs_in(root: Path) -> list[Path]:
+    """Return the run directories in a folder and in its comparisons, the oldest first.
+
+    Raises
+    ------
+    RunError
+        If there is none.
+    """
+    found = [file.parent for pattern in ("*", "*/*") for file in root.glob(f"{pattern}/config.yaml")]
+    if not found:
+        raise RunError(f"{root} must be a folder with run directories; it has none: give --runs-dir")
+    return sorted(found, key=lambda folder: (folder / "config.yaml").stat().st_mtime)
+
+
+def listed(folder: Path) -> Listed:
+    """Look at a run directory.
+
+    Raises
+    ------
+    RunError
+        If it is none, or its result is damaged.
+    """
+    if not (folder / "config.yaml").exists():
+        raise RunError(f"a run directory has a config.yaml; got {folder}")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    last = max(path.stat().st_mtime for path in files)
+    result = read_result(folder) if (folder / "result.json").exists() else None
+    return Listed(folder, result, max(0.0, time.time() - last), sum(path.stat().st_size for path in files))
+
+
+def clean(folders: Sequence[Path]) -> list[tuple[Path, int]]:
+    """Delete what finished runs no longer need; return each folder that is gone, with its bytes.
+
+    Metrics, ledger, result, page and models stay. Without checkpoints a run cannot be made longer.
+
+    Raises
+    ------
+    RunError
+        If a run has not finished, or a process works in it; nothing has been deleted then.
+    """
+    for folder in folders:
+        if listed(folder).result is None:
+            raise RunError(
+                f"only finished runs are cleaned; {folder} has no result.json: resume it, or delete it yourself"
+            )
+    gone = []
+    for folder in folders:
+        with alone(folder):
+            for place in (folder / name for name in SPARE if (folder / name).is_dir()):
+                gone.append((place, sum(path.stat().st_size for path in place.rglob("*") if path.is_file())))
+                shutil.rmtree(place)
+    return gone
+
+
+def watch(folder: Path, wait: bool = True) -> Iterator[str]:
+    """Yield a line for every exchange of a run that another process works on, from the first to the last.
+
+    Parameters
+    ----------
+    folder : Path
+        The run directory.
+    wait : bool
+        Go on until the run has finished; else end with what there is.
+    """
+    listed(folder)  # refuses what is no run
+    seen = 0
+    while True:
+        finished = (folder / "result.json").exists()
+        times = read_lines(folder / "timings.jsonl") if (folder / "timings.jsonl").exists() else []
+        for at in times[seen:]:
+            yield f"exchange {at['round']}  {_metrics_at(folder, at['round'])}  elapsed {shown_time(at['seconds'])}"
+        seen = len(times)
+        if finished or not wait:
+            return
+        time.sleep(EVERY)
+
+
+def _metrics_at(folder: Path, exchange: int) -> str:
+    rows = [row for row in read_lines(folder / "metrics.jsonl") if row["institution"] == ""]
+    last = max((row["exchange"] for row in rows if row["exchange"] <= exchange), default=None)
+    return shown_metrics({row["metric"]: row["value"] for row in rows if row["exchange"] == last})

@@ -1,0 +1,84 @@
+"""flwr-replay runs and watch."""
+
+import shutil
+import threading
+import time
+
+import pytest
+
+from flwr_replay import run
+from flwr_replay.cli.main import app
+from flwr_replay.errors import RunError
+from flwr_replay.runs.listing import clean, watch
+
+TINY = {"task": "digits", "nodes": 2, "rounds": 2, "model.width": 4}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        place = tmp_path_factory.mktemp("runs")
+        patch.setenv("FLWR_REPLAY_HOME", str(place / "home"))
+        for name in ("fedavg", "cwt"):
+            run(TINY, strategy=name, run_name=name, runs_dir=place / "runs", record="all")
+        yield place / "runs"
+
+
+def said(capsys, *words):
+    app(list(map(str, words)), standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_runs_are_listed_and_shown(runs, capsys, tmp_path):
+    listed = said(capsys, "runs", "list", "--runs-dir", runs)
+    assert [line for line in listed.splitlines() if not line.startswith(" ")] == ["fedavg", "cwt"]
+    assert listed.count("accuracy 0.") == 2
+    assert "Nothing here is differentially private" in said(capsys, "runs", "show", runs / "cwt")
+    table = said(capsys, "runs", "compare", runs / "cwt", runs / "fedavg")
+    assert "fedavg" in table
+    assert all(max(map(len, one.splitlines())) <= 80 for one in (table, listed))
+    with pytest.raises(RunError, match="it has none"):
+        said(capsys, "runs", "list", "--runs-dir", tmp_path)
+
+
+def test_an_unfinished_run_is_listed_but_neither_compared_nor_cleaned(runs, capsys, tmp_path):
+    shutil.copytree(runs / "cwt", tmp_path / "cwt")
+    (tmp_path / "cwt" / "result.json").unlink()
+    assert "not finished, last written 0:00:0" in said(capsys, "runs", "list", "--runs-dir", tmp_path)
+    assert "not finished" in said(capsys, "runs", "show", tmp_path / "cwt")
+    with pytest.raises(RunError, match="finished runs are compared"):
+        said(capsys, "runs", "compare", runs / "fedavg", tmp_path / "cwt")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RunError, match="only finished runs are cleaned"):
+        said(capsys, "runs", "clean", "--yes", tmp_path / "cwt")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_cleaning_keeps_what_a_result_needs(runs, capsys, tmp_path):
+    folder = shutil.copytree(runs / "cwt", tmp_path / "cwt")
+    assert "checkpoints" in said(capsys, "runs", "clean", "--yes", folder)
+    assert not (folder / "messages").exists()
+    assert (folder / "models" / "global.safetensors").exists()
+    assert "cwt on digits" in said(capsys, "runs", "show", folder)
+    assert clean([folder]) == []
+
+
+def test_a_live_run_is_followed_to_its_end(runs, tmp_path):
+    folder = shutil.copytree(runs / "cwt", tmp_path / "cwt")
+    result = (folder / "result.json").read_bytes()
+    timings = (folder / "timings.jsonl").read_text().splitlines(keepends=True)
+    (folder / "result.json").unlink()
+    (folder / "timings.jsonl").write_text(timings[0])
+
+    def go_on():
+        time.sleep(0.2)
+        (folder / "timings.jsonl").write_text("".join(timings))
+        (folder / "result.json").write_bytes(result)
+
+    worker = threading.Thread(target=go_on)
+    worker.start()
+    lines = list(watch(folder))
+    worker.join()
+    assert len(lines) == len(timings)
+    assert lines[0].startswith("exchange 1  not yet evaluated")
+    assert "accuracy 0." in lines[-1]
