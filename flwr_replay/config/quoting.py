@@ -12,8 +12,8 @@ __all__ = ["quoted"]
 def quoted(value: Any) -> str:
     """Write a value so that `compose` reads it back.
 
-    >>> quoted(["a", "it's"]), quoted(1e-5), quoted(True)
-    ("['a','it\\\\'s']", '1e-05', 'true')
+    >>> print(quoted(["a b", 1]), quoted(1e-5), quoted(True))
+    ['a b',1] 1e-05 true
     """
     from hydra.core.override_parser.types import Quote, QuotedString
 
