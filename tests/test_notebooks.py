@@ -13,10 +13,7 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "docs" / "notebooks").
 def test_a_notebook_runs_and_is_kept_without_outputs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     notebook = nbformat.read(path, as_version=4)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(not cell.outputs for cell in cells)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert all(
-        cell.outputs for cell in cells if not cell.source.startswith(("from", "import")) or "print" in cell.source
-    )
-    assert "differentially private" in str(notebook) if path.stem == "first_steps" else "proven" in str(notebook)
+    shown = str([cell.get("outputs") for cell in notebook.cells])
+    assert {"first_steps": "no epsilon can be stated", "proxyfl": "proven"}[path.stem] in shown
