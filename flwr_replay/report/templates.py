@@ -173,15 +173,17 @@ ATTACKS = """\
 </figure>
 {% endfor %}
 {% endfor %}
+{% if images.rows %}
 <h2>Figures</h2>
 {{ draw.table(images) }}
+{% endif %}
 {% if members.rows %}
 <h2>Membership</h2>
 {{ draw.table(members) }}
 {% endif %}
 <h2>What this does not show</h2>
 <ul>{% for line in not_shown %}<li>{{ line }}</li>{% endfor %}</ul>
-<p class="faint">Written by flwr-replay privacy attack. Attacks on recorded messages; the judge has the originals, the attacker has not.</p>
+<p class="faint">Attacks on recorded messages; the judge has the originals, the attacker has not.</p>
 {% endblock %}
 """
 

@@ -156,7 +156,7 @@ def test_replayed_codes_of_others_are_not_judged(runs, tmp_path, monkeypatch, ca
     shutil.copytree(runs / "codes", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
     _, results, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--aux", "undealt", whom="institution-2")
     assert 0 < results["codes", "decoded codes"]["scores"]["number"] <= 60 < 120
-    labels = results["labels", "read them"]["labels"]
+    labels = results["labels", "reading"]["labels"]
     assert labels["number"] == 60 >= labels["right"] > 30  # after two epochs some images have the same codes
     assert "membership" in results["arrays", "reconstruction error"]
 
@@ -171,7 +171,7 @@ def test_local_dp_hides_images_and_labels(runs, monkeypatch, capsys):
     _, results, _ = attacked(monkeypatch, capsys, runs / "noisy", "--aux", "undealt")
     for attack in ("latent matching", "learned decoder"):
         assert results["latents", attack]["scores"]["identified"]["value"] < 0.2, attack
-    labels = results["labels", "read them"]["labels"]
+    labels = results["labels", "reading"]["labels"]
     assert 0 < labels["right"] < labels["number"] // 2
 
 
