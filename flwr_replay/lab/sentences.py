@@ -40,7 +40,7 @@ def sentence(result: dict[str, Any]) -> str:
         found = result["labels"]
         return f"{sent} Labels, by {result['attack']}: {found['right']:,} of {found['number']:,} are right."
     if "picture" not in result:
-        return f"{sent} {result['attack'].capitalize()} was not tried: {result['not-judged']}"
+        return f"{sent} {result['attack'][0].upper()}{result['attack'][1:]} was not tried: {result['not-judged']}"
     tried = f"in {_time(result['seconds'])}, by {result['attack']}"
     if not result.get("scores"):
         return f"{sent} There are pictures, {tried}; nobody judged them: {result['not-judged']}"
