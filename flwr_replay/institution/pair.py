@@ -177,7 +177,12 @@ class PairClient(InstitutionClient):
         proxy = self.evaluated(theta, request.split)
         if request.listen == "loss":
             return PairEvaluation.of_pair(self.evaluated(phi, request.split, "private"), proxy)
-        own = self.task.evaluate(self.pooled(phi, theta, request), shard.x, shard.y)
+        pool = self.pooled(phi, theta, request)
+        used = {"weights": np.array(pool.weights)} | {
+            f"other.{name}": one for name, one in to_arrays(pool.other).items()
+        }
+        self.save("pool", request, used)  # whoever uses φ here later needs both
+        own = self.task.evaluate(pool, shard.x, shard.y)
         return PairEvaluation.of_pair(own, proxy)
 
 

@@ -20,6 +20,7 @@ from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import home
 from flwr_replay.files.tensors import StateDict, read_with_texts, unnested
 from flwr_replay.institution.state import RUNS
+from flwr_replay.learning.pooling import Pool
 from flwr_replay.learning.tasks import Regression, make_task
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import build
@@ -104,21 +105,22 @@ def load_model(place: str | Path, institution: str = "", run: str = "") -> Train
     folder = Path(place).expanduser().absolute()
     if (folder / "config.yaml").exists():
         config = compose(run_overrides(folder))
-        arrays = _of_institution(folder, institution) if institution else _global(folder)
+        network = _of_institution(folder, institution, config) if institution else _global(folder, config)
         scale = _label_scale(folder, config)
     elif (folder / RUNS).is_dir():
         of_run = _chosen(folder / RUNS, run)
-        config, arrays, scale = compose(overrides_of(of_run / "options.json")), _private(of_run), None
+        config, scale = compose(overrides_of(of_run / "options.json")), None
+        network = _private(of_run, config)
         if isinstance(make_task(config.task), Regression):
             raise RunError(
                 "a regression's labels were standardised by sums that only the server has: give the run directory"
             )
     else:
         raise RunError(f"a model is in a run directory or in an institution's state directory; {folder} is neither")
-    return TrainedModel(_network(config, arrays), config.task, *(scale or (0.0, 1.0))).eval()
+    return TrainedModel(network, config.task, *(scale or (0.0, 1.0))).eval()
 
 
-def _global(folder: Path) -> StateDict:
+def _global(folder: Path, config: RunConfig) -> nn.Module:
     file = folder / "models" / "global.safetensors"
     if not file.exists():
         there = sorted(path.stem for path in (folder / "models").glob("*.safetensors"))
@@ -126,21 +128,21 @@ def _global(folder: Path) -> StateDict:
         raise RunError(
             f"{folder} has no global model: its method keeps one at each institution; give --institution {named}"
         )
-    return read_with_texts(file)[0]
+    return _network(config, read_with_texts(file)[0])
 
 
-def _of_institution(folder: Path, institution: str) -> StateDict:
+def _of_institution(folder: Path, institution: str, config: RunConfig) -> nn.Module:
     """Return a model that the server has by an institution's name, or a simulated institution's private one."""
     file = folder / "models" / f"{institution}.safetensors"
     if file.exists():
-        return read_with_texts(file)[0]
+        return _network(config, read_with_texts(file)[0])
     states = home() / "state" / "simulation"
     of_run = states / institution / RUNS / read_run_id(folder)
     if not of_run.is_dir():
         known = sorted(path.name for path in states.iterdir() if path.is_dir()) if states.is_dir() else []
         hint = nearest(institution, known) if known else "in a deployment, give its state directory"
         raise RunError(f"no model of {institution!r} is in {folder}, nor with a simulated institution: {hint}")
-    return _private(of_run)
+    return _private(of_run, config)
 
 
 def _chosen(runs: Path, run: str) -> Path:
@@ -153,15 +155,24 @@ def _chosen(runs: Path, run: str) -> Path:
     return runs / (run or names[-1])
 
 
-def _private(of_run: Path) -> StateDict:
-    """Return the model that an institution uses, as its last exchange left it."""
+def _private(of_run: Path, config: RunConfig) -> nn.Module:
+    """Return the model that an institution uses, as its last exchange left it; with listen=pool both halves."""
     for key in PRIVATE:
         files = sorted(of_run.glob(f"{key}-[0-9]*.safetensors"))
-        if files:
-            arrays = read_with_texts(files[-1])[0]
-            return unnested(arrays)["model"] if key == "pair" else arrays
+        if not files:
+            continue
+        arrays = read_with_texts(files[-1])[0]
+        if key != "pair":
+            return _network(config, arrays)
+        own = _network(config, unnested(arrays)["model"])
+        pools = sorted(of_run.glob("pool-[0-9]*.safetensors"))
+        if not pools:
+            return own
+        pool = read_with_texts(pools[-1])[0]
+        a, b = pool["weights"].tolist()
+        return Pool(own, _network(config, unnested(pool)["other"]), (a, b))
     raise RunError(
-        f"{of_run} holds no model of the institution's own: its method keeps a global one; give the run directory"
+        f"{of_run} holds no model that can be loaded: give the run directory, if its method has a global one"
     )
 
 

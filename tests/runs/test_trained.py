@@ -85,12 +85,15 @@ def test_images_of_another_form_and_empty_folders_are_refused_whole(ran, images,
         images_in(tmp_path / "none")
 
 
-@pytest.mark.parametrize("strategy", ["proxyfl", "local"])
-def test_private_models_are_used_at_their_institution(strategy, tmp_path, monkeypatch):
-    options = ["private_models=[cnn,mlp]", "dp=none"] if strategy == "proxyfl" else []
+@pytest.mark.parametrize("job", ["local", "proxyfl", "proxyfl, pool", "fml, pool"])
+def test_private_models_are_used_at_their_institution(job, tmp_path, monkeypatch):
+    strategy, _, pool = job.partition(", ")
+    options = [] if strategy == "local" else ["private_models=[cnn,mlp]", "dp=none", "lr=0.3"]
+    options += ["listen=pool", "alpha=0", "private_epochs=2"] if pool else []
     result, folder = run_at(tmp_path, monkeypatch, "task=digits", f"strategy={strategy}", *options)
-    with pytest.raises(RunError, match="give --institution"):
-        load_model(folder)
+    if strategy != "fml":  # its proxy is at the server
+        with pytest.raises(RunError, match="give --institution"):
+            load_model(folder)
     states = tmp_path / "home" / "state" / "simulation"
     for name, examples in shards_of(folder).items():
         for model in (load_model(folder, name), load_model(states / name)):
