@@ -32,8 +32,9 @@ OTHER_DATA = {
         ["task=medmnist", "channels=3", "task.size=32", "classes=10", "nodes=8", "p=0.3", *CIFAR10],
         500,
     ),
-    "pneumonia": ("pneumoniamnist.npz", ["task=medmnist", "classes=2", "nodes=4", "p=0.8"], 120),
+    "pneumonia": ("pneumoniamnist.npz", ["task=medmnist", "classes=2", "nodes=2", "p=0.8", "majors=distinct"], 1000),
 }
+UNMIXED = "evaluate_before_mixing=true"
 MLP = "private_models=[mlp]"
 MIXED = "private_models=[mlp,lenet5_unpadded,cnn1,cnn2]"
 PAIRS = [f"ProxyFL := proxyfl:{MLP}", f"FML := fml:{MLP}"]
@@ -96,7 +97,7 @@ def sound(budget: int) -> Part:
 def sound_on(name: str) -> Part:
     """Return a part with the same settings on data on which they were not chosen."""
     data, task, size = OTHER_DATA[name]
-    options = [*task, *SKEW, f"partition.size={size}", "preset=sound", f"batch_size={size}", *SOUND[-2:]]
+    options = [*SKEW, *task, f"partition.size={size}", "preset=sound", f"batch_size={size}", *SOUND[-2:]]
     methods = [
         "ProxyFL := proxyfl",
         *(method.replace("batch_size=250", f"batch_size={size // 4}") for method in TEACHERS),
@@ -139,6 +140,20 @@ PARTS = [
     ),
     ablation("Fig. 7: with differential privacy.", "privacy-on"),
     ablation("Fig. 7: no clipping, no noise.", "privacy-off", ["dp=none"], alone=BY_ITSELF[:1]),
+    part(
+        "unmixed",
+        "Fig. 7: tested before averaging, as in the authors' code.",
+        ["FedAvg := fedavg", "AvgPush := avgpush"],
+        [*SHORT, UNMIXED],
+        "before-mixing-accuracy",
+    ),
+    part(
+        "unmixed-proxies",
+        "Fig. 7: the proxies before averaging.",
+        PAIRS,
+        [*SHORT, UNMIXED],
+        "before-mixing-proxy-accuracy",
+    ),
     ablation("Fig. 12: batch size.", "batch-100", ["batch_size=100"], PAIRS),
     ablation("Fig. 12: batch size, as in all other parts.", "batch-250", methods=PAIRS),
     ablation("Fig. 12: batch size.", "batch-500", ["batch_size=500"], PAIRS),

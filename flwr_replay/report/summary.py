@@ -16,6 +16,7 @@ from flwr_replay.report.progress import shown_bytes
 __all__ = ["CONFUSION", "confusion_of", "recorded_lines", "skew_lines", "summary", "warnings"]
 
 CONFUSION = "confusion.json"  # in a run directory
+MOST_SHOWN = 16  # institutions that get a line each
 EXPLODED = 100.0  # a loss that no useful classifier, regression of standardised labels or segmentation has
 
 
@@ -91,7 +92,9 @@ def skew_lines(skew: Mapping[str, Any] | None) -> list[str]:
     if skew is None:
         return []
     known = f"mean pairwise KS {skew['ks']:.3f}, TV {skew['tv']:.3f}; {skew['dropped']:,} examples left out"
-    return [f"training labels: {known}", *class_counts.summary(skew), *class_counts.warnings(skew)]
+    own = class_counts.extremes(skew)
+    counts = own if len(own) <= MOST_SHOWN else class_counts.summary(skew)
+    return [f"training labels: {known}", *counts, *class_counts.warnings(skew)]
 
 
 def warnings(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]]) -> list[str]:

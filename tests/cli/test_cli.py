@@ -303,14 +303,14 @@ def test_classes_that_starve_are_said_after_a_run_and_in_its_result(flwr_replay)
     code, out, err = flwr_replay(*words, "partition.size=200", "run-name=first")
     assert code == 0, err
     [warning] = [line for line in out.splitlines() if line.startswith("warning: classes starve at ")]
-    assert len([line for line in out.splitlines() if line.startswith("training examples of a class: most 140 ")]) == 1
+    assert len([line for line in out.splitlines() if ": largest 140 of class " in line]) == 4
     classes = json.loads(Path("runs/first/result.json").read_text())["skew"]["classes"]
     largest = classes["uniform-size"]
     assert f"set partition.rest=uniform (partition.size={largest} at most)" in warning
     assert any(one["starved"] for one in classes["institutions"].values())
     code, out, err = flwr_replay(*words, f"partition.size={largest}", "rest=uniform")
     assert code == 0, err
-    assert "training examples of a class" in out
+    assert "institution-4: largest " in out
     assert "warning" not in out
 
 
