@@ -2,7 +2,7 @@
 
     python benchmarks/by_class.py runs/compare-… [--against METHOD]
 
-`rare` is the recall of the classes that nobody majors in (partition=majority), each class alike, mean over institutions.
+`rare` is the recall of the classes that nobody majors in (partition=majority), each alike, mean over institutions.
 `own mix` weights each institution's recall of a class by that class's share of its own training examples: what its own
 patients would see, if their labels stay as they are. Both come from `confusion.json`. Differences are paired by seed.
 
