@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 from click.exceptions import Abort, ClickException, NoArgsIsHelpError
 
+from flwr_replay import __version__
 from flwr_replay.cli.model import export, predict
 from flwr_replay.cli.privacy import app as privacy
 from flwr_replay.cli.runs import app as runs
@@ -25,25 +26,32 @@ from flwr_replay.errors import ConfigError, FlwrReplayError
 __all__ = ["app", "main"]
 
 NO_MEMORY = re.compile("can't allocate memory|out of memory")  # in PyTorch's error messages
+TWICE = re.compile(r"(?<=\?) \(Did you mean .*\)$")  # Typer suggests a command, and then Click does
 
 app = typer.Typer(
-    help="Federated learning on Flower, for institutions whose data differ.",
     no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
 data = typer.Typer(help="Show a data set and how it is split among institutions.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(privacy, name="privacy")
-app.command()(predict)
-app.command()(export)
 app.add_typer(runs, name="runs")
-app.command()(watch)
 
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Engine = Annotated[str, typer.Option("--engine", help="inline: in this process | ray: with Flower's Ray simulation.")]
+
+
+@app.callback()
+def version(
+    shown: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    """Federated learning on Flower, for institutions whose data differ."""
+    if shown:
+        print(f"flwr-replay {__version__}")
+        raise typer.Exit
 
 
 @app.command()
@@ -202,6 +210,10 @@ def doctor() -> None:
     sys.exit(0 if healthy else 1)
 
 
+for command in (predict, export, watch):
+    app.command()(command)
+
+
 def main() -> None:
     """Run the command line; a user's mistake is reported in one line, with exit code 2."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up, as after Ctrl-C
@@ -212,7 +224,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (FlwrReplayError, OSError, ClickException) as error:
         text = error.format_message() if isinstance(error, ClickException) else str(error)
-        print(f"error: {' '.join(text.split())}", file=sys.stderr)
+        print(f"error: {TWICE.sub('', ' '.join(text.split()))}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):

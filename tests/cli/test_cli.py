@@ -331,3 +331,12 @@ def test_help_imports_nothing_heavy():
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=True)
     assert done.stdout.strip().endswith("[]")
+
+
+def test_the_version_is_shown_and_an_unknown_command_has_one_suggestion(flwr_replay):
+    code, out, _ = flwr_replay("--version")
+    assert (code, out) == (0, "flwr-replay 0.1.0\n")
+    code, _, err = flwr_replay("studdy")
+    assert (code, err.count("Did you mean")) == (2, 1)
+    code, out, _ = flwr_replay()
+    assert "Usage:" in out
