@@ -26,7 +26,7 @@ from flwr_replay.errors import ConfigError, FlwrReplayError
 __all__ = ["app", "main"]
 
 NO_MEMORY = re.compile("can't allocate memory|out of memory")  # in PyTorch's error messages
-TWICE = re.compile(r"(?<=\?) \(Did you mean .*\)$")  # Typer suggests a command, and then Click does
+TWICE = re.compile(r"(?<=\?) \(?Did you mean .*$")  # Typer suggests a command, and then Click does
 
 app = typer.Typer(
     no_args_is_help=True,
