@@ -6,6 +6,7 @@ Options are those of docs/options.md. A name with a dot or a hyphen is written w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,18 @@ class Comparison:
         """The finished runs by method and seed."""
         cells = [cell for cell in self.report["cells"] if "result" in cell]
         return {(cell["label"], cell["seed"]): Run(self.folder / cell["folder"], cell["result"]) for cell in cells}
+
+    def shown(self, form: str) -> str:
+        """Write the comparison as text, md, csv, latex or json."""
+        if form == "md":
+            from flwr_replay.report.comparison import markdown, notes
+
+            return "\n".join([*markdown(self.report), "", *(f"- {note}" for note in notes(self.report))])
+        if form == "csv":
+            return str(self.table.to_csv()).rstrip()
+        if form == "latex":
+            return str(self.table.to_latex(float_format="%.4g", escape=True)).rstrip()
+        return json.dumps(self.report, indent=2) if form == "json" else self.text
 
     def __str__(self) -> str:
         return self.text

@@ -35,11 +35,7 @@ from flwr_replay.runs.opening import check_unchanged
 from flwr_replay.runs.options import resolve
 from flwr_replay.runs.simulate import Simulation
 from flwr_replay.studies.cells import Cell, Method, run_all, short_hash
-from flwr_replay.studies.methods import (
-    methods_of,
-    named,
-    options_of,
-)
+from flwr_replay.studies.methods import methods_of, named, options_of, swept
 
 __all__ = ["Comparison", "compare_strategies", "planned", "run_comparisons"]
 
@@ -106,6 +102,7 @@ def planned(
 
     `part` is the part of a study that it belongs to.
     """
+    strategies, options = swept(strategies, options)
     shared, own, seeds = options_of(options, [named(name)[1].partition(":")[0] for name in strategies])
     methods = methods_of(strategies, own)
     labels = [method.label for method in methods]

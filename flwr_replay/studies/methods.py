@@ -11,7 +11,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.studies.cells import Method
 
-__all__ = ["methods_of", "named", "options_of"]
+__all__ = ["methods_of", "named", "options_of", "swept"]
 
 SEEDS = (0, 1, 2)
 MOST_SEEDS = 1000
@@ -31,6 +31,38 @@ OURS = {  # options that a comparison sets itself, with what to write instead
     "run_name": "cells are named by method and seed",
     "resume": "repeat the same command to continue",
 }
+
+
+def swept(names: Sequence[str], options: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Make a method of each value of an option with several, `lr=0.1|0.3`; return the methods and the other options.
+
+    `fedreplay.cut=layer2|layer3` is for one method only. Quoted texts and paths are left as they are.
+
+    >>> swept(["cwt", "deep := fedavg:width=9"], ["lr=0.1|0.3", "rounds=2"])[0]
+    ['cwt:lr=0.1', 'cwt:lr=0.3', 'deep:lr=0.1 := fedavg:width=9:lr=0.1', 'deep:lr=0.3 := fedavg:width=9:lr=0.3']
+    """
+    methods, others = list(names), []
+    for option in options:
+        key, _, value = option.partition("=")
+        if "|" not in value or set(value) & set("'\"/"):
+            others.append(option)
+            continue
+        prefix, _, rest = key.partition(".")
+        of_one = prefix in map(_strategy, methods)
+        ends = [f":{rest if of_one else key}={one}" for one in value.split("|")]
+        several = [[name] if of_one and _strategy(name) != prefix else _ending(name, ends) for name in methods]
+        methods = [name for variants in several for name in variants]
+    return methods, others
+
+
+def _strategy(name: str) -> str:
+    return named(name)[1].partition(":")[0]
+
+
+def _ending(name: str, ends: Sequence[str]) -> list[str]:
+    """Return a method with each of these options, its label with it, too."""
+    label, spec = named(name)
+    return [f"{label}{end} := {spec}{end}" if label != spec else f"{spec}{end}" for end in ends]
 
 
 def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, list[str]], tuple[int, ...]]:

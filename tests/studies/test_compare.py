@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.special import gamma
 
+from flwr_replay.cli.main import app
 from flwr_replay.errors import ConfigError, DivergedError, RunError
 from flwr_replay.files.atomic import alone
 from flwr_replay.report.comparison import interval, paired_difference, summarise, table
 from flwr_replay.report.plots import curves, points
 from flwr_replay.studies import cells as cells_module
 from flwr_replay.studies.compare import compare_strategies
+from flwr_replay.studies.methods import methods_of, options_of, swept
 
 SMALL = ["model=mlp", "width=8", "rounds=2", "nodes=3", "partition.size=60", "ks=0.6", "device=cpu"]
 
@@ -293,3 +295,30 @@ def test_a_run_without_the_metric_asked_for_is_none_that_counts():
     result = {"final": {"global": {"accuracy": 0.5}, "institutions": {}}}
     found = summarise([{"label": "a", "seed": 0, "result": result}], ["a"], "a", "external-accuracy", True)
     assert (found["a"]["values"], found["a"]["mean"]) == ({}, None)
+
+
+def test_a_sweep_makes_a_method_of_each_value():
+    assert swept(["cwt", "fedreplay"], ["fedreplay.cut=conv1|layer1", "lr=1|2", "task.data-dir='a|b'"]) == (
+        [f"{name}:lr={lr}" for name in ("cwt", "fedreplay:cut=conv1", "fedreplay:cut=layer1") for lr in (1, 2)],
+        ["task.data-dir='a|b'"],
+    )
+    shared, own, _ = options_of([], ["cwt"])
+    assert [method.label for method in methods_of(swept(["a := cwt"], ["lr=1|2"])[0], own)] == ["a:lr=1", "a:lr=2"]
+    assert not shared
+
+
+def test_a_swept_comparison_is_written_in_every_format(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "cwt", "task=digits", "nodes=2", "rounds=1", "seeds=1", "model.width=4", "lr=0.01|0.1"]
+    found = {}
+    for form in ("text", "md", "csv", "latex", "json"):
+        app([*words, "--format", form], standalone_mode=False)
+        found[form] = capsys.readouterr().out
+        assert "lr=0.1" in found[form]
+    mean = json.loads(found["json"])["strategies"]["cwt:lr=0.01"]["mean"]
+    assert f"cwt:lr=0.01,{mean}" in found["csv"]
+    assert f"| cwt:lr=0.01 | {mean:.4f} |" in found["md"]
+    assert r"\begin{tabular}" in found["latex"]
+    with pytest.raises(ConfigError, match="--format must be one of text, md"):
+        app([*words, "--format", "html"], standalone_mode=False)
