@@ -19,6 +19,7 @@ from click.exceptions import Abort, ClickException, NoArgsIsHelpError
 from flwr_replay import __version__
 from flwr_replay.cli.model import export, predict
 from flwr_replay.cli.privacy import app as privacy
+from flwr_replay.cli.rehearse import rehearse
 from flwr_replay.cli.runs import app as runs
 from flwr_replay.cli.runs import watch
 from flwr_replay.errors import ConfigError, FlwrReplayError
@@ -215,7 +216,7 @@ def doctor() -> None:
     sys.exit(0 if healthy else 1)
 
 
-for command in (predict, export, watch):
+for command in (predict, export, watch, rehearse):
     app.command()(command)
 
 

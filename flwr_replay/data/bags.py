@@ -38,7 +38,9 @@ def read_bags(task: TaskConfig) -> dict[str, Raw]:
     if not task.data_dir:
         raise ConfigError(f"task={task.name} reads a folder of bags: set task.data-dir=FOLDER")
     manifest, known = Path(task.data_dir).expanduser().absolute() / "manifest.csv", (*SPLITS, "external")
-    return raws_of(manifest_rows(manifest, task, "bag", known), task, str(manifest), _read_bag, np.float32, known)
+    return raws_of(
+        manifest_rows(manifest, task.site_column, "bag", known), task, str(manifest), _read_bag, np.float32, known
+    )
 
 
 def _read_bag(row: Row, task: TaskConfig) -> NDArray[np.float32]:

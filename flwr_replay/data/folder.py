@@ -18,7 +18,7 @@ from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of
 from flwr_replay.data.readers import Raw, picture
 from flwr_replay.errors import ConfigError, DataError
 
-__all__ = ["SUFFIXES", "read_folder", "read_image"]
+__all__ = ["SUFFIXES", "folder_rows", "read_folder", "read_image"]
 
 SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
 MODES = {1: "L", 3: "RGB"}
@@ -39,11 +39,22 @@ def read_folder(task: TaskConfig) -> dict[str, Raw]:
     if task.channels not in MODES:
         raise ConfigError(f"images of a folder have task.channels=1 (grey) or 3 (colour); got {task.channels}")
     root = Path(task.data_dir).expanduser().absolute()
+    manifest = root / "manifest.csv"
+    return raws_of(folder_rows(root, task.site_column), task, str(manifest if manifest.is_file() else root), read_image)
+
+
+def folder_rows(root: Path, site_column: str = "site") -> list[Row]:
+    """List the images of a folder, by its manifest if it has one.
+
+    Raises
+    ------
+    DataError
+        If it is no folder, or for a wrong row.
+    """
     if not root.is_dir():
         raise DataError(f"task.data-dir must be a folder; {root} is not: set it to the folder with the images")
     manifest = root / "manifest.csv"
-    rows = manifest_rows(manifest, task, "image") if manifest.is_file() else _folder_rows(root)
-    return raws_of(rows, task, str(manifest if manifest.is_file() else root), read_image)
+    return manifest_rows(manifest, site_column, "image") if manifest.is_file() else _folder_rows(root)
 
 
 def _folder_rows(root: Path) -> list[Row]:

@@ -43,15 +43,15 @@ class Row:
     patient: str = ""  # empty: not known
 
 
-def manifest_rows(path: Path, task: TaskConfig, column: str, known: Sequence[str] = SPLITS) -> list[Row]:
+def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str] = SPLITS) -> list[Row]:
     """Read a manifest.
 
     Parameters
     ----------
     path : Path
         The manifest; file names are relative to its folder.
-    task : TaskConfig
-        Its `site_column` is the column with the institution.
+    site_column : str
+        The column with the institution; `site` may be missing.
     column : str
         The column with the file: image or bag.
     known : sequence of str
@@ -63,10 +63,10 @@ def manifest_rows(path: Path, task: TaskConfig, column: str, known: Sequence[str
         For an empty cell, an unknown split, or a file that is listed twice, even under two spellings; the error names
         it.
     """
-    wanted = [column, "label", *([task.site_column] if task.site_column != "site" else [])]
+    wanted = [column, "label", *([site_column] if site_column != "site" else [])]
     lines = csv_rows(path, wanted)
     present = list(lines[0][1]) if lines else []
-    used = {*wanted, *(name for name in (task.site_column, "split") if name in present)}
+    used = {*wanted, *(name for name in (site_column, "split") if name in present)}
     rows, listed = [], {}  # type: list[Row], dict[Path, str]
     for where, cells in lines:
         values = {name: cells[name] for name in used}
@@ -78,7 +78,7 @@ def manifest_rows(path: Path, task: TaskConfig, column: str, known: Sequence[str
         file, patient = path.parent / values[column], cells.get("patient", "")
         if (earlier := listed.setdefault(file.resolve(), where)) != where:
             raise DataError(f"a file must be listed once; {file} is in {earlier} and in {where}")
-        rows.append(Row(file, values["label"], where, values.get(task.site_column), values.get("split"), patient))
+        rows.append(Row(file, values["label"], where, values.get(site_column), values.get("split"), patient))
     return rows
 
 

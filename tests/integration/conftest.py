@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import signal
-import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flwr_replay.runs.superlink import SuperLink, flower, flwr_run, free_port, superlink
+from flwr_replay.runs.rehearsal import supernode
+from flwr_replay.runs.superlink import SuperLink, flwr_run, superlink
 
 HOSPITALS = Path(__file__).parents[2] / "docs" / "examples" / "hospitals"
 CLINICS = ("clinic-a", "clinic-b")
@@ -79,31 +77,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         link = stack.enter_context(superlink(root / "link", simulation=False))
         for clinic in (*CLINICS, REFUSES):
             policy = open_policy if clinic != REFUSES else closed_policy
-            stack.enter_context(supernode(link, clinic, root / "data" / clinic, root / "state", policy))
+            owned = {"name": clinic, "data": str(root / "data" / clinic), "state": str(root / "state")}
+            stack.enter_context(supernode(link, clinic, owned | {"policy": str(policy), "record": "all"}))
         yield Deployment(link, root / "data", root / "state", root / "runs")
-
-
-@contextmanager
-def supernode(link: SuperLink, name: str, data: Path, state: Path, policy: Path) -> Iterator[None]:
-    """Start one institution's SuperNode, in a session of its own and with a Flower home of its own, by its name."""
-    home = link.folder / name
-    home.mkdir()
-    owned = f'name="{name}" data="{data}" state="{state}" policy="{policy}" record="all"'
-    command = [flower("flower-supernode"), "--insecure", "--superlink", f"127.0.0.1:{link.port}"]
-    command += ["--port", str(free_port()), "--node-config", owned]
-    environment = {**link.environment, "FLWR_HOME": str(home), "FLWR_REPLAY_HOME": str(home / "unused")}
-    with open(home.with_suffix(".log"), "w") as log:
-        node = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=home, text=True
-        )
-        try:
-            yield
-        finally:
-            end(node)
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """Kill a process and what it started in its session; a SuperNode asked politely takes seconds to go."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=10)

@@ -1,0 +1,37 @@
+"""flwr-replay rehearse: a deployment on this machine, before the real one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["rehearse"]
+
+
+def rehearse(
+    data: Annotated[str, typer.Argument(help="A folder of images, as task=folder reads it.")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")] = None,
+    institutions: Annotated[
+        int, typer.Option("--institutions", help="How many; 0: as the manifest's column site says, else three.")
+    ] = 0,
+    policy: Annotated[str, typer.Option("--policy", help="Every institution's policy file.")] = "",
+    out: Annotated[str, typer.Option("--out", help="A new folder; default: rehearsal-<date> here.")] = "",
+) -> None:
+    """Deploy on this machine: a SuperLink, a SuperNode for each institution with data of its own, one run; then stop.
+
+    Shows the run, the end of each institution's log, and the summary. Ctrl-C stops everything.
+    """
+    print("loading …", file=sys.stderr, flush=True)
+    from flwr_replay.report.summary import summary
+    from flwr_replay.runs.rehearsal import rehearse
+
+    place = Path(out or f"rehearsal-{time.strftime('%Y%m%d-%H%M%S')}").expanduser().absolute()
+    own = Path(policy).expanduser().absolute() if policy else None
+    source = Path(data).expanduser().absolute()
+    result, folder = rehearse(options or [], source, institutions, own, place, lambda line: print(line, flush=True))
+    print(summary(result, folder))
+    print(f"each institution's own ledger: {place / 'state'}\nthe run's page: {folder / 'report.html'}")

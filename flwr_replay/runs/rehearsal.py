@@ -1,0 +1,219 @@
+"""A rehearsal: a real SuperLink and a real SuperNode for each institution on this machine, with data of their own.
+
+    rehearsal-…/data/<institution>/     its images and manifest.csv, dealt from one folder
+    rehearsal-…/state/<institution>/    its ledger, account and models
+    rehearsal-…/logs/                   what SuperLink and SuperNodes said
+    rehearsal-…/runs/rehearsal/         the coordinator's run directory
+
+Everything that a deployment does happens: messages over gRPC, policies, accounts. What is missing is the network
+between machines, TLS and the keys of the SuperNodes (docs/deploy.md).
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.config.compose import compose
+from flwr_replay.config.quoting import quoted
+from flwr_replay.data.folder import folder_rows
+from flwr_replay.data.manifest import INTEGER, Row
+from flwr_replay.data.readers import picture
+from flwr_replay.errors import ConfigError, DataError, RunError
+from flwr_replay.files.atomic import NAME, private_folder
+from flwr_replay.rng import derived_rng
+from flwr_replay.runs.opening import read_result
+from flwr_replay.runs.superlink import SuperLink, flower, flwr_run, free_port, superlink
+
+__all__ = ["deal", "rehearse", "supernode"]
+
+OWN = (
+    "nodes",
+    "runs_dir",
+    "run_name",
+    "task",
+    "data_dir",
+    "task.data_dir",
+    "partition",
+)  # what a rehearsal sets itself
+SHOWN = 8  # lines of a log
+
+
+def rehearse(
+    options: Sequence[str], data: Path, institutions: int, policy: Path | None, place: Path, say: Callable[[str], None]
+) -> tuple[dict[str, Any], Path]:
+    """Deal a folder of images among institutions, deploy on this machine, run, and stop everything.
+
+    Parameters
+    ----------
+    options : sequence of str
+        Of the run, as for `flwr-replay run`; size, channels and classes are read from the images if not given.
+    data : Path
+        A folder of images as task=folder reads it. A manifest's column `site` says whose an image is.
+    institutions : int
+        How many, if there is no such column; 0: as many as sites, else three.
+    policy : Path or None
+        Every institution's policy.
+    place : Path
+        A new folder for data, state, logs and the run.
+    say : callable
+        Receives the run's log, line by line, and at the end the last lines of each institution's.
+
+    Returns
+    -------
+    result : dict
+        The content of `result.json`.
+    folder : Path
+        The run directory.
+
+    Raises
+    ------
+    FlwrReplayError
+        If the options or data cannot be used, before anything starts; `RunError` if the run does not end well.
+    """
+    keys = [option.partition("=")[0].replace("-", "_") for option in options]
+    for key in keys:
+        if key in OWN:
+            raise ConfigError(f"a rehearsal sets {key.replace('_', '-')} itself: leave it out")
+    if policy is not None and not policy.is_file():
+        raise ConfigError(f"--policy must be a file; got {policy}")
+    rows = folder_rows(data)
+    given = {key.removeprefix("task.") for key in keys}
+    task = [f"task.{key}={quoted(value)}" for key, value in _form(rows).items() if key not in given]
+    names = _names(rows, institutions)
+    runs = [f"nodes={len(set(names))}", f"runs_dir={quoted(place / 'runs')}", "run_name=rehearsal"]
+    overrides = ["task=folder", *task, *options, *runs]
+    compose(overrides)  # a wrong option is reported before anything is written
+    if place.exists():
+        raise RunError(f"a rehearsal's folder must be new; {place} exists: choose another --out, or delete it")
+    for part in ("data", "state", "logs"):
+        private_folder(place / part)
+    deal(rows, names, place / "data")
+    with ExitStack() as stack:
+        link = stack.enter_context(_linked(place))
+        for name in sorted(set(names)):
+            owned = {"name": name, "data": str(place / "data" / name), "state": str(place / "state")}
+            stack.enter_context(supernode(link, name, owned | ({"policy": str(policy)} if policy else {})))
+        for line in flwr_run(link, overrides):
+            say(line.rstrip("\n"))
+    folder = place / "runs" / "rehearsal"
+    well = (folder / "result.json").exists()
+    for log in sorted((place / "logs").glob("*.log")):
+        if not well or log.stem in names:  # the SuperLink's matters if something went wrong
+            lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+            say("\n".join([f"--- the end of {log}", *lines[-SHOWN:]]))
+    if not well:
+        raise RunError(
+            f"the rehearsal ended without a result; its reason is above, and all logs are in {place / 'logs'}"
+        )
+    return read_result(folder), folder
+
+
+@contextmanager
+def _linked(place: Path) -> Iterator[SuperLink]:
+    """Start the SuperLink; afterwards keep its log and those of the nodes."""
+    home = private_folder(place / "flower")
+    try:
+        with superlink(home, simulation=False) as link:
+            yield link
+    finally:
+        for log in home.glob("*.log"):
+            shutil.copy(log, place / "logs" / log.name)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@contextmanager
+def supernode(link: SuperLink, name: str, owned: Mapping[str, str]) -> Iterator[None]:
+    """Start an institution's SuperNode in a session of its own and with a Flower home of its own; end it afterwards.
+
+    Parameters
+    ----------
+    link : SuperLink
+        What it connects to; the log is `<name>.log` in its folder.
+    name : str
+        Of the log.
+    owned : Mapping
+        Its `--node-config`.
+    """
+    home = private_folder(link.folder / name)
+    config = " ".join(f'{key}="{value}"' for key, value in owned.items())
+    command = [flower("flower-supernode"), "--insecure", "--superlink", f"127.0.0.1:{link.port}"]
+    command += ["--port", str(free_port()), "--node-config", config]
+    environment = {**link.environment, "FLWR_HOME": str(home), "FLWR_REPLAY_HOME": str(home / "unused")}
+    with open(home.with_suffix(".log"), "w", encoding="utf-8") as log:
+        node = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=home)
+        try:
+            yield
+        finally:  # asked politely, it takes seconds to go
+            with suppress(ProcessLookupError):
+                os.killpg(node.pid, 9)
+            node.wait(timeout=10)
+
+
+def deal(rows: Sequence[Row], names: Sequence[str], root: Path) -> None:
+    """Copy each institution's images to `root/<name>`, with a `manifest.csv`.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        The images.
+    names : sequence of str
+        Whose each of them is.
+    root : Path
+        The folder of the institutions' folders.
+    """
+    for name in sorted(set(names)):
+        folder = private_folder(root / name)
+        own = [row for row, whose in zip(rows, names, strict=True) if whose == name]
+        split, patients = own[0].split is not None, any(row.patient for row in own)
+        heads = ["image", "label", *(["split"] if split else []), *(["patient"] if patients else [])]
+        with open(folder / "manifest.csv", "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, heads, extrasaction="ignore")
+            writer.writeheader()
+            for n, row in enumerate(own):
+                image = f"{n:06d}{row.file.suffix.lower()}"
+                shutil.copy(row.file, folder / image)
+                values = {"image": image, "label": row.label, "split": row.split, "patient": row.patient}
+                writer.writerow(values)
+
+
+def _names(rows: Sequence[Row], institutions: int) -> list[str]:
+    """Say whose each image is: the site's, else of one of so many clinics, at random."""
+    sites = [row.site for row in rows]
+    if all(sites):
+        named = [str(site) for site in sites]
+        if institutions not in (0, len(set(named))):
+            raise ConfigError(
+                f"--institutions must be 0, or the manifest's {len(set(named))} sites; got {institutions}"
+            )
+        if wrong := [name for name in named if not NAME.fullmatch(name)]:
+            raise DataError(
+                f"a site's name has letters, digits, spaces, dots, hyphens and underscores; got {wrong[0]!r}"
+            )
+        return named
+    number = institutions or 3
+    if not 2 <= number <= len(rows):
+        raise ConfigError(f"--institutions must be from 2 to the number of images, {len(rows)}; got {institutions}")
+    order = derived_rng(0, "rehearsal").permutation(len(rows))
+    return [f"clinic-{at % number + 1}" for at in order.argsort()]
+
+
+def _form(rows: Sequence[Row]) -> dict[str, Any]:
+    """Read the task's options off the first image and the labels."""
+    try:
+        image = picture(rows[0].file, "RGB", rows[0].where)
+    except DataError as error:
+        raise DataError(f"{error}; a rehearsal reads the form of all images off the first") from None
+    red, green, blue = image.split()
+    grey = red.tobytes() == green.tobytes() == blue.tobytes()
+    labels = sorted({row.label for row in rows})
+    words = [label for label in labels if not INTEGER.fullmatch(label)]
+    classes = len(labels) if words else int(max(float(label) for label in labels)) + 1
+    named = {"class_names": labels} if words else {}
+    return {"size": image.height, "channels": 1 if grey else 3, "classes": classes, **named}

@@ -1,0 +1,106 @@
+"""A rehearsal deploys on this machine, runs, shows and stops everything, also after Ctrl-C."""
+
+import csv
+import os
+import runpy
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from integration.conftest import HOSPITALS
+from PIL import Image
+
+from flwr_replay.cli.main import app
+from flwr_replay.errors import ConfigError, DataError, RunError
+from flwr_replay.files.atomic import read_json
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory):
+    """Two clinics' images in one folder, with a column `site`."""
+    root = tmp_path_factory.mktemp("play") / "data"
+    runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](root)
+    manifest = root / "manifest.csv"
+    manifest.write_text("\n".join(row for row in manifest.read_text().splitlines() if not row.startswith("clinic-c")))
+    return root
+
+
+def started(place, play, *options):
+    words = ["rehearse", str(play), "strategy=cwt", "width=4", "device=cpu", "--out", str(place), *options]
+    command = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def left_over(place):
+    """Return the processes that still work in a rehearsal's folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if process.pid != os.getpid() and any(str(place) in word for word in process.info["cmdline"] or []):
+            found.append(process.info["cmdline"])
+    return found
+
+
+def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
+    place = tmp_path / "reh"
+    process = started(place, play, "rounds=1")
+    said = process.communicate(timeout=180)[0]
+    assert process.returncode == 0, said
+    result = read_json(place / "runs" / "rehearsal" / "result.json")
+    assert set(result["final"]["institutions"]) == {"clinic-a", "clinic-b"}
+    assert f"cwt on folder: accuracy {result['final']['global']['accuracy']:.4f}" in said
+    assert "--- the end of" in said
+    for clinic, number in (("clinic-a", 96), ("clinic-b", 80)):
+        with open(place / "data" / clinic / "manifest.csv", newline="") as file:
+            assert len(list(csv.DictReader(file))) == number
+        assert (place / "state" / clinic / "ledger.jsonl").exists()
+        assert (place / "logs" / f"{clinic}.log").exists()
+    assert (place / "runs" / "rehearsal" / "report.html").exists()
+    assert not (place / "flower").exists()
+    assert left_over(place) == []
+
+
+def test_ctrl_c_stops_all_of_it(play, tmp_path):
+    place = tmp_path / "reh"
+    process = started(place, play, "rounds=500")
+    for line in process.stdout:
+        if "logstream" in line:
+            os.killpg(process.pid, signal.SIGINT)
+            break
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert left_over(place) == []
+
+
+def test_what_cannot_be_rehearsed_is_refused_before_anything_is_written(play, tmp_path):
+    def refused(error, said, *words):
+        with pytest.raises(error, match=said):
+            app(["rehearse", str(play), "--out", str(tmp_path / "reh"), *words], standalone_mode=False)
+        assert not (tmp_path / "reh").exists()
+
+    refused(ConfigError, "a rehearsal sets nodes itself", "nodes=3")
+    refused(ConfigError, "must be 0, or the manifest's 2 sites; got 5", "--institutions", "5")
+    refused(ConfigError, "--policy must be a file", "--policy", "none.yaml")
+    refused(ConfigError, "did you mean fedavg", "strategy=fedav")
+    with pytest.raises(DataError, match="must be a folder"):
+        app(["rehearse", str(tmp_path / "nothing")], standalone_mode=False)
+    with pytest.raises(RunError, match="must be new"):
+        app(["rehearse", str(play), "--out", str(tmp_path)], standalone_mode=False)
+
+
+def test_a_folder_without_sites_is_dealt_at_random_and_colours_are_seen(tmp_path):
+    from flwr_replay.data.folder import folder_rows
+    from flwr_replay.runs.rehearsal import _form, _names
+
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        for n in range(5):
+            Image.new("RGB", (6, 6), (n, 2 * n, 9)).save(tmp_path / label / f"{n}.png")
+    rows = folder_rows(tmp_path)
+    names = _names(rows, 3)
+    assert sorted(map(names.count, set(names))) == [3, 3, 4]
+    assert _form(rows) == {"size": 6, "channels": 3, "classes": 2, "class_names": ["cat", "dog"]}
+    with pytest.raises(ConfigError, match="from 2 to the number of images, 10; got 11"):
+        _names(rows, 11)
