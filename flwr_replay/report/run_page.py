@@ -15,7 +15,7 @@ from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.charts import Curves, bars, curves
 from flwr_replay.report.pages import render
 from flwr_replay.report.progress import shown_bytes
-from flwr_replay.report.summary import confusion_of, recorded_lines, skew_lines, warnings
+from flwr_replay.report.summary import confusion_of, recorded_lines, sample_lines, skew_lines, warnings
 
 __all__ = ["PAGE", "write_run_page"]
 
@@ -63,13 +63,13 @@ def write_run_page(folder: Path) -> Path:
         metrics=_metrics(result),
         note=result.get("metrics-note", ""),
         confusion=_confusion(result, found),
-        skew=[line[0].upper() + line[1:] for line in skew_lines(result.get("skew"))] or [UNKNOWN_SKEW],
+        skew=[*map(_sentence, skew_lines(result.get("skew")))] or [UNKNOWN_SKEW],
         labels=_labels(result.get("skew") or {}),
-        claim=result["privacy-claim"],
+        claim=[result["privacy-claim"], *map(_sentence, sample_lines(result))],
         privacy=_privacy(result),
         left=(left := _left(folder)),
         kinds=[f"{kind}: {KINDS[kind]}." for kind in left["heads"][1:] if kind in KINDS],
-        recorded=recorded_lines(result, folder),
+        recorded=[*map(_sentence, recorded_lines(result, folder))],
         failures=[f"{one['institution']}, exchange {one['round']}: {one['reason']}" for one in result["failures"]],
         pictures=pictures,
         left_out=left_out,
@@ -88,6 +88,10 @@ def write_run_page(folder: Path) -> Path:
 UNKNOWN_SKEW = (
     "Only the institutions know their training labels. A deployment's server learns no more than their number."
 )
+
+
+def _sentence(line: str) -> str:
+    return f"{line[0].upper()}{line[1:]}{'' if line.endswith('.') else '.'}"
 
 
 def _question(result: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import shown_bytes
 
-__all__ = ["CONFUSION", "confusion_of", "recorded_lines", "skew_lines", "summary", "warnings"]
+__all__ = ["CONFUSION", "confusion_of", "recorded_lines", "sample_lines", "skew_lines", "summary", "warnings"]
 
 CONFUSION = "confusion.json"  # in a run directory
 MOST_SHOWN = 16  # institutions that get a line each
@@ -40,6 +40,22 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
         *skew_lines(result.get("skew")),
         f"sent: up {shown_bytes(result['bytes']['up'])}, down {shown_bytes(result['bytes']['down'])}",
     ]
+    lines += sample_lines(result)
+    lines.append(result["privacy-claim"])
+    for name, one in result["privacy"].items():
+        if one:
+            bound = None if one["epsilon"] is None else (rounded_up(one["epsilon"]), rounded_up(one["delta"], 2))
+            known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
+            lines.append(f"  {name}: {known}{one['mechanism']}")
+    lines += recorded_lines(result, folder)
+    lines += [f"warning: {line}" for line in warnings(result, confusion_of(folder))]
+    lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
+    return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])
+
+
+def sample_lines(result: Mapping[str, Any]) -> list[str]:
+    """Say how much went up that is of single patients, or drawn by generators, and what bounds that."""
+    lines = []
     up = result["bytes-by-kind"]["up"]
     if count := up.get("per-sample", 0) + up.get("per-sample-raw", 0):
         raw = up.get("raw-bytes-they-stand-for")
@@ -55,16 +71,7 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
         depend = "; their generators depend on all images of an institution, and no epsilon bounds what one shows"
         said = ", drawn by generators trained under DP" if bounded else f"{depend} of a patient"
         lines.append(f"synthetic images: {shown_bytes(count)} went up{said}")
-    lines.append(result["privacy-claim"])
-    for name, one in result["privacy"].items():
-        if one:
-            bound = None if one["epsilon"] is None else (rounded_up(one["epsilon"]), rounded_up(one["delta"], 2))
-            known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
-            lines.append(f"  {name}: {known}{one['mechanism']}")
-    lines += recorded_lines(result, folder)
-    lines += [f"warning: {line}" for line in warnings(result, confusion_of(folder))]
-    lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
-    return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])
+    return lines
 
 
 def confusion_of(folder: Path) -> dict[str, list[int]]:

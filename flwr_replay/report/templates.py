@@ -109,8 +109,8 @@ RUN = """\
 {% if labels %}{{ draw.confusion(labels) }}{% endif %}
 
 <h2>What left the institutions</h2>
-<p>{{ claim }}</p>
-{% if privacy %}{{ draw.table(privacy) }}{% endif %}
+{% for line in claim %}<p>{{ line }}</p>
+{% endfor %}{% if privacy %}{{ draw.table(privacy) }}{% endif %}
 {{ draw.table(left) }}
 <ul>{% for line in kinds %}<li>{{ line }}</li>{% endfor %}</ul>
 {% for line in recorded %}<p>{{ line }}</p>{% endfor %}

@@ -154,6 +154,7 @@ def test_other_tasks_and_replays_have_pages_too(options, tmp_path, monkeypatch):
     assert page.faults == []
     assert (folder / "report.html").stat().st_size < 1_000_000
     assert ("These show patients." in page.text) == ("replay=vqvae2" in options)
+    assert ("Of single patients: " in page.text) == ("replay=vqvae2" in options)
     assert ("less is better" in page.text) == (not result["higher-is-better"])
 
 
