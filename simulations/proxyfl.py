@@ -32,7 +32,7 @@ OTHER_DATA = {
         ["task=medmnist", "channels=3", "task.size=32", "classes=10", "nodes=8", "p=0.3", *CIFAR10],
         500,
     ),
-    "pneumonia": ("pneumoniamnist.npz", ["task=medmnist", "classes=2", "nodes=2", "p=0.8", "majors=distinct"], 1000),
+    "pneumonia": ("pneumoniamnist.npz", ["task=medmnist", "classes=2", "nodes=2", "p=0.8", "majors=distinct"], 380),
 }
 UNMIXED = "evaluate_before_mixing=true"
 MLP = "private_models=[mlp]"
