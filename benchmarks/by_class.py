@@ -36,7 +36,7 @@ def measured(folder: Path) -> dict[str, float]:
     rare_C[counts_KC.argmax(1)] = False
     shares_KC = counts_KC / counts_KC.sum(1, keepdims=True)
     return {
-        "rare": float(recall_KC[:, rare_C].mean()) if rare_C.any() else float("nan"),
+        **({"rare": float(recall_KC[:, rare_C].mean())} if rare_C.any() else {}),
         "own mix": float((shares_KC * recall_KC).sum(1).mean()),
         "own mix, worst institution": float((shares_KC * recall_KC).sum(1).min()),
     }
@@ -53,7 +53,7 @@ def main() -> None:
         name, _, seed = file.parent.name.rpartition("-seed")
         found.setdefault(name, {})[int(seed)] = measured(file.parent)
     for name, runs in found.items():
-        for figure in ("rare", "own mix", "own mix, worst institution"):
+        for figure in next(iter(runs.values())):
             values = {seed: one[figure] for seed, one in runs.items()}
             spread = f" ± {stdev(values.values()):.3f}" if len(values) > 1 else ""
             line = f"{name}  {figure}: {fmean(values.values()):.3f}{spread}"
