@@ -9,6 +9,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes of tests share 
 LONGEST = (
     "test_deployment.py",
     "test_readme.py",
+    "test_rehearsal.py",
+    "test_notebooks.py",
     "test_orphans.py",
     "test_engines.py",
     "test_examples.py",

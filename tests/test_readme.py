@@ -91,7 +91,7 @@ def test_command(command, tmp_path, monkeypatch, capsys):
 
 def test_flower_runs_the_first_commands_job(environment, tmp_path, monkeypatch):
     done = said(FIRST, environment)
-    assert re.search(r"^accuracy 0\.\d+", done, re.M), done
+    assert re.search(r"^\w+ on \w+: accuracy 0\.\d+", done, re.M), done
     (folder,) = (Path(environment["FLWR_REPLAY_HOME"]) / "runs").iterdir()
     assert json.loads((folder / "result.json").read_text())["strategy"] == "fedreplay"
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
