@@ -48,7 +48,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     >>> ticks(0.13, 0.92)
     [0.2, 0.4, 0.6, 0.8]
     >>> ticks(1, 3)
-    [1.0, 2.0, 3.0]
+    [1.0, 1.5, 2.0, 2.5, 3.0]
     """
     span = max(high - low, 1e-9)
     size = 10.0 ** math.floor(math.log10(span / most))
