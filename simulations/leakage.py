@@ -47,12 +47,17 @@ def part(name: str, about: str, methods: Sequence[str], options: Sequence[str], 
     return Part(name=name, about=about, methods=methods, options=recorded, against=against, data=data, attack="undealt")
 
 
-def cuts(width: int) -> list[str]:
-    """Return FedReplay behind each cut of a ResNet-18, SplitNN behind the first and the last, FedAvg and FedSGD."""
+def latents(width: int) -> list[str]:
+    """Return FedReplay behind each cut of a ResNet-18."""
     own = RESNET.format(width=width, norm="batch")
-    behind = [f"latents, {cut} := fedreplay:cut={cut}:{own}" for cut in CUTS]
+    return [f"latents, {cut} := fedreplay:cut={cut}:{own}" for cut in CUTS]
+
+
+def table() -> list[str]:
+    """Return the rows of Table 3: FedReplay, SplitNN behind the first and the last cut, FedAvg and FedSGD."""
+    own = RESNET.format(width=16, norm="batch")
     halves = [f"splitnn, {cut} := splitnn:cut={cut}:{own}" for cut in (CUTS[0], CUTS[-1])]
-    return [*behind, *halves, *(f"{name} := {name}:{own}" for name in ("fedavg", "fedsgd"))]
+    return [*latents(16), *halves, *(f"{name} := {name}:{own}" for name in ("fedavg", "fedsgd"))]
 
 
 def gradients(examples: int, steps: int = 1) -> Part:
@@ -76,9 +81,9 @@ def local_dp() -> Part:
 
 
 PARTS = [
-    part("mnist", "Table 3 on digits: ResNet-18 of width 16.", cuts(16), MNIST),
-    part("mnist-narrow", "The same at about the paper's values per pixel.", cuts(5), MNIST),
-    part("xrays", "Table 3 on chest X-rays.", cuts(16), XRAYS, "pneumoniamnist.npz"),
+    part("mnist", "Table 3 on digits: ResNet-18 of width 16, at about the paper's values per pixel.", table(), MNIST),
+    part("mnist-narrow", "Latents of width 5: a third of the paper's values per pixel.", latents(5), MNIST),
+    part("xrays", "Table 3 on chest X-rays.", table(), XRAYS, "pneumoniamnist.npz"),
     *map(gradients, (1, 8, 32)),
     *(gradients(8, steps) for steps in (4, 16)),
     local_dp(),

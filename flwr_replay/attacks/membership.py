@@ -14,6 +14,7 @@ not end at 1. With fewer than 64 reference models σ is one for all examples, as
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -90,6 +91,7 @@ def reference_models(
     epochs: int,
     number: int,
     seed: int,
+    seconds: float = float("inf"),
 ) -> list[nn.Module]:
     """Train models of the victim's architecture, each on a random half of the auxiliary data.
 
@@ -109,9 +111,14 @@ def reference_models(
         R.
     seed : int
         Of weights, halves and batches.
+    seconds : float
+        After these no further model is begun, if there are two.
     """
-    models = []
+    begun = time.monotonic()
+    models: list[nn.Module] = []
     for reference in range(number):
+        if len(models) > 1 and time.monotonic() - begun > seconds:
+            break
         model = build(derived_seed(seed, "reference", reference)).train()
         draws = torch_rng(seed, "reference", reference, "data")
         half = torch.randperm(len(labels_m), generator=draws)[: (len(labels_m) + 1) // 2].to(labels_m.device)

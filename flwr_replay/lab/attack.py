@@ -247,7 +247,7 @@ class Lab:
         except RunError as error:
             yield "reconstruction", partial(_raise, error)
         if self.originals:
-            yield from member_attacks(exhibit, self.evidence, self.originals, self.auxiliary, seed)
+            yield from member_attacks(exhibit, self.evidence, self.originals, self.auxiliary, seed, self.seconds)
             yield from label_attacks(exhibit, self.evidence, trial, self.originals, attacker)
         if trial:
             for attempt in trial.attempts(attacker):

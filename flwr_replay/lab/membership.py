@@ -38,7 +38,7 @@ Candidates = tuple[Tensor, Tensor]  # images and labels
 
 
 def member_attacks(
-    exhibit: Exhibit, evidence: Evidence, originals: Originals, auxiliary: Auxiliary | None, seed: int
+    exhibit: Exhibit, evidence: Evidence, originals: Originals, auxiliary: Auxiliary | None, seed: int, seconds: float
 ) -> Iterator[Question]:
     """Yield attacks on membership, each to be called; none for numbers from which none is known."""
     sides = _candidates(originals, seed)
@@ -51,7 +51,7 @@ def member_attacks(
         yield LOSS.name, lambda: _by_loss(model.eval(), evidence, sides)
         enough = auxiliary is not None and len(auxiliary.labels_m) >= ENOUGH
         if auxiliary is not None and enough and evidence.config.task.kind == "classification":
-            yield LIRA.name, lambda: _by_references(model, evidence, sides, auxiliary, seed)
+            yield LIRA.name, lambda: _by_references(model, evidence, sides, auxiliary, seed, seconds)
     plan = evidence.replay_plan()
     if means == "generator weights" and exhibit.stage == "train-generator" and plan is not None:
         generator = plan.fresh_generator()
@@ -75,7 +75,12 @@ def _by_loss(model: nn.Module, evidence: Evidence, sides: tuple[Candidates, Cand
 
 
 def _by_references(
-    model: nn.Module, evidence: Evidence, sides: tuple[Candidates, Candidates], auxiliary: Auxiliary, seed: int
+    model: nn.Module,
+    evidence: Evidence,
+    sides: tuple[Candidates, Candidates],
+    auxiliary: Auxiliary,
+    seed: int,
+    seconds: float,
 ) -> dict[str, Any]:
     """Compare with models that the attacker has trained without the candidates: offline LiRA."""
     task, training = make_task(evidence.config.task), evidence.config.training
@@ -88,8 +93,9 @@ def _by_references(
         EPOCHS,
         REFERENCES,
         seed,
+        seconds,
     )
-    return _scored([lira_scores(model, references, *side) for side in sides])
+    return _scored([lira_scores(model, references, *side) for side in sides]) | {"references": len(references)}
 
 
 def _by_reconstruction(generator: ReplayGenerator, sides: tuple[Candidates, Candidates]) -> dict[str, Any]:

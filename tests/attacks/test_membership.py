@@ -110,3 +110,9 @@ def test_copies_that_a_generator_released_are_near_its_members(noisy: Data) -> N
     )
     assert found.auc.value > 0.99
     assert unrelated.auc.low < 0.5 < unrelated.auc.high
+
+
+def test_when_time_is_up_two_reference_models_are_enough(noisy: Data) -> None:
+    x, y = noisy
+    models = reference_models(fresh, F.cross_entropy, x[600:700], y[600:700], TRAINING, 1, 6, 0, seconds=0)
+    assert len(models) == 2
