@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
+    from flwr_replay.report.progress import Display
     from flwr_replay.runs.trained import TrainedModel
 
 __all__ = ["Comparison", "Run", "check_engine", "compare", "run", "start"]
@@ -115,9 +116,7 @@ class Comparison:
         for label, row in self.report["strategies"].items():
             difference = row["difference"] or {"mean": None, "interval": None}
             low, high = difference["interval"] or (None, None)
-            shown = {
-                name: row[name] for name in ("mean", "sd", "worst-institution", "bytes-up", "bytes-down", "seconds")
-            }
+            shown = {name: row[name] for name in SHOWN}
             rows[label] = {**shown, "difference": difference["mean"], "low": low, "high": high}
         return pandas.DataFrame.from_dict(rows, orient="index")
 
@@ -226,7 +225,9 @@ def compare(
     return Comparison(Path(report["folder"]), report, text)
 
 
-def start(options: Sequence[str], engine: str, runs_dir: str, resume: str, display: Any) -> tuple[dict[str, Any], Path]:
+def start(
+    options: Sequence[str], engine: str, runs_dir: str, resume: str, display: Display
+) -> tuple[dict[str, Any], Path]:
     """Run a command line's options; return the content of `result.json` and the run directory."""
     check_engine(engine)
     from flwr_replay.runs.options import resolve

@@ -1,7 +1,4 @@
-"""A run's page, `report.html`: one file in sentences, pictures and tables, from what the run directory holds.
-
-Letters: C classes.
-"""
+"""A run's page, `report.html`: one file in sentences, pictures and tables, from what the run directory holds."""
 
 from __future__ import annotations
 
@@ -33,6 +30,9 @@ KINDS = {
     "notice": "refusals and other sentences",
     "not received": "answers that an interruption lost; only the institutions' own ledgers have their fields",
 }
+UNKNOWN_SKEW = (
+    "Only the institutions know their training labels. A deployment's server learns no more than their number."
+)
 
 
 def write_run_page(folder: Path) -> Path:
@@ -83,11 +83,6 @@ def write_run_page(folder: Path) -> Path:
     )
     write_atomic(folder / PAGE, text)
     return folder / PAGE
-
-
-UNKNOWN_SKEW = (
-    "Only the institutions know their training labels. A deployment's server learns no more than their number."
-)
 
 
 def _sentence(line: str) -> str:
