@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from flwr_replay.config.parts import OWN, is_part
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.quoting import quoted
 from flwr_replay.config.run import RunConfig
@@ -180,7 +181,7 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 def _compose(overrides: tuple[str, ...]) -> RunConfig:
     if (length := sum(map(len, overrides))) > LONGEST:
         raise ConfigError(f"all options together may have {LONGEST} characters; got {length}: set fewer options")
-    pairs = [_pair(override) for override in overrides]
+    pairs = [pair for override in overrides for pair in _pairs(override)]
     values = deepcopy(dict(_unset(tuple(_chosen(pairs)))))
     by_strategy = values.pop(BY_STRATEGY, {})
     given = {_full_key(key, values): (key, value) for key, value in pairs if key not in GROUPS}
@@ -253,11 +254,13 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _pair(override: str) -> tuple[str, str]:
+def _pairs(override: str) -> list[tuple[str, str]]:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"an option is written key=value; got {_short(override)}")
-    return key.replace("-", "_"), value
+    if key in OWN and is_part(value):
+        return [(key, "own"), (f"{key}.{OWN[key]}", quoted(value))]
+    return [(key.replace("-", "_"), value)]
 
 
 def _value(key: str, text: str) -> Any:

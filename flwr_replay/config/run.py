@@ -83,6 +83,11 @@ class RunConfig:
         )
 
     @property
+    def own_parts(self) -> tuple[str, ...]:
+        """The user's own functions that the run imports: of its model, and of its data."""
+        return tuple(part for part in (self.model.build, self.task.load) if part)
+
+    @property
     def draws_images(self) -> bool:
         """Whether each institution trains an image generator, from which it draws synthetic images."""
         return self.strategy.draws_images or self.replay.name == "buffer"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf, isfinite
 
+from flwr_replay.config.parts import is_part
 from flwr_replay.errors import ConfigError, near_matches
 
 __all__ = [
@@ -99,6 +100,7 @@ def within(prefix: str, config: object, **ranges: Range | tuple[float, float]) -
 
 
 MODELS = ("mlp", "lenet5", "lenet5_unpadded", "cnn", "cnn1", "cnn2", "gabor", "deepset", "resnet18", "resnet34", "unet")
+FUNCTION = "package.module:function"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,7 @@ class TaskConfig:
     name: str
     kind: str = "classification"  # classification | regression | segmentation
     format: str  # which reader in flwr_replay.data.datasets
+    load: str = ""  # own: package.module:function
     data_dir: str = ""  # a folder, or one .npz file; empty: the data come with a Python package
     download: bool = False  # allow downloading the data?
     channels: int  # of an image; a table's features
@@ -126,6 +129,9 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         one_of("task.kind", self.kind, ("classification", "regression", "segmentation"))
+        require(
+            self.name != "own" or is_part(self.load), f"task=own needs its function: task={FUNCTION}; got {self.load!r}"
+        )
         within("task.", self, channels=(1, CHANNELS), size=(1, int(EXAMPLE**0.5)))
         require(
             self.channels * self.size**2 <= EXAMPLE,
@@ -193,13 +199,18 @@ class ModelConfig:
     """A backbone: an ordered list of named stages."""
 
     name: str
+    build: str = ""  # own: package.module:function
     width: int = 64  # channels after the first stage (mlp: units per hidden layer; unet: 32 in the paper)
     stem: str = "small"  # resnet: published = 7x7/2 + pool, small = 3x3/1 + pool
     norm: str = "batch"  # batch | group
     weights: str = ""  # a file with the initial weights, read by the server; empty: fresh weights
 
     def __post_init__(self) -> None:
-        one_of("model.name", self.name, MODELS)
+        one_of("model.name", self.name, (*MODELS, "own"))
+        require(
+            self.name != "own" or is_part(self.build),
+            f"model=own needs its function: model={FUNCTION}; got {self.build!r}",
+        )
         one_of("model.stem", self.stem, ("published", "small"))
         one_of("model.norm", self.norm, ("batch", "group"))
         within("model.", self, width=(1, WIDTH))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import nan
@@ -12,6 +13,7 @@ from typing import Any
 from flwr.app import Context
 
 from flwr_replay.config.compose import from_run_config
+from flwr_replay.config.parts import VARIABLE, check_allowed
 from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH
 from flwr_replay.data import institution_name, load
@@ -36,6 +38,7 @@ NODE_KEYS = (
     "private-model",
     "record",
     "record-mb",
+    "own-parts",
     *FILES.values(),
 )
 
@@ -72,6 +75,9 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
                 f"a SuperNode must have both name and data; {key} is missing: start it with "
                 """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
             )
+    check_allowed(
+        config.own_parts, owned.get("own-parts", ""), """--node-config '… own-parts="package.module:function"'"""
+    )
     # The server must not make a node download data, nor choose by a column or by sizes who is trained or tested on.
     task = replace(config.task, data_dir=owned["data"], download=False, site_column="site")
     task = replace(task, train_size=0, val_size=0, test_size=0)
@@ -166,6 +172,7 @@ def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
 
 
 def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) -> Institution:
+    check_allowed(config.own_parts, os.environ.get(VARIABLE, ""), f"export {VARIABLE}='package.module:function'")
     names = dealt(config.task, config.partition, nodes, config.seed).names if config.partition.name == "natural" else ()
     private, sizes, classes = config.strategy.private_models, config.training.batch_sizes, config.generator.classes
     return Institution(

@@ -13,6 +13,7 @@ model        stages                                     source
 `gabor`      energies, head                             Tramèr and Boneh 2021; `flwr_replay.models.gabor`
 `deepset`    elements, hidden1, hidden2, head           ProxyFL, appendix A.3; `flwr_replay.models.deepset`
 `unet`       enc1, rest, head                           Ronneberger et al. 2015; `flwr_replay.models.unet`
+`own`        the user's                                 `flwr_replay.models.own`
 ===========  =========================================  =====================================================
 
 ProxyFL: arXiv 2111.11343. He et al.: arXiv 1512.03385. LeCun et al.: doi 10.1109/5.726791.
@@ -38,6 +39,7 @@ from flwr_replay.memory import remembered
 from flwr_replay.models.deepset import deepset
 from flwr_replay.models.gabor import gabor
 from flwr_replay.models.layers import Standardize, norm_layer, stage
+from flwr_replay.models.own import own
 from flwr_replay.models.seeding import seeded
 from flwr_replay.models.staged import StagedModel
 from flwr_replay.models.unet import unet
@@ -76,7 +78,7 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
     """
     smallest = _smallest(model)
     require(
-        (model.name == "unet") == (task.kind == "segmentation"),
+        model.name == "own" or (model.name == "unet") == (task.kind == "segmentation"),
         f"model=unet and segmentation tasks go together; got model={model.name} and task.kind={task.kind}",
     )
     stem = f" with the {model.stem} stem" if model.name.startswith("resnet") else ""
@@ -90,12 +92,15 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
     built.channels_last = model.name in CHANNELS_LAST
     if task.mean:
         name, first = next(iter(built.named_children()))
-        layers = OrderedDict(standardize=Standardize(task.mean, task.std), **dict(first.named_children()))
+        inner = dict(first.named_children()) if isinstance(first, nn.Sequential) else {"layer": first}
+        layers = OrderedDict(standardize=Standardize(task.mean, task.std), **inner)
         setattr(built, name, nn.Sequential(layers))
     return built
 
 
 def _fresh(model: ModelConfig, task: TaskConfig) -> StagedModel:
+    if model.name == "own":
+        return own(model, task)
     if model.name == "mlp":
         return _mlp(model, task)
     if model.name == "lenet5":
@@ -119,7 +124,7 @@ def _fresh(model: ModelConfig, task: TaskConfig) -> StagedModel:
 
 def _smallest(model: ModelConfig) -> int:
     """Return the smallest image size, in pixels, at which the poolings (ResNet: the stem) leave at least one pixel."""
-    if model.name in ("mlp", "deepset", "unet", "gabor"):
+    if model.name in ("mlp", "deepset", "unet", "gabor", "own"):
         return 1
     if model.name in ("cnn1", "cnn2"):
         return 10

@@ -13,7 +13,9 @@ COMMANDS = re.findall(r"^flwr-replay run .*", PAGE, re.M)
 
 
 def test_every_task_has_a_command():
-    assert {re.search(r"task=(\w+)", command)[1] for command in COMMANDS} == set(choices("task"))
+    assert {re.search(r"task=(\w+)", command)[1] for command in COMMANDS} == set(choices("task")) - {
+        "own"
+    }  # docs/extend.md
 
 
 @pytest.mark.parametrize("command", COMMANDS)

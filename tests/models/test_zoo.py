@@ -248,7 +248,7 @@ def test_hooks_of_per_example_gradients(config: ModelConfig) -> None:
 
 
 def test_yaml_files_are_the_models() -> None:
-    assert {path.stem for path in CONF.glob("*.yaml")} == {*NAMES, "unet", "gabor"}
+    assert {path.stem for path in CONF.glob("*.yaml")} == {*NAMES, "unet", "gabor", "own"}
 
 
 @pytest.mark.parametrize("name", NAMES)

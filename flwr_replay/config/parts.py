@@ -1,0 +1,94 @@
+"""Models and data of the user's own, named as `mypkg.nets:build`: found by import, at an institution only if it allows.
+
+A name in a run's options comes from the server, which an institution does not trust. So a node imports only what its
+own node config names (`own-parts="mypkg.nets:build"`), or what its own process has allowed: the command line allows
+what it simulates itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flwr_replay.errors import ConfigError, RefusedError
+
+__all__ = ["OWN", "VARIABLE", "allow", "check_allowed", "import_part", "is_part"]
+
+OWN = {"model": "build", "task": "load"}  # groups in which `own` is a choice, and the option that names the function
+VARIABLE = "FLWR_REPLAY_OWN_PARTS"  # of a process that simulates: the parts it may import, with spaces between
+PART = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def is_part(choice: str) -> bool:
+    """Whether a choice names a function of the user's own.
+
+    Examples
+    --------
+    >>> is_part("mypkg.nets:build"), is_part("resnet18"), is_part("a b:c")
+    (True, False, False)
+    """
+    return bool(PART.fullmatch(choice))
+
+
+def allow(parts: Iterable[str]) -> None:
+    """Let this process, and those that it starts, import these parts in a simulation."""
+    os.environ[VARIABLE] = " ".join(parts)
+
+
+def check_allowed(parts: Iterable[str], allowed: str, how: str) -> None:
+    """Refuse a part that is not among those allowed, before anything of it is imported.
+
+    Parameters
+    ----------
+    parts : iterable of str
+        The run's own parts.
+    allowed : str
+        The allowed ones, with spaces between.
+    how : str
+        How to allow one, for the error.
+
+    Raises
+    ------
+    RefusedError
+        For the first that is not allowed.
+    """
+    for part in parts:
+        if part not in allowed.split():
+            raise RefusedError(f"the run names code of its own, {part}, which this institution has not allowed: {how}")
+
+
+def import_part(option: str, part: str) -> Callable[..., Any]:
+    """Import a function by its name; modules in the current folder are found, too.
+
+    Parameters
+    ----------
+    option : str
+        For errors: `model`.
+    part : str
+        `package.module:function`.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such module or function.
+    """
+    module, _, name = part.partition(":")
+    if os.getcwd() not in sys.path:  # the command `flwr-replay` lies elsewhere
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{option}={part} cannot be imported: {error}: install the package, or start in its folder"
+        ) from None
+    except AttributeError:
+        raise ConfigError(f"{option}={part}: {module} has no function {name}: write one, or correct the name") from None
+    except Exception as error:  # the module is the user's
+        raise ConfigError(f"{option}={part} fails when it is imported: {type(error).__name__}: {error}") from None
+    if not callable(found):
+        raise ConfigError(f"{option}={part} must be a function; got {type(found).__name__}")
+    return found  # type: ignore[no-any-return]

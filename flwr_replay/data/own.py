@@ -1,0 +1,85 @@
+"""A data set of the user's own: `task=mypkg.data:load`.
+
+    def load(data_dir: str) -> dict
+
+Its keys are train, test and perhaps val; or all, of which the last fifth is for testing. Each split is a pair of arrays
+(images, labels), a `torch.utils.data.Dataset` of such pairs, or a Hugging Face dataset with a column of images and one
+of labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_replay.config.parts import import_part
+from flwr_replay.config.sections import TaskConfig
+from flwr_replay.data.readers import Raw
+from flwr_replay.errors import ConfigError, DataError
+
+__all__ = ["read_own"]
+
+SPLITS = ({"train", "test"}, {"train", "test", "val"}, {"all"})
+IMAGES = ("image", "img", "x")  # columns that are looked for
+LABELS = ("label", "labels", "y")
+
+
+def read_own(task: TaskConfig) -> dict[str, Raw]:
+    """Call the user's function, and make arrays of what it returns.
+
+    Images are uint8 0..255 or float32, (N, C, H, W), or (N, H, W) and (N, H, W, C) with 1 or 3 channels.
+
+    Raises
+    ------
+    ConfigError
+        If the function cannot be imported, or returns no such splits.
+    DataError
+        If it fails, or a split cannot be read as images with labels.
+    """
+    option, load = f"task={task.load}", import_part("task", task.load)
+    try:
+        splits = load(task.data_dir)
+    except Exception as error:  # the user's code: any error, as one line
+        raise DataError(f"{option} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")  # noqa: B904
+    if not isinstance(splits, Mapping) or set(splits) not in SPLITS:
+        got = ", ".join(map(str, splits)) if isinstance(splits, Mapping) else type(splits).__name__
+        raise ConfigError(f'{option} must return {{"train": …, "test": …}}, perhaps with "val", or "all"; got {got}')
+    found = {}
+    for name, split in splits.items():
+        try:
+            x, y = _arrays(split)
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            raise DataError(f"{option}: the split {name} is no images with labels: {error}") from None
+        found[name] = Raw(_channels_first(x, task.channels), y, f"{option}, {name}", f"{option}, {name}")
+    return found
+
+
+def _arrays(split: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return images and labels of a pair of arrays, or of a data set of pairs or rows."""
+    if isinstance(split, tuple) and len(split) == 2:
+        return np.asarray(split[0]), np.asarray(split[1])
+    pairs = [_pair(split[index]) for index in range(len(split))]
+    if not pairs:
+        raise ValueError("it is empty")
+    return np.stack([np.asarray(x) for x, _ in pairs]), np.asarray([np.asarray(y) for _, y in pairs])
+
+
+def _pair(row: Any) -> tuple[Any, Any]:
+    if isinstance(row, Mapping):
+        columns = [next((name for name in names if name in row), "") for names in (IMAGES, LABELS)]
+        if not all(columns):
+            raise KeyError(f"a row needs a column {' or '.join(IMAGES)}, and {' or '.join(LABELS)}; got {list(row)}")
+        return row[columns[0]], row[columns[1]]
+    x, y = row
+    return x, y
+
+
+def _channels_first(x: NDArray[Any], channels: int) -> NDArray[Any]:
+    if x.ndim == 3:
+        x = x[:, None]
+    if x.ndim == 4 and x.shape[1] != channels and x.shape[3] == channels:
+        x = x.transpose(0, 3, 1, 2)
+    return x if x.dtype == np.uint8 else x.astype(np.float32)

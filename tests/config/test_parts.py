@@ -1,0 +1,236 @@
+"""Models and data of the user's own: named by import, and imported at an institution only if it allows."""
+
+import shlex
+import sys
+
+import numpy as np
+import pytest
+import torch
+from harness import node_configs, write_shards
+
+from flwr_replay.config.compose import compose, overrides_of, to_yaml
+from flwr_replay.config.parts import VARIABLE
+from flwr_replay.data.datasets import load
+from flwr_replay.errors import ConfigError, DataError, RefusedError
+from flwr_replay.institution.node import _institution
+from flwr_replay.models.zoo import build
+from flwr_replay.privacy.dpsgd import refuse_mixing
+
+NETS = """
+from collections import OrderedDict
+from pathlib import Path
+from torch import nn
+
+Path({marker!r}).touch()
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+def build(channels, size, classes):
+    body = nn.Sequential(nn.Flatten(), nn.Linear(channels * size**2, 8), nn.ReLU())
+    return nn.Sequential(OrderedDict(body=body, head=nn.Linear(8, classes)))
+
+def bare(channels, size, classes):
+    layers = dict(first=nn.Conv2d(channels, 2, 1), flat=nn.Flatten(), head=nn.Linear(2 * size**2, classes))
+    return nn.Sequential(OrderedDict(layers))
+
+def mixing(channels, size, classes):
+    return nn.Sequential(OrderedDict(centre=Centred(), **dict(build(channels, size, classes).named_children())))
+
+def module(channels, size, classes):
+    return nn.Linear(channels, classes)
+
+def narrow(channels, size, classes):
+    return build(channels, size, classes + 1)
+
+def fails(channels, size, classes):
+    raise ValueError("no such size")
+
+def other(width):
+    return None
+
+constant = 3
+"""
+DATA = """
+import numpy as np
+import torch
+
+x, y = np.arange(6 * 64, dtype=np.uint8).reshape(6, 8, 8), np.array([0, 1, 2, 0, 1, 2])
+
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+    def __getitem__(self, index):
+        return torch.tensor(x[index])[None], int(y[index])
+
+def arrays(data_dir):
+    return {"train": (x, y), "test": (x[:3], y[:3]), "val": (x[3:], y[3:])}
+
+def whole(data_dir):
+    return {"all": (x, y)}
+
+def last(data_dir):
+    return {"all": (np.stack([x, x, x], axis=3), y)}
+
+def torchs(data_dir):
+    return {"train": Pairs(), "test": Pairs()}
+
+def hugging(data_dir):
+    from datasets import Dataset
+    from PIL import Image
+    rows = Dataset.from_dict({"image": [Image.fromarray(one) for one in x], "label": y.tolist()})
+    return {"train": rows, "test": rows}
+
+def names(data_dir):
+    return {"training": (x, y)}
+
+def fails(data_dir):
+    raise OSError(f"nothing in {data_dir}")
+
+def unlabelled(data_dir):
+    return {"train": [{"picture": 1}], "test": [{"picture": 1}]}
+"""
+JOB = ["strategy=fedavg", "rounds=1", "device=cpu"]
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Return the file that importing the user's network makes; both modules can be imported from here."""
+    marker = tmp_path / "imported"
+    (tmp_path / "ownnets.py").write_text(NETS.format(marker=str(marker)), encoding="utf-8")
+    (tmp_path / "owndata.py").write_text(DATA, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    yield marker
+    for name in ("ownnets", "owndata"):
+        sys.modules.pop(name, None)
+
+
+def composed(*options):
+    return compose([*JOB, *options])
+
+
+def test_the_options_of_a_run_hold_the_names(own, tmp_path):
+    config = composed("model=ownnets:build", "task=owndata:arrays", "task.size=8", "classes=3")
+    assert config.own_parts == ("ownnets:build", "owndata:arrays")
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert compose(overrides_of(tmp_path / "config.yaml")) == config
+    assert not own.exists()  # composing imports nothing
+
+
+def test_a_model_has_its_stages_and_weights_of_the_seed(own):
+    config = composed("model=ownnets:build")
+    first, again, other = (build(config.model, config.task, seed) for seed in (1, 1, 2))
+    assert first.stages == ("body", "head")
+    assert torch.equal(first.head.weight, again.head.weight)
+    assert not torch.equal(first.head.weight, other.head.weight)
+    assert first.training
+
+
+def test_a_bare_first_layer_is_standardised_too(own):
+    plain, config = composed("model=ownnets:bare"), composed("model=ownnets:bare", "mean=[0.5]", "std=[0.25]")
+    x = torch.rand(2, 1, 8, 8)
+    found = build(config.model, config.task, 0)(x)
+    assert torch.allclose(found, build(plain.model, plain.task, 0)((x - 0.5) / 0.25), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("model=ownnets:module", "must return torch.nn.Sequential"),
+        ("model=ownnets:narrow", r"outputs of shape \(2, 10\) for two images; got \(2, 11\)"),
+        ("model=ownnets:fails", "no such size"),
+        ("model=ownnets:other", "is called with channels=1, size=8, classes=10"),
+        ("model=ownnets:constant", "must be a function; got int"),
+        ("model=ownnets:buidl", "has no function buidl"),
+        ("model=nonesuch:build", "cannot be imported"),
+    ],
+)
+def test_a_wrong_model_is_one_line(own, option, said):
+    config = composed(option)
+    with pytest.raises(ConfigError, match=said) as error:
+        build(config.model, config.task, 0)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("group", ["model", "task"])
+def test_own_without_a_function_is_refused(group):
+    with pytest.raises(ConfigError, match=f"{group}=own needs its function"):
+        composed(f"{group}=own")
+
+
+def test_under_dp_layers_of_the_users_own_are_refused(own):
+    fine, mixing = composed("model=ownnets:build"), composed("model=ownnets:mixing")
+    refuse_mixing(build(fine.model, fine.task, 0))
+    with pytest.raises(ConfigError, match=r"PyTorch's own layers.*centre is a ownnets.Centred"):
+        refuse_mixing(build(mixing.model, mixing.task, 0))
+
+
+@pytest.mark.parametrize("function", ["arrays", "torchs", "hugging"])
+def test_data_are_arrays_a_torch_or_a_hugging_face_data_set(own, function):
+    task = composed(f"task=owndata:{function}", "task.size=8", "classes=3").task
+    data = load(task)
+    assert data.train.x.dtype == np.uint8
+    assert data.train.x.tobytes() == np.arange(6 * 64, dtype=np.uint8).tobytes()
+    assert data.train.y.tolist() == [0, 1, 2, 0, 1, 2]
+    assert (data.val is not None) == (function == "arrays")
+
+
+def test_one_split_is_divided_and_channels_may_come_last(own):
+    assert len(load(composed("task=owndata:whole", "task.size=8", "classes=3").task).test) == 1
+    data = load(composed("task=owndata:last", "task.size=8", "classes=3", "task.channels=3").task)
+    assert data.train.x.shape[1:] == (3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("names", 'must return {"train": …, "test": …}, perhaps with "val", or "all"; got training'),
+        ("fails", "failed: OSError: nothing in here"),
+        ("unlabelled", "no images with labels"),
+    ],
+)
+def test_wrong_data_are_one_line(own, function, said):
+    task = composed(f"task=owndata:{function}", "task.data-dir=here").task
+    with pytest.raises((ConfigError, DataError)) as error:
+        load(task)
+    assert said in str(error.value)
+
+
+def test_no_dp_on_data_that_nobody_has_checked(own):
+    from flwr_replay.privacy.plan import PrivacyPlan
+
+    with pytest.raises(ConfigError, match="mixes patients without noise"):
+        PrivacyPlan.of(composed("task=owndata:arrays", "dp=classifier", "target-epsilon=8"))
+
+
+def institution(tmp_path, part, **node):
+    write_shards(tmp_path, {"a": 9})
+    (owned,) = node_configs(tmp_path, tmp_path / "state", "a")
+    run = {"overrides": shlex.join([*JOB, "task=medmnist", "task.size=8", "classes=3", part])}
+    return _institution(tuple(run.items()), tuple(sorted({**owned, **node}.items())))
+
+
+@pytest.mark.parametrize("allowed", ["", "ownnets:other", "ownnets", "build"])
+def test_an_institution_imports_nothing_that_it_has_not_allowed(own, tmp_path, allowed, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "ownnets:build")  # a deployed node does not heed it
+    with pytest.raises(RefusedError, match=r"ownnets:build, which this institution has not allowed.*own-parts"):
+        institution(tmp_path, "model=ownnets:build", **{"own-parts": allowed})
+    assert not own.exists()
+
+
+def test_an_institution_takes_what_it_allows_by_name(own, tmp_path):
+    _, config = institution(tmp_path, "model=ownnets:build", **{"own-parts": "ownnets:bare ownnets:build"})
+    assert build(config.model, config.task, 0).stages == ("body", "head")
+
+
+def test_a_simulated_node_imports_what_its_own_process_allows(own, monkeypatch):
+    run = (("overrides", shlex.join([*JOB, "model=ownnets:build", "nodes=2"])),)
+    node = (("num-partitions", "2"), ("partition-id", "0"))
+    with pytest.raises(RefusedError, match=VARIABLE):
+        _institution(run, node)
+    assert not own.exists()
+    monkeypatch.setenv(VARIABLE, "ownnets:build")
+    assert _institution(run, node)[0].name == "institution-1"
