@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flwr_replay.report.progress import Display
     from flwr_replay.runs.trained import TrainedModel
 
-__all__ = ["Comparison", "Run", "check_engine", "compare", "run", "start"]
+__all__ = ["Comparison", "Run", "check_engine", "compare", "plot", "run", "start"]
 
 ENGINES = ("inline", "ray")
 SHOWN = ("mean", "sd", "worst-institution", "bytes-up", "bytes-down", "seconds")  # columns of a comparison's table
@@ -67,21 +67,7 @@ class Run:
 
     def plot(self, metric: str = "") -> Figure:
         """Draw a metric by round, over all institutions and of each; empty: the task's main one."""
-        from matplotlib.figure import Figure
-
-        name = metric or self.result["metric"]
-        rows = self.metrics[self.metrics["metric"] == name]
-        if rows.empty:
-            known = ", ".join(self.metrics["metric"].unique())
-            raise ConfigError(f"metric must be one of {known}; got {name!r}")
-        figure = Figure(layout="constrained")
-        axes = figure.subplots()
-        for institution, line in rows.groupby("institution"):
-            width = 1.0 if institution else 2.5
-            axes.plot(line["round"], line["value"], label=institution or "all institutions", linewidth=width)
-        axes.set(xlabel="round", ylabel=name)
-        axes.legend(frameon=False)
-        return figure
+        return plot([self], metric)
 
     def __str__(self) -> str:
         from flwr_replay.report.summary import summary
@@ -185,6 +171,37 @@ def run(
     return Run(folder, result)
 
 
+def plot(runs: Sequence[Run], metric: str = "") -> Figure:
+    """Draw a metric by round: of one run over all institutions and of each, of several a line for each run.
+
+    Parameters
+    ----------
+    runs : sequence of Run
+        At least one.
+    metric : str
+        Empty: the main one of the first run's task.
+
+    Raises
+    ------
+    ConfigError
+        If a run has no such metric.
+    """
+    from flwr_replay.report.plots import by_round
+
+    name, lines = metric or runs[0].result["metric"], {}
+    for one in runs:
+        rows = one.metrics[one.metrics["metric"] == name]
+        if rows.empty:
+            known = ", ".join(one.metrics["metric"].unique())
+            raise ConfigError(f"metric must be one of {known}; got {name!r}")
+        for institution, line in rows.groupby("institution"):
+            if len(runs) == 1:
+                lines[institution or "all institutions"] = list(zip(line["round"], line["value"], strict=True))
+            elif not institution:
+                lines[_label(one, runs)] = list(zip(line["round"], line["value"], strict=True))
+    return by_round(lines, name)
+
+
 def compare(
     strategies: Sequence[str],
     options: Mapping[str, Any] | None = None,
@@ -243,6 +260,12 @@ def check_engine(engine: str) -> None:
     """Refuse an unknown engine."""
     if engine not in ENGINES:
         raise ConfigError(f"--engine must be inline or ray; got {engine!r}")
+
+
+def _label(run: Run, runs: Sequence[Run]) -> str:
+    """Return the name of a run's directory; with its folder's, if another has the same name."""
+    same = [one for one in runs if one.folder.name == run.folder.name]
+    return run.folder.name if len(same) == 1 else f"{run.folder.parent.name}/{run.folder.name}"
 
 
 def _words(options: Mapping[str, Any] | None, named: Mapping[str, Any]) -> list[str]:

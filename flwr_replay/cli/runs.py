@@ -1,15 +1,20 @@
-"""flwr-replay runs list | show | compare | clean, and flwr-replay watch: look after runs that are there."""
+"""flwr-replay runs list | show | compare | plot | clean, and flwr-replay watch: look after runs that are there."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from flwr_replay.api import Run
+
 __all__ = ["app", "watch"]
 
-app = typer.Typer(help="List, show, compare and clean finished runs.", no_args_is_help=True)
+PICTURES = (".png", ".pdf", ".svg")
+
+app = typer.Typer(help="List, show, compare, plot and clean finished runs.", no_args_is_help=True)
 
 Places = Annotated[list[str], typer.Argument(metavar="RUN…", help="Run directories.")]
 Root = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
@@ -43,14 +48,7 @@ def compare_runs(places: Places) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from flwr_replay.errors import RunError
-    from flwr_replay.runs.listing import listed
-
-    found = [listed(_folder(place)) for place in places]
-    results = [(one.folder.name, one.result) for one in found if one.result]
-    if len(results) < len(found):
-        missing = next(one.folder for one in found if not one.result)
-        raise RunError(f"finished runs are compared; {missing} has no result.json: resume it, or leave it out")
+    results = [(one.folder.name, one.result) for one in _finished(places, "compared")]
     grid = Table()
     names = list(dict.fromkeys(name for _, result in results for name in result["final"]["global"]))
     for column in ("run", "method", "task", "seed", *names):
@@ -60,6 +58,28 @@ def compare_runs(places: Places) -> None:
         values = [f"{final[name]:.4f}" if name in final else "" for name in names]
         grid.add_row(folder, result["strategy"], result["task"], str(result["seed"]), *values)
     Console().print(grid)
+
+
+@app.command()
+def plot(
+    places: Places,
+    metric: Annotated[str, typer.Option("--metric", help="accuracy, loss, …; default: the task's main metric.")] = "",
+    out: Annotated[str, typer.Option("--out", help="The picture to write: .png, .pdf or .svg.")] = "runs.png",
+) -> None:
+    """Draw a metric of finished runs by round: of one run by institution, of several a line for each."""
+    import io
+
+    from flwr_replay.api import plot as draw
+    from flwr_replay.errors import ConfigError
+    from flwr_replay.files.atomic import write_atomic
+
+    file = _folder(out)
+    if file.suffix not in PICTURES:
+        raise ConfigError(f"--out must end in {', '.join(PICTURES)}; got {out!r}")
+    picture = io.BytesIO()
+    draw(_finished(places, "drawn"), metric).savefig(picture, format=file.suffix[1:], dpi=150)
+    write_atomic(file, picture.getvalue())
+    print(file)
 
 
 @app.command()
@@ -84,6 +104,20 @@ def watch(place: Annotated[str, typer.Argument(metavar="RUN", help="A run direct
 
     for line in watch(_folder(place)):
         print(line, flush=True)
+
+
+def _finished(places: list[str], what: str) -> list[Run]:
+    """Open runs, and refuse one that has not finished; `what` is done with them."""
+    from flwr_replay.api import Run
+    from flwr_replay.errors import RunError
+    from flwr_replay.runs.listing import listed
+
+    found = []
+    for one in [listed(_folder(place)) for place in places]:
+        if one.result is None:
+            raise RunError(f"finished runs are {what}; {one.folder} has no result.json: resume it, or leave it out")
+        found.append(Run(one.folder, one.result))
+    return found
 
 
 def _folder(place: str) -> Path:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["curves", "epsilons", "heat_map", "histograms", "lines", "losses", "points"]
+__all__ = ["by_round", "curves", "epsilons", "heat_map", "histograms", "lines", "losses", "points"]
 
 # Okabe and Ito's palette without yellow: distinct for the colour-blind; markers distinguish methods in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -70,6 +70,23 @@ def points(report: Mapping[str, Any]) -> bytes:
     mean = "bar: mean" + (", line: its 95 % interval" if len(seeds) > 1 else "")
     axes.set_xlabel(f"a point per seed; {mean}", fontsize="small", color="#444444")
     return _png(figure)
+
+
+def by_round(lines: Mapping[str, History], metric: str) -> Figure:
+    """Draw a metric by round, a line for each name; the first is the widest if it is of all institutions."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for place, (name, line) in enumerate(lines.items()):
+        (colour, marker), width = _look(place), 2.5 if name == "all institutions" else 1.2
+        axes.plot(*zip(*line, strict=True), label=name, color=colour, marker=marker, linewidth=width, markersize=4)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="round", ylabel=metric)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
 
 
 def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]], axis: str = "round") -> bytes:

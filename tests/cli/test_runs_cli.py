@@ -7,9 +7,11 @@ import time
 import pytest
 
 from flwr_replay import run
+from flwr_replay.api import Run, plot
 from flwr_replay.cli.main import app
-from flwr_replay.errors import RunError
+from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.runs.listing import clean, watch
+from flwr_replay.runs.opening import read_result
 
 TINY = {"task": "digits", "nodes": 2, "rounds": 2, "model.width": 4}
 
@@ -52,6 +54,20 @@ def test_an_unfinished_run_is_listed_but_neither_compared_nor_cleaned(runs, caps
     with pytest.raises(RunError, match="only finished runs are cleaned"):
         said(capsys, "runs", "clean", "--yes", tmp_path / "cwt")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_runs_are_drawn_in_one_picture(runs, capsys, tmp_path):
+    out = tmp_path / "both.svg"
+    assert said(capsys, "runs", "plot", runs / "cwt", runs / "fedavg", "--metric", "loss", "--out", out) == f"{out}\n"
+    figure = plot([Run(runs / name, read_result(runs / name)) for name in ("cwt", "fedavg")])
+    drawn = {line.get_label(): line.get_ydata()[-1] for line in figure.axes[0].lines}
+    assert drawn == {n: read_result(runs / n)["final"]["global"]["accuracy"] for n in ("cwt", "fedavg")}
+    assert said(capsys, "runs", "plot", runs / "cwt", "--out", tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    assert out.read_bytes().count(b"<!-- fedavg -->") == 1
+    for options, fault in ((["--metric", "acuracy"], "metric must be one of"), (["--out", "a.doc"], "--out must end")):
+        with pytest.raises(ConfigError, match=fault):
+            said(capsys, "runs", "plot", runs / "cwt", *options)
 
 
 def test_cleaning_keeps_what_a_result_needs(runs, capsys, tmp_path):
