@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import home, make_folder
-from flwr_replay.runs.directory import PACKAGES
+from flwr_replay.runs.environment import PACKAGES
 from flwr_replay.runs.superlink import flower
 
 __all__ = ["examine"]

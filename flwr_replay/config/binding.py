@@ -32,6 +32,7 @@ FREE = (
     "device",
     "record",
     "record_mb",
+    "tracking",
     "task.data_dir",
     "replay.missing",
 )

@@ -20,14 +20,16 @@ from flwr_replay.config.sections import (
     ReplayConfig,
     TaskConfig,
     TrainingConfig,
+    one_of,
     require,
     within,
 )
 from flwr_replay.config.strategy import StrategyConfig
 
-__all__ = ["RECORD", "RunConfig"]
+__all__ = ["RECORD", "TRACKERS", "RunConfig"]
 
 RECORD = ("none", "up", "all")
+TRACKERS = ("none", "tensorboard", "mlflow", "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class RunConfig:
     device: str  # auto | cpu | cuda | cuda:N
     record: str  # none | up | all: messages that the run directory keeps, so that attacks can be tried on them
     record_mb: float  # the most that these messages may take, in 10^6 bytes
+    tracking: str  # none | tensorboard | mlflow | wandb: what else is told the metrics, by the server
     runs_dir: str  # empty: $FLWR_REPLAY_HOME/runs, else ~/.flwr-replay/runs
     run_name: str  # empty: <date>-<strategy>-<task>-<seed>
     resume: str  # the directory of a run to continue
@@ -66,6 +69,7 @@ class RunConfig:
         within("", self, timeout=Range(0, SECONDS, "must be positive, in seconds, and at most a year", "(]"))
         within("", self, wait=Range(0, SECONDS, "must not be negative, in seconds, and at most a year"))
         require(self.record in RECORD, f"record must be {', '.join(RECORD)}; got {self.record!r}")
+        one_of("tracking", self.tracking, TRACKERS)
         within("", self, record_mb=Range(0, inf, "must be positive, in MB", "(]"))
         self.strategy.check_task(self.task)
         changed = [f"training.augment={self.training.augment}"] if self.training.augment != "none" else []

@@ -49,8 +49,16 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(max_workers=1)  # so that the next round need not wait for the disk
         self._writing: Future[None] = self._writer.submit(lambda: None)
 
-    def write(self, server_round: int, arrays: StateDict, values: Mapping[str, Any]) -> None:
+    def write(
+        self,
+        server_round: int,
+        arrays: StateDict,
+        values: Mapping[str, Any],
+        first: Callable[[], None] | None = None,
+    ) -> None:
         """Wait for the previous checkpoint, then begin to write this one. Its arrays must not change any more.
+
+        `first` is called before, in the background: it writes what a run that resumes from this checkpoint needs.
 
         Raises
         ------
@@ -63,7 +71,7 @@ class Checkpoints:
         self._tallies |= grown
         values = {**values, "files": {path.name: found for path, found in grown.items()}}
         file = self.folder / f"{server_round:06d}.safetensors"
-        self._writing = self._writer.submit(_write, file, arrays, json.dumps(values), changed)
+        self._writing = self._writer.submit(_write, file, arrays, json.dumps(values), changed, first)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk."""
@@ -108,7 +116,11 @@ class Checkpoints:
                 )
 
 
-def _write(file: Path, arrays: StateDict, values: str, changed: Sequence[Path]) -> None:
+def _write(
+    file: Path, arrays: StateDict, values: str, changed: Sequence[Path], first: Callable[[], None] | None
+) -> None:
+    if first:
+        first()
     for path in changed:
         with writing(path), open(path, "rb") as grown:
             os.fsync(grown.fileno())

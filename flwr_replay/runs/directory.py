@@ -21,6 +21,8 @@
 - `failures.jsonl`: who refused, failed or did not answer, and why
 - `checkpoints/`: the run's state after the last two exchanges
 - `models/`: the final global weights, if the server has any
+- `best/`: the global weights of the evaluated round with the best main metric
+- `tracking.json`, `tensorboard/`, `wandb/`: with `tracking`, what a tracker was told, and its local files
 - `result.json`: final metrics, bytes, privacy, failures
 
 Only its owner may read it.
@@ -29,16 +31,12 @@ Only its owner may read it.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import shutil
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from functools import cache
-from importlib import metadata
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -54,7 +52,10 @@ from flwr_replay.report.epsilon import largest
 from flwr_replay.report.forgetting import Forgetting
 from flwr_replay.report.progress import Display, Progress
 from flwr_replay.report.summary import CONFUSION
+from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
+from flwr_replay.runs.environment import environment, versions
+from flwr_replay.runs.tracking import Tracking
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
 from flwr_replay.wire.ledger import Ledger, unanswered
@@ -62,7 +63,7 @@ from flwr_replay.wire.payload import Row
 from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["PACKAGES", "RunDirectory", "resumable"]
+__all__ = ["RunDirectory"]
 
 FORMS: dict[str, Form] = {  # of a line in each file
     "ledger": {"round": int, "institution": str, "direction": ("up", "down"), "stage": str, "kind": str, "bytes": int},
@@ -73,17 +74,6 @@ FORMS: dict[str, Form] = {  # of a line in each file
     "privacy": {"institution": str, "epsilon": int | float | None, "delta": int | float, "mechanism": str},
 }
 GROWING = tuple(f"{name}.jsonl" for name in (*FORMS, "forgetting") if name != "generator")
-PACKAGES = ("flwr-replay", "flwr", "ray", "torch", "torchvision", "numpy", "hydra-core")
-
-
-@contextmanager
-def resumable(folder: Path) -> Iterator[None]:
-    """Say how to resume a run that Ctrl-C or SIGTERM interrupts."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):  # the command line turns SIGTERM into SystemExit
-        print(f"interrupted; to continue: flwr-replay run --resume {folder}", file=sys.stderr)
-        raise
 
 
 @dataclass
@@ -114,13 +104,18 @@ class RunDirectory(Recorder):
         self.started = time.monotonic()
         self.bytes = {"up": 0, "down": 0}
         self.forgetting = Forgetting(self.path / "forgetting.jsonl")
-        self.leading = make_task(config.task).metric
+        self.task = make_task(config.task)
+        self.leading = self.task.metric
+        self.finished = False
+        self.no_best = ""  # why the run keeps no best global model; empty: it keeps one
         self.spent_then: dict[str, float] = {}  # the largest epsilon at the last evaluation, for the display
         self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
         sweep(self.path)
         tighten(self.path)
         self._checkpoints = Checkpoints(self.path, GROWING)
-        write_atomic(self.path / "environment.json", json.dumps(_environment(config), indent=2) + "\n")
+        self._best = BestModel(self.path)
+        self._tracking = Tracking(config, self.path)
+        write_atomic(self.path / "environment.json", json.dumps(environment(config), indent=2) + "\n")
         lost = unanswered(self._lines("ledger"))  # before the roll is called again
         self._ledger = Ledger(self.path / "ledger.jsonl")
         self._ledger.append(lost)
@@ -133,6 +128,7 @@ class RunDirectory(Recorder):
         """Begin to show the progress."""
         self.per_round = per_round
         self.display.begin(Progress(strategy, num_rounds, per_round, done))
+        self._tracking.tell(self.history, per_round, {})
 
     def travelled(
         self,
@@ -175,6 +171,7 @@ class RunDirectory(Recorder):
             for name, metrics in [("", pooled), *own.items()]
             for metric, value in metrics.items()
         )
+        self._tracking.tell(self.history, self.per_round, self.spent_then)
 
     def forgetting_row(self, server_round: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
         """Write a row of the forgetting matrix."""
@@ -227,7 +224,10 @@ class RunDirectory(Recorder):
             lines.flush()
         state = {name: array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
         named = nested({"arrays": snapshot.arrays, "state": state}, mark="/")
-        self._checkpoints.write(snapshot.server_round, named, values)
+        best = not self.no_best and self.history and self._best_entry()[0] == snapshot.server_round
+        first = partial(self._best.write, snapshot.server_round, snapshot.arrays) if best else None
+        self._checkpoints.write(snapshot.server_round, named, values, first)
+        self._best.settle(snapshot.server_round - 2)  # a resumed run may begin at the checkpoint before the last
         metrics = self.history[-1][1] if self.history else {}
         self.display.exchange(snapshot.server_round, metrics | self.spent_then, sum(self.bytes.values()), seconds)
 
@@ -246,9 +246,11 @@ class RunDirectory(Recorder):
                     f"{self.path / 'checkpoints'} must hold the run's last two checkpoints; they are missing: restore "
                     "them from a backup, or begin a new run"
                 )
+            self._best.rewind(-1)
             self._rewind(-1)
             return None
         arrays, values = found
+        self._best.rewind(values["server-round"])
         self.counters = Counters(values["examples-seen"], values["seconds"])
         self._rewind(values["server-round"])
         parts = unnested(arrays, mark="/")
@@ -272,9 +274,7 @@ class RunDirectory(Recorder):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def finish(
-        self, models: Mapping[str, StateDict], metric: str, higher_is_better: bool, claim: str, missing: dict[str, str]
-    ) -> dict[str, Any]:
+    def finish(self, models: Mapping[str, StateDict], claim: str, missing: dict[str, str]) -> dict[str, Any]:
         """Write the final models that the server has, by name, and `result.json`; return its content."""
         self._checkpoints.wait()
         for name, arrays in models.items():
@@ -285,10 +285,10 @@ class RunDirectory(Recorder):
                 f"{self.path / 'metrics.jsonl'} must hold the last round's metrics; it has none: begin a new run"
             )
         server_round, pooled, own = self.history[-1]
-        if metric not in pooled:  # no institution runs this package's ClientApp
-            metric, higher_is_better = next(iter(pooled), metric), False
-        sign = 1 if higher_is_better else -1
-        best = max(self.history, key=lambda entry: sign * entry[1].get(metric, float("-inf")))
+        metric, higher_is_better = self._judged()
+        best = self._best_entry()
+        self._best.settle(server_round)
+        kept = self._best.files().get(best[0])
         config = self.config
         result = {
             "strategy": config.strategy.name,
@@ -305,6 +305,7 @@ class RunDirectory(Recorder):
             "higher-is-better": higher_is_better,
             "final": {"global": pooled, "institutions": own},
             "best": {"round": best[0] // self.per_round, metric: best[1].get(metric)},
+            "best-model": {"file": str(kept.relative_to(self.path)) if kept else "", "none": self.no_best},
             "forgetting": self.forgetting.summary(self.leading, higher_is_better),
             "examples-seen": self.counters.examples_seen,
             "bytes": {**self.bytes, "per-round": round(sum(self.bytes.values()) / (server_round // self.per_round))},
@@ -315,11 +316,25 @@ class RunDirectory(Recorder):
             "replay-lacks": missing,
             "failures": self.failures,
             "wall-seconds": round(self.counters.seconds + time.monotonic() - self.started, 3),
-            "versions": _versions(),
+            "versions": versions(),
             **self.notes,
         }
         write_json(self.path / "result.json", result, indent=2)
+        self.finished = True
         return result
+
+    def _judged(self) -> tuple[str, bool]:
+        """Return the metric that rounds are judged by, and whether more of it is better."""
+        pooled = self.history[-1][1]
+        if self.leading in pooled:
+            return self.leading, self.task.higher_is_better
+        return next(iter(pooled), self.leading), False  # no institution runs this package's ClientApp
+
+    def _best_entry(self) -> tuple[int, dict[str, float], dict[str, dict[str, float]]]:
+        """Return the first of the evaluations with the best metric."""
+        metric, higher_is_better = self._judged()
+        sign = 1 if higher_is_better else -1
+        return max(self.history, key=lambda entry: sign * entry[1].get(metric, -sign * inf))
 
     def _draw_losses(self) -> None:
         """Draw the losses of generators and priors, if any were reported."""
@@ -348,6 +363,7 @@ class RunDirectory(Recorder):
         self._checkpoints.close()
         for lines in (self._ledger, self._metrics, self._timings):
             lines.close()
+        self._tracking.close(self.finished)
         self.display.close()
 
     def _rewind(self, server_round: int) -> None:
@@ -376,25 +392,3 @@ class RunDirectory(Recorder):
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         return read_lines(self.path / f"{name}.jsonl", FORMS[name])
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-
-
-@cache
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "absent"
-
-
-def _environment(config: RunConfig) -> dict[str, Any]:
-    return {
-        "versions": _versions(),
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "threads": config.threads,
-        "device": config.device,
-    }

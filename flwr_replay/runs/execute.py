@@ -22,11 +22,14 @@ from flwr_replay.learning.training import select_device
 from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Movement, Settings
+from flwr_replay.movements.relay import Relay
+from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.plan import NOTHING, PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.directory import RunDirectory, resumable
-from flwr_replay.runs.opening import open_run, read_result
+from flwr_replay.runs.directory import RunDirectory
+from flwr_replay.runs.opening import open_run, read_result, resumable
+from flwr_replay.runs.tracking import check_tracker
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.records import array_record, opened
@@ -60,6 +63,7 @@ class Job:
         ConfigError, TrainingError
             If the options do not fit each other.
         """
+        check_tracker(config.tracking)
         job = cls(config, settings_of(config))
         load_strategy(config.strategy.name)[0].check(config.strategy, job.settings, names)
         if job.settings.synthesis:
@@ -115,6 +119,13 @@ def claim(strategy: Movement) -> str:
     return privacy.sentence({stage: REQUESTS[stage].answer for stage in strategy.all_stages()})
 
 
+def without_best(strategy: Movement) -> str:
+    """Say why the global model of the best round is not kept; empty: it is."""
+    if strategy.evaluated is not Evaluation:
+        return "institutions test their private models, which never leave them"
+    return "the method has no global model" if isinstance(strategy, Relay) else ""
+
+
 def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, Any], Path]:
     """Plan a run and run it over a grid; it returns what `run_job` returns."""
     return run_job(grid, Job.of(config), display)
@@ -145,11 +156,10 @@ def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Pat
     with alone(stored.parent), resumable(stored.parent):
         recorder = RunDirectory(config, display)
         strategy = job.strategy(run_id, recorder)
+        recorder.no_best = without_best(strategy)
         try:
             models = strategy.models_at_end(opened(strategy.start(grid, first, config.rounds).arrays))
-            metric = strategy.task.metric
             missing = strategy.replay.missing if strategy.replay else {}
-            result = recorder.finish(models, metric, strategy.task.higher_is_better, claim(strategy), missing)
-            return result, recorder.path
+            return recorder.finish(models, claim(strategy), missing), recorder.path
         finally:
             recorder.close()

@@ -7,9 +7,10 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -32,11 +33,21 @@ from flwr_replay.files.atomic import (
     write_atomic,
 )
 
-__all__ = ["check_unchanged", "default_name", "new_run_id", "open_run", "read_result", "read_run_id"]
+__all__ = ["check_unchanged", "default_name", "new_run_id", "open_run", "read_result", "read_run_id", "resumable"]
 
 SUMS = "SHA256SUMS"
 UNBORN = re.compile(r"\.\w[\w .-]*\.[0-9a-f]{8}\.new")  # a run directory that is not yet complete
 RESULT = {"strategy": str, "rounds": int, "metric": str, "final": dict, "best": dict, "bytes": dict}
+
+
+@contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Say how to resume a run that Ctrl-C or SIGTERM interrupts."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):  # the command line turns SIGTERM into SystemExit
+        print(f"interrupted; to continue: flwr-replay run --resume {folder}", file=sys.stderr)
+        raise
 
 
 def open_run(config: RunConfig) -> tuple[RunConfig, str]:

@@ -17,7 +17,17 @@ from flwr_replay.runs.opening import check_unchanged
 __all__ = ["resolve", "run_overrides"]
 
 INLINE_NODES = 4
-FREE_TO_CHANGE = ("rounds", "timeout", "wait", "device", "data_dir", "replay.missing", "record", "record_mb")
+FREE_TO_CHANGE = (
+    "rounds",
+    "timeout",
+    "wait",
+    "device",
+    "data_dir",
+    "replay.missing",
+    "record",
+    "record_mb",
+    "tracking",
+)
 
 
 def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[str], RunConfig]:
@@ -37,7 +47,7 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
             if key.removeprefix("task.") not in FREE_TO_CHANGE:
                 raise ConfigError(
                     "a resumed run keeps its options, except rounds, device, timeout, wait, replay.missing, record, "
-                    f"record-mb and task.data-dir; got {option!r} with --resume: leave it out"
+                    f"record-mb, tracking and task.data-dir; got {option!r} with --resume: leave it out"
                 )
         check_unchanged(Path(resume).expanduser())
         overrides = [*run_overrides(Path(resume).expanduser()), *options]

@@ -29,10 +29,9 @@ from flwr_replay.institution.state import RUNS
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
-from flwr_replay.runs.directory import resumable
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import Job, run_job
-from flwr_replay.runs.opening import default_name, read_result, read_run_id
+from flwr_replay.runs.opening import default_name, read_result, read_run_id, resumable
 from flwr_replay.runs.superlink import flwr_run, superlink
 
 __all__ = ["Simulation", "run_inline", "run_ray", "simulate"]

@@ -34,9 +34,9 @@ from flwr_replay.runs.simulate import run_inline
 __all__ = ["Cell", "Method", "run_all", "run_cell", "short_hash"]
 
 A_RUN_WRITES = re.compile(
-    r"(config|environment|confusion|metrics|timings|ledger|failures|forgetting|generator|prior|privacy)\.(yaml|json|jsonl|png)|"
+    r"(config|environment|confusion|metrics|timings|ledger|failures|forgetting|generator|prior|privacy|tracking)\.(yaml|json|jsonl|png)|"
     r"run-id|SHA256SUMS|report\.html|"
-    r"checkpoints|models|latents|shared|replay|mailbox|messages|pictures|\.lock|\..*\.tmp"
+    r"checkpoints|models|best|tensorboard|wandb|latents|shared|replay|mailbox|messages|pictures|\.lock|\..*\.tmp"
 )
 KILLED = (
     "its process was killed, perhaps for lack of memory: lower --jobs, and repeat the command to run what is missing"

@@ -1,0 +1,66 @@
+"""The global weights of the best evaluated round, in the folder `best/` of a run directory.
+
+Each file is better than those before it, and named after its exchange. While a run lasts there may be three, so that it
+can resume from either of its last two checkpoints; in the end one is left. Runs that resume end with the same one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import private_folder
+from flwr_replay.files.disk import writing
+from flwr_replay.files.tensors import write_tensors
+from flwr_replay.wire.records import StateDict
+
+__all__ = ["BestModel"]
+
+
+class BestModel:
+    """The best global weights of a run.
+
+    Parameters
+    ----------
+    folder : Path
+        The run directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "best"
+
+    def files(self) -> dict[int, Path]:
+        """Return the files by exchange, in order."""
+        return {int(path.stem): path for path in sorted(self.folder.glob("[0-9]*.safetensors"))}
+
+    def file(self) -> Path:
+        """Return the file with the best weights.
+
+        Raises
+        ------
+        RunError
+            If there is none.
+        """
+        if not (found := self.files()):
+            raise RunError(
+                f"{self.folder.parent} has no best model: methods whose institutions keep models of their own have "
+                "none, nor have runs of older versions; take the last one"
+            )
+        return found[max(found)]
+
+    def write(self, exchange: int, arrays: StateDict) -> None:
+        """Keep the weights of a round that is better than all before."""
+        write_tensors(private_folder(self.folder) / f"{exchange:06d}.safetensors", arrays)
+
+    def settle(self, exchange: int) -> None:
+        """Delete what is not the best at this exchange, and was before it."""
+        self._delete([at for at in self.files() if at <= exchange][:-1])
+
+    def rewind(self, exchange: int) -> None:
+        """Delete what was best only after this exchange."""
+        self._delete([at for at in self.files() if at > exchange])
+
+    def _delete(self, exchanges: list[int]) -> None:
+        for path in (self.files()[at] for at in exchanges):
+            with writing(path):
+                path.unlink()
