@@ -53,11 +53,14 @@ class Run:
 
         return pandas.DataFrame(read_lines(self.folder / "metrics.jsonl"))
 
-    def model(self, institution: str = "") -> TrainedModel:
-        """Load the global model, or that of an institution; see `flwr_replay.runs.trained.load_model`."""
+    def model(self, institution: str = "", *, best: bool = False) -> TrainedModel:
+        """Load the global model, of the last or the best round, or that of an institution.
+
+        See `flwr_replay.runs.trained.load_model`.
+        """
         from flwr_replay.runs.trained import load_model
 
-        return load_model(self.folder, institution)
+        return load_model(self.folder, institution, best=best)
 
     def report(self) -> Path:
         """Write `report.html` again; return its path."""

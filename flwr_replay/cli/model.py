@@ -12,6 +12,10 @@ __all__ = ["export", "predict"]
 Place = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or an institution's state directory.")]
 Institution = Annotated[str, typer.Option("--institution", help="Whose model, where each institution has its own.")]
 
+Best = Annotated[
+    bool, typer.Option("--best", help="The best evaluated round in place of the last; it was chosen by test examples.")
+]
+
 
 def predict(
     place: Place,
@@ -19,6 +23,7 @@ def predict(
     out: Annotated[str, typer.Option("--out", help="The CSV file to write; default: print.")] = "",
     institution: Institution = "",
     run: Annotated[str, typer.Option("--run", help="In a state directory, the run's id; default: the last.")] = "",
+    best: Best = False,
 ) -> None:
     """Predict the labels of images with the model of a finished run, as CSV with probabilities."""
     from flwr_replay.files.atomic import write_atomic
@@ -26,7 +31,7 @@ def predict(
     from flwr_replay.runs.trained import load_model
 
     source = Path(images).expanduser().absolute()
-    model, rows = load_model(place, institution, run), images_in(source)
+    model, rows = load_model(place, institution, run, best=best), images_in(source)
     text = predictions(model, rows, source if source.is_dir() else source.parent)
     if not out:
         print(text, end="")
@@ -40,12 +45,14 @@ def export(
     form: Annotated[str, typer.Option("--format", help="torch (torch.export) | onnx.")] = "torch",
     out: Annotated[str, typer.Option("--out", help="The file to write.")] = "model",
     institution: Institution = "",
+    best: Best = False,
 ) -> None:
     """Write the model of a finished run as one file for other programs, and a model card beside it."""
     from flwr_replay.runs.export import card
     from flwr_replay.runs.export import export as write
     from flwr_replay.runs.trained import load_model
 
-    model, folder = load_model(place, institution), Path(place).expanduser().absolute()
-    for file in write(model, form, Path(out).expanduser().absolute(), card(folder, model, institution)):
+    model, folder = load_model(place, institution, best=best), Path(place).expanduser().absolute()
+    text = card(folder, model, institution, best)
+    for file in write(model, form, Path(out).expanduser().absolute(), text):
         print(file)

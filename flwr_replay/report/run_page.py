@@ -12,7 +12,7 @@ from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.charts import Curves, bars, curves
 from flwr_replay.report.pages import render
 from flwr_replay.report.progress import shown_bytes
-from flwr_replay.report.summary import confusion_of, recorded_lines, sample_lines, skew_lines, warnings
+from flwr_replay.report.summary import best_lines, confusion_of, recorded_lines, sample_lines, skew_lines, warnings
 
 __all__ = ["PAGE", "write_run_page"]
 
@@ -61,7 +61,7 @@ def write_run_page(folder: Path) -> Path:
         bars=_bars(result, found),
         bars_caption=_bars_caption(result, found),
         metrics=_metrics(result),
-        note=result.get("metrics-note", ""),
+        notes=[*filter(None, [result.get("metrics-note", "")]), *map(_sentence, best_lines(result))],
         confusion=_confusion(result, found),
         skew=[*map(_sentence, skew_lines(result.get("skew")))] or [UNKNOWN_SKEW],
         labels=_labels(result.get("skew") or {}),

@@ -13,7 +13,16 @@ from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import shown_bytes
 
-__all__ = ["CONFUSION", "confusion_of", "recorded_lines", "sample_lines", "skew_lines", "summary", "warnings"]
+__all__ = [
+    "CONFUSION",
+    "best_lines",
+    "confusion_of",
+    "recorded_lines",
+    "sample_lines",
+    "skew_lines",
+    "summary",
+    "warnings",
+]
 
 CONFUSION = "confusion.json"  # in a run directory
 MOST_SHOWN = 16  # institutions that get a line each
@@ -37,6 +46,7 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
         f"(best {result['best'][leading]:.4f} in round {result['best']['round']})"
         f"{epsilon_suffix(result)}{missing_suffix(result)}",
         *(f"  {name}: {metrics[leading]:.4f}" for name, metrics in institutions if leading in metrics),
+        *best_lines(result),
         *skew_lines(result.get("skew")),
         f"sent: up {shown_bytes(result['bytes']['up'])}, down {shown_bytes(result['bytes']['down'])}",
     ]
@@ -51,6 +61,19 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
     lines += [f"warning: {line}" for line in warnings(result, confusion_of(folder))]
     lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])
+
+
+def best_lines(result: Mapping[str, Any]) -> list[str]:
+    """Say that the best round's model is kept, or why not; nothing if it is the last, or of an older version."""
+    kept, best = result.get("best-model", {"file": "", "none": ""}), result["best"]["round"]
+    if best == result["rounds"] or not any(kept.values()):
+        return []
+    if kept["none"]:
+        return [f"no model of the best round is kept: {kept['none']}"]
+    return [
+        f"the model of round {best} is kept, too (--best); it was chosen on the test examples, so its "
+        f"{result['metric']} there is optimistic"
+    ]
 
 
 def sample_lines(result: Mapping[str, Any]) -> list[str]:

@@ -101,7 +101,7 @@ RUN = """\
 <h2>By institution</h2>
 {% if bars %}{{ draw.bar_chart(bars, bars_caption) }}{% endif %}
 {{ draw.table(metrics) }}
-{% if note %}<p>{{ note }}</p>{% endif %}
+{% for line in notes %}<p>{{ line }}</p>{% endfor %}
 {% if confusion %}{{ draw.confusion(confusion) }}{% endif %}
 
 <h2>How the labels differ</h2>

@@ -33,20 +33,25 @@ class BestModel:
         """Return the files by exchange, in order."""
         return {int(path.stem): path for path in sorted(self.folder.glob("[0-9]*.safetensors"))}
 
-    def file(self) -> Path:
-        """Return the file with the best weights.
+    @property
+    def exchange(self) -> int:
+        """The exchange after which the best weights were tested.
 
         Raises
         ------
         RunError
-            If there is none.
+            If there are none.
         """
         if not (found := self.files()):
             raise RunError(
                 f"{self.folder.parent} has no best model: methods whose institutions keep models of their own have "
-                "none, nor have runs of older versions; take the last one"
+                "none, nor have runs of older versions: take the last one"
             )
-        return found[max(found)]
+        return max(found)
+
+    def file(self) -> Path:
+        """Return the file with the best weights."""
+        return self.files()[self.exchange]
 
     def write(self, exchange: int, arrays: StateDict) -> None:
         """Keep the weights of a round that is better than all before."""

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.files.atomic import read_json, write_atomic
+from flwr_replay.files.atomic import read_json, read_lines, write_atomic
 from flwr_replay.report.epsilon import epsilon_suffix
+from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.trained import TrainedModel
 
 __all__ = ["FORMATS", "card", "export"]
@@ -17,6 +18,10 @@ __all__ = ["FORMATS", "card", "export"]
 PRIVATE = (
     "- This model stayed at its institution. Where the run's epsilon covers proxies or generators, it does not cover "
     "this model, which was trained without noise. It should not be passed on."
+)
+CHOSEN = (
+    "- This round was chosen among all that were evaluated by these same test examples. So the metrics above are "
+    "optimistic: test it on examples that had no part in the choice."
 )
 FORMATS = {"torch": ".pt2", "onnx": ".onnx"}
 
@@ -69,7 +74,7 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
     return file, file.with_suffix(".md")
 
 
-def card(folder: Path, model: TrainedModel, institution: str) -> str:
+def card(folder: Path, model: TrainedModel, institution: str, best: bool = False) -> str:
     """Return a model card in Markdown: what it was trained on, how well it does, what is protected, and limits.
 
     Parameters
@@ -80,6 +85,8 @@ def card(folder: Path, model: TrainedModel, institution: str) -> str:
         Its model.
     institution : str
         Whose model it is; empty: the global one.
+    best : bool
+        Whether it is of the best round.
 
     Raises
     ------
@@ -91,6 +98,11 @@ def card(folder: Path, model: TrainedModel, institution: str) -> str:
     result, task = read_json(folder / "result.json"), model.task
     metrics = result["final"]["institutions"][institution] if institution else result["final"]["global"]
     whose = f"the model of {institution}" if institution else "the global model"
+    if best:
+        exchange = BestModel(folder).exchange
+        rows = [row for row in read_lines(folder / "metrics.jsonl") if row["exchange"] == exchange]
+        metrics = {row["metric"]: row["value"] for row in rows if row["institution"] == ""}
+        whose = f"the global model of round {rows[0]['round']}, the best"
     tested = f"the test examples of {institution}" if institution else "all institutions' test examples"
     labels = f"probabilities of the classes {', '.join(model.classes)}" if model.classes else task.kind
     return "\n".join(
@@ -110,6 +122,7 @@ def card(folder: Path, model: TrainedModel, institution: str) -> str:
             "",
             "## Limits",
             "",
+            *([CHOSEN] if best else []),
             "- The metrics are those of these test examples. On images from elsewhere they may be far lower.",
             "- The probabilities are not calibrated. Nobody has examined this model as a medical device.",
             "- The weights depend on patients' data. What they may show of one, only an epsilon bounds.",

@@ -24,6 +24,7 @@ from flwr_replay.learning.pooling import Pool
 from flwr_replay.learning.tasks import Regression, make_task
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import build
+from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.opening import read_run_id
 from flwr_replay.runs.options import run_overrides
@@ -80,7 +81,7 @@ class TrainedModel(nn.Module):
         return outputs.softmax(1)[:, 1] if outputs.shape[1] == 2 else outputs.sigmoid().squeeze(1)
 
 
-def load_model(place: str | Path, institution: str = "", run: str = "") -> TrainedModel:
+def load_model(place: str | Path, institution: str = "", run: str = "", *, best: bool = False) -> TrainedModel:
     """Load the model of a finished run.
 
     Parameters
@@ -91,6 +92,9 @@ def load_model(place: str | Path, institution: str = "", run: str = "") -> Train
         In a simulation of a method whose models stay, or travel one by one: whose. Empty: the global model.
     run : str
         In a state directory, the run's id; empty: the last one.
+    best : bool
+        The global model of the round with the best main metric, in place of the last round's. It was chosen by the
+        institutions' test examples, so its metrics on these are optimistic.
 
     Returns
     -------
@@ -103,9 +107,14 @@ def load_model(place: str | Path, institution: str = "", run: str = "") -> Train
         If there is no such model; the line says which there are.
     """
     folder = Path(place).expanduser().absolute()
+    if best and (institution or not (folder / "config.yaml").exists()):
+        raise RunError("only a run's global model has a best round: give the run directory, and no institution")
     if (folder / "config.yaml").exists():
         config = compose(run_overrides(folder))
-        network = _of_institution(folder, institution, config) if institution else _global(folder, config)
+        if best:
+            network = _network(config, read_with_texts(BestModel(folder).file())[0])
+        else:
+            network = _of_institution(folder, institution, config) if institution else _global(folder, config)
         scale = _label_scale(folder, config)
     elif (folder / RUNS).is_dir():
         of_run = _chosen(folder / RUNS, run)

@@ -6,6 +6,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from harness import Stopping
 from PIL import Image
 
 from flwr_replay import load_model
@@ -13,7 +14,9 @@ from flwr_replay.cli.main import app
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import ConfigError, DataError, RunError
 from flwr_replay.report.progress import Display
+from flwr_replay.report.summary import summary
 from flwr_replay.runs.export import card, export
+from flwr_replay.runs.listing import clean
 from flwr_replay.runs.options import resolve
 from flwr_replay.runs.predict import images_in, predictions
 from flwr_replay.runs.simulate import run_inline
@@ -140,6 +143,49 @@ def test_an_exported_model_has_the_same_outputs(form, ran, tmp_path, capsys):
     assert f"accuracy {ran[0]['final']['global']['accuracy']:.4f}" in text
     assert "z, o, t" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([file.rpartition("/")[2], "mine.md"])
+
+
+def best_of(folder):
+    [file] = (folder / "best").iterdir()
+    return file
+
+
+def test_the_best_round_is_kept_as_it_was_tested_also_over_a_resumption(tmp_path, monkeypatch, capsys):
+    options = ["task=digits", "strategy=cwt", "rounds=5", "seed=1", "partition=ks", "partition.ks=0.9", "lr=0.1"]
+    result, folder = run_at(tmp_path, monkeypatch, *options, "run_name=whole")
+    best = result["best"]["round"]
+    assert best < result["rounds"]
+    assert best_of(folder) == folder / result["best-model"]["file"]
+    hits = [
+        (load_model(folder, best=True)(torch.as_tensor(e.x)).argmax(1).numpy() == e.labels)
+        for e in shards_of(folder).values()
+    ]
+    assert np.concatenate(hits).mean() == pytest.approx(result["best"]["accuracy"])
+    assert f"the model of round {best} is kept, too (--best)" in summary(result, folder)
+    app(["export", str(folder), "--best", "--out", str(tmp_path / "mine")], standalone_mode=False)
+    text = (tmp_path / "mine.md").read_text()
+    assert f"round {best}, the best" in text
+    assert f"accuracy {result['best']['accuracy']:.4f}" in text
+    assert "are optimistic" in " ".join(text.split())
+    with pytest.raises(KeyboardInterrupt):
+        run_inline([*TINY, *options, f"runs_dir={folder.parent}", "run_name=broken"], Stopping(2 * best + 1))
+    again, resumed = run_inline(resolve([], "", str(folder.parent / "broken"))[0], Display())
+    assert (again["best"], again["best-model"]) == (result["best"], result["best-model"])
+    assert best_of(resumed).read_bytes() == best_of(folder).read_bytes()
+    clean([folder])
+    assert load_model(folder, best=True).classes == load_model(folder).classes
+
+
+@pytest.mark.parametrize(("strategy", "why"), [("local", "no global model"), ("fml", "private models")])
+def test_where_there_is_no_best_model_it_is_said(strategy, why, tmp_path, monkeypatch):
+    result, folder = run_at(tmp_path, monkeypatch, "task=digits", f"strategy={strategy}", "dp=none")
+    assert why in result["best-model"]["none"]
+    assert f"no model of the best round is kept: {result['best-model']['none']}" in summary(
+        {**result, "rounds": 2}, folder
+    )
+    for institution in ("", "institution-1"):
+        with pytest.raises(RunError, match=r"no best model|and no institution"):
+            load_model(folder, institution, best=True)
 
 
 def test_what_cannot_be_loaded_or_exported_is_said_in_one_line(ran, tmp_path):
