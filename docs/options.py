@@ -107,8 +107,8 @@ def typed(hint: Any) -> str:
 
 
 def escaped(text: str) -> str:
-    """Keep Markdown from reading `|` as a column and `<class>` as HTML."""
-    return text.replace("|", "\\|").replace("<", "\\<")
+    """Keep Markdown from reading `|` as a column, `<class>` as HTML and `[a][b]` as a link."""
+    return text.replace("|", "\\|").replace("<", "\\<").replace("][", "]\\[")
 
 
 def key(name: str) -> str:

@@ -30,6 +30,14 @@ def test_every_source_file_is_in_the_wheel(wheel):
                 assert (inside if folder == "flwr_replay" else f"flwr_replay/{inside}") in names
 
 
+def test_the_hospitals_of_the_rehearsal_are_in_the_wheel(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    files = [path for path in (ROOT / "docs" / "examples" / "hospitals").rglob("*") if path.is_file()]
+    sources = [path.relative_to(ROOT / "docs").as_posix() for path in files if "__pycache__" not in path.parts]
+    assert sources
+    assert {f"flwr_replay/{source}" for source in sources} <= names
+
+
 def test_only_flwr_replay_lands_at_the_top(wheel):
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"flwr_replay"}
