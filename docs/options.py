@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
-from pathlib import Path
-from typing import Any, get_type_hints
+from collections.abc import Mapping, Sequence
 
 import click
 import typer
-import yaml
 
 from flwr_replay.cli.main import app
-from flwr_replay.config import RunConfig
-from flwr_replay.config.compose import SECTIONS, choices, compose, conf_dir, load_generator, load_strategy
-from flwr_replay.runs.forecast import describe_strategies
+from flwr_replay.config.compose import choices, conf_dir
+from flwr_replay.runs.described import Described, Option, comments, described, key, read, shown
 
 HEAD = """# Options
 
@@ -49,61 +42,6 @@ place for both.
 `flwr-replay compare` takes `seeds=` as an option besides. Commands exit with 0; with 1 if some runs of several failed;
 with 2 after a mistake of the user's, which is said in one line.
 """
-TITLES = {
-    "task": "Data set and task",
-    "partition": "How a data set is dealt to simulated institutions",
-    "model": "Model",
-    "training": "Training",
-    "replay": "Generative replay",
-    "generator": "Generators",
-    "prior": "Prior over the generator's codes",
-    "privacy": "Differential privacy",
-}
-TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true, false"}
-COMMENT = re.compile(r"^( *)(\w+):(.*?)(?: +# (.*))?$")
-FIELD = re.compile(r"^    (\w+): [^#\n]*# (.*)$", re.M)
-
-
-def comments(path: Path) -> dict[str, str]:
-    """Return what stands behind each option of a YAML file, by `section.option`; '' is what stands above all."""
-    found, section, last = {"": ""}, "", ""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if matched := COMMENT.match(line):
-            indent, name, value, text = matched.groups()
-            section = section if indent else ""
-            last = f"{section}.{name}" if section else name
-            section = name if not indent and not value.strip() else section
-            found[last] = text or ""
-        elif line.strip().startswith("# @"):
-            continue
-        elif line.strip().startswith("#"):  # goes on above, or behind the option
-            found[last] = f"{found[last]} {line.strip().removeprefix('# ')}".strip()
-    return found
-
-
-def field_comments(cls: type) -> dict[str, str]:
-    """Return what stands behind each field of a dataclass, those that it inherits included."""
-    sources = [inspect.getsource(base) for base in reversed(cls.__mro__) if base is not object]
-    return {name: text for source in sources for name, text in FIELD.findall(source)}
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Read a YAML file of `conf/`."""
-    values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    return values
-
-
-def shown(value: Any) -> str:
-    """Write a value as it is typed."""
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(shown, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def typed(hint: Any) -> str:
-    """Name a type for people."""
-    name = getattr(hint, "__name__", str(hint))
-    return f"list of {TYPES[hint.__args__[0].__name__]}s" if name == "tuple" else TYPES[name]
 
 
 def escaped(text: str) -> str:
@@ -111,80 +49,26 @@ def escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "\\<").replace("][", "]\\[")
 
 
-def key(name: str) -> str:
-    """Write an option's name as it is typed."""
-    return name.replace("_", "-")
-
-
-def table(rows: Iterator[tuple[str, Any, str, str]]) -> str:
+def table(options: Sequence[Option]) -> str:
     """Return a table of options: name, type, default, text."""
     lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
-    for name, hint, default, text in rows:
-        lines.append(f"| `{key(name)}` | {typed(hint)} | {default} | {escaped(text)} |")
+    lines += [f"| `{one.name}` | {one.type} | {default(one.default)} | {escaped(one.text)} |" for one in options]
     return "\n".join(lines)
 
 
-def default(by_choice: Mapping[str, Any]) -> str:
+def default(values: Mapping[str, list[str]]) -> str:
     """Return a default: one value, or each with the choices that have it."""
-    values: dict[str, list[str]] = {}
-    for choice, value in by_choice.items():
-        values.setdefault(shown(value), []).append(choice)
     if len(values) == 1:
         return f"`{next(iter(values))}`" if next(iter(values)) else "empty"
     return "; ".join(f"{f'`{value}`' if value else 'empty'} ({', '.join(names)})" for value, names in values.items())
 
 
-def group(name: str, cls: type) -> str:
-    """Describe a group: its choices, then the options that any of them has."""
-    paths = {choice: conf_dir() / name / f"{choice}.yaml" for choice in choices(name)}
-    values, texts = {c: read(path) for c, path in paths.items()}, {c: comments(path) for c, path in paths.items()}
-    classes = [load_generator(choice) for choice in paths] if name == "generator" else [cls]
-    hints = {option: hint for one in classes for option, hint in get_type_hints(one).items()}
-    plain = {option: text for one in classes for option, text in field_comments(one).items()}
-    options_of = dict.fromkeys(field.name for one in classes for field in fields(one) if field.name != "name")
-
-    def rows() -> Iterator[tuple[str, Any, str, str]]:
-        for option in options_of:
-            having = {c: options[option] for c, options in values.items() if option in options}
-            if having:
-                said = {texts[c][option] for c in having}
-                lacking = [c for c in paths if c not in having]
-                only = f"not {', '.join(lacking)}" if len(lacking) < len(having) else f"{', '.join(having)} only"
-                own = f" ({only})" if lacking else ""
-                text = said.pop() if len(said) == 1 else ""
-                yield (
-                    f"{name}.{option}",
-                    hints[option],
-                    default(having),
-                    (text or plain.get(option, "")) + own,
-                )
-
-    listed = [f"- `{name}={choice}`: {escaped(texts[choice][''])}" for choice in paths]
-    return "\n".join(listed) + "\n\n" + table(rows())
-
-
-def strategy(name: str, idea: str) -> str:
-    """Describe a method and its own options."""
-    path, config = conf_dir() / "strategy" / f"{name}.yaml", load_strategy(name)[1]
-    values, texts, plain = read(path), comments(path), field_comments(config)
-    hints = get_type_hints(config)
-    own = [
-        (f"strategy.{option}", hints[option], default({name: value}), texts[option] or plain.get(option, ""))
-        for option, value in values.items()
-        if option != "name"
-    ]
-    return f"### `strategy={name}`\n\n{idea[:1].upper()}{idea[1:]}\n\n" + (
-        table(iter(own)) if own else "No options of its own."
-    )
-
-
-def plain_section(prefix: str, cls: type, values: Mapping[str, Any], texts: Mapping[str, str]) -> str:
-    """Describe options that stand in `conf/config.yaml` itself."""
-    hints = get_type_hints(cls)
-    return table(
-        (f"{prefix}{option}", hints[option], default({"": value}), texts[f"{prefix}{option}"])
-        for option, value in values.items()
-    )
+def section(name: str, one: Described) -> str:
+    """Describe a group: its default, its choices, its options."""
+    parts = [f"Default: `{name}={one.chosen}`."] if one.chosen else []
+    if one.choices:
+        parts.append("\n".join(f"- `{name}={choice}`: {escaped(text)}" for choice, text in one.choices.items()))
+    return "\n\n".join([*parts, table(one.options)])
 
 
 def preset(name: str) -> str:
@@ -232,16 +116,14 @@ def commands() -> str:
 
 def page() -> str:
     """Return the whole page."""
-    config = conf_dir() / "config.yaml"
-    values, texts = read(config), comments(config)
-    run = {name: value for name, value in values.items() if name in get_type_hints(RunConfig) and name not in SECTIONS}
-    parts = [HEAD, commands(), "## The run", plain_section("", RunConfig, run, texts)]
-    for name, cls in SECTIONS.items():
-        own = plain_section(f"{name}.", cls, values[name], texts) if name in values else group(name, cls)
-        chosen = "" if name in values else f"Default: `{name}={getattr(compose([]), name).name}`.\n\n"
-        parts += [f"## {TITLES[name]}", chosen + own]
-    parts += ["## Methods", "Default: `strategy=fedreplay`."]
-    parts += [strategy(name, idea) for name, (idea, _) in describe_strategies().items()]
+    parts, methods = [HEAD, commands()], []
+    for name, one in described().items():
+        if name.startswith("strategy="):
+            own = table(one.options) if one.options else "No options of its own."
+            methods += [f"### `{name}`", one.title, own]
+        elif name != "strategy":
+            parts += [f"## {one.title}", section(name, one)]
+    parts += ["## Methods", "Default: `strategy=fedreplay`.", *methods]
     parts += ["## Presets", "Default: `preset=quick`."] + [preset(name) for name in choices("preset")]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from mkdocs.structure.files import File, Files
@@ -37,7 +38,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made from files outside docs/, or from files that are no Markdown."""
     made = {there: relinked((ROOT / here).read_text(encoding="utf-8"), ROOT, there) for here, there in TOP.items()}
     made |= {f"methods/{name}.md": method(name) for name in METHODS}
-    made["methods/index.md"] = "# Methods\n\n" + "\n".join(f"- [{title(name)}]({name}.md)" for name in METHODS)
+    made["methods/index.md"] = "# Methods\n\n" + "\n".join(
+        f"- [{title(one)}]({one}.md): {idea(one)}" for one in METHODS
+    )
     made |= {f"notebooks/{path.stem}.md": notebook(path) for path in NOTEBOOKS}
     made["reference.md"] = "# Python reference\n\n" + "\n\n".join(f"::: flwr_replay.{name}" for name in PUBLIC)
     pages = [ROOT / name for name in TOP] + sorted(DOCS.rglob("*.md"))
@@ -110,11 +113,17 @@ def title(name: str) -> str:
     return parts(name)[0].partition(": the server's half")[0]
 
 
+def idea(name: str) -> str:
+    """Return the paragraph of a method's file that says what it does."""
+    found = re.search(r"^Idea: (.*?)\n(?:\n|Travels)", parts(name)[1], re.M | re.S)
+    return " ".join(found[1].split()) if found else ""
+
+
 def method(name: str) -> str:
     """Write a method's page from the docstring of its server's half."""
     text = parts(name)[1].replace("<", "&lt;")
     body = "\n\n".join(
-        f"```text\n{block}\n```" if block.startswith("    ") else LABEL.sub(r"\n\n## \1\n\n", block)
+        f"```text\n{dedent(block)}\n```" if block.startswith("    ") else LABEL.sub(r"\n\n## \1\n\n", block)
         for block in re.split(r"\n\n", text)
     )
     links = ", ".join(f"[{one.relative_to(ROOT)}](../{coded(one)})" for one in halves(name))

@@ -18,10 +18,12 @@ from click.exceptions import Abort, ClickException, NoArgsIsHelpError
 
 from flwr_replay import __version__
 from flwr_replay.cli.model import export, predict
+from flwr_replay.cli.options import options
 from flwr_replay.cli.privacy import app as privacy
 from flwr_replay.cli.rehearse import rehearse
 from flwr_replay.cli.runs import app as runs
 from flwr_replay.cli.runs import watch
+from flwr_replay.config.compose import choices
 from flwr_replay.errors import ConfigError, FlwrReplayError
 
 __all__ = ["app", "main"]
@@ -46,6 +48,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Engine = Annotated[str, typer.Option("--engine", help="inline: in this process | ray: with Flower's Ray simulation.")]
 
 
+def _choices() -> str:
+    """Name what can be chosen, for the help; conf/ is a folder of names, so that reading it takes no time."""
+    groups = (f"{group}: {', '.join(choices(group))}." for group in ("strategy", "task", "partition", "model"))
+    return "\n\n".join([*groups, "flwr-replay options explains all of them, and the other options."])
+
+
 @app.callback()
 def version(
     shown: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")] = False,
@@ -56,7 +64,7 @@ def version(
         raise typer.Exit
 
 
-@app.command()
+@app.command(epilog=_choices())
 def run(
     options: Options = None,
     engine: Engine = "inline",
@@ -67,8 +75,7 @@ def run(
 ) -> None:
     """Run one method on one task. Without options: FedReplay on scikit-learn's digits.
 
-    docs/options.md lists the options, for example: strategy=cwt task=mnist task.data-dir=DIR partition=ks ks=0.6
-    model=resnet18 rounds=5.
+    For example: strategy=cwt task=mnist task.data-dir=DIR partition=ks ks=0.6 model=resnet18 rounds=5.
     """
     _refuse_empty(runs_dir=runs_dir, resume=resume)
     from flwr_replay.api import check_engine, start
@@ -216,7 +223,7 @@ def doctor() -> None:
     sys.exit(0 if healthy else 1)
 
 
-for command in (predict, export, watch, rehearse):
+for command in (options, predict, export, watch, rehearse):
     app.command()(command)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass
 
@@ -91,35 +92,50 @@ class LogDisplay(Display):
 
 
 class TerminalDisplay(LogDisplay):
-    """A progress bar on a terminal, and plain lines elsewhere."""
+    """On a terminal a line for every round above a bar, which goes at the end; elsewhere a line for every exchange."""
 
     def begin(self, progress: Progress) -> None:
-        """Show the bar."""
+        """Show the bar, and let Flower's log lines pass above it."""
         from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
         self.progress, self.start = progress, time.monotonic()
-        self.console = Console(stderr=True)
-        total = progress.rounds * progress.per_round
+        self.console = Console(stderr=True, highlight=False)
         self.console.print(f"{progress.strategy}: {shown_rounds(progress)}")
-        self.bar = Bar(TextColumn("{task.description}"), BarColumn(bar_width=24), console=self.console)
-        self.line = self.bar.add_task("waiting for the first round", total=total, completed=progress.done)
+        self.bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        total = progress.rounds * progress.per_round
+        self.line = self.bar.add_task("waiting for the first round", total=total, completed=progress.done, left="")
+        self.terminal = sys.stderr
         self.bar.start()
+        # rich stands in for sys.stderr now, but Flower's handlers write to the stream that they were made with.
+        handlers = [one for one in logging.getLogger("flwr").handlers if isinstance(one, logging.StreamHandler)]
+        self.moved = [one for one in handlers if one.stream is self.terminal and one.setStream(sys.stderr)]
 
     def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
-        """Move the bar; if there is no terminal, print a line."""
+        """Move the bar; print a line at the end of a round or, if there is no terminal, of an exchange."""
         progress = self.progress
-        text = (
-            f"round {server_round / progress.per_round:.3g}/{progress.rounds}  {shown_metrics(metrics)}  "
-            f"{shown_bytes(total_bytes)}  elapsed {shown_time(seconds)}  "
-            f"remaining {shown_time(self.remaining(server_round))}"
-        )
-        self.bar.update(self.line, completed=server_round, description=text)
+        where = f"round {server_round / progress.per_round:.3g}/{progress.rounds}"
+        known = f"{where}  {shown_metrics(metrics)}  {shown_bytes(total_bytes)}"
+        elapsed, left = shown_time(seconds), f"remaining {shown_time(self.remaining(server_round))}"
         if not self.console.is_terminal:
-            self.console.print(text, soft_wrap=True)
+            self.console.print(f"{known}  elapsed {elapsed}  {left}", soft_wrap=True)
+            return
+        if server_round % progress.per_round == 0:
+            self.console.print(f"{known}  {elapsed}")
+        self.bar.update(self.line, completed=server_round, description=where, left=left)
 
     def close(self) -> None:
-        """Close the bar, if there is one."""
+        """Take the bar away, if there is one."""
         if hasattr(self, "bar"):
+            for handler in self.moved:
+                handler.setStream(self.terminal)
             self.bar.stop()

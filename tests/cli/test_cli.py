@@ -333,6 +333,20 @@ def test_help_imports_nothing_heavy():
     assert done.stdout.strip().endswith("[]")
 
 
+def test_options_are_explained_on_80_columns(flwr_replay, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], ["partition"], ["training"], ["strategy"], ["strategy=proxyfl"]):
+        code, out, _ = flwr_replay("options", *words)
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= 80
+    assert "strategy.proxy-optimizer  (text)" in out
+    code, out, _ = flwr_replay("options", "strategi")
+    assert (code, out) == (2, "")
+    _, out, _ = flwr_replay("run", "--help")
+    named = " ".join(out.split())
+    assert all(", ".join(choices(group)) in named for group in ("strategy", "task", "partition"))
+
+
 def test_the_version_is_shown_and_an_unknown_command_has_one_suggestion(flwr_replay):
     code, out, _ = flwr_replay("--version")
     assert (code, out) == (0, "flwr-replay 0.1.0\n")

@@ -1,0 +1,67 @@
+"""flwr-replay options: every option of a run, its values, its default and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flwr_replay.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from flwr_replay.runs.described import Described
+
+__all__ = ["options"]
+
+
+def options(
+    group: Annotated[str, typer.Argument(metavar="[GROUP]", help="task, training, strategy=fedreplay, …")] = "",
+) -> None:
+    """Explain the options of a run: their values, defaults and meaning. Without GROUP: what groups there are."""
+    from flwr_replay.runs.described import described
+
+    known = described()
+    if group and group not in known:
+        raise ConfigError(f"unknown group of options {group!r}: {nearest(group, list(known))}")
+    lines = _explained(group, known[group]) if group else _overview(known)
+    print("\n".join(lines))
+
+
+def _overview(known: Mapping[str, Described]) -> Iterator[str]:
+    for name, one in known.items():
+        if "=" not in name:
+            yield f"{name:<10} {one.title}"
+            if one.choices:
+                yield from _filled(", ".join(one.choices), 4)
+    yield from ("", "flwr-replay options GROUP explains a group, options strategy=fedreplay a method's own.")
+
+
+def _explained(name: str, one: Described) -> Iterator[str]:
+    yield from _filled(one.title)
+    for choice, text in (one.choices or {}).items():
+        yield ""
+        yield f"{name}={choice}{'  (default)' if choice == one.chosen else ''}"
+        yield from _filled(text, 4)
+    for option in one.options:
+        yield ""
+        yield f"{option.name}  ({option.type})"
+        yield from _filled(option.text, 4)
+        several = len(option.default) > 1
+        values = [
+            (value or "empty") + (f" ({', '.join(having)})" if several else "")
+            for value, having in option.default.items()
+        ]
+        yield from _filled(f"default: {'; '.join(values)}", 4)
+    if name == "strategy":
+        yield from ("", "flwr-replay options strategy=fedreplay explains a method's own options.")
+    elif not one.options:
+        yield from ("", "No options of its own.")
+
+
+def _filled(text: str, indent: int = 0) -> list[str]:
+    from shutil import get_terminal_size
+    from textwrap import wrap
+
+    width, space = min(get_terminal_size().columns, 100), " " * indent
+    return wrap(text, width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False)
