@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import home, make_folder
-from flwr_replay.runs.environment import PACKAGES
+from flwr_replay.runs.environment import versions
 from flwr_replay.runs.superlink import flower
 
 __all__ = ["examine"]
@@ -21,8 +21,9 @@ PORTS = {8000: "SuperLink", 9094: "SuperNode"}  # Flower's defaults
 def examine() -> tuple[bool, str]:
     """Return whether this machine can run, and one line for each finding."""
     findings: list[tuple[bool, str]] = []
-    for name in PACKAGES:
-        findings.append(_version(name))
+    for name, version in versions().items():
+        missing = f"{name} is not installed: pip install {name}"
+        findings.append((version != "absent", missing if version == "absent" else f"{name} {version}"))
     for port, who in PORTS.items():
         free = _free(port)
         advice = "free" if free else "in use; if no SuperLink of yours runs there, choose another with --port"
@@ -44,15 +45,6 @@ def examine() -> tuple[bool, str]:
     findings.append(_ray())
     findings.append(_gpu())
     return all(ok for ok, _ in findings), "\n".join(f"{'ok ' if ok else 'NO '} {text}" for ok, text in findings)
-
-
-def _version(name: str) -> tuple[bool, str]:
-    from importlib import metadata
-
-    try:
-        return True, f"{name} {metadata.version(name)}"
-    except metadata.PackageNotFoundError:
-        return False, f"{name} is not installed: pip install {name}"
 
 
 def _free(port: int) -> bool:

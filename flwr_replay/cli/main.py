@@ -71,17 +71,37 @@ def run(
     runs_dir: RunsDir = "runs",
     resume: Annotated[str | None, typer.Option("--resume", help="Continue the run in this directory.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be sent, and train nothing.")] = False,
+    study: Annotated[
+        str | None, typer.Option("--study", help="With --dry-run: a study's folder, whose options hold.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", help="With --dry-run: the policy whose verdict is wanted.")
+    ] = None,
+    clinics: Annotated[
+        str | None, typer.Option("--clinics", help="With --study or --policy: whose data they are, by commas.")
+    ] = None,
+    out: Annotated[str, typer.Option("--out", help="The folder for officer.html and officer.json.")] = "officer",
     as_json: AsJson = False,
 ) -> None:
     """Run one method on one task. Without options: FedReplay on scikit-learn's digits.
 
     For example: strategy=cwt task=mnist task.data-dir=DIR partition=ks ks=0.6 model=resnet18 rounds=5.
+
+    --dry-run with --study DIR, --policy FILE or both writes a page for the data-protection officer. Exit code 1: under
+    the policy something is refused.
     """
-    _refuse_empty(runs_dir=runs_dir, resume=resume)
+    _refuse_empty(runs_dir=runs_dir, resume=resume, study=study, policy=policy, clinics=clinics, out=out)
+    officer = study or policy
+    if (officer and not dry_run) or (clinics and not officer) or (officer and resume):
+        raise ConfigError("--study, --policy and --clinics belong to --dry-run, without --resume; --clinics to either")
     from flwr_replay.api import check_engine, start
 
     check_engine(engine)
     _say("loading …")
+    if officer:
+        from flwr_replay.cli.officer import page
+
+        sys.exit(page(options or [], study or "", policy or "", clinics or "", out, as_json))
     if dry_run:
         print(_forecast(options or [], runs_dir, resume or "", as_json))
         return

@@ -47,6 +47,7 @@ __all__ = [
     "load_generator",
     "load_strategy",
     "model_named",
+    "overrides_in",
     "overrides_of",
     "to_yaml",
 ]
@@ -153,7 +154,12 @@ def _half(package: str, name: str, suffix: str) -> tuple[type[Any], ModuleType]:
 
 
 def from_run_config(run_config: Mapping[str, Any]) -> RunConfig:
-    """Compose from Flower's run config; an empty text is not set, and neither is a 0 of `nodes`, `rounds` or `seed`.
+    """Compose from Flower's run config, as `overrides_in` reads it."""
+    return compose(overrides_in(run_config))
+
+
+def overrides_in(run_config: Mapping[str, Any]) -> list[str]:
+    """Read Flower's run config; an empty text is not set, and neither is a 0 of `nodes`, `rounds` or `seed`.
 
     Every plain key is one override. The key `overrides` is split as a shell does, and wins over plain keys.
     """
@@ -163,7 +169,7 @@ def from_run_config(run_config: Mapping[str, Any]) -> RunConfig:
         raise ConfigError(f"overrides must be quoted as in a shell; got {run_config['overrides']!r}: {error}") from None
     unset = [key for key, value in run_config.items() if value == "" or (key in COUNTS and value == 0)]
     plain = [f"{key}={value}" for key, value in run_config.items() if key not in ("overrides", *unset)]
-    return compose([*plain, *further])
+    return [*plain, *further]
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
@@ -40,7 +40,7 @@ from flwr_replay.privacy.plan import PrivacyPlan, mechanisms_of
 from flwr_replay.wire.payload import REQUESTS, Payload, Request, Row, request_of, rows
 from flwr_replay.wire.records import config_in, metrics_in
 
-__all__ = ["guard"]
+__all__ = ["check_answer", "check_release", "check_request", "guard", "run_rules"]
 
 LONGEST = 200  # characters of a name in the own ledger
 
@@ -91,27 +91,51 @@ def _answered(
     """Return the answer, and a ledger row for each of its fields, with its protection."""
     plan, policy, request = _plan(config), institution.policy, request_of(message)
     answer, store = request.answer if request else None, StateStore(institution)
-    _check_request(message, request, policy, config)
+    check_request(message, request, policy, config)
     if answer and issubclass(answer, Evaluation):
         policy.check_evaluations(store.count_test(run))
     dp_fields = plan.dp_fields(answer) if plan and answer else {}
     budget = PrivacyBudget(plan, institution, store, config.seed) if plan else None
     charged_before = budget.charged(run) if budget and dp_fields else ()
     reply = call_next(message, context)
+    leaving = check_answer(reply, answer, policy, config)
+    names = {row.field for row in leaving}
+    if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):
+        _check_account(budget, run, sent, charged_before, metrics_in(reply.content))
+    return reply, leaving
+
+
+def check_answer(reply: Message, answer: type[Payload] | None, policy: Policy, config: RunConfig) -> list[Row]:
+    """Remove from an answer what the policy keeps here, refuse it if the rest may not leave; return what leaves.
+
+    Parameters
+    ----------
+    reply : Message
+        The answer; results of tests that may not leave are removed from it.
+    answer : type[Payload] | None
+        Its declaration; None if the message is not one of this package.
+    policy : Policy
+        The institution's.
+    config : RunConfig
+        The run's options.
+
+    Raises
+    ------
+    FlwrReplayError
+        If it may not leave.
+    """
+    plan = _plan(config)
     if answer and policy.allowed_metrics != "exact":
         _keep_counts(reply, answer)
-    leaving, metrics = list(rows(reply.content, answer)), metrics_in(reply.content)
-    if plan and budget:
-        names = {row.field for row in leaving}
-        plan.check_withheld(answer, names)
-        if sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}:
-            _check_account(budget, run, sent, charged_before, metrics)
-        leaving = plan.protected(leaving, answer, metrics)
-    if request is None:  # an undeclared message: its fields are known only now
+    leaving = list(rows(reply.content, answer))
+    if plan:
+        plan.check_withheld(answer, {row.field for row in leaving})
+        leaving = plan.protected(leaving, answer, metrics_in(reply.content))
+    if answer is None:  # an undeclared message: its fields are known only now
         for row in leaving:
             policy.check_field(row.field, row.kind)
     policy.check_upload(sum(row.bytes for row in leaving), "the answer")
-    return reply, leaving
+    return leaving
 
 
 @lru_cache(maxsize=64)
@@ -123,32 +147,63 @@ def _plan(config: RunConfig) -> PrivacyPlan | None:
     return plan
 
 
-def _check_request(message: Message, request: type[Request] | None, policy: Policy, config: RunConfig) -> None:
-    """Refuse what can be refused before any data are read."""
-    plan, instructions = _plan(config), config_in(message.content)
-    policy.check_strategy(config.strategy.name)
+def run_rules(policy: Policy, config: RunConfig) -> dict[str, Callable[[], None]]:
+    """Return what a policy asks of a run as a whole: by the policy's key, a check that refuses."""
+    plan = _plan(config)
+    rules: dict[str, Callable[[], None]] = {
+        "strategies": lambda: policy.check_strategy(config.strategy.name),
+        "recording": lambda: policy.check_recording(config.record),
+        "limits": lambda: _check_options(policy, config),
+    }
+    return rules | ({"max-delta": lambda: policy.check_delta(plan.config.delta)} if plan else {})
+
+
+def check_request(message: Message, request: type[Request] | None, policy: Policy, config: RunConfig) -> None:
+    """Refuse what can be refused before any data are read.
+
+    Parameters
+    ----------
+    message : Message
+        What the server asks.
+    request : type[Request] | None
+        Its declaration; None if it is not a request of this package.
+    policy : Policy
+        The institution's.
+    config : RunConfig
+        The run's options.
+
+    Raises
+    ------
+    FlwrReplayError
+        If the policy, or a promise that the run's options make, forbids it.
+    """
+    instructions = config_in(message.content)
+    for check in run_rules(policy, config).values():
+        check()
     policy.check_recording(str(instructions.get("record", "")))
-    policy.check_recording(config.record)
-    _check_options(policy, config)
     policy.check_limits(instructions)
     policy.check_limits(metrics_in(message.content))
-    if plan:
-        policy.check_delta(plan.config.delta)
     if request is None:
         return
     request.check_scalars(message.content)
     _check_options_kept(instructions, config)
     announced = instructions.get("stages", [])  # at the roll call: all stages of the run
     for asked in (request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS)):
-        policy.check_release(asked, plan.promise if plan else None)
-        if plan:
-            plan.check_covered(asked)
+        check_release(asked, policy, config)
     _check_size(message, policy, request.answer)
     if config.task.mean and request.stage_name in dict(policy.weights):
         raise RefusedError(
             "policy pins the weights of this stage; task.mean and task.std would change what they make of an image: "
             "leave these out, or ask the institution to change its policy file"
         )
+
+
+def check_release(answer: type[Payload], policy: Policy, config: RunConfig) -> None:
+    """Refuse a declaration of an answer with a field that may not leave in a run with these options."""
+    plan = _plan(config)
+    policy.check_release(answer, plan.promise if plan else None)
+    if plan:
+        plan.check_covered(answer)
 
 
 def _check_options_kept(instructions: Mapping[str, Any], config: RunConfig) -> None:

@@ -187,4 +187,53 @@ ATTACKS = """\
 {% endblock %}
 """
 
-TEMPLATES = {"frame": FRAME, "draw": CHARTS, "run": RUN, "compare": COMPARE, "study": STUDY, "attacks": ATTACKS}
+OFFICER = """\
+{% extends "frame" %}
+{% import "draw" as draw %}
+{% block content %}
+{% for line in about %}<p>{{ line }}</p>
+{% endfor %}
+<p{% if not allowed %} class="warning"{% endif %}><strong>{{ verdict }}</strong></p>
+{% for line in sums %}<p>{{ line }}</p>
+{% endfor %}
+<h2>The verdict, line by line</h2>
+<p>{% if policy %}The policy is {{ policy }}, as it stands at the end of this page.{% else %}Without a policy only the built-in limits hold.{% endif %} An institution that refuses sends its name and one line that says why; the study goes on without it.</p>
+{{ draw.table(rules) }}
+{% for one in fields %}{{ draw.table(one) }}
+{% endfor %}
+{% if reasons %}<p>Reasons:</p>
+<ol>{% for line in reasons %}<li>{{ line }}</li>{% endfor %}</ol>{% endif %}
+<p>Kinds:</p>
+<ul>{% for line in kinds %}<li>{{ line }}</li>{% endfor %}</ul>
+
+<h2>What is protected, and what is not</h2>
+<p>{{ claim }}</p>
+{% if protected %}<ul>{% for line in protected %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
+{% if unprotected %}<p>These may leave without differential privacy:</p>
+<ul>{% for line in unprotected %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
+<p>TLS keeps the network from reading messages. It hides nothing from the server, which has them as they are. What earlier runs have sent, and their ε, is not counted here.</p>
+
+<h2>What the institution enforces itself</h2>
+<p>The program at the institution does this, whatever the server sends:</p>
+<ul>{% for line in enforced %}<li>{{ line }}</li>{% endfor %}{% if pinned %}<li>It accepts only the weights that the policy names for {{ pinned }}. Whether the server's are those is decided when they arrive.</li>{% endif %}</ul>
+
+<h2>What an honest server is asked to do</h2>
+<p>The institution has to trust whoever runs the server:</p>
+<ul>{% for line in asked %}<li>{{ line }}</li>{% endfor %}</ul>
+
+<h2>Policy, options and versions</h2>
+{% if policy_text %}<details open><summary>The policy, as the file has it</summary><pre>{{ policy_text }}</pre></details>{% endif %}
+<details open><summary>All options of the run</summary><pre>{{ options }}</pre></details>
+{{ draw.table(versions) }}
+{% endblock %}
+"""
+
+TEMPLATES = {
+    "frame": FRAME,
+    "draw": CHARTS,
+    "run": RUN,
+    "compare": COMPARE,
+    "study": STUDY,
+    "attacks": ATTACKS,
+    "officer": OFFICER,
+}

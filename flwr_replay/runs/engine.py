@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.wire.payload import CLIENT_APP_RAISED
 
-__all__ = ["InlineGrid"]
+__all__ = ["InlineGrid", "identify_process"]
 
 RUN_ID = 1
 EXPIRED = 4  # Flower's code for an answer that has expired
@@ -48,7 +48,7 @@ class InlineGrid(Grid):
             for node_id, node_config in enumerate(node_configs, start=SUPERLINK + 1)
         }
         self._replies: dict[str, Message] = {}
-        _identify_process()
+        identify_process()
 
     @classmethod
     def simulated(cls, app: ClientApp, run_config: Mapping[str, Any], nodes: int, **node_config: Any) -> Self:
@@ -105,7 +105,7 @@ class InlineGrid(Grid):
         return reply
 
 
-def _identify_process() -> None:
+def identify_process() -> None:
     """Give this process a sender id, which a `Message` takes from the process since Flower 1.40."""
     try:
         from flwr.supercore.task_identity import TaskIdentity

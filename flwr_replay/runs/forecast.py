@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from flwr_replay.config.compose import choices, load_strategy
 from flwr_replay.data.dealt import loaded
 from flwr_replay.models.zoo import backbone
-from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.payloads.common import Present
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.runs.execute import claim
 from flwr_replay.runs.opening import new_run_id
 from flwr_replay.runs.simulate import Simulation
 from flwr_replay.server.members import Member
-from flwr_replay.wire.payload import rows
+from flwr_replay.wire.payload import Payload, Request, rows
 from flwr_replay.wire.recording import DIRECTIONS
 from flwr_replay.wire.records import metrics_in
 from flwr_replay.wire.weights import to_arrays
 
-__all__ = ["describe_strategies", "forecast", "forecast_page", "idea_of"]
+__all__ = ["Expected", "describe_strategies", "expected", "forecast", "forecast_page", "idea_of"]
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,19 @@ class Line:
     protection: str
 
 
-def forecast(simulation: Simulation) -> list[Line]:
-    """Compute the ledger of a simulated run in which every institution is present and none fails.
+class Expected(NamedTuple):
+    """A message and its answer that a run would exchange with an institution, `times` alike."""
 
-    Real messages are encoded and counted, with zeros in place of weights and data. So the bytes are those that the
-    run's own ledger will have.
+    member: Member
+    request: Request
+    answer: Payload
+    times: int
+
+
+def expected(simulation: Simulation) -> tuple[Movement, list[Expected]]:
+    """Return the strategy of a simulated run, and what it would exchange if all are present and none fails.
+
+    The messages are real ones, with zeros in place of weights and data.
     """
     job, part = simulation.job, simulation.part
     config, strategy = job.config, job.strategy(new_run_id(job.config))
@@ -56,16 +65,29 @@ def forecast(simulation: Simulation) -> list[Line]:
         present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, proof="0" * 64, **sums)
     strategy.scale_labels(strategy.members.label_scale())
     strategy.begin_run()
-    lines: dict[tuple[str, str, str, str, str, str], tuple[int, int]] = {}
     arrays = to_arrays(backbone(config.model, config.task)(0))
     exchanges: list[Exchange] = [(m, strategy.roll_call(), present[m.name], 1) for m in strategy.members]
     exchanges += strategy.forecast_replay() + strategy.forecast(arrays, config.rounds)
     exchanges += strategy.forecast_evaluation(arrays, config.rounds)
+    whole = sum(one.num_examples for one in strategy.members)
+    found = []
     for member, request, answer, times in exchanges:
-        for direction, payload in (("down", strategy.addressed(member, request)), ("up", answer)):
-            if plan and direction == "up":
-                whole = sum(one.num_examples for one in strategy.members) if plan.pooled else member.num_examples
-                payload = plan.answered(payload, whole)
+        if plan:
+            answer = plan.answered(answer, whole if plan.pooled else member.num_examples)
+        found.append(Expected(member, strategy.addressed(member, request), answer, times))
+    return strategy, found
+
+
+def forecast(simulation: Simulation) -> list[Line]:
+    """Compute the ledger of a simulated run in which every institution is present and none fails.
+
+    Real messages are encoded and counted, so the bytes are those that the run's own ledger will have.
+    """
+    strategy, exchanges = expected(simulation)
+    plan = strategy.settings.privacy
+    lines: dict[tuple[str, str, str, str, str, str], tuple[int, int]] = {}
+    for member, request, answer, times in exchanges:
+        for direction, payload in (("down", request), ("up", answer)):
             content = payload.encode()
             found = list(rows(content, type(payload)))
             if plan and direction == "up":

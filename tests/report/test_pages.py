@@ -77,6 +77,37 @@ def ran(tmp_path_factory):
         return run_inline([*options[:-1], f"runs_dir={place}"], Display())
 
 
+@pytest.fixture(scope="module")
+def officer(tmp_path_factory):
+    place = tmp_path_factory.mktemp("officer")
+    policy = place / "policy.yaml"
+    policy.write_text(
+        "kinds: [statistic, model]\nmax-upload-mb: 0.0002\nmetrics: counted\n# <script>alert(1)</script>\n"
+    )
+    words = ["run", *TINY, "strategy=fedavg", "--dry-run", "--policy", str(policy), "--out", str(place / "page")]
+    with pytest.raises(SystemExit) as ended:
+        app(words, standalone_mode=False)
+    assert ended.value.code == 1
+    return place / "page"
+
+
+def test_the_officers_page_says_what_is_refused_and_what_is_enforced(officer):
+    file = officer / "officer.html"
+    page, found = Page(file), json.loads((officer / "officer.json").read_text())
+    assert page.faults == []
+    assert file.stat().st_size < 1_000_000
+    assert file.stat().st_mode & 0o077 == 0
+    assert "institution-1 and institution-2 refuse some of the messages" in page.text
+    assert "policy lets at most 0.0002 MB leave in one message" in page.text
+    assert found["claim"] in page.text
+    assert "# <script>alert(1)</script>" in page.text  # the policy as it is, escaped
+    refused = {(one["stage"], one["field"]) for one in found["fields"] if one["verdict"] == "refused"}
+    assert ("train", "arrays") in refused
+    assert ("roll-call", "num-examples") not in refused
+    for line in found["fields"]:
+        assert line["field"] in page.text
+
+
 def test_a_run_ends_with_a_page_that_says_what_happened(ran):
     result, folder = ran
     file = folder / "report.html"
@@ -217,17 +248,18 @@ def test_ticks_lie_between_the_ends_and_are_few(low, span):
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium; Debian's package chromium has it")
-def test_chromium_shows_the_page_without_an_error(ran, tmp_path):
+@pytest.mark.parametrize("page", ["run", "officer"])
+def test_chromium_shows_the_page_without_an_error(page, ran, officer, tmp_path):
     switches = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     shot, folder = tmp_path / "page.png", f"--user-data-dir={tmp_path / 'profile'}"
-    page = [
+    shown = [
         f"--screenshot={shot}",
         "--window-size=400,900",
         "--enable-logging=stderr",
-        (ran[1] / "report.html").as_uri(),
+        (ran[1] / "report.html" if page == "run" else officer / "officer.html").as_uri(),
     ]
     done = subprocess.run(
-        ["chromium", *switches, folder, *page], capture_output=True, text=True, timeout=90, check=True
+        ["chromium", *switches, folder, *shown], capture_output=True, text=True, timeout=90, check=True
     )
     assert "CONSOLE" not in done.stderr
     assert shot.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,27 @@
+"""flwr-replay run --dry-run --study DIR --policy FILE: the data-protection officer's page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from flwr_replay.files.atomic import private_folder
+from flwr_replay.report.officer_page import verdict, write_officer_page
+from flwr_replay.runs.officer import findings, planned, study_options
+
+__all__ = ["page"]
+
+
+def page(options: Sequence[str], study: str, policy: str, clinics: str, out: str, as_json: bool) -> int:
+    """Write the page, print its verdict, and return the exit code: 1 if the policy refuses something."""
+    given = study_options(Path(study).expanduser()) if study else []
+    simulation, names = planned([*given, *options], [name for name in clinics.split(",") if name])
+    found = findings(simulation, names, Path(policy).expanduser().absolute() if policy else None)
+    html, data = write_officer_page(private_folder(Path(out).expanduser().absolute()), found)
+    if as_json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        reasons = dict.fromkeys(one["reason"] for one in [*found["rules"], *found["fields"]] if one["reason"])
+        print("\n".join([verdict(found), *reasons, f"the page: {html}", f"the same as JSON: {data}"]))
+    return 0 if found["allowed"] else 1

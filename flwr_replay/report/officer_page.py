@@ -1,0 +1,171 @@
+"""The data-protection officer's page, `officer.html`: what would leave, and what the policy says to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.files.atomic import write_atomic
+from flwr_replay.report.pages import render
+from flwr_replay.report.progress import shown_bytes
+from flwr_replay.report.run_page import KINDS
+
+__all__ = ["verdict", "write_officer_page"]
+
+PAGE = "officer"
+RULES = {
+    "strategies": "the method may be used (strategies)",
+    "recording": "whether the server keeps messages (recording)",
+    "limits": "the server asks for no more than allowed (limits)",
+    "max-delta": "δ is small enough (max-delta)",
+    "max-evaluations": "the number of tests (max-evaluations)",
+}
+ENFORCED = (
+    "It reads its policy anew for every message, and refuses before it reads data where it can.",
+    "It writes every field that leaves to a ledger of its own, on the disk, before it leaves.",
+    "It refuses instructions that differ from the options on this page, and options that change while a run goes on.",
+    "It keeps its account of ε, draws the noise from a key of its own, and lets no answer leave before it is charged.",
+)
+ASKED = (
+    "to use what it receives for this study only, and to delete it afterwards. Nothing here can check that.",
+    "to send weights as the method has them. Weights made for reading images are not recognised unless the policy pins "
+    "them (weights).",
+    "to run the flwr-replay that the institutions have reviewed. A server can send other code with a run. That code "
+    "could read the data and ask no policy. Only the rights of the account under which the program runs limit it.",
+    "to say truthfully whether it keeps messages for later attacks on them.",
+)
+
+
+def write_officer_page(folder: Path, found: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Write `officer.html` and `officer.json` into a folder; return their paths.
+
+    Parameters
+    ----------
+    folder : Path
+        It exists; earlier files of these names are replaced.
+    found : Mapping
+        What `flwr_replay.runs.officer.findings` returned.
+    """
+    names, lines = list(found["institutions"]), found["fields"]
+    reasons = list(dict.fromkeys(one["reason"] for one in [*found["rules"], *lines] if one["reason"]))
+    number = {reason: f"{at}" for at, reason in enumerate(reasons, 1)}
+    page, data = folder / f"{PAGE}.html", folder / f"{PAGE}.json"
+    text = render(
+        "officer",
+        title=f"What would leave {_joined(names)}",
+        about=_about(found),
+        verdict=verdict(found),
+        allowed=found["allowed"],
+        rules={
+            "caption": "The run as a whole",
+            "heads": ["what the policy is asked", "verdict"],
+            "rows": [[RULES.get(one["rule"], one["rule"]), _said(one, number)] for one in found["rules"]],
+        },
+        fields=[_fields(name, [one for one in lines if one["institution"] == name], number) for name in names],
+        reasons=reasons,
+        sums=[_sums(name, found) for name in names],
+        kinds=[f"{kind}: {KINDS[kind]}." for kind in dict.fromkeys(one["kind"] for one in lines)],
+        claim=found["claim"],
+        protected=[*dict.fromkeys(map(_protected, filter(_is_private, lines)))],
+        unprotected=_unprotected(lines),
+        pinned=_joined(found["pinned"]),
+        enforced=ENFORCED[: len(ENFORCED) if found["private"] else -1],
+        asked=ASKED,
+        policy=found["policy"],
+        policy_text=found["policy-text"],
+        versions={
+            "caption": "Versions here. The other places should have the same.",
+            "heads": ["package", "version"],
+            "rows": list(found["versions"].items()),
+        },
+        options=found["options"],
+        version=found["versions"]["flwr-replay"],
+    )
+    write_atomic(data, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(page, text)
+    return page, data
+
+
+def verdict(found: Mapping[str, Any]) -> str:
+    """Say in a sentence or two what the policy's verdict on the whole run is."""
+    one, names = len(found["institutions"]) == 1, _joined(list(found["institutions"]))
+    if not found["policy"]:
+        return f"There is no policy: {names} would let all of it leave. Give one with --policy."
+    under = "Under this policy"
+    if found["allowed"]:
+        kept = any(line["verdict"] == "kept here" for line in found["fields"])
+        but = " Some fields stay here, as the policy says." if kept else ""
+        return f"{under} {names} {'takes' if one else 'take'} part. The fields below may leave.{but}"
+    if any(rule["verdict"] == "refused" and rule["rule"] != "max-evaluations" for rule in found["rules"]):
+        takes = "takes" if one else "take"
+        return f"{under} {names} {takes} no part. Nothing leaves but the name, and a line that says why."
+    refuses = "refuses" if one else "refuse"
+    return f"{under} {names} {refuses} some of the messages below. In their place a line leaves that says why."
+
+
+def _about(found: Mapping[str, Any]) -> list[str]:
+    nodes, rounds = found["nodes"], found["rounds"]
+    who = f" by {nodes} institutions" if nodes else ""
+    return [
+        f"The study would train {found['task']} by the method {found['strategy']}{who}, in {rounds} "
+        f"round{'s' * (rounds != 1)}. {found['idea']}",
+        "This is a forecast. Nothing was trained and nothing was sent. Real messages were made with zeros in place of "
+        "data, and put before the same checks that decide in the run.",
+    ]
+
+
+def _fields(name: str, lines: Sequence[Mapping[str, Any]], number: Mapping[str, str]) -> dict[str, Any]:
+    rows = [
+        [
+            one["field"],
+            one["stage"],
+            one["kind"],
+            one["messages"],
+            shown_bytes(one["bytes"]),
+            f"{one['protection']} {one['mechanism']}".strip(),
+            _said(one, number),
+        ]
+        for one in lines
+    ]
+    heads = ["field", "stage", "kind", "messages", "size", "(ε, δ) and mechanism", "verdict"]
+    return {"caption": f"Every field that {name} would be asked to send", "heads": heads, "rows": rows}
+
+
+def _said(one: Mapping[str, str], number: Mapping[str, str]) -> str:
+    return f"{one['verdict']}, reason {number[one['reason']]}" if one["reason"] else one["verdict"]
+
+
+def _sums(name: str, found: Mapping[str, Any]) -> str:
+    own, sums = found["institutions"][name], dict.fromkeys(("allowed", "refused", "kept here"), 0)
+    for one in found["fields"]:
+        if one["institution"] == name:
+            sums[one["verdict"]] += one["bytes"]
+    rest = [f"{shown_bytes(size)} {word}" for word, size in sums.items() if size and word != "allowed"]
+    return (
+        f"{name} has {own['examples']:,} training examples of {shown_bytes(own['raw-bytes'])}. "
+        f"{shown_bytes(sums['allowed'])} would be allowed to leave{''.join(f'; {one}' for one in rest)}. "
+        f"{shown_bytes(own['comes-down'])} come down."
+    )
+
+
+def _is_private(one: Mapping[str, Any]) -> bool:
+    return bool(one["mechanism"])
+
+
+def _protected(one: Mapping[str, Any]) -> str:
+    return f"{one['field']} of stage {one['stage']}: {one['protection']}, by {one['mechanism']}."
+
+
+def _unprotected(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name what may leave without differential privacy, by kind."""
+    found: dict[str, dict[str, None]] = {}
+    for one in lines:
+        if one["verdict"] == "allowed" and one["kind"] != "notice" and not _is_private(one):
+            found.setdefault(one["kind"], {})[f"{one['field']} ({one['stage']})"] = None
+    return [f"{kind}, {KINDS[kind]}: {', '.join(names)}." for kind, names in found.items()]
+
+
+def _joined(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + (" and " if names[1:] else "") + names[-1] if names else ""

@@ -1,0 +1,82 @@
+"""The officer's page says what the guard then does, in a real run under the same policy."""
+
+import json
+from collections import Counter
+
+import pytest
+from harness import command, node_configs, run, write_shards
+
+from flwr_replay.errors import ConfigError, RefusedError
+from flwr_replay.runs.officer import findings, planned, study_options
+
+TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=8", "device=cpu"]
+CUT = ["strategy=fedreplay", "cut=hidden1", "encoder_epochs=1", "rounds=2"]
+
+
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hospitals")
+    write_shards(folder, {"a": 40, "b": 30, "c": 20})
+    (folder / "study").mkdir()
+    (folder / "study" / "pyproject.toml").write_text(
+        '[tool.flwr.app.config]\nstrategy = "fedreplay"\nnodes = 3\nrounds = 2\nrun-name = "mine"\n'
+        f'overrides = "{" ".join([*TASK, *CUT[1:3]])} partition=natural"\n'
+    )
+    return folder
+
+
+def one_of(hospitals, policy):
+    """Return what the page finds for a, from its own file alone, and the run of all three under that policy."""
+    file = hospitals / f"policy-{len(policy)}.yaml"  # one process keeps what it has read
+    file.write_text(policy)
+    options = [*study_options(hospitals / "study"), f"data_dir={hospitals / 'a.npz'}"]
+    found = findings(*planned(options, ["a"]), file)
+    nodes = [one | {"policy": str(file)} for one in node_configs(hospitals, hospitals / "state", "abc")]
+    return found, lambda: run(hospitals, [*TASK, *CUT], nodes)
+
+
+def test_allowed_fields_are_those_that_left_with_their_bytes(hospitals):
+    found, deployed = one_of(hospitals, "metrics: counted\nstrategies: [fedreplay]\n")
+    assert found["allowed"]
+    assert list(found["institutions"]) == ["a"]
+    expected = Counter()
+    for line in found["fields"]:
+        if line["verdict"] == "allowed":
+            expected[line["stage"], line["field"], line["kind"]] += line["bytes"]
+    left = Counter()
+    for line in deployed().own_ledger("a"):
+        left[line["stage"], line["field"], line["kind"]] += line["bytes"]
+    assert left == expected
+    kept = [line["field"] for line in found["fields"] if line["verdict"] == "kept here"]
+    assert {"loss", "train-loss"} <= set(kept)
+
+
+def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals):
+    found, deployed = one_of(hospitals, "kinds: [statistic]\n")
+    assert not found["allowed"]
+    (reason,) = [one["reason"] for one in found["rules"] if one["verdict"] == "refused"]
+    assert "Latents.latents is per-sample" in reason
+    with pytest.raises(RefusedError, match="no institution takes part") as refused:
+        deployed()
+    assert reason in str(refused.value)
+
+
+def test_names_and_studies_that_do_not_fit_are_refused(hospitals, monkeypatch, capsys):
+    options = [*study_options(hospitals / "study"), f"data_dir={hospitals / 'a.npz'}"]
+    assert not any(option.startswith("run") for option in options)
+    with pytest.raises(ConfigError, match="one institution's"):
+        planned(options, ["a", "b"])
+    with pytest.raises(ConfigError, match="a name has letters"):
+        planned(options, ["../a"])
+    with pytest.raises(ConfigError, match="--study must be a folder"):
+        study_options(hospitals)
+    assert command(monkeypatch, "run", "--study", str(hospitals / "study")) == 2
+    assert "belong to --dry-run" in capsys.readouterr().err
+
+
+def test_json_alone_can_be_had(hospitals, tmp_path, monkeypatch, capsys):
+    words = ["--study", str(hospitals / "study"), f"data_dir={hospitals / 'b.npz'}", "--out", str(tmp_path / "out")]
+    assert command(monkeypatch, "run", "--dry-run", "--json", *words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["institutions"]) == ["b.npz"]
+    assert found == json.loads((tmp_path / "out" / "officer.json").read_text())
