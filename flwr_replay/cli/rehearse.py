@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,8 @@ def rehearse(
     institutions: Annotated[
         int, typer.Option("--institutions", help="How many; 0: as the manifest's column site says, else three.")
     ] = 0,
-    policy: Annotated[str, typer.Option("--policy", help="Every institution's policy file.")] = "",
+    policy: Annotated[str, typer.Option("--policy", help="A policy for all, or a folder of <institution>.yaml.")] = "",
+    tls: Annotated[bool, typer.Option("--tls", help="With TLS, and a key for each SuperNode.")] = False,
     out: Annotated[str, typer.Option("--out", help="A new folder; default: rehearsal-<date> here.")] = "",
 ) -> None:
     """Deploy on this machine: a SuperLink, a SuperNode for each institution with data of its own, one run; then stop.
@@ -32,6 +34,7 @@ def rehearse(
     place = Path(out or f"rehearsal-{time.strftime('%Y%m%d-%H%M%S')}").expanduser().absolute()
     own = Path(policy).expanduser().absolute() if policy else None
     source = Path(data).expanduser().absolute()
-    result, folder = rehearse(options or [], source, institutions, own, place, lambda line: print(line, flush=True))
+    say = partial(print, flush=True)
+    result, folder = rehearse(options or [], source, institutions, own, place, say, tls)
     print(summary(result, folder))
     print(f"each institution's own ledger: {place / 'state'}\nthe run's page: {folder / 'report.html'}")

@@ -1,12 +1,15 @@
-"""Python values as the words of an option: texts quoted as Hydra wants them, lists in brackets."""
+"""Values as words: of an option as Hydra wants them quoted, of TOML, and of Flower's --node-config."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["quoted"]
+from flwr_replay.errors import ConfigError
+
+__all__ = ["node_config", "quoted", "toml_text"]
 
 
 def quoted(value: Any) -> str:
@@ -22,3 +25,36 @@ def quoted(value: Any) -> str:
     if isinstance(value, (str, Path)):
         return QuotedString(str(value), Quote.single).with_quotes()
     return json.dumps(value)
+
+
+def toml_text(text: str) -> str:
+    r"""Write a text as a TOML string.
+
+    >>> print(toml_text('a "b"'))
+    "a \"b\""
+    """
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def node_config(owned: Mapping[str, str]) -> str:
+    r"""Write what a SuperNode owns as the value of `--node-config`.
+
+    Flower ends a text at the next quote, whatever stands before it, and reads the rest as TOML.
+
+    >>> print(node_config({"name": "a", "data": '/the "images"'}))
+    name="a" data='/the "images"'
+
+    Raises
+    ------
+    ConfigError
+        If a text has both kinds of quotes, or control characters.
+    """
+    words = []
+    for key, text in owned.items():
+        plain = '"' not in text
+        if not text.isprintable() or not (plain or "'" not in text):
+            raise ConfigError(
+                f"{key} in --node-config may have one kind of quotes and no control characters; got {text!r}: rename it"
+            )
+        words.append(f"{key}={toml_text(text) if plain else chr(39) + text + chr(39)}")
+    return " ".join(words)

@@ -5,8 +5,8 @@
     rehearsal-…/logs/                   what SuperLink and SuperNodes said
     rehearsal-…/runs/rehearsal/         the coordinator's run directory
 
-Everything that a deployment does happens: messages over gRPC, policies, accounts. What is missing is the network
-between machines, TLS and the keys of the SuperNodes (docs/deploy.md).
+Everything that a deployment does happens: messages, policies, accounts, and with `tls` certificates and keys, made on
+the spot. What is missing is the network between machines (docs/deploy.md).
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.config.compose import compose
-from flwr_replay.config.quoting import quoted
+from flwr_replay.config.quoting import node_config, quoted
 from flwr_replay.data.folder import folder_rows
 from flwr_replay.data.manifest import INTEGER, Row
 from flwr_replay.data.readers import picture
 from flwr_replay.errors import ConfigError, DataError, RunError
 from flwr_replay.files.atomic import NAME, private_folder
+from flwr_replay.institution.policy import read_policy
 from flwr_replay.rng import derived_rng
+from flwr_replay.runs.certificates import CA, write_key
 from flwr_replay.runs.opening import read_result
 from flwr_replay.runs.superlink import SuperLink, flower, flwr_run, free_port, superlink
 
@@ -46,7 +48,13 @@ SHOWN = 8  # lines of a log
 
 
 def rehearse(
-    options: Sequence[str], data: Path, institutions: int, policy: Path | None, place: Path, say: Callable[[str], None]
+    options: Sequence[str],
+    data: Path,
+    institutions: int,
+    policy: Path | None,
+    place: Path,
+    say: Callable[[str], None],
+    tls: bool = False,
 ) -> tuple[dict[str, Any], Path]:
     """Deal a folder of images among institutions, deploy on this machine, run, and stop everything.
 
@@ -59,11 +67,13 @@ def rehearse(
     institutions : int
         How many, if there is no such column; 0: as many as sites, else three.
     policy : Path or None
-        Every institution's policy.
+        Every institution's policy file; or a folder with a `<institution>.yaml` for each.
     place : Path
         A new folder for data, state, logs and the run.
     say : callable
         Receives the run's log, line by line, and at the end the last lines of each institution's.
+    tls : bool
+        Deploy with TLS, and with a key for each SuperNode.
 
     Returns
     -------
@@ -81,12 +91,12 @@ def rehearse(
     for key in keys:
         if key in OWN:
             raise ConfigError(f"a rehearsal sets {key.replace('_', '-')} itself: leave it out")
-    if policy is not None and not policy.is_file():
-        raise ConfigError(f"--policy must be a file; got {policy}")
     rows = folder_rows(data)
     given = {key.removeprefix("task.") for key in keys}
     task = [f"task.{key}={quoted(value)}" for key, value in _form(rows).items() if key not in given]
     names = _names(rows, institutions)
+    node_config({"--out": str(place)})  # a folder that Flower could not be told is reported now, too
+    policies = {name: _policy(policy, name) for name in set(names)} if policy else {}
     runs = [f"nodes={len(set(names))}", f"runs_dir={quoted(place / 'runs')}", "run_name=rehearsal"]
     overrides = ["task=folder", *task, *options, *runs]
     compose(overrides)  # a wrong option is reported before anything is written
@@ -96,10 +106,10 @@ def rehearse(
         private_folder(place / part)
     deal(rows, names, place / "data")
     with ExitStack() as stack:
-        link = stack.enter_context(_linked(place))
+        link = stack.enter_context(_linked(place, tls))
         for name in sorted(set(names)):
             owned = {"name": name, "data": str(place / "data" / name), "state": str(place / "state")}
-            stack.enter_context(supernode(link, name, owned | ({"policy": str(policy)} if policy else {})))
+            stack.enter_context(supernode(link, name, owned | ({"policy": policies[name]} if policy else {})))
         for line in flwr_run(link, overrides):
             say(line.rstrip("\n"))
     folder = place / "runs" / "rehearsal"
@@ -116,11 +126,11 @@ def rehearse(
 
 
 @contextmanager
-def _linked(place: Path) -> Iterator[SuperLink]:
+def _linked(place: Path, tls: bool) -> Iterator[SuperLink]:
     """Start the SuperLink; afterwards keep its log and those of the nodes."""
     home = private_folder(place / "flower")
     try:
-        with superlink(home, simulation=False) as link:
+        with superlink(home, simulation=False, secured=tls) as link:
             yield link
     finally:
         for log in home.glob("*.log"):
@@ -142,9 +152,9 @@ def supernode(link: SuperLink, name: str, owned: Mapping[str, str]) -> Iterator[
         Its `--node-config`.
     """
     home = private_folder(link.folder / name)
-    config = " ".join(f'{key}="{value}"' for key, value in owned.items())
-    command = [flower("flower-supernode"), "--insecure", "--superlink", f"127.0.0.1:{link.port}"]
-    command += ["--port", str(free_port()), "--node-config", config]
+    command = [flower("flower-supernode"), "--superlink", f"127.0.0.1:{link.port}"]
+    command += ["--port", str(free_port()), "--node-config", node_config(owned)]
+    command += _identity(link, home / "key") if link.secured else ["--insecure"]
     environment = {**link.environment, "FLWR_HOME": str(home), "FLWR_REPLAY_HOME": str(home / "unused")}
     with open(home.with_suffix(".log"), "w", encoding="utf-8") as log:
         node = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=home)
@@ -154,6 +164,16 @@ def supernode(link: SuperLink, name: str, owned: Mapping[str, str]) -> Iterator[
             with suppress(ProcessLookupError):
                 os.killpg(node.pid, 9)
             node.wait(timeout=10)
+
+
+def _identity(link: SuperLink, key: Path) -> list[str]:
+    """Make a SuperNode's key, register it, and return the words by which the SuperNode proves itself over TLS."""
+    write_key(key)
+    register = [flower("flwr"), "supernode", "register", f"{key}.pub", "replay"]
+    done = subprocess.run(register, env=link.environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunError(f"a SuperNode's key must be registered; Flower says {(done.stdout + done.stderr)[-500:]}")
+    return ["--root-certificates", str(link.folder / CA), "--auth-supernode-private-key", str(key)]
 
 
 def deal(rows: Sequence[Row], names: Sequence[str], root: Path) -> None:
@@ -181,6 +201,15 @@ def deal(rows: Sequence[Row], names: Sequence[str], root: Path) -> None:
                 shutil.copy(row.file, folder / image)
                 values = {"image": image, "label": row.label, "split": row.split, "patient": row.patient}
                 writer.writerow(values)
+
+
+def _policy(given: Path, name: str) -> str:
+    """Return an institution's policy file, which can be read."""
+    file = given / f"{name}.yaml" if given.is_dir() else given
+    if not file.is_file():
+        raise ConfigError(f"--policy must be a file, or a folder with a file for each institution; got {file}")
+    read_policy(file)
+    return str(file)
 
 
 def _names(rows: Sequence[Row], institutions: int) -> list[str]:

@@ -15,11 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from flwr_replay.config.quoting import toml_text
 from flwr_replay.errors import RunError
+from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY, write_certificates
 from flwr_replay.runs.processes import MARK, family
 
 __all__ = ["SuperLink", "flower", "flwr_run", "free_port", "streamed", "superlink"]
 
+DAYS = 7  # that the certificates of one run are valid
 APP = """\
 [project]
 name = "flwr-replay-run"
@@ -47,10 +50,11 @@ class SuperLink:
     port: int
     folder: Path  # its FLWR_HOME, with config.toml and superlink.log
     environment: dict[str, str]  # for Flower's programs: how to reach it, and PATH
+    secured: bool = False  # TLS by the certificates in `folder`, and only SuperNodes with a registered key
 
 
 @contextmanager
-def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
+def superlink(scratch: Path, simulation: bool = True, secured: bool = False) -> Iterator[SuperLink]:
     """Start a SuperLink on the loopback; end it and its processes afterwards, even if this process is killed.
 
     Parameters
@@ -59,6 +63,8 @@ def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
         An empty folder to use as FLWR_HOME; its connection `replay` leads to this SuperLink.
     simulation : bool
         If true, Ray simulates the SuperNodes; otherwise `flower-supernode` processes join.
+    secured : bool
+        With TLS, whose certificates are made here, and with keys for the SuperNodes.
 
     Raises
     ------
@@ -66,8 +72,15 @@ def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
         If it does not start.
     """
     port = free_port()
+    trust, security = "insecure = true", ["--insecure"]
+    if secured:
+        write_certificates(scratch, ["127.0.0.1", "localhost"], DAYS)
+        trust = f"root-certificates = {toml_text(str(scratch / CA))}"
+        files = {"--ssl-ca-certfile": CA, "--ssl-certfile": SERVER, "--ssl-keyfile": SERVER_KEY}
+        security = [word for option, name in files.items() for word in (option, str(scratch / name))]
+        security.append("--enable-supernode-auth")
     (scratch / "config.toml").write_text(
-        f'[superlink]\ndefault = "replay"\n[superlink.replay]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        f'[superlink]\ndefault = "replay"\n[superlink.replay]\naddress = "127.0.0.1:{port}"\n{trust}\n'
     )
     environment = {
         **os.environ,
@@ -78,7 +91,7 @@ def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    command = [flower("flower-superlink"), "--insecure", "--host", "127.0.0.1", "--port", str(port)]
+    command = [flower("flower-superlink"), *security, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--simulation"] if simulation else []
     command += ["--control-api-address", f"127.0.0.1:{free_port()}", "--disable-runtime-dependency-installation"]
     with open(scratch / "superlink.log", "w") as log, family() as mark:
@@ -89,7 +102,7 @@ def superlink(scratch: Path, simulation: bool = True) -> Iterator[SuperLink]:
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RunError(f"the SuperLink must start; its log: {(scratch / 'superlink.log').read_text()[-500:]}")
             time.sleep(0.1)
-        yield SuperLink(port, scratch, environment)
+        yield SuperLink(port, scratch, environment, secured)
 
 
 def flwr_run(link: SuperLink, overrides: Sequence[str], *arguments: str) -> Iterator[str]:

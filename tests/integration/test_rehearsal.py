@@ -44,8 +44,12 @@ def left_over(place):
 
 
 def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
-    place = tmp_path / "reh"
-    process = started(place, play, "rounds=1")
+    """With TLS and keys, with a policy for each, in a folder whose name needs quoting."""
+    place, policies = tmp_path / 'the "reh"', tmp_path / "policies"
+    policies.mkdir()
+    (policies / "clinic-a.yaml").write_text("strategies: [cwt]\n")
+    (policies / "clinic-b.yaml").write_text("kinds: [model, statistic]\n")
+    process = started(place, play, "rounds=1", "--tls", "--policy", str(policies))
     said = process.communicate(timeout=180)[0]
     assert process.returncode == 0, said
     result = read_json(place / "runs" / "rehearsal" / "result.json")
@@ -56,7 +60,9 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
         with open(place / "data" / clinic / "manifest.csv", newline="") as file:
             assert len(list(csv.DictReader(file))) == number
         assert (place / "state" / clinic / "ledger.jsonl").exists()
-        assert (place / "logs" / f"{clinic}.log").exists()
+        log = (place / "logs" / f"{clinic}.log").read_text()
+        assert f"policy {policies / clinic}.yaml" in log
+        assert "insecure" not in log.lower()
     assert (place / "runs" / "rehearsal" / "report.html").exists()
     assert not (place / "flower").exists()
     assert left_over(place) == []
