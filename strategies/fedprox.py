@@ -9,7 +9,8 @@ Travels: as in FedAvg: the weights, to every institution (`Train`, with μ) and 
         θ ← Σ_k (n_k / n) θ_k
 
 Deviations: Those of FedAvg. μ = 0 is FedAvg, bit for bit. A user's own ClientApp finds μ as `proximal-mu` in the config
-record, as with Flower's FedProx.
+record, as with Flower's FedProx, and must add the term to its loss. The server cannot see whether it does; if not, this
+is FedAvg. The log says so once.
 """
 
 from __future__ import annotations
@@ -38,12 +39,21 @@ class FedProxConfig(FedAvgConfig):
 
 
 class FedProx(FedAvg):
-    """FedAvg with a proximal term at the institutions."""
+    """FedAvg with a proximal term at the institutions, which a ClientApp of your own must add itself."""
 
     name = "fedprox"
     config_type = FedProxConfig
     config: FedProxConfig
     dp_mechanisms = ("generator", "prior")  # not classifier: the proximal term would have to be added after the noise
+
+    def begin_run(self) -> None:
+        """Say once what a user's own ClientApp must do."""
+        super().begin_run()
+        if any(not member.ours for member in self.members):
+            self.recorder.log(
+                "FedProx: a ClientApp of your own must add proximal-mu / 2 times the squared distance from the weights "
+                "received to its loss; if it ignores proximal-mu in the config record, this is FedAvg"
+            )
 
     def train_request(self, server_round: int, arrays: Weights) -> Train:
         """Send θ and μ to every institution."""

@@ -58,6 +58,7 @@ class FML(Parallel):
     dp_mechanisms = ("proxy",)
     evaluated = PairEvaluation
     answer = TrainedMutually
+    needs_roll_call = True
     one_form = True
     mixes = True
 

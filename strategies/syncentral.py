@@ -69,6 +69,7 @@ class SynCentral(Movement):
     config_type = SynCentralConfig
     config: SynCentralConfig
     dp_mechanisms = ("generator", "prior")
+    needs_roll_call = True
     stages = (*STAGES[:2], "evaluate")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -31,6 +31,7 @@ def run(folder, strategy, *options, names="cab", input_shape=None):
     method = load_strategy(strategy)[0](
         config.strategy,
         Settings(
+            roll_call=True,
             training=config.training,
             nodes=len(names),
             evaluate_every=9,

@@ -15,8 +15,8 @@ pass may take several. `observers.py` has what observes the loop.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import ceil
@@ -32,10 +32,11 @@ from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RefusedError, RunError
 from flwr_replay.learning.training import learning_rate, refuse_single_batches
 from flwr_replay.movements.observers import UNMIXED, Forgetting, FurtherTests, Observer, TestOn
+from flwr_replay.movements.run import EvaluateFn, Run
 from flwr_replay.payloads.common import Evaluate, Evaluation, ExpectsReplay
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.privacy.plan import mechanisms_of
-from flwr_replay.server.asking import wait_for_nodes
+from flwr_replay.server.asking import refuse_unsaid_nodes, wait_for_nodes
 from flwr_replay.server.evaluation import Pooled, pool_answers
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
@@ -51,19 +52,6 @@ from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 __all__ = ["Exchange", "Movement", "Settings"]
 
 Exchange = tuple[Member, Request, Payload, int]
-EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The arguments of `start`, and the result that it will return."""
-
-    grid: Grid
-    num_rounds: int
-    train_config: ConfigRecord
-    evaluate_config: ConfigRecord
-    evaluate_fn: EvaluateFn | None
-    result: Result = field(default_factory=Result)
 
 
 class Movement(Exchanging):
@@ -74,6 +62,7 @@ class Movement(Exchanging):
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what DP-SGD can train here; each subclass must state its own
     evaluated: ClassVar[type[Evaluation]] = Evaluation  # the answer to an evaluation
     begins_at_server: ClassVar[bool] = True  # whether the server draws the fresh weights
+    global_model: ClassVar[bool] = True  # whether the server has a model that it could test
 
     def __init__(
         self,
@@ -183,10 +172,8 @@ class Movement(Exchanging):
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return the exchanges of evaluation, those of the observers included."""
-        exchanges, evaluations = (
-            num_rounds * self.exchanges_per_round(),
-            ceil(num_rounds / self.settings.evaluate_every),
-        )
+        exchanges = num_rounds * self.exchanges_per_round()
+        evaluations = ceil(num_rounds / self.settings.evaluate_every)
         requests = [(self.evaluation(0, arrays), evaluations)]
         for observer in self.observers:
             times = observer.forecast(exchanges, evaluations)
@@ -200,9 +187,7 @@ class Movement(Exchanging):
 
     def forecast_replay(self) -> list[Exchange]:
         """Return the exchanges of replay before the first round."""
-        if self.replay is None:
-            return []
-        return exchanges_of(self.replay, list(self.members))
+        return exchanges_of(self.replay, list(self.members)) if self.replay else []
 
     def addressed(self, member: Member, request: Request) -> Request:
         """Add to a request to train how many examples the institution should have kept for replay."""
@@ -236,16 +221,23 @@ class Movement(Exchanging):
         initial_arrays : ArrayRecord
             The fresh global weights.
         num_rounds : int
-            Passes over the institutions' data.
+            Passes over the institutions' data, also where one takes several exchanges.
         timeout : float | None
             Seconds to wait for an answer; None: as in the settings.
         train_config, evaluate_config : ConfigRecord | None
             Further instructions, sent unchanged; they override this package's own.
         evaluate_fn : Callable[[int, ArrayRecord], MetricRecord | None] | None
-            Evaluation at the server, after each round that the institutions evaluate.
+            Evaluation at the server, after each round that the institutions evaluate; it gets the round's number.
+
+        Returns
+        -------
+        Result
+            The weights, and the metrics by round.
 
         Raises
         ------
+        ConfigError
+            If the method needs more than this app has, or a deployment does not say how many institutions it has.
         RunError
             If too few institutions join, or none that answers can take part.
         RefusedError
@@ -253,15 +245,11 @@ class Movement(Exchanging):
         DivergedError
             If no institution's weights and losses are finite, or the server's are not.
         """
+        self.refuse(grid, evaluate_fn)
         self.timeout = self.settings.timeout if timeout is None else timeout
-        run = Run(
-            grid=grid,
-            num_rounds=num_rounds,
-            train_config=train_config or ConfigRecord(),
-            evaluate_config=evaluate_config or ConfigRecord(),
-            evaluate_fn=evaluate_fn,
-        )
-        self.extra = frozenset([*run.train_config, *run.evaluate_config])
+        train, test = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        run = Run(grid=grid, num_rounds=num_rounds, train_config=train, evaluate_config=test, evaluate_fn=evaluate_fn)
+        self.extra = frozenset([*train, *test])
         arrays, done = self.open(run, initial_arrays)
         for server_round in islice(self.exchanges(num_rounds), done, None):
             arrays = self.train(run, server_round, arrays)
@@ -269,6 +257,15 @@ class Movement(Exchanging):
             self.checkpoint(server_round, opened(arrays))
         run.result.arrays = arrays
         return run.result
+
+    def refuse(self, grid: Grid, evaluate_fn: EvaluateFn | None) -> None:
+        """Refuse what could not work, before anything is sent."""
+        refuse_unsaid_nodes(grid, self.settings.nodes)
+        require(self.settings.roll_call or not (self.needs_roll_call or self.replay), self.needs)
+        require(
+            evaluate_fn is None or self.global_model,
+            f"evaluate_fn needs a global model; {type(self).__name__} has none, and institutions test theirs: omit it",
+        )
 
     def open(self, run: Run, initial_arrays: ArrayRecord) -> tuple[ArrayRecord, int]:
         """Wait for the institutions and call the roll; begin a run, or resume it from the last checkpoint.
@@ -314,7 +311,7 @@ class Movement(Exchanging):
             self.replay.prepare(run.grid, server_round, opened(arrays), run.train_config, last)
         trained, metrics = self.exchange_round(run.grid, server_round, arrays, run.train_config)
         if metrics is not None:
-            run.result.train_metrics_clientapp[server_round] = metrics
+            run.trained(ceil(server_round / self.exchanges_per_round()), metrics)
         if trained is None:
             return arrays
         arrays, data_of = self.finite(trained), self.data_of(self.answered)
@@ -334,13 +331,13 @@ class Movement(Exchanging):
         replies = self.exchange(run.grid, server_round, messages, needed=False)
         metrics = self.aggregate_evaluate(server_round, replies)
         if metrics is not None:
-            run.result.evaluate_metrics_clientapp[server_round] = metrics
+            run.result.evaluate_metrics_clientapp[completed] = metrics
         elif last and self.members.ours:
             raise RunError(
                 f"no institution could evaluate the last round; {self.recorder.failures_line()}: resume the run"
             )
-        if run.evaluate_fn and (central := run.evaluate_fn(server_round, arrays)) is not None:
-            run.result.evaluate_metrics_serverapp[server_round] = central
+        if run.evaluate_fn and (central := run.evaluate_fn(completed, arrays)) is not None:
+            run.result.evaluate_metrics_serverapp[completed] = central
 
     # --- Flower's hooks that all movements share ----------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ class Relay(Movement):
     """Base of the methods without a global model; in this base each institution keeps its own."""
 
     begins_at_server = False
+    global_model = False
+    needs_roll_call = True
     answer: ClassVar[type[Payload]]
 
     @abstractmethod

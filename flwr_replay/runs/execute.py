@@ -30,6 +30,7 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.runs.directory import RunDirectory
 from flwr_replay.runs.opening import open_run, read_result, resumable
 from flwr_replay.runs.tracking import check_tracker
+from flwr_replay.server.asking import refuse_unsaid_nodes
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.records import array_record, opened
@@ -81,6 +82,7 @@ def settings_of(config: RunConfig) -> Settings:
     return Settings(
         training=config.training,
         nodes=config.nodes,
+        roll_call=True,
         seed=config.seed,
         evaluate_every=config.evaluate_every,
         external=config.external,
@@ -145,6 +147,7 @@ def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Pat
     display : Display
         Shows the progress.
     """
+    refuse_unsaid_nodes(grid, job.settings.nodes)
     torch.set_num_threads(job.config.threads)
     config, run_id = open_run(job.config)
     stored = Path(config.runs_dir) / config.run_name / "result.json"

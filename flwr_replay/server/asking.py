@@ -10,13 +10,29 @@ from itertools import islice
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from flwr_replay.errors import RunError
+from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.payloads.common import Failure
 
-__all__ = ["ask", "failure_of", "reason_of", "wait_for_nodes"]
+__all__ = ["ask", "failure_of", "reason_of", "refuse_unsaid_nodes", "wait_for_nodes"]
 
 EXPIRED = (3, 4)  # Flower's codes for a message or an answer that is missing or has expired
+DEPLOYED = ("GrpcGrid", "HttpGrid")  # Flower's grids of deployments; a simulation's has all nodes from the start
 LONGEST = 1000  # the most characters of a reason that an institution gives
+
+
+def refuse_unsaid_nodes(grid: Grid, nodes: int) -> None:
+    """Refuse a deployment that does not say how many institutions take part: it would begin with the first.
+
+    Raises
+    ------
+    ConfigError
+        If `nodes` is 0 and SuperNodes join over the network.
+    """
+    if not nodes and type(grid).__name__ in DEPLOYED:
+        raise ConfigError(
+            "a deployment must say how many institutions it waits for; got nodes=0: set nodes to their number, in an "
+            "app of your own by Settings(nodes=…)"
+        )
 
 
 def wait_for_nodes(grid: Grid, minimum: int, seconds: float) -> None:

@@ -56,6 +56,7 @@ class Exchanging(Strategy):
     min_nodes: ClassVar[int] = 1
     stages: tuple[str, ...] = ("train", "evaluate")  # all stages that a run requests
     timeout: float  # seconds to wait for an answer
+    needs_roll_call: ClassVar[bool] = False  # whether every institution must run this package's client, for all stages
     one_form: ClassVar[bool] = False  # whether all institutions' models must have the same names, shapes and dtypes
     extra: frozenset[str]  # keys that a user's own ServerApp adds to requests
 
@@ -120,6 +121,15 @@ class Exchanging(Strategy):
         group = str(request.server_round)
         return Message(content, member.node_id, request.message_type, group_id=group, ttl=self.timeout)
 
+    @property
+    def needs(self) -> str:
+        """What a method needs of a user's own app if a ClientApp that trains and evaluates is not enough."""
+        name = type(self).__name__
+        return (
+            f"{name} needs {name}Client at every institution, app = serve(make_client), and Settings(roll_call=True) "
+            "at the server: docs/flower.md shows both"
+        )
+
     def all_stages(self) -> list[str]:
         """Return all stages that the whole run requests."""
         return list(self.stages)
@@ -138,7 +148,14 @@ class Exchanging(Strategy):
         )
 
     def call_roll(self, grid: Grid, server_round: int) -> None:
-        """Call the roll for nodes that join or return; report and leave out those that refuse or answer invalidly."""
+        """Call the roll for nodes that join or return; report and leave out those that refuse or answer invalidly.
+
+        In a user's own app nobody is asked, since a ClientApp that lacks the query would log an error.
+        """
+        if not self.settings.roll_call:
+            for member in self.members.unasked(grid.get_node_ids()):
+                self.recorder.log(f"{member.name} is Flower's node {member.node_id}")
+            return
         request = self.roll_call(server_round)
         newcomers = self.members.newcomers(grid.get_node_ids())
         asked = [self.message(Member(str(node_id), node_id), request) for node_id in newcomers]
@@ -159,7 +176,10 @@ class Exchanging(Strategy):
                         )
                         self.members.ask_again(node_id)
                     else:
-                        arrived.append(present(node_id, reply))
+                        member = present(node_id, reply)
+                        if self.needs_roll_call and not member.ours:
+                            raise WireError(f"runs a ClientApp of its own, and {self.needs}")
+                        arrived.append(member)
             except WireError as error:
                 faults[node_id], self.unfit = str(error), True
         refused = self.members.admit(sorted(arrived, key=lambda member: member.node_id))

@@ -136,6 +136,16 @@ class Members:
         self._asked |= online
         return unknown
 
+    def unasked(self, node_ids: Iterable[int]) -> list[Member]:
+        """Enter the nodes of a user's own app, which are not asked who they are; return the new and returning ones.
+
+        They are called node-1, node-2, … by their ids, and those that join later by what follows.
+        """
+        for node_id in (joined := self.newcomers(node_ids)):
+            before = self._names.get(node_id) or next((m.name for m in self.known if m.node_id == node_id), "")
+            self._enter(Member(before or f"node-{len(self._known) + 1}", node_id, ours=False))
+        return [member for node_id in joined if (member := self.by_node(node_id))]
+
     def ask_again(self, node_id: int) -> None:
         """Forget that a node was asked: its answer was lost, so it is not known which app it runs."""
         self._asked.discard(node_id)

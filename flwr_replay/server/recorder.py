@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.failures: list[dict[str, Any]] = []
+        self.per_round = 1  # exchanges in a round
         self.earlier = 0  # how many of these are from before the run was resumed
         self.released: dict[str, dict[str, Any]] = {}  # by institution: the epsilon and delta that it stated last
         self.tested: dict[str, Evaluation] = {}  # by institution: its sums over the shard that was tested last
@@ -52,6 +54,8 @@ class Recorder:
 
     def begin(self, strategy: str, num_rounds: int, per_round: int, done: int) -> None:
         """Note that a run begins, or is resumed after `done` exchanges."""
+        self.per_round = per_round
+        self.log(f"{strategy}: {num_rounds} rounds" + (f" of {per_round} exchanges" if per_round > 1 else ""))
 
     def travelled(
         self,
@@ -77,7 +81,10 @@ class Recorder:
 
     def evaluated(self, server_round: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
         """Note the metrics of a round, pooled and by institution."""
-        self.log(f"round {server_round}: " + ", ".join(f"{name} {value:.4f}" for name, value in pooled.items()))
+        self.log(
+            f"round {server_round // self.per_round}: "
+            + ", ".join(f"{name} {value:.4f}" for name, value in pooled.items())
+        )
 
     def forgetting_row(self, server_round: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
         """Note the metrics on each institution's training examples, after an exchange that trained on `data_of`."""
@@ -109,7 +116,8 @@ class Recorder:
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Note that an institution refused, failed or did not answer."""
         self.failures.append({"round": server_round, "institution": name, "reason": reason})
-        logging.getLogger("flwr").warning("%s takes no part in exchange %s: %s", name, server_round, reason)
+        about = f" (round {ceil(server_round / self.per_round)})" if self.per_round > 1 else ""
+        logging.getLogger("flwr").warning("%s takes no part in exchange %s%s: %s", name, server_round, about, reason)
 
     def failures_line(self) -> str:
         """Return the failures of the last exchange that had any, in one line, each reason once."""

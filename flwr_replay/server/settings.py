@@ -28,7 +28,8 @@ class Settings:
     """What every strategy needs in addition to its own options."""
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    nodes: int = 1  # institutions to wait for
+    nodes: int = 0  # institutions to wait for; 0: all that a simulation has
+    roll_call: bool = False  # whether all nodes run this package's client, so that the server asks who they are
     seed: int = 0
     evaluate_every: int = 1  # rounds
     external: bool = False  # with every evaluation, also evaluate on other institutions' examples

@@ -38,6 +38,7 @@ def test_one_example_or_one_class_does_no_harm(tmp_path, strategy):
     overrides += ["generator.epochs=1", "prior.epochs=1"]
     config, recorder = compose(overrides), Kept()
     settings = Settings(
+        roll_call=True,
         training=config.training,
         nodes=3,
         task=make_task(config.task),

@@ -34,6 +34,7 @@ def start(folder, strategy, lie, lies_in="train", sizes=SIZES, liars="b"):
 
     grid.after = after
     settings = Settings(
+        roll_call=True,
         training=config.training,
         nodes=3,
         task=make_task(config.task),

@@ -39,7 +39,9 @@ def job(tmp_path, monkeypatch):
 
 def run(overrides, nodes):
     grid, config = Grid(app, {"overrides": shlex.join(overrides)}, nodes), compose(overrides)
-    settings = Settings(training=config.training, nodes=len(nodes), evaluate_every=3, task=make_task(config.task))
+    settings = Settings(
+        roll_call=True, training=config.training, nodes=len(nodes), evaluate_every=3, task=make_task(config.task)
+    )
     return opened(Central(config.strategy, settings).start(grid, fresh(config), 3).arrays), grid
 
 

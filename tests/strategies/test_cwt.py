@@ -45,7 +45,9 @@ def start(tmp_path, shards):
         grid = Grid(app, {"overrides": shlex.join(overrides)}, node_configs(tmp_path, tmp_path))
         vars(grid).update({"after": each_exchange_is_a_visit, **script})
         options = {"evaluate_every": config.evaluate_every, "seed": config.seed, "task": make_task(config.task)}
-        strategy = CWT(config.strategy, Settings(training=config.training, nodes=3, **options), recorder or Seen())
+        strategy = CWT(
+            config.strategy, Settings(roll_call=True, training=config.training, nodes=3, **options), recorder or Seen()
+        )
         return opened(strategy.start(grid, fresh(config), config.rounds).arrays), grid, strategy.recorder
 
     torch.set_num_threads(1)

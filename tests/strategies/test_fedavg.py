@@ -40,7 +40,9 @@ def start(tmp_path, shards):
         config, nodes = compose(overrides), node_configs(tmp_path, tmp_path / strategy, names)
         grid = Grid(app, {"overrides": shlex.join(overrides)}, nodes)
         vars(grid).update(script)
-        settings = Settings(training=config.training, nodes=len(names), evaluate_every=9, task=make_task(config.task))
+        settings = Settings(
+            roll_call=True, training=config.training, nodes=len(names), evaluate_every=9, task=make_task(config.task)
+        )
         method = load_strategy(strategy)[0](config.strategy, settings)
         return opened(method.start(grid, fresh(config), config.rounds).arrays), method.recorder
 

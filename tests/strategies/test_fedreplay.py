@@ -52,6 +52,7 @@ def start(nodes):
         strategy = FedReplay(
             config.strategy,
             Settings(
+                roll_call=True,
                 training=config.training,
                 nodes=wait_for,
                 evaluate_every=config.evaluate_every,

@@ -59,7 +59,9 @@ def test_it_is_full_batch_gradient_descent_on_the_union_in_float64(tmp_path, mon
         return fedsgd.FedSGDClient(institution, Double, Classification(3), training)
 
     grid = InlineGrid.simulated(serve(client), {}, 3)
-    strategy = FedSGD(settings=Settings(training=training, task=Classification(3), model=Double, nodes=3))
+    strategy = FedSGD(
+        settings=Settings(roll_call=True, training=training, task=Classification(3), model=Double, nodes=3)
+    )
     found = opened(strategy.start(grid, array_record(to_arrays(Double(7))), 5).arrays)
 
     model, x_all, y_all = Double(7), torch.from_numpy(x), torch.from_numpy(y)

@@ -57,7 +57,9 @@ def start(tmp_path, nodes):
         grid, config = Grid(app, {"overrides": shlex.join([*JOB, *options])}, nodes(folder)), compose([*JOB, *options])
         vars(grid).update({"forgetful": True, "after": no_weights, **script})
         strategy = Local(
-            config.strategy, Settings(training=config.training, nodes=3, run="run", task=make_task(config.task)), Seen()
+            config.strategy,
+            Settings(roll_call=True, training=config.training, nodes=3, run="run", task=make_task(config.task)),
+            Seen(),
         )
         strategy.start(grid, array_record({}), 3)
         return models(tmp_path / folder, "run"), strategy.recorder

@@ -1,0 +1,35 @@
+"""The arguments of a strategy's `start`, and the result that it fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+__all__ = ["EvaluateFn", "Run"]
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The arguments of `start`, and the result that it will return, by rounds."""
+
+    grid: Grid
+    num_rounds: int
+    train_config: ConfigRecord
+    evaluate_config: ConfigRecord
+    evaluate_fn: EvaluateFn | None
+    result: Result = field(default_factory=Result)
+    losses: dict[int, list[float]] = field(default_factory=dict)  # by round: of each of its exchanges
+
+    def trained(self, number: int, metrics: MetricRecord) -> None:
+        """Enter the metrics of an exchange's training under its round; several exchanges' losses are averaged."""
+        if isinstance(loss := metrics.get("train-loss"), float):
+            self.losses.setdefault(number, []).append(loss)
+            metrics = MetricRecord({**metrics, "train-loss": fmean(self.losses[number])})
+        self.result.train_metrics_clientapp[number] = metrics
