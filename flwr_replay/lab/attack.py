@@ -31,7 +31,7 @@ from flwr_replay.lab.labels import label_attacks
 from flwr_replay.lab.membership import member_attacks
 from flwr_replay.lab.sentences import sentence
 from flwr_replay.lab.trials import Question, Trial
-from flwr_replay.lab.verified import TRIALS, refused
+from flwr_replay.lab.verified import TRIALS, checked
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import Job, claim
@@ -105,21 +105,31 @@ def attack_run(
     about = {"about": _about(config), "claim": claim(Job.of(config).strategy(""))}
     auxiliary = auxiliary_of(config, aux)
     Attacker(evidence.form, auxiliary, 0)  # refuses images of another form
-    if data:
-        originals_of(config, only.institution, data)  # refuses data that cannot be read
+    names = list(dict.fromkeys(exhibit.institution for exhibit in evidence.exhibits))
+    for name in names if data else []:
+        checked(name, evidence, originals_of(config, name, data))  # refuses others' data
     place = private_folder(folder / FOLDER)
     options = {"aux": auxiliary.source if auxiliary else "none", "data": data, "run": run}
-    found = _earlier(place, options)
+    found = _earlier(place, options, minutes)
+    if found:
+        say(f"{len(found)} results are of an earlier command")
     done = {(one["institution"], one["stage"], one["field"], one["attack"]) for one in found}
     seconds = 60 * minutes / (3 * len(evidence.exhibits))
-    for name in dict.fromkeys(exhibit.institution for exhibit in evidence.exhibits):
+    for name in names:
         lab = Lab.of(evidence, name, only.attack, auxiliary, data, seconds, place)
         for exhibit in (one for one in evidence.exhibits if one.institution == name):
             for result in lab.results(exhibit, done):
-                result["sentence"] = sentence(result)
+                result |= {"minutes": minutes, "sentence": sentence(result)}
                 found.append(result)
                 write_json(place / "attacks.json", {"run": about, "options": options, "attacks": found}, indent=2)
                 say(result["sentence"])
+    if only.attack and not any(one["attack"] == only.attack for one in found):
+        if not any(place.iterdir()):
+            place.rmdir()
+        hint = "" if auxiliary else ", or none without the attacker's own images (--aux)"
+        raise ConfigError(
+            f"--attack {only.attack!r}: no recorded field takes it{hint}: leave it out to see which are tried"
+        )
     return {"run": about, "options": options, "attacks": found}
 
 
@@ -139,8 +149,8 @@ def _refuse_no_images(config: RunConfig) -> None:
         )
 
 
-def _earlier(place: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the attacks of an interrupted command.
+def _earlier(place: Path, options: dict[str, Any], minutes: float) -> list[dict[str, Any]]:
+    """Return the attacks of an interrupted command, but for those that had less time than they would have now.
 
     Raises
     ------
@@ -152,7 +162,7 @@ def _earlier(place: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     before = read_json(file, RESULTS)
     if before["options"] == options:
-        return list(before["attacks"])
+        return [one for one in before["attacks"] if one.get("minutes", 0.0) >= minutes]
     raise RunError(
         f"{file} has attacks with other options, {before['options']}: rename the folder {place.name}/, or remove it"
     )
@@ -170,6 +180,8 @@ class Lab:
         The attacker's own images, without those that the judge has.
     originals : Originals | None
         The judge's; None for none, and `why` says the reason.
+    checked : str
+        How it was checked that they are the run's.
     seconds : float
         For each attack, about.
     place : Path
@@ -181,6 +193,7 @@ class Lab:
     auxiliary: Auxiliary | None
     originals: Originals | None
     why: str
+    checked: str
     seconds: float
     place: Path
 
@@ -196,14 +209,14 @@ class Lab:
         place: Path,
     ) -> Self:
         """Deal or read the institution's originals, and check them; `data` as in `originals_of`."""
-        originals: Originals | None = None
+        originals, why, how = None, "", ""
         try:
             originals = originals_of(evidence.config, institution, data)
             auxiliary = without(auxiliary, [originals.x_NCHW, originals.others_NCHW])
-            why = refused(institution, evidence, originals)
+            how = checked(institution, evidence, originals)
         except DataError as error:
-            why = str(error)
-        return cls(evidence, only, auxiliary, None if why else originals, why, seconds, place)
+            originals, why = None, str(error)
+        return cls(evidence, only, auxiliary, originals, why, how, seconds, place)
 
     def results(self, exhibit: Exhibit, done: Collection[tuple[str, ...]]) -> Iterator[dict[str, Any]]:
         """Attack a field; yield a result for each attack, or why there is none."""
@@ -217,6 +230,7 @@ class Lab:
             "messages": len(exhibit.answers),
             "bytes": exhibit.bytes,
             "auxiliary": self.auxiliary.source if self.auxiliary else "none",
+            "originals": self.checked or "none",
         }
         tried = False
         try:
@@ -262,6 +276,8 @@ class Lab:
             "settings": settings,
             "seconds": time.monotonic() - begun,
             "message": trial.answer.file,
+            "messages": 1,
+            "bytes": exhibit.bytes_of(trial.answer),
             "batch": trial.mixed,
         }
         pictured: dict[str, Tensor] = {"reconstruction": images[:SHOWN]}

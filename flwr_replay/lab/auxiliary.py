@@ -14,7 +14,7 @@ from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.config.run import RunConfig
 from flwr_replay.data import load
 from flwr_replay.data.dealt import dealt, loaded
-from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.models.layers import as_input
 
 __all__ = ["auxiliary_of", "without"]
@@ -51,7 +51,8 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
             name = f"{{n}} images of {aux} (which colludes)"
         else:
             raise ConfigError(
-                f"--aux must be none, {UNDEALT}, an institution ({', '.join(part.names)}) or a data folder; got {aux!r}"
+                f"--aux must be none, {UNDEALT}, an institution or a data folder; got {aux!r}: "
+                f"{nearest(aux, ['none', UNDEALT, *part.names])}"
             )
     else:
         examples = load(replace(config.task, data_dir=aux, download=False)).train

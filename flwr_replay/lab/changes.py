@@ -17,7 +17,7 @@ from flwr_replay.attacks.attacker import Attacker, Attempt
 from flwr_replay.attacks.gradients import LocalSteps, change_of, is_statistic
 from flwr_replay.errors import DataError, RunError
 from flwr_replay.lab.evidence import UNKNOWN_NETWORK, Answer, Evidence, Exhibit
-from flwr_replay.lab.judge import NEAR, OTHERS, Originals, check_replay
+from flwr_replay.lab.judge import NEAR, OTHERS, Originals, OtherOriginals, check_replay
 from flwr_replay.lab.trials import Trial
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import at_once, batches, iterations, make_optimizer, step, torch_rng
@@ -27,6 +27,7 @@ from flwr_replay.wire.weights import load_arrays, to_arrays
 __all__ = ["OfChange"]
 
 MOST_BEHIND = 128  # images behind one answer that a search looks for
+PLAIN = ("fedavg", "fedavgm", "fedsgd", "cwt")  # methods whose first visit is nothing but the steps simulated here
 BLOCK = 256  # examples whose gradient FedSGD computes at once
 MOST_STEPS = 64  # of local training that are simulated
 
@@ -133,8 +134,12 @@ class OfChange(Trial):
         if self.evidence.config.privacy.mechanisms:
             raise DataError("the answer has secret noise, so originals cannot be checked by computing it anew")
         check_replay(self.evidence.config)
+        plain = self.evidence.config.strategy.name in PLAIN
         if len(y) != self.examples:
-            raise DataError(f"{OTHERS}, or others' examples were added: {len(y)}, the message says {self.examples}")
+            number = f"{len(y)} examples, the message says {self.examples}"
+            if plain:
+                raise OtherOriginals(f"{OTHERS}: {number}")
+            raise DataError(f"{OTHERS}, or others' examples were added: {number}")
         if self.gradient:
             anew, rows = self._gradient_anew(x, y), torch.arange(len(y))
         else:
@@ -142,6 +147,8 @@ class OfChange(Trial):
         names = list(self.change)
         right, found = (torch.cat([one[name].flatten() for name in names]) for one in (self.change, anew))
         if not bool((found - right).norm() <= NEAR * right.norm()):
+            if plain and self.training.augment == "none" and not self.training.batch_sizes:
+                raise OtherOriginals(f"{OTHERS}: give the data of the run, as they were when it ran")
             raise DataError(f"{OTHERS}, or {self.evidence.config.strategy.name} trains otherwise than FedAvg")
         return rows
 

@@ -60,7 +60,11 @@ class Exhibit:
     @property
     def bytes(self) -> int:
         """Bytes of the field in all these answers."""
-        return sum(sum(array.nbytes for array in self.arrays(answer).values()) for answer in self.answers)
+        return sum(map(self.bytes_of, self.answers))
+
+    def bytes_of(self, answer: Answer) -> int:
+        """Bytes of the field in one answer."""
+        return sum(array.nbytes for array in self.arrays(answer).values())
 
     def arrays(self, answer: Answer) -> StateDict:
         """Return the field in one answer: a state dict, or one array under the field's key."""
@@ -141,8 +145,10 @@ class Evidence:
                 )
             if field and known_fields:
                 raise RunError(f"--field must be one that was recorded; got {field!r}: {nearest(field, known_fields)}")
+            left = sum("message" not in line for line in lines if line.get("direction") == "up")
+            full = f"; {left} were not recorded: begin the run again with a larger record-mb" if left else ""
             raise RunError(
-                f"there is nothing to attack in {folder}: no recorded answer has weights, images or the like"
+                f"there is nothing to attack in {folder}: no recorded answer has weights, images or the like{full}"
             )
         return cls(
             folder, config, [Exhibit(*key, declared[key[1], key[2]], answers) for key, answers in chosen.items()]

@@ -21,10 +21,23 @@ from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import DataError
 from flwr_replay.models.layers import as_input
 
-__all__ = ["Originals", "check_anew", "check_replay", "originals_of", "rows_behind", "rows_in_order"]
+__all__ = [
+    "Originals",
+    "OtherOriginals",
+    "check_anew",
+    "check_replay",
+    "originals_of",
+    "rows_behind",
+    "rows_in_order",
+]
 
 NEAR = 1e-3  # the largest distance from what was sent, as a part of its length; other threads give other last bits
 OTHERS = "originals must be the run's: what was sent, computed anew from them, is something else"
+SURE = 3.0  # standard deviations by which noisy rows must resemble their own originals
+
+
+class OtherOriginals(DataError):
+    """The originals are surely not those of the run."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +101,10 @@ def check_replay(config: RunConfig) -> None:
 def check_anew(sent_n: Tensor, anew_n: Tensor) -> None:
     """Refuse originals from which computing what was sent anew gives something else."""
     if sent_n.shape != anew_n.shape or not bool((sent_n - anew_n).norm() <= NEAR * sent_n.norm()):
-        raise DataError(f"{OTHERS}: give the data of the run, as they were when it ran")
+        raise OtherOriginals(f"{OTHERS}: give the data of the run, as they were when it ran")
 
 
-def rows_behind(sent_n: Tensor, anew: Callable[[], Tensor], others: bool = False) -> Tensor:
+def rows_behind(sent_n: Tensor, anew: Callable[[], Tensor], others: bool = False, near: float = NEAR) -> Tensor:
     """Return which original is behind each row that was sent, (n,): the one from which computing it anew gives it.
 
     Parameters
@@ -102,26 +115,56 @@ def rows_behind(sent_n: Tensor, anew: Callable[[], Tensor], others: bool = False
         Computes the same of all N originals.
     others : bool
         Whether some rows may be of others' images; these are -1.
+    near : float
+        The largest distance, as a part of a row's length; 0 for whole numbers.
 
     Raises
     ------
-    DataError
+    OtherOriginals
         If a row is that of no original; with `others`, if none is.
     """
     sent_nF, anew_NF = sent_n.flatten(1).float(), anew().flatten(1).float()
     if sent_nF.shape[1] != anew_NF.shape[1]:
-        raise DataError(f"{OTHERS}: give the data of the run")
+        raise OtherOriginals(f"{OTHERS}: give the data of the run")
     distances_nN = torch.cdist(sent_nF, anew_NF, compute_mode="donot_use_mm_for_euclid_dist")
     least_n, rows_n = distances_nN.min(1)
-    own_n = least_n <= NEAR * sent_nF.norm(dim=1).clamp(min=1e-6)
+    own_n = least_n <= near * sent_nF.norm(dim=1).clamp(min=1e-6)
     if not bool(own_n.any() if others else own_n.all()):
-        raise DataError(f"{OTHERS}: give the data of the run, as they were when it ran")
+        raise OtherOriginals(f"{OTHERS}: give the data of the run, as they were when it ran")
     return torch.where(own_n, rows_n, -1)
 
 
-def rows_in_order(number: int, first: int, originals: Originals) -> Tensor:
+def rows_in_order(sent_n: Tensor, first: int, number: int, anew: Callable[[], Tensor]) -> Tensor:
     """Return the originals behind rows that have secret noise, (n,): they come in the institution's order.
 
-    That these are the right originals cannot be checked by computing them anew.
+    Computing them anew gives no noise. So each row must resemble its own original more than the next one's, over all
+    rows by `SURE` standard deviations.
+
+    Parameters
+    ----------
+    sent_n : Tensor
+        The rows, with their noise.
+    first : int
+        The place of the first of them among the institution's images.
+    number : int
+        How many images the institution has, as its answer says.
+    anew : callable
+        Computes the rows of all N originals without noise.
+
+    Raises
+    ------
+    OtherOriginals
+        If the number is another.
+    DataError
+        If the rows do not resemble these originals: they are others, or the noise hides whose they are.
     """
-    return (first + torch.arange(number)) % len(originals.y_N)
+    anew_NF = anew().flatten(1).float()
+    if len(anew_NF) != number:
+        raise OtherOriginals(f"{OTHERS}: {len(anew_NF)} examples, the answer says {number}")
+    rows_n = first + torch.arange(len(sent_n))
+    centred_nF, sent_nF = anew_NF[rows_n] - anew_NF.mean(0), sent_n.flatten(1).float()
+    own_n, next_n = ((sent_nF * one).sum(1) for one in (centred_nF, centred_nF.roll(1, 0)))
+    gain_n = own_n - next_n
+    if not bool(gain_n.sum() > SURE * gain_n.square().sum().sqrt()):
+        raise DataError("what was sent does not resemble these originals: they are others, or the noise hides it")
+    return rows_n

@@ -59,7 +59,10 @@ def _counted(trial: OfChange, originals: Originals, attacker: Attacker) -> dict[
     """Infer how many examples of each class are behind an answer."""
     sides = (trial.labels_n(attacker), originals.y_N[trial.rows(originals)].long())
     counts_C, true_C = (torch.bincount(one, minlength=trial.evidence.config.task.classes) for one in sides)
-    return _right(int(torch.minimum(counts_C, true_C).sum()), trial.mixed)
+    classes = trial.evidence.config.task.classes
+    even_C = torch.bincount(torch.arange(trial.mixed) % classes, minlength=classes)
+    right, guessed = (int(torch.minimum(one, true_C).sum()) for one in (counts_C, even_C))
+    return {"labels": {"right": right, "number": trial.mixed, "equal-counts": guessed}}
 
 
 def _at_cut(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.attacks.catalogue import LIRA, LOSS, PRIOR, RECONSTRUCTED, RELEASED
 from flwr_replay.attacks.membership import lira_scores, loss_scores, nearest_scores, reference_models
 from flwr_replay.attacks.scores import equal_label_shares, membership
+from flwr_replay.errors import DataError
 from flwr_replay.files.tensors import unnested
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.pixelcnn import CodePrior
@@ -42,15 +44,22 @@ def member_attacks(
 ) -> Iterator[Question]:
     """Yield attacks on membership, each to be called; none for numbers from which none is known."""
     sides = _candidates(originals, seed)
-    if len(sides[0][1]) < FEWEST:
-        return
     means, last = exhibit.means, exhibit.answers[-1]
+    if len(sides[0][1]) < FEWEST:
+        if means in ("weights", "generator weights"):
+            yield (
+                "membership",
+                partial(_too_few, len(sides[0][1]), "training images with as many others of equal labels", FEWEST),
+            )
+        return
     if means == "weights" and evidence.model().state_dict().keys() == exhibit.arrays(last).keys():
         model = evidence.model()
         load_arrays(model, exhibit.arrays(last))
         yield LOSS.name, lambda: _by_loss(model.eval(), evidence, sides)
         enough = auxiliary is not None and len(auxiliary.labels_m) >= ENOUGH
-        if auxiliary is not None and enough and evidence.config.task.kind == "classification":
+        if auxiliary is not None and not enough:
+            yield LIRA.name, partial(_too_few, len(auxiliary.labels_m), "auxiliary images", ENOUGH)
+        elif auxiliary is not None and evidence.config.task.kind == "classification":
             yield LIRA.name, lambda: _by_references(model, evidence, sides, auxiliary, seed, seconds)
     plan = evidence.replay_plan()
     if means == "generator weights" and exhibit.stage == "train-generator" and plan is not None:
@@ -66,6 +75,10 @@ def member_attacks(
         yield PRIOR.name, lambda: _by_likelihood(prior.eval(), generator.eval(), plan, sides)
     if means == "images" and exhibit.declared.kind == "synthetic" and auxiliary is not None:
         yield RELEASED.name, lambda: _by_distance(exhibit, auxiliary, sides)
+
+
+def _too_few(number: int, what: str, fewest: int) -> dict[str, Any]:
+    raise DataError(f"there are {number} {what}; it needs {fewest}")
 
 
 def _by_loss(model: nn.Module, evidence: Evidence, sides: tuple[Candidates, Candidates]) -> dict[str, Any]:

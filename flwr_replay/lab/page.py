@@ -24,6 +24,7 @@ IMAGES = (
     "mean image, dB",
     "nearest auxiliary image, dB",
     "values per pixel",
+    "steps",
     "s",
 )
 MEMBERS = (
@@ -91,6 +92,7 @@ def _image_row(one: dict[str, Any]) -> list[str]:
         _estimate(one["control"]["identified"]) if one.get("control") else "",
         *("" if other is None else _shown(other["psnr"]) for other in beside),
         _shown(one["values-per-pixel"], 2),
+        str(one["settings"].get("steps", "")),
         _shown(one["seconds"]),
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flwr_replay.lab.verified import NUMBER
 from flwr_replay.report.progress import shown_bytes
 
 __all__ = ["DOES_NOT_SHOW", "sentence"]
@@ -17,6 +18,7 @@ DOES_NOT_SHOW = (
     "Other people's images then seem to identify many, too: compare with the control.",
     "How many are identified depends on the data, the model and the images that the attacker has. It is a figure of "
     "this run, and of no other.",
+    "With fewer than 1,000 others, 'found at 0.1 % false alarms' means without any; with fewer than 100 so does 1 %.",
     "Images of other patients may look alike. The control says how often reconstructions of other patients point to "
     "the right one.",
 )
@@ -29,16 +31,20 @@ def sentence(result: dict[str, Any]) -> str:
     if result["attack"] == "none":
         return f"{whose}, {what}: {result['not-judged']}"
     sent = f"{whose} sent {shown_bytes(result['bytes'])} ({what}, {_count(result['messages'], 'message')})."
+    unsure = f" The originals were checked {NUMBER}." if result["originals"] == NUMBER else ""
     if "membership" in result:
         found = result["membership"]
         return (
             f"{sent} Whether an image was in the training, {result['attack']} tells with an AUC of "
             f"{_between(found['auc'])}, where 0.5 is guessing. Of {found['members']} members it finds "
-            f"{found['tpr_at_1_percent']['value']:.1%} if it may be wrong about 1 % of the others."
+            f"{found['tpr_at_1_percent']['value']:.1%} if it may be wrong about 1 % of the others.{unsure}"
         )
     if "labels" in result:
         found = result["labels"]
-        return f"{sent} Labels, by {result['attack']}: {found['right']:,} of {found['number']:,} are right."
+        even = f" Equal counts would be right for {found['equal-counts']:,}." if "equal-counts" in found else ""
+        return (
+            f"{sent} Labels, by {result['attack']}: {found['right']:,} of {found['number']:,} are right.{even}{unsure}"
+        )
     if "picture" not in result:
         return f"{sent} {result['attack'][0].upper()}{result['attack'][1:]} was not tried: {result['not-judged']}"
     tried = f"in {_time(result['seconds'])}, by {result['attack']}"
@@ -49,6 +55,9 @@ def sentence(result: dict[str, Any]) -> str:
     right = round(scores["identified"]["value"] * tries)
     control = result.get("control")
     beside = f" As a control, other images: {control['identified']['value']:.1%}." if control else ""
+    beside += (
+        " Which reconstruction is of which image, the judge chose as well as possible." if result["batch"] > 1 else ""
+    )
     return (
         f"{sent} From that, someone with {_with(result['auxiliary'])} found the right one of its {images:,} images in "
         f"{right} of {tries} tries, {tried}; PSNR {_number(scores['psnr'])}.{beside}"

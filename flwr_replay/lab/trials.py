@@ -134,7 +134,11 @@ class OfActivations(Trial):
     def rows(self, originals: Originals) -> Tensor:
         """Find each row's original by encoding all of them; under local DP row i is the institution's i-th image."""
         if "latents" in self.evidence.config.privacy.mechanisms:
-            return rows_in_order(len(self.sent_n), int(self.answer.content.scalars["first"]), originals)
+            scalars = self.answer.content.scalars
+            first, number = int(scalars["first"]), int(scalars["num-examples"])
+            return rows_in_order(
+                self.sent_n, first, number, partial(latents_of, self.encoder, originals.x_NCHW, "float32")
+            )
         if self.exhibit.stage != "extract":
             return self._rows_of_batches(originals)
         return rows_behind(self.sent_n, lambda: latents_of(self.encoder, originals.x_NCHW, self.dtype))
@@ -181,7 +185,8 @@ class OfCodes(Trial):
         with torch.no_grad():
             found = [self.generator.encode(self.plan.generator_input(x, y)) for x, y in zip(*parts, strict=True)]
         size = self.generator.codes_per_image, self.generator.codebook_size
-        return rows_behind(torch.from_numpy(unpack_codes(self.packed, *size)), partial(torch.cat, found), others=True)
+        codes_n = torch.from_numpy(unpack_codes(self.packed, *size))
+        return rows_behind(codes_n, partial(torch.cat, found), others=True, near=0.0)
 
     @property
     def values_per_pixel(self) -> float:

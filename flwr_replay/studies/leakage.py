@@ -74,7 +74,8 @@ def leakage(found: list[dict[str, Any]], metric: str) -> list[str]:
                 f"{results[0]['values-per-pixel']:.2f}",
             ]
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    silent = {(one["label"], one["not-judged"]) for one in found if one.get("not-judged")}
+    return [*lines, "", *(f"- {label}: {reason}" for label, reason in sorted(silent))]
 
 
 def _decibels(values: list[Any]) -> str:

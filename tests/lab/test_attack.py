@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,12 @@ from harness import command, node_configs, run, write_shards
 
 from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.attacks.catalogue import nothing_tried
+from flwr_replay.errors import DataError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.lab.auxiliary import without
+from flwr_replay.lab.evidence import Evidence
+from flwr_replay.lab.judge import OtherOriginals, originals_of
+from flwr_replay.lab.trials import OfActivations
 from flwr_replay.memory import forget
 from flwr_replay.wire.recording import FOLDER
 
@@ -29,7 +34,7 @@ RUNS = {
     "raw": ["strategy=fedavgshare", "partition.size=60"],
     "noisy": [
         *("strategy=fedreplay", "encoder=random", "partition.size=60", "model.width=16"),
-        *("dp=latents", "latent-clip=1", "latent-epsilon=1", "label-epsilon=1"),
+        *("dp=latents", "latent-clip=1", "latent-epsilon=20", "label-epsilon=1"),
     ],
     "private": ["strategy=fedavg", "dp=classifier", "model=mlp", "partition.size=60", "training.batch-size=8"],
 }
@@ -82,7 +87,9 @@ def test_images_are_found_and_judged(runs, monkeypatch, capsys, run, field, atta
 
 def test_labels_and_membership_beside_images(runs, monkeypatch, capsys):
     _, results, _ = attacked(monkeypatch, capsys, runs / "gradient", "--aux", "undealt")
-    assert results["arrays", "label counts"]["labels"] == {"right": 4, "number": 4}
+    labels = results["arrays", "label counts"]["labels"]
+    assert (labels["right"], labels["number"]) == (4, 4)
+    assert labels["equal-counts"] < 4
     _, results, _ = attacked(monkeypatch, capsys, runs / "unlabelled", "--aux", "undealt")
     found = results["gradients", "labels at the cut"]["labels"]
     assert found["right"] > 0.9 * found["number"] > 20
@@ -175,6 +182,17 @@ def test_local_dp_hides_images_and_labels(runs, monkeypatch, capsys):
     assert 0 < labels["right"] < labels["number"] // 2
 
 
+def test_others_images_are_not_behind_noise(runs, monkeypatch, capsys):
+    evidence = Evidence.of(runs / "noisy", "institution-1", "latents")
+    trial = OfActivations(evidence.exhibits[0], evidence)
+    own = originals_of(evidence.config, "institution-1")
+    assert trial.rows(own).tolist() == list(range(60))
+    with pytest.raises(DataError, match="does not resemble these originals"):
+        trial.rows(replace(own, x_NCHW=own.x_NCHW.roll(7, 0)))
+    with pytest.raises(OtherOriginals, match="59 examples, the answer says 60"):
+        trial.rows(replace(own, x_NCHW=own.x_NCHW[1:], y_N=own.y_N[1:]))
+
+
 def test_secret_noise_cannot_be_computed_anew(runs, monkeypatch, capsys):
     _, results, _ = attacked(monkeypatch, capsys, runs / "private", "--aux", "undealt", "--field", "arrays")
     assert "secret noise" in results["arrays", "gradient matching"]["not-judged"]
@@ -220,6 +238,20 @@ def test_other_originals_are_refused(tmp_path, monkeypatch, capsys):
     assert not any("labels" in one or "membership" in one for one in results.values())
 
 
+def test_other_data_of_the_same_number_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    write_shards(tmp_path, {"all": 80})
+    task = ["task=medmnist", "task.size=8", "classes=3", "nodes=2", "rounds=1", "partition=iid", "record=all"]
+    job = [*task, "strategy=fedavg", "model=mlp", "run_name=run", f"task.data-dir={tmp_path / 'all.npz'}"]
+    assert command(monkeypatch, "run", *job, "--runs-dir", str(tmp_path)) == 0
+    size = Evidence.of(tmp_path / "run", "institution-1").exhibits[0].answers[0].content.scalars["num-examples"]
+    write_shards(tmp_path, {"another": 3, "others": int(size)})
+    code, _, err = attacked(monkeypatch, capsys, tmp_path / "run", "--data", str(tmp_path / "others.npz"))
+    assert code == 2
+    assert "originals must be the run's" in err
+    assert not (tmp_path / "run" / "attacks").exists()
+
+
 def test_an_interrupted_command_goes_on_and_other_options_are_refused(runs, monkeypatch, capsys):
     run = runs / "activations"
     attacked(monkeypatch, capsys, run, "--aux", "undealt")
@@ -231,6 +263,11 @@ def test_an_interrupted_command_goes_on_and_other_options_are_refused(runs, monk
     code, _, err = attacked(monkeypatch, capsys, run, "--aux", "none")
     assert code == 2
     assert "attacks with other options" in err
+    longer = ("privacy", "attack", str(run), "--minutes", "0.002", "--institution", "institution-1", "--aux", "undealt")
+    assert command(monkeypatch, *longer) == 0
+    after = read_json(run / "attacks" / "attacks.json")["attacks"]
+    assert {one["minutes"] for one in after} == {0.002}
+    assert len(after) == len(before)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +286,14 @@ def test_wrong_words_are_refused(runs, monkeypatch, capsys, words, says):
     assert code == 2
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_an_attack_that_no_field_takes_is_refused(runs, tmp_path, monkeypatch, capsys):
+    shutil.copytree(runs / "gradient", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
+    code, _, err = attacked(monkeypatch, capsys, tmp_path / "run", "--attack", "learned decoder")
+    assert code == 2
+    assert "no recorded field takes it" in err
+    assert not (tmp_path / "run" / "attacks").exists()
 
 
 def test_a_run_without_messages_says_how_to_record(tmp_path, monkeypatch, capsys):
