@@ -42,12 +42,13 @@ from flwr_replay.config.sections import PASSES, VIEWS, Range, one_of, require, w
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.learning.latents import LatentStore, rows_per_chunk
+from flwr_replay.learning.latents import LatentStore, bytes_by_cut, rows_per_chunk
 from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
 from flwr_replay.models import StagedModel, placed, split
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
+from flwr_replay.report.uploads import upload_advice
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.exchange import stopped
 from flwr_replay.server.members import Member
@@ -128,6 +129,18 @@ class FedReplay(OneShot):
             read_encoder(Path(config.encoder_file), strategy.encoder_shapes)
         if names:
             one_of("strategy.encoder-institution", config.encoder_institution, ("largest", *names))
+
+    def begin_run(self) -> None:
+        """Compare what will be uploaded with the raw data, before anything is trained."""
+        if self.settings.input_shape is None:
+            return
+        rows = sum(member.num_examples for member in self.members) * self.config.upload_views
+        raw = sum(member.raw_bytes for member in self.members)
+        blank_1 = torch.zeros(1, *self.settings.input_shape, device=self.settings.device)
+        sizes = bytes_by_cut(self.parts, blank_1, self.blank_labels(1).nbytes, self.config.latent_dtype)
+        if advice := upload_advice(sizes, self.cut, rows, raw):
+            self.recorder.log(advice)
+            self.recorder.notes["upload-advice"] = advice
 
     # --- stage 1 ------------------------------------------------------------------------------------------------------
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.files.atomic import private_folder, read_json, tally, write_json
 from flwr_replay.files.disk import opener, writing
 from flwr_replay.payloads.fedreplay import Latents
 
-__all__ = ["BLOCK", "LatentStore", "pack", "rows_per_chunk", "shift_each", "unpack"]
+__all__ = ["BLOCK", "LatentStore", "bytes_by_cut", "pack", "rows_per_chunk", "shift_each", "unpack"]
 
 BLOCK = 32  # rows encoded together, always the same ones: their last bits depend on the size of the batch
 UPLOAD = {"filled": int, "total": int, "raw-bytes": int}  # keys of upload.json; each array adds its length and checksum
@@ -51,6 +51,31 @@ def unpack(codes: NDArray[Any], scales: NDArray[np.float32] | None) -> NDArray[n
     """Undo `pack`, up to its rounding."""
     values = codes.astype(np.float32)
     return values if scales is None else values * scales.reshape(-1, *[1] * (values.ndim - 1))
+
+
+def bytes_by_cut(parts: Sequence[nn.Module], x_1: Tensor, label_bytes: int, dtype: str) -> dict[str, int]:
+    """Return the bytes of one row of an upload, with label and scale, for every stage after which a model can be cut.
+
+    Parameters
+    ----------
+    parts : sequence of Module
+        The model's parts, whose children are its stages; all but the head, the last, can be the encoder's last.
+    x_1 : Tensor
+        One blank example, (1, ...).
+    label_bytes : int
+        Bytes of one label.
+    dtype : str
+        Of the latents as they travel.
+    """
+    sizes: dict[str, int] = {}
+    training = [part.training for part in parts]
+    with torch.inference_mode():
+        for name, stage in [child for part in parts for child in part.eval().named_children()][:-1]:
+            x_1 = stage(x_1)
+            sizes[name] = x_1.numel() * np.dtype(dtype).itemsize + label_bytes + 4 * (dtype == "int8")
+    for part, before in zip(parts, training, strict=True):
+        part.train(before)
+    return sizes
 
 
 def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: int) -> int:

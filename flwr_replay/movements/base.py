@@ -280,7 +280,7 @@ class Movement(Exchanging):
         arrays, done, snapshot = initial_arrays, 0, self.recorder.restore()
         if snapshot:
             self.members.remember(snapshot.examples, snapshot.bindings)
-        wait_for_nodes(run.grid, max(self.min_nodes, self.settings.nodes), self.settings.wait)
+        wait_for_nodes(run.grid, max(self.min_nodes, self.settings.nodes), self.settings.wait, self.recorder.log)
         self.call_roll(run.grid, 0)
         if not len(self.members):
             kind = RunError if self.unfit else RefusedError

@@ -7,6 +7,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+from flwr_replay.report.imbalance import BESIDE
+
 __all__ = ["Display", "LogDisplay", "Progress", "TerminalDisplay"]
 
 
@@ -39,8 +41,9 @@ def shown_rounds(progress: Progress) -> str:
 
 
 def shown_metrics(metrics: dict[str, float]) -> str:
-    """Write the main metric, the loss and an epsilon: `accuracy 0.9472, loss 0.1831`."""
+    """Write the main metric, what stands beside it, the loss and an epsilon: `accuracy 0.9472, loss 0.1831`."""
     leading = [name for name in metrics if name != "loss"][:1]
+    leading += [name for name in BESIDE if name in metrics and name not in leading]
     epsilon = [name for name in metrics if name.startswith("epsilon")]
     return (
         ", ".join(f"{name} {metrics[name]:.4f}" for name in [*leading, "loss", *epsilon] if name in metrics)

@@ -10,6 +10,7 @@ from typing import Any
 from flwr_replay.files.atomic import read_bytes, read_json, read_lines, read_text, write_atomic
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.charts import Curves, bars, curves
+from flwr_replay.report.imbalance import beside, label_counts, pooled_counts
 from flwr_replay.report.pages import render
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.summary import best_lines, confusion_of, recorded_lines, sample_lines, skew_lines, warnings
@@ -57,7 +58,7 @@ def write_run_page(folder: Path) -> Path:
         question=_question(result),
         answer=_answer(result, found),
         warnings=warnings(result, found),
-        curves=_curves(folder, result),
+        curves=_curves(folder, result, list(beside(result["final"]["global"], found))),
         bars=_bars(result, found),
         bars_caption=_bars_caption(result, found),
         metrics=_metrics(result),
@@ -108,24 +109,24 @@ def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> st
         low, high = min(own, key=lambda name: own[name]), max(own, key=lambda name: own[name])
         said += f", from {own[low]:.3f} at {low} to {own[high]:.3f} at {high}"
     if metric == "accuracy" and found:
-        guess = _majority([sum(column) for column in zip(*found.values(), strict=True)])
-        said += f"; always the most frequent label would have {guess:.3f}"
+        said += f"; always the most frequent label would have {_majority(pooled_counts(found)):.3f}"
+    if more := beside(result["final"]["global"], found):
+        said += f". Labels are unequal: {' and '.join(f'{name} is {value:.3f}' for name, value in more.items())}"
     return f"{said}."
 
 
 def _majority(counts: Sequence[int]) -> float:
     """Return the accuracy of whoever always names the most frequent label, from a confusion matrix row by row."""
-    size = round(len(counts) ** 0.5)
-    labels = [sum(counts[at * size : (at + 1) * size]) for at in range(size)]
+    labels = label_counts(counts)
     return max(labels) / max(1, sum(labels))
 
 
-def _curves(folder: Path, result: Mapping[str, Any]) -> list[tuple[Curves, str]]:
-    """Return a chart of the main metric and one of the loss: pooled, and of each of few institutions."""
+def _curves(folder: Path, result: Mapping[str, Any], more: Sequence[str]) -> list[tuple[Curves, str]]:
+    """Return charts of the main metric, of more, and of the loss: pooled, and of each of few institutions."""
     rows = read_lines(folder / "metrics.jsonl")
     exchanges = max((row["round"] for row in rows), default=1)
     drawn = []
-    for metric in dict.fromkeys((result["metric"], "loss")):
+    for metric in dict.fromkeys((result["metric"], *more, "loss")):
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
             if row["metric"] == metric:
@@ -164,7 +165,7 @@ def _confusion(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) ->
     """Return the pooled confusion matrix; None for regression, and for many classes."""
     if not found:
         return None
-    counts = [sum(column) for column in zip(*found.values(), strict=True)]
+    counts = pooled_counts(found)
     size = round(len(counts) ** 0.5)
     if size > MOST_CLASSES:
         return None

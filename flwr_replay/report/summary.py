@@ -10,6 +10,7 @@ from flwr_replay.data import class_counts
 from flwr_replay.files.atomic import read_json
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.epsilon import epsilon_suffix
+from flwr_replay.report.imbalance import beside, imbalance_lines, label_counts, pooled_counts
 from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import shown_bytes
 
@@ -40,12 +41,13 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
         The run directory, which the last line names.
     """
     leading, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
-    institutions = result["final"]["institutions"].items()
+    final, confusion = result["final"], confusion_of(folder)
     lines = [
         f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f}{unit} "
         f"(best {result['best'][leading]:.4f} in round {result['best']['round']})"
         f"{epsilon_suffix(result)}{missing_suffix(result)}",
-        *(f"  {name}: {metrics[leading]:.4f}" for name, metrics in institutions if leading in metrics),
+        *(f"  {_own(name, one, leading, confusion)}" for name, one in final["institutions"].items() if leading in one),
+        *imbalance_lines(final["global"], confusion),
         *best_lines(result),
         *skew_lines(result.get("skew")),
         f"sent: up {shown_bytes(result['bytes']['up'])}, down {shown_bytes(result['bytes']['down'])}",
@@ -58,9 +60,15 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
             known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
             lines.append(f"  {name}: {known}{one['mechanism']}")
     lines += recorded_lines(result, folder)
-    lines += [f"warning: {line}" for line in warnings(result, confusion_of(folder))]
+    lines += [f"warning: {line}" for line in warnings(result, confusion)]
     lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])
+
+
+def _own(name: str, metrics: Mapping[str, float], leading: str, confusion: Mapping[str, Sequence[int]]) -> str:
+    """Write an institution's main metric and what stands beside it: `north: 0.9100, balanced-accuracy 0.6400`."""
+    more = "".join(f", {one} {value:.4f}" for one, value in beside(metrics, confusion).items())
+    return f"{name}: {metrics[leading]:.4f}{more}"
 
 
 def best_lines(result: Mapping[str, Any]) -> list[str]:
@@ -139,11 +147,10 @@ def warnings(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]]) 
     """
     lines = []
     if confusion:
-        counts = [sum(column) for column in zip(*confusion.values(), strict=True)]
+        counts = pooled_counts(confusion)
         size = round(len(counts) ** 0.5)
         guessed = [at for at in range(size) if sum(counts[at::size])]
-        labels = [at for at in range(size) if sum(counts[at * size : (at + 1) * size])]
-        if len(guessed) == 1 < len(labels):
+        if len(guessed) == 1 < sum(map(bool, label_counts(counts))):
             lines.append(f"The model predicts class {guessed[0]} for every test example. It has learned nothing.")
     loss = result["final"]["global"].get("loss", 0.0)
     if not loss < EXPLODED:

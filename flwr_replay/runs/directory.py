@@ -50,8 +50,9 @@ from flwr_replay.files.tensors import nested, unnested, write_tensors
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.report.epsilon import largest
 from flwr_replay.report.forgetting import Forgetting
+from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.progress import Display, Progress
-from flwr_replay.report.summary import CONFUSION
+from flwr_replay.report.summary import CONFUSION, confusion_of
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.environment import environment, versions
@@ -228,7 +229,7 @@ class RunDirectory(Recorder):
         first = partial(self._best.write, snapshot.server_round, snapshot.arrays) if best else None
         self._checkpoints.write(snapshot.server_round, named, values, first)
         self._best.settle(snapshot.server_round - 2)  # a resumed run may begin at the checkpoint before the last
-        metrics = self.history[-1][1] if self.history else {}
+        metrics = without_beside(self.history[-1][1], confusion_of(self.path)) if self.history else {}
         self.display.exchange(snapshot.server_round, metrics | self.spent_then, sum(self.bytes.values()), seconds)
 
     def restore(self) -> Snapshot | None:

@@ -54,6 +54,11 @@ def expected(simulation: Simulation) -> tuple[Movement, list[Expected]]:
 
     The messages are real ones, with zeros in place of weights and data.
     """
+    return _planned(simulation)[1]
+
+
+def _planned(simulation: Simulation) -> tuple[Movement, list[Line]]:
+    """Return the strategy as it is when the run begins, and the forecast."""
     job, part = simulation.job, simulation.part
     config, strategy = job.config, job.strategy(new_run_id(job.config))
     plan = strategy.settings.privacy
@@ -96,12 +101,14 @@ def forecast(simulation: Simulation) -> list[Line]:
                 key = (member.name, direction, request.stage_name, row.field, row.kind, row.protection)
                 messages, size = lines.get(key, (0, 0))
                 lines[key] = (messages + times, size + row.bytes * times)
-    return [Line(*key[:5], messages=messages, bytes=size, protection=key[5]) for key, (messages, size) in lines.items()]
+    return strategy, [
+        Line(*key[:5], messages=messages, bytes=size, protection=key[5]) for key, (messages, size) in lines.items()
+    ]
 
 
 def forecast_page(simulation: Simulation) -> str:
     """Write the forecast as a page that a data-protection officer can read."""
-    job, lines = simulation.job, forecast(simulation)
+    job, (strategy, lines) = simulation.job, _planned(simulation)
     config = job.config
     names = sorted({line.institution for line in lines})
     train = loaded(config.task).train
@@ -155,6 +162,8 @@ def forecast_page(simulation: Simulation) -> str:
             f"{shown_bytes(samples)} of what is sent up are functions of single patients (kind per-sample). Anyone who "
             "holds them and the part of the model that computed them may try to reconstruct the images."
         )
+    if advice := strategy.recorder.notes.get("upload-advice"):
+        text.append(f"The {advice}.")
     text += [
         f"{claim(job.strategy(new_run_id(config)))} TLS protects messages on the network, not from the server.",
         "Kinds: model = weights; per-sample = one row per patient; per-sample-raw = patients' "

@@ -11,7 +11,9 @@ from typing import Any
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import alone, read_lines
+from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.progress import shown_metrics, shown_time
+from flwr_replay.report.summary import confusion_of
 from flwr_replay.runs.opening import read_result
 
 __all__ = ["SPARE", "Listed", "clean", "listed", "runs_in", "watch"]
@@ -121,4 +123,5 @@ def watch(folder: Path, wait: bool = True) -> Iterator[str]:
 def _metrics_at(folder: Path, exchange: int) -> str:
     rows = [row for row in read_lines(folder / "metrics.jsonl") if row["institution"] == ""]
     last = max((row["exchange"] for row in rows if row["exchange"] <= exchange), default=None)
-    return shown_metrics({row["metric"]: row["value"] for row in rows if row["exchange"] == last})
+    metrics = {row["metric"]: row["value"] for row in rows if row["exchange"] == last}
+    return shown_metrics(without_beside(metrics, confusion_of(folder)))

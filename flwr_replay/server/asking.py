@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
+from math import inf
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -17,6 +18,7 @@ __all__ = ["ask", "failure_of", "reason_of", "refuse_unsaid_nodes", "wait_for_no
 
 EXPIRED = (3, 4)  # Flower's codes for a message or an answer that is missing or has expired
 DEPLOYED = ("GrpcGrid", "HttpGrid")  # Flower's grids of deployments; a simulation's has all nodes from the start
+SILENCE = 60.0  # seconds without an answer, after which it is said for the first time
 LONGEST = 1000  # the most characters of a reason that an institution gives
 
 
@@ -35,26 +37,34 @@ def refuse_unsaid_nodes(grid: Grid, nodes: int) -> None:
         )
 
 
-def wait_for_nodes(grid: Grid, minimum: int, seconds: float) -> None:
-    """Wait until enough nodes have joined.
+def wait_for_nodes(grid: Grid, minimum: int, seconds: float, say: Callable[[str], None]) -> None:
+    """Wait until enough nodes have joined; `say` is told from time to time how many have.
 
     Raises
     ------
     RunError
         If fewer than `minimum` have joined after `seconds`.
     """
-    deadline = time.monotonic() + seconds
+    begun, due = time.monotonic(), SILENCE
+    deadline = begun + seconds
     while (joined := len(set(grid.get_node_ids()))) < minimum:
         if time.monotonic() >= deadline:
             raise RunError(
                 f"this run needs at least {minimum} institutions; {joined} joined within {seconds:g} s: "
                 "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
             )
+        if (waited := time.monotonic() - begun) >= due:
+            say(f"waiting for institutions to join: {joined} of {minimum}, {waited / 60:.0f} min")
+            due *= 2
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
 
 
 def ask(
-    grid: Grid, messages: Iterable[Message], seconds: float, at_once: int | None = None
+    grid: Grid,
+    messages: Iterable[Message],
+    seconds: float,
+    at_once: int | None = None,
+    silent: Callable[[list[int], float], None] = lambda nodes, waited: None,
 ) -> Iterator[tuple[Message, Message | None]]:
     """Send messages; yield each with its reply when that arrives, or with None if no reply came in time.
 
@@ -71,8 +81,12 @@ def ask(
     at_once : int | None
         How many messages may wait for a reply at a time. Replies are then fetched one by one, which bounds the memory
         that they take, however many institutions there are. None: all.
+    silent : callable
+        Told the nodes whose replies are missing, and for how many seconds the first has been waited for: after a
+        minute, then each time that this has doubled.
     """
     unsent = iter(messages)
+    due = SILENCE
     waiting: dict[str, tuple[Message, float]] = {}
     pause = 0.02
     while True:
@@ -80,7 +94,7 @@ def ask(
             list(grid.push_messages(fresh))
             deadline = time.monotonic() + seconds
             waiting |= {message.metadata.message_id: (message, deadline) for message in fresh}
-            pause = 0.02
+            pause, due = 0.02, SILENCE
         if not waiting:
             return
         before = len(waiting)
@@ -95,6 +109,10 @@ def ask(
             if time.monotonic() >= deadline:
                 del waiting[message_id]
                 yield message, None
+        waited = time.monotonic() + seconds - min((deadline for _, deadline in waiting.values()), default=inf)
+        if waited >= due:
+            silent([message.metadata.dst_node_id for message, _ in waiting.values()], waited)
+            due *= 2
         if len(waiting) == before:
             time.sleep(pause)
             pause = min(0.2, 1.5 * pause)

@@ -34,6 +34,7 @@ __all__ = ["Exchanging", "stopped"]
 Take = Callable[[Member, Message], None]
 
 NO_APPS_FAULT = 0  # Flower's code for a fault that no app has caused
+MOST_NAMED = 8  # institutions in a line of the log
 SAME_FAULTS = 3  # messages that may fail with the same text of this code
 
 
@@ -160,7 +161,8 @@ class Exchanging(Strategy):
         newcomers = self.members.newcomers(grid.get_node_ids())
         asked = [self.message(Member(str(node_id), node_id), request) for node_id in newcomers]
         calls = {message.metadata.dst_node_id: message for message in asked}
-        replies = {message.metadata.dst_node_id: reply for message, reply in ask(grid, asked, self.timeout)}
+        pairs = ask(grid, asked, self.timeout, silent=self.silent)
+        replies = {message.metadata.dst_node_id: reply for message, reply in pairs}
         arrived: list[Member] = []
         faults: dict[int, str] = {}
         names: dict[int, str] = {}  # by node id, the names of those that refuse
@@ -253,7 +255,8 @@ class Exchanging(Strategy):
         good: list[tuple[str, Message]] = []
         answered, diverged, failed = list[str](), list[str](), 0
         take = take or (lambda member, reply: good.append((member.name, reply)))
-        for message, reply in ask(grid, map(partial(self.noted, server_round), messages), self.timeout, at_once):
+        noted = map(partial(self.noted, server_round), messages)
+        for message, reply in ask(grid, noted, self.timeout, at_once, self.silent):
             member = self.members.by_node(message.metadata.dst_node_id)
             assert member is not None
             fault = self.fault_of(server_round, member, message, reply)
@@ -286,6 +289,13 @@ class Exchanging(Strategy):
             why = f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}"
             raise stopped(why, failed, diverged)
         return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
+
+    def silent(self, nodes: list[int], seconds: float) -> None:
+        """Say in the log for whose answers the run waits."""
+        known = [(node, self.members.by_node(node)) for node in nodes]
+        names = sorted(member.name if member else f"node {node}" for node, member in known)
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        self.recorder.log(f"waiting for {', '.join(names[:MOST_NAMED])}{more}, {seconds / 60:.0f} min")
 
     def noted(self, server_round: int, message: Message) -> Message:
         """Write a request to the ledger before it is sent, so that it has it even if the process is killed."""

@@ -16,6 +16,7 @@ from flwr_replay.report.any_page import write_page
 from flwr_replay.report.charts import bars, curves, ticks
 from flwr_replay.report.progress import Display
 from flwr_replay.report.summary import confusion_of, summary, warnings
+from flwr_replay.runs.listing import watch
 from flwr_replay.runs.simulate import run_inline
 from flwr_replay.studies.compare import compare_strategies
 
@@ -163,6 +164,28 @@ def test_a_model_that_knows_one_class_only_and_an_exploded_loss_are_warned_of(ra
     write_json(folder / "confusion.json", {"round": 2, "institutions": {"a": [9, 0, 9, 0]}})
     assert "warning: The model predicts class 0" in summary(ran[0], folder)
     assert "The model predicts class 0" in Page(write_page(folder)).text
+
+
+def test_balanced_accuracy_stands_beside_accuracy_where_labels_are_unequal(ran, tmp_path):
+    result, folder = ran[0], shutil.copytree(ran[1], tmp_path / "run")
+    balanced = result["final"]["global"]["balanced-accuracy"]
+    own = result["final"]["institutions"]["institution-1"]
+    live = "  ".join(watch(folder))
+    assert "labels are unequal" not in summary(result, folder)
+    assert "balanced" not in live
+    counts = [0] * 100
+    counts[0], counts[11] = 9, 3
+    write_json(folder / "confusion.json", {"round": 2, "institutions": {"a": counts}})
+    said = (
+        f"labels are unequal: always naming the most frequent one has accuracy 0.7500; balanced-accuracy {balanced:.4f}"
+    )
+    assert said in summary(result, folder)
+    line = f"institution-1: {own['accuracy']:.4f}, balanced-accuracy {own['balanced-accuracy']:.4f}"
+    assert line in summary(result, folder)
+    assert f"balanced-accuracy {balanced:.4f}, loss" in "  ".join(watch(folder))
+    page = Page(write_page(folder))
+    assert f"Labels are unequal: balanced-accuracy is {balanced:.3f}." in page.text
+    assert "balanced-accuracy on the institutions' test examples, by round" in page.text
 
 
 def test_a_deployments_page_says_that_labels_are_unknown(ran, tmp_path):

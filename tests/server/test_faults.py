@@ -1,5 +1,6 @@
 """Faults of the machine: answers that come too late, workers that are gone, a machine that goes down."""
 
+import logging
 import shlex
 import signal
 import sys
@@ -7,13 +8,14 @@ import time
 
 import pytest
 from flwr.app import Error, Message
-from grid import Grid
+from grid import NEVER, Grid
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import execute
+from flwr_replay.server import asking
 from flwr_replay.studies.compare import compare_strategies
 from flwr_replay.wire.records import config_in
 
@@ -41,10 +43,16 @@ def gone(grid, message):
     return None
 
 
-def ran(tmp_path, *options, served=app, before=None):
+def silent(grid, message):
+    """Never let the second institution answer a request to train."""
+    mute = grid.asked[-1][:2] == ("train", "institution-2")
+    return Message(Error(NEVER, "silent"), reply_to=message) if mute else None
+
+
+def ran(tmp_path, *options, served=app, **script):
     overrides = [*JOB, *options]
     grid = Grid.simulated(served, {"overrides": shlex.join(overrides)}, 3, state=str(tmp_path / "state"))
-    grid.before = before
+    vars(grid).update(script)
     return execute(grid, compose([*overrides, f"runs_dir='{tmp_path / 'runs'}'", "run_name=x"]), Display())[0]
 
 
@@ -55,6 +63,18 @@ def test_an_answer_in_process_that_comes_after_the_timeout_is_not_used(tmp_path)
     assert failure == {"round": 1, "institution": "institution-2", "reason": "no answer within timeout=4 s"}
     used = [ran(tmp_path / str(rounds), f"rounds={rounds}")["examples-seen"] for rounds in (1, 2)]
     assert used[0] < result["examples-seen"] < used[1]
+
+
+def test_the_log_says_for_whom_the_run_waits(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(asking, "SILENCE", 0.1)
+    caplog.set_level(logging.INFO, "flwr")
+    ran(tmp_path, "timeout=0.5", "rounds=1", before=silent)
+    waits = [line for line in caplog.messages if line.startswith("waiting for")]
+    assert waits == ["waiting for institution-2, 0 min"] * 3  # after 0.1, 0.2 and 0.4 s
+    caplog.clear()
+    with pytest.raises(RunError, match="3 joined within"):
+        ran(tmp_path / "two", "nodes=4", "wait=0.7", "rounds=1")
+    assert "waiting for institutions to join: 3 of 4, 0 min" in caplog.messages
 
 
 def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp_path):

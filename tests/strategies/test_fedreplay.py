@@ -1,5 +1,6 @@
 """FedReplay through real messages against Algorithm 2 in plain PyTorch, and the store of its latents."""
 
+import re
 import shlex
 
 import numpy as np
@@ -317,3 +318,14 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(run):
         assert [*grid.who("encode"), len(grid.of("extract"))] == asked_again
         for name in SIZES:
             assert stored(resumed, name).tobytes() == stored(folder, name).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_that_uploads_will_be_larger_than_the_raw_data_is_told_before(dtype, run):
+    _, _, _, result = run(dtype, *QUICK, f"latent_dtype={dtype}", "chunk_mb=64")
+    up, advice = result["bytes-by-kind"]["up"], result["upload-advice"]
+    told, times = re.match(r"uploads will be (\S+) kB, (\S+) times the raw data .*: cut=conv2 sends", advice).groups()
+    assert float(told) * 1000 == pytest.approx(
+        up["per-sample"], rel=0.15
+    )  # the ledger counts the messages' frames, too
+    assert float(times) == pytest.approx(float(told) * 1000 / up["raw-bytes-they-stand-for"], rel=0.05)

@@ -1,0 +1,54 @@
+"""Balanced accuracy and AUC beside the accuracy, where labels are so unequal that the accuracy alone misleads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = ["BESIDE", "beside", "imbalance_lines", "label_counts", "pooled_counts", "without_beside"]
+
+BESIDE = ("balanced-accuracy", "auc")
+UNEQUAL = 2.0  # how many times as frequent as the rarest label the most frequent one is at least
+
+Confusion = Mapping[str, Sequence[int]]  # by institution: examples by label and prediction, row by row
+
+
+def pooled_counts(confusion: Confusion) -> list[int]:
+    """Sum confusion matrices over the institutions; empty if there are none."""
+    return [sum(column) for column in zip(*confusion.values(), strict=True)]
+
+
+def label_counts(counts: Sequence[int]) -> list[int]:
+    """Return how many examples each label has, from a confusion matrix row by row."""
+    size = round(len(counts) ** 0.5)
+    return [sum(counts[at * size : (at + 1) * size]) for at in range(size)]
+
+
+def beside(metrics: Mapping[str, float], confusion: Confusion) -> dict[str, float]:
+    """Return what stands beside the accuracy: nothing if no label that occurs is twice as frequent as another.
+
+    >>> metrics = {"accuracy": 0.9, "balanced-accuracy": 0.5, "loss": 0.3}
+    >>> beside(metrics, {"north": [5, 0, 1, 0], "south": [4, 0, 0, 0]})
+    {'balanced-accuracy': 0.5}
+    >>> beside(metrics, {"north": [5, 0, 1, 3]})
+    {}
+    """
+    held = [count for count in label_counts(pooled_counts(confusion)) if count]
+    if not held or max(held) < UNEQUAL * min(held):
+        return {}
+    return {name: metrics[name] for name in BESIDE if name in metrics}
+
+
+def without_beside(metrics: Mapping[str, float], confusion: Confusion) -> dict[str, float]:
+    """Return the metrics without those that need not stand beside the accuracy."""
+    kept = beside(metrics, confusion)
+    return {name: value for name, value in metrics.items() if name in kept or name not in BESIDE}
+
+
+def imbalance_lines(metrics: Mapping[str, float], confusion: Confusion) -> list[str]:
+    """Say that labels are unequal, and the metrics that count; nothing where they are not."""
+    if not (found := beside(metrics, confusion)):
+        return []
+    labels = label_counts(pooled_counts(confusion))
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+    share = max(labels) / sum(labels)
+    return [f"labels are unequal: always naming the most frequent one has accuracy {share:.4f}; {shown}"]

@@ -1,0 +1,45 @@
+"""How large an upload of latents is beside the raw data, before anything is trained, and which cut sends less."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flwr_replay.report.progress import shown_bytes
+
+__all__ = ["upload_advice"]
+
+
+def upload_advice(sizes: Mapping[str, int], cut: str, rows: int, raw_bytes: int) -> str:
+    """Compare uploads with the raw data; empty if they are smaller.
+
+    Parameters
+    ----------
+    sizes : Mapping
+        For every cut of the model, in order: bytes of one row, its label included.
+    cut : str
+        The cut of this run.
+    rows : int
+        Rows of all institutions' uploads.
+    raw_bytes : int
+        Bytes of all institutions' raw training data.
+
+    Examples
+    --------
+    >>> print(upload_advice({"conv1": 1024, "conv2": 128, "fc": 32}, "conv1", 1000, 64_000))
+    uploads will be 1.02 MB, 16 times the raw data (64 kB): cut=fc sends 32 kB, but freezes more of the network
+    >>> upload_advice({"conv1": 1024}, "conv1", 1000, 64_000)
+    'uploads will be 1.02 MB, 16 times the raw data (64 kB); no deeper cut of this model sends less than the raw data'
+    >>> upload_advice({"conv1": 10}, "conv1", 1000, 64_000)
+    ''
+    """
+    total = rows * sizes[cut]
+    if not 0 < raw_bytes < total:
+        return ""
+    said = (
+        f"uploads will be {shown_bytes(total)}, {total / raw_bytes:.2g} times the raw data ({shown_bytes(raw_bytes)})"
+    )
+    deeper = list(sizes)[list(sizes).index(cut) + 1 :]
+    smaller = next((name for name in deeper if rows * sizes[name] <= raw_bytes), "")
+    if not smaller:
+        return f"{said}; no deeper cut of this model sends less than the raw data"
+    return f"{said}: cut={smaller} sends {shown_bytes(rows * sizes[smaller])}, but freezes more of the network"
