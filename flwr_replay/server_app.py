@@ -8,13 +8,20 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flwr_replay.config.compose import from_run_config
-from flwr_replay.errors import FlwrReplayError
+from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.report.progress import LogDisplay
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.execute import execute
 
 __all__ = ["app"]
+
+ENDED = (
+    "Flower has ended this run: it was stopped, or its task token expired, which happens after a minute without a sign "
+    "of life from this process; if nobody stopped it, run fewer processes on this machine, and resume it with "
+    "resume=RUN-DIRECTORY"
+)
+REFUSED = (401, 403)  # HTTP's codes for a token that is not, or no longer, valid
 
 app = ServerApp()
 
@@ -27,8 +34,20 @@ def main(grid: Grid, context: Context) -> None:
     """
     try:
         result, folder = execute(grid, from_run_config(context.run_config), LogDisplay())
-    except (FlwrReplayError, OSError) as error:
-        logging.getLogger("flwr").error("error: %s", " ".join(str(error).split()))
-        raise error.with_traceback(None) from None
+    except (KeyboardInterrupt, SystemExit):  # so Flower ends the process whose token it refuses, or that was stopped
+        logging.getLogger("flwr").error("error: %s", ENDED)
+        raise
+    except BaseException as error:  # Flower's RunNotRunningException is no Exception
+        fault = RunError(ENDED) if token_refused(error) else error
+        if not isinstance(fault, FlwrReplayError | OSError):
+            raise
+        logging.getLogger("flwr").error("error: %s", " ".join(str(fault).split()))
+        raise fault.with_traceback(None) from None
     write_run_page(folder)
     print(summary(result, folder))
+
+
+def token_refused(error: BaseException) -> bool:
+    """Say whether Flower no longer accepts this process's token: its HTTP code, or the exception made of it."""
+    code = getattr(getattr(error, "response", None), "status_code", None)
+    return code in REFUSED or type(error).__name__ == "RunNotRunningException"
