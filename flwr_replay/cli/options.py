@@ -34,7 +34,7 @@ def _overview(known: Mapping[str, Described]) -> Iterator[str]:
             yield f"{name:<10} {one.title}"
             if one.choices:
                 yield from _filled(", ".join(one.choices), 4)
-    yield from ("", "flwr-replay options GROUP explains a group, options strategy=fedreplay a method's own.")
+    yield from ("", "GROUP explains a group, strategy=fedreplay a method's own options.")
 
 
 def _explained(name: str, one: Described) -> Iterator[str]:

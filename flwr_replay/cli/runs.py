@@ -45,19 +45,16 @@ def show(places: Places) -> None:
 @app.command("compare")
 def compare_runs(places: Places) -> None:
     """Print the metrics of finished runs side by side. For differences with intervals, use flwr-replay compare."""
-    from rich.console import Console
-    from rich.table import Table
+    from flwr_replay.terminal import fitted
 
     results = [(one.folder.name, one.result) for one in _finished(places, "compared")]
-    grid = Table()
     names = list(dict.fromkeys(name for _, result in results for name in result["final"]["global"]))
-    for column in ("run", "method", "task", "seed", *names):
-        grid.add_column(column, overflow="fold")
+    rows = []
     for folder, result in results:
         final = result["final"]["global"]
         values = [f"{final[name]:.4f}" if name in final else "" for name in names]
-        grid.add_row(folder, result["strategy"], result["task"], str(result["seed"]), *values)
-    Console().print(grid)
+        rows.append([folder, result["strategy"], result["task"], str(result["seed"]), *values])
+    print(fitted("", ["run", "method", "task", "seed", *names], rows))
 
 
 @app.command()

@@ -17,10 +17,10 @@ from flwr_replay.data.datasets import Dataset
 from flwr_replay.data.partitions import Partition
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_histogram, tv_matrix
 from flwr_replay.files.atomic import make_folder, write_atomic
+from flwr_replay.terminal import fitted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.table import Table
 
 __all__ = ["show"]
 
@@ -70,19 +70,15 @@ def show(dataset: Dataset, part: Partition, out: Path) -> str:
     tables = [_histogram(part, names, counts_KC)]
     if len(part.names) <= WIDEST:
         tables += [_matrix("KS", part, ks_KK), _matrix("total variation", part, tv_KK)]
-    return "\n".join([*lines, *map(_text, tables), f"picture: {path}"])
+    return "\n".join([*lines, *tables, f"picture: {path}"])
 
 
-def _histogram(part: Partition, values: list[str], counts_KC: NDArray[np.int64]) -> Table:
+def _histogram(part: Partition, values: list[str], counts_KC: NDArray[np.int64]) -> str:
     """Tabulate training labels; of many classes, only the five most frequent at each institution."""
-    from rich.table import Table
-
-    table = Table(title="training labels")
-    table.add_column("institution")
     splits = {"train": part.train, "val": part.val, "test": part.test}
     shown = {split: shards for split, shards in splits.items() if shards is not None}
-    for heading in [*shown, *(values if len(values) <= WIDEST else ["classes", "most frequent"])]:
-        table.add_column(heading, justify="right")
+    headings = ["institution", *shown, *(values if len(values) <= WIDEST else ["classes", "most frequent"])]
+    rows = []
     for k, name in enumerate(part.names):
         sizes = [str(len(shards[k])) for shards in shown.values()]
         if len(values) <= WIDEST:
@@ -91,31 +87,17 @@ def _histogram(part: Partition, values: list[str], counts_KC: NDArray[np.int64])
             top = np.argsort(-counts_KC[k], kind="stable")[:5]
             most = ", ".join(f"{values[c]}: {counts_KC[k, c]}" for c in top if counts_KC[k, c])
             cells = [str(np.count_nonzero(counts_KC[k])), most]
-        table.add_row(name, *sizes, *cells)
-    return table
+        rows.append([name, *sizes, *cells])
+    return fitted("training labels", headings, rows)
 
 
-def _matrix(title: str, part: Partition, matrix_KK: NDArray[np.float64]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"{title} between institutions")
-    table.add_column("")
-    for number in range(len(part.names)):
-        table.add_column(str(number + 1), justify="right")
-    for number, (name, row_K) in enumerate(zip(part.names, matrix_KK, strict=True)):
-        table.add_row(f"{number + 1} {name}", *(f"{value:.2f}" for value in row_K))
-    return table
-
-
-def _text(table: Table) -> str:
-    from rich.console import Console
-
-    # As wide as the table needs, so that no number is truncated.
-    console = Console(file=io.StringIO(), width=10_000, color_system=None, force_terminal=False)
-    width = console.measure(table).maximum
-    with console.capture() as capture:
-        console.print(table, width=width)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+def _matrix(title: str, part: Partition, matrix_KK: NDArray[np.float64]) -> str:
+    numbers = [str(number + 1) for number in range(len(part.names))]
+    rows = [
+        [f"{number} {name}", *(f"{value:.2f}" for value in row_K)]
+        for number, name, row_K in zip(numbers, part.names, matrix_KK, strict=True)
+    ]
+    return fitted(f"{title} between institutions", ["", *numbers], rows)
 
 
 def _picture(

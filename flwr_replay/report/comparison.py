@@ -5,7 +5,6 @@ Letters: S seeds.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,22 @@ from numpy.typing import ArrayLike
 from flwr_replay.data.class_counts import starving, summary, warnings
 from flwr_replay.report.epsilon import largest, shown_epsilon
 from flwr_replay.report.progress import shown_bytes
+from flwr_replay.terminal import fitted
 
-__all__ = ["cells_of", "interval", "markdown", "notes", "overview", "paired_difference", "summarise", "table"]
+__all__ = [
+    "cells_of",
+    "interval",
+    "markdown",
+    "notes",
+    "of_partition",
+    "overview",
+    "paired_difference",
+    "summarise",
+    "table",
+]
 
 CONFIDENCE = 0.95
+FEWEST = 3  # seeds; a t interval of two is 9 standard deviations wide on either side
 
 
 def interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
@@ -36,7 +47,7 @@ def interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, 
     Returns
     -------
     tuple of float, or None
-        Lower and upper end; None for fewer than two values.
+        Lower and upper end; None for fewer than three values, of which an interval says nothing.
 
     Examples
     --------
@@ -45,7 +56,7 @@ def interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, 
     -0.484 4.484
     """
     d_S = np.asarray(values, np.float64)
-    if len(d_S) < 2:
+    if len(d_S) < FEWEST:
         return None
     from scipy.stats import t
 
@@ -139,21 +150,7 @@ def table(report: Mapping[str, Any]) -> str:
     report : Mapping
         As `flwr_replay.studies.compare.compare_strategies` returns it.
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    columns, rows = cells_of(report)
-    grid = Table(title=report["title"])
-    grid.add_column(columns[0])
-    for column in columns[1:]:
-        grid.add_column(column, justify="right")
-    for row in rows:
-        grid.add_row(*row)
-    # As wide as the table needs, so that no number is truncated.
-    console = Console(file=io.StringIO(), width=10_000, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(grid, width=console.measure(grid).maximum)
-    return "\n".join([*(line.rstrip() for line in capture.get().splitlines()), *notes(report)])
+    return "\n".join([fitted(report["title"], *cells_of(report)), *notes(report)])
 
 
 def markdown(report: Mapping[str, Any]) -> list[str]:
@@ -217,21 +214,14 @@ def _mean_sd(row: Mapping[str, Any]) -> str:
 
 def notes(report: Mapping[str, Any]) -> list[str]:
     """Explain the columns, say how the methods differ, and list failures."""
+    over = ", [ ] a 95 % t interval" if len(report["seeds"]) >= FEWEST else ""
     lines = [
-        f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is the standard deviation over seeds, [ ] a 95 % t "
-        "interval; worst institution, bytes, examples (with repetitions) and seconds are means over seeds"
+        f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is the standard deviation over seeds{over}; worst "
+        "institution, bytes, examples (with repetitions) and seconds are means over seeds"
     ]
-    skews = {cell["seed"]: cell["result"]["skew"] for cell in report["cells"] if "skew" in cell.get("result", {})}
-    if skews:
-        ks, tv, dropped = (sum(skew[key] for skew in skews.values()) / len(skews) for key in ("ks", "tv", "dropped"))
-        lines.append(
-            f"training labels, means over seeds: KS {ks:.3f} and TV {tv:.3f} between two institutions, "
-            f"{dropped:,.0f} examples left out"
-        )
-        seed, worst = max(skews.items(), key=lambda one: starving(one[1]))
-        lines += [f"seed {seed}: {line}" for line in (*summary(worst), *warnings(worst))]
-    if len(report["seeds"]) == 1:
-        lines.append("one seed cannot show the variation by chance: there are no intervals")
+    lines += _skews(report)
+    if (seeds := len(report["seeds"])) < FEWEST:
+        lines.append(f"no intervals: {seeds} seed{'s' * (seeds > 1)} cannot show the variation by chance, {FEWEST} can")
     said = (cell.get("result", {}).get("metrics-note", "") for cell in report["cells"])
     lines += [note for note in dict.fromkeys(said) if note]
     lines += [f"{label}: {claim}" for label, claim in _claims(report).items()]
@@ -246,6 +236,32 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     if len(found) > 1:
         differing = sorted({n for pairs in found for n, _ in pairs if len({dict(p).get(n) for p in found}) > 1})
         lines.append(f"the runs used different versions of {', '.join(differing)}: see compare.json")
+    return lines
+
+
+def of_partition(option: str) -> bool:
+    """Say whether a method's own option changes how the data are dealt."""
+    return option.startswith(("partition=", "partition."))
+
+
+def _skews(report: Mapping[str, Any]) -> list[str]:
+    """Say how the training labels differ, for every way in which the methods' data are dealt."""
+    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for cell in report["cells"]:
+        if "skew" in cell.get("result", {}):
+            dealt = " ".join(filter(of_partition, cell["options"]))
+            found.setdefault(dealt, {})[cell["seed"]] = cell["result"]["skew"]
+    lines = []
+    for dealt, skews in found.items():
+        ks, tv, dropped = (sum(skew[key] for skew in skews.values()) / len(skews) for key in ("ks", "tv", "dropped"))
+        lines.append(
+            f"training labels{dealt and f' with {dealt}'}, means over seeds: KS {ks:.3f} and TV {tv:.3f} between two "
+            f"institutions, {dropped:,.0f} examples left out"
+        )
+        seed, worst = max(skews.items(), key=lambda one: starving(one[1]))
+        lines += [f"seed {seed}: {line}" for line in (*summary(worst), *warnings(worst))]
+    if len(found) > 1:
+        lines.append("a difference between methods on different partitions is one of the data, too")
     return lines
 
 

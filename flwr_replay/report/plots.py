@@ -67,7 +67,9 @@ def points(report: Mapping[str, Any]) -> bytes:
     _scale(axes, shown)
     axes.set(ylabel=report["metric"])
     axes.set_title(report["title"], fontsize="medium")
-    mean = "bar: mean" + (", line: its 95 % interval" if len(seeds) > 1 else "")
+    mean = "bar: mean" + (
+        ", line: its 95 % interval" if any(row["interval"] for row in report["strategies"].values()) else ""
+    )
     axes.set_xlabel(f"a point per seed; {mean}", fontsize="small", color="#444444")
     return _png(figure)
 

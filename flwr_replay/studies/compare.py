@@ -119,7 +119,7 @@ def planned(
     if metric not in known:
         raise ConfigError(f"--metric must be one that all methods report; got {metric!r}: {nearest(metric, known)}")
     about = {
-        "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config)}: {config.model.name}, "
+        "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config, methods)}: {config.model.name}, "
         f"{config.rounds} round{'s' * (config.rounds > 1)}",
         "metric": metric,
         "higher-is-better": re.sub("^(external-|before-mixing-)?(proxy-)?", "", metric) not in ERRORS,
@@ -194,7 +194,11 @@ def _refuse_other(folder: Path, config: RunConfig) -> None:
             raise RunError(f"{folder} was begun with another value of {option}: move it, or choose another --runs-dir")
 
 
-def _dealt(config: RunConfig) -> str:
+def _dealt(config: RunConfig, methods: Sequence[Method]) -> str:
+    from flwr_replay.report.comparison import of_partition
+
+    if any(map(of_partition, (option for method in methods for option in method.options))):
+        return "several partitions"
     shown = {"ks": f"KS {config.partition.ks:g}", "majority": f"majority {config.partition.p:g}"}
     shown["dirichlet"] = f"Dirichlet {config.partition.alpha:g}"
     return shown.get(config.partition.name, config.partition.name)

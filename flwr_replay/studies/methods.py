@@ -16,6 +16,7 @@ __all__ = ["methods_of", "named", "options_of", "swept"]
 SEEDS = (0, 1, 2)
 MOST_SEEDS = 1000
 OF_A_METHOD = (
+    "partition",
     "model",
     "prior",
     "generator",
@@ -23,7 +24,7 @@ OF_A_METHOD = (
     "replay",
     "training",
 )  # sections in which the methods may differ
-CHOSEN = ("model", "generator", "replay", "rounds", "evaluate_before_mixing")  # in which they may differ, too
+CHOSEN = ("partition", "model", "generator", "replay", "rounds", "evaluate_before_mixing")  # they may differ in these
 OURS = {  # options that a comparison sets itself, with what to write instead
     "strategy": "name the strategies before the options",
     "seed": "write seeds=3, or seeds=0,5,7",

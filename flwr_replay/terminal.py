@@ -1,0 +1,55 @@
+"""Tables that fit the terminal: one with all columns or, where it is too narrow, several that repeat the first."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["fitted"]
+
+UNBOUNDED = 10_000  # columns where there is no terminal, so that a file has the whole table
+
+
+def fitted(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Write a table as text, without colours.
+
+    Parameters
+    ----------
+    title : str
+        Stands above the first table.
+    columns : sequence of str
+        The headings. The first column is on the left, all others are aligned on the right.
+    rows : sequence of sequences of str
+        As many texts as there are headings.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    terminal = get_terminal_size((UNBOUNDED, 0)).columns
+    console = Console(file=io.StringIO(), width=UNBOUNDED, color_system=None, force_terminal=False)
+
+    def drawn(places: Sequence[int], title: str) -> Table:
+        table = Table(title=title)
+        for place in places:
+            table.add_column(columns[place], justify="right" if place else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(row[place] for place in places))
+        return table
+
+    groups = [[0]]
+    for place in range(1, len(columns)):
+        wider = [*groups[-1], place]
+        if len(wider) > 2 and console.measure(drawn(wider, "")).maximum > terminal:
+            groups.append([0, place])
+        else:
+            groups[-1] = wider
+    with console.capture() as capture:
+        for places in groups:
+            table = drawn(places, "" if places is not groups[0] else title)
+            console.print(table, width=min(console.measure(table).maximum, terminal))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
