@@ -28,7 +28,8 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         The content of `compare.json`.
     """
     columns, rows = cells_of(report)
-    metric, against = report["metric"], report["against"]
+    metric = report["metric"]
+    against = ", ".join(dict.fromkeys(row["against"] for row in report["strategies"].values()))
     means = {label: row["mean"] for label, row in report["strategies"].items() if row["mean"] is not None}
     runs = [(cell, folder / cell["folder"]) for cell in report["cells"] if "result" in cell]
     lines = {}
@@ -42,7 +43,9 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         title=report["title"],
         question=_question(report),
         table={"caption": f"{metric}, and the difference to {against} seed by seed", "heads": columns, "rows": rows},
-        bars=bars({label: (mean, means.get(against)) for label, mean in means.items()}) if means else None,
+        bars=bars({label: (mean, means.get(report["strategies"][label]["against"])) for label, mean in means.items()})
+        if means
+        else None,
         bars_caption=f"{metric}, mean over seeds{better}; dashed: {against}",
         chart=curves(lines, "round", metric),
         chart_caption=f"{metric} by round, mean over seeds",

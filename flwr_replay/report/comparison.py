@@ -92,7 +92,7 @@ def summarise(
     Parameters
     ----------
     cells : sequence of mappings
-        `label`, `seed` and, if the run finished, `result`, the content of its `result.json`.
+        `label`, `strategy`, its own `options`, `seed` and, if the run finished, `result`, the content of `result.json`.
     labels : sequence of str
         The methods, in the order of the table.
     against : str
@@ -105,11 +105,12 @@ def summarise(
     Returns
     -------
     dict
-        By label: `values` by seed, `mean`, `sd`, `interval`, `difference`, `worst-institution` (mean over seeds),
+        By label: `values` by seed, `mean`, `sd`, `interval`, `difference` to the method `against`, which has the same
+        partition (None if it is that method), `worst-institution` (mean over seeds),
         `bytes-up`, `bytes-down`, `examples-seen`, `seconds` (means over seeds); `epsilon`: the largest that any
         institution states, and whether it is proven. A value is None if no run finished or no epsilon is stated.
     """
-    worst = min if higher_is_better else max
+    worst, reference = min if higher_is_better else max, references(cells, labels, against)
     done: dict[str, dict[int, Mapping[str, Any]]] = {label: {} for label in labels}
     for cell in cells:
         # external-… and before-mixing-… are missing if no institution answered the last of these tests
@@ -131,7 +132,10 @@ def summarise(
             "mean": _mean(numbers),
             "sd": float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None,
             "interval": interval(numbers),
-            "difference": paired_difference(values[label], values[against]) if label != against else None,
+            "against": reference[label],
+            "difference": paired_difference(values[label], values[reference[label]])
+            if label != reference[label]
+            else None,
             "epsilon": largest(one for result in results for one in result.get("privacy", {}).values()),
             "worst-institution": _mean(worsts),
             "bytes-up": _mean([r["bytes"]["up"] for r in results]),
@@ -140,6 +144,33 @@ def summarise(
             "seconds": _mean([r["wall-seconds"] for r in results]),
         }
     return summary
+
+
+def of_partition(option: str) -> bool:
+    """Say whether a method's own option changes how the data are dealt."""
+    return option.startswith(("partition=", "partition."))
+
+
+def references(cells: Sequence[Mapping[str, Any]], labels: Sequence[str], against: str) -> dict[str, str]:
+    """Return, for every method, the one that it is compared with: `against`, on the method's own partition.
+
+    >>> cells = [
+    ...     {"label": f"{name} {way}", "strategy": name, "options": [f"partition={way}"]}
+    ...     for name in ("cwt", "local")
+    ...     for way in ("iid", "ks")
+    ... ]
+    >>> references(cells, ["cwt iid", "cwt ks"], "local ks")
+    {'cwt iid': 'local iid', 'cwt ks': 'local ks'}
+    """
+    own = {cell["label"]: (cell["strategy"], cell.get("options", [])) for cell in cells}
+    strategy, options = own[against]
+    alike = [option for option in options if not of_partition(option)]
+    found = {
+        (*filter(of_partition, others),): label
+        for label, (name, others) in own.items()
+        if name == strategy and [option for option in others if not of_partition(option)] == alike
+    }
+    return {label: found.get((*filter(of_partition, own[label][1]),), against) for label in labels}
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -183,7 +214,9 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 
 def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows of a table, as text."""
-    columns = ["method", report["metric"], f"less {report['against']}, 95 %", "worst institution", "up", "down"]
+    compared = {row.get("against", report["against"]) for row in report["strategies"].values()}
+    less = "difference, 95 %" if len(compared) > 1 else f"less {report['against']}, 95 %"
+    columns = ["method", report["metric"], less, "worst institution", "up", "down"]
     columns += ["examples", "s"]
     rows = []
     for label, row in report["strategies"].items():
@@ -196,7 +229,7 @@ def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             [
                 name,
                 _mean_sd(row),
-                _shown_difference(row["difference"]) if label != report["against"] else "",
+                _shown_difference(row["difference"]) if label not in compared else "",
                 f"{row['worst-institution']:.4f}",
                 shown_bytes(row["bytes-up"]),
                 shown_bytes(row["bytes-down"]),
@@ -239,11 +272,6 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def of_partition(option: str) -> bool:
-    """Say whether a method's own option changes how the data are dealt."""
-    return option.startswith(("partition=", "partition."))
-
-
 def _skews(report: Mapping[str, Any]) -> list[str]:
     """Say how the training labels differ, for every way in which the methods' data are dealt."""
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
@@ -261,7 +289,8 @@ def _skews(report: Mapping[str, Any]) -> list[str]:
         seed, worst = max(skews.items(), key=lambda one: starving(one[1]))
         lines += [f"seed {seed}: {line}" for line in (*summary(worst), *warnings(worst))]
     if len(found) > 1:
-        lines.append("a difference between methods on different partitions is one of the data, too")
+        against = dict.fromkeys(row["against"] for row in report["strategies"].values())
+        lines.append(f"a difference is to the method on the same partition: {', '.join(against)}")
     return lines
 
 

@@ -50,7 +50,7 @@ def test_tables_have_it_beside_every_mean():
             "wall-seconds": 0.0,
             "privacy": {"a": stated},
         }
-        return {"label": label, "seed": 0, "result": result}
+        return {"label": label, "strategy": label, "seed": 0, "result": result}
 
     cells = [cell("x", reported(7.971)), cell("y", reported(28.6, proven=False)), cell("z", None)]
     rows = summarise(cells, ["x", "y", "z"], "z", "accuracy", True)

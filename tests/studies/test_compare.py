@@ -293,7 +293,8 @@ def test_a_cell_of_other_options_is_not_taken_for_ours(tmp_path: Path) -> None:
 
 def test_a_run_without_the_metric_asked_for_is_none_that_counts():
     result = {"final": {"global": {"accuracy": 0.5}, "institutions": {}}}
-    found = summarise([{"label": "a", "seed": 0, "result": result}], ["a"], "a", "external-accuracy", True)
+    cells = [{"label": "a", "strategy": "cwt", "seed": 0, "result": result}]
+    found = summarise(cells, ["a"], "a", "external-accuracy", True)
     assert (found["a"]["values"], found["a"]["mean"]) == ({}, None)
 
 
@@ -305,6 +306,19 @@ def test_a_sweep_makes_a_method_of_each_value():
     shared, own, _ = options_of([], ["cwt"])
     assert [method.label for method in methods_of(swept(["a := cwt"], ["lr=1|2"])[0], own)] == ["a:lr=1", "a:lr=2"]
     assert not shared
+
+
+def test_methods_on_several_partitions_are_compared_on_the_same_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = ["partition=iid|ks", "nodes=2", "rounds=1", "seeds=1", "model=mlp", "model.width=4"]
+    text, report = compare_strategies(["fedavg", "local"], options, "", 1, tmp_path)
+    assert "several partitions" in report["title"]
+    mean = {label: row["mean"] for label, row in report["strategies"].items()}
+    for way in ("iid", "ks"):
+        difference = report["strategies"][f"fedavg:partition={way}"]["difference"]["mean"]
+        assert difference == pytest.approx(mean[f"fedavg:partition={way}"] - mean[f"local:partition={way}"])
+        assert report["strategies"][f"local:partition={way}"]["difference"] is None
+        assert f"training labels with partition={way}, means over seeds" in text
 
 
 def test_a_swept_comparison_is_written_in_every_format(tmp_path, monkeypatch, capsys):
