@@ -14,7 +14,8 @@ from flwr_replay.runs.described import Described, Option, comments, described, k
 HEAD = """# Options
 
 Every option of a run, its default and its meaning. This page is written by `python docs/options.py > docs/options.md`
-from `conf/` and the dataclasses that check the values; a test compares the two.
+from `conf/` and the dataclasses that check the values; a test compares the two. `flwr-replay options` says the same in
+a terminal.
 
 - An option is written `key=value`. A hyphen in a key is an underscore.
 - The section may be left out where the name is unique: `cut=layer2` is `strategy.cut=layer2`. Options of `generator`

@@ -145,7 +145,7 @@ def compare(
     STRATEGIES are separated by commas. A method's own options follow a colon: fedavg,cwt,fedreplay:cut=layer2.
 
     All other options hold for every method. seeds=3 means the seeds 0, 1 and 2. fedreplay.cut=layer2 holds for
-    FedReplay only. lr=0.1|0.3 makes two methods of each.
+    FedReplay only. lr=0.1|0.3 makes two methods of each; so do partition=iid|ks and alpha=0.1|0.5.
 
     Exit code 1: some runs failed. The table says why.
     """

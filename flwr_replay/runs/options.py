@@ -62,6 +62,8 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
         if file:  # absolute, since the run may be resumed from another working directory
             overrides.append(f"{option}={_quoted(Path(file).expanduser().absolute())}")
     config = compose(overrides)  # changes only the paths of files
+    if not config.nodes and any(option.partition("=")[0] == "nodes" for option in options):
+        raise ConfigError(f"nodes must be at least 1; got 0: leave it out for all that there are, or {INLINE_NODES}")
     nodes = config.nodes or (_sites(config.task) if config.partition.name == "natural" else INLINE_NODES)
     return [*overrides, f"nodes={nodes}"], replace(config, nodes=nodes)
 

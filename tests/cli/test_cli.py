@@ -46,6 +46,7 @@ def flwr_replay(monkeypatch, capsys, tmp_path):
         (["rouns=3"], ["unknown option 'rouns'", "rounds"]),
         (["rounds"], ["key=value", "'rounds'"]),
         (["rounds=0"], ["rounds must be at least 1", "0"]),
+        (["nodes=0"], ["nodes must be at least 1", "0", "leave it out"]),
         (["rounds=two"], ["rounds must be of type int", "'two'"]),
         (["cut=layer7"], ["cut must be one of", "layer7", "conv1"]),
         (["cut=conv3"], ["did you mean conv"]),
