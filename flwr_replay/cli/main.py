@@ -17,6 +17,7 @@ import typer
 from click.exceptions import Abort, ClickException, NoArgsIsHelpError
 
 from flwr_replay import __version__
+from flwr_replay.cli.deploy import app as deploy
 from flwr_replay.cli.model import export, predict
 from flwr_replay.cli.options import options
 from flwr_replay.cli.privacy import app as privacy
@@ -41,6 +42,7 @@ data = typer.Typer(help="Show a data set and how it is split among institutions.
 app.add_typer(data, name="data")
 app.add_typer(privacy, name="privacy")
 app.add_typer(runs, name="runs")
+app.add_typer(deploy, name="deploy")
 
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
@@ -234,11 +236,24 @@ def show(
 
 
 @app.command()
-def doctor() -> None:
-    """Check this machine: versions, ports, write access, Ray, GPU."""
-    from flwr_replay.cli.doctor import examine
+def doctor(
+    clinic: Annotated[
+        str | None, typer.Option("--clinic", help="A clinic's folder of `deploy init`: will it work?")
+    ] = None,
+) -> None:
+    """Check this machine: versions, ports, write access, Ray, GPU. With --clinic: a clinic's data, policy, key, server.
 
-    healthy, text = examine()
+    Exit code 1: something is wrong.
+    """
+    _refuse_empty(clinic=clinic)
+    if clinic:
+        from flwr_replay.runs.clinic import examine_clinic
+
+        healthy, text = examine_clinic(Path(clinic).expanduser().absolute())
+    else:
+        from flwr_replay.cli.doctor import examine
+
+        healthy, text = examine()
     print(text)
     sys.exit(0 if healthy else 1)
 

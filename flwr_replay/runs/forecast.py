@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,11 +11,12 @@ import torch
 
 from flwr_replay.config.compose import choices, load_strategy
 from flwr_replay.data.dealt import loaded
+from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.payloads.common import Present
 from flwr_replay.report.progress import shown_bytes
-from flwr_replay.runs.execute import claim
+from flwr_replay.runs.execute import Job, claim
 from flwr_replay.runs.opening import new_run_id
 from flwr_replay.runs.simulate import Simulation
 from flwr_replay.server.members import Member
@@ -23,7 +25,7 @@ from flwr_replay.wire.recording import DIRECTIONS
 from flwr_replay.wire.records import metrics_in
 from flwr_replay.wire.weights import to_arrays
 
-__all__ = ["Expected", "describe_strategies", "expected", "forecast", "forecast_page", "idea_of"]
+__all__ = ["Expected", "describe_strategies", "exchanged", "expected", "forecast", "forecast_page", "idea_of"]
 
 
 @dataclass(frozen=True)
@@ -54,24 +56,28 @@ def expected(simulation: Simulation) -> tuple[Movement, list[Expected]]:
 
     The messages are real ones, with zeros in place of weights and data.
     """
-    return _planned(simulation)[1]
-
-
-def _planned(simulation: Simulation) -> tuple[Movement, list[Line]]:
-    """Return the strategy as it is when the run begins, and the forecast."""
-    job, part = simulation.job, simulation.part
-    config, strategy = job.config, job.strategy(new_run_id(job.config))
-    plan = strategy.settings.privacy
-    present: dict[str, Present] = {}
+    config, part = simulation.job.config, simulation.part
+    task = make_task(config.task)
+    present = []
     for k, name in enumerate(part.names):
         own = part.examples(loaded(config.task), k).train
-        sums = strategy.task.label_sums(torch.from_numpy(own.y))
-        strategy.members.add(Member(name, k, len(own), own.nbytes, sums.get("label_sum"), sums.get("label_squares")))
-        present[name] = Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, proof="0" * 64, **sums)
+        sums = task.label_sums(torch.from_numpy(own.y))
+        present.append(Present(name=name, num_examples=len(own), raw_bytes=own.nbytes, proof="0" * 64, **sums))
+    return exchanged(simulation.job, present)
+
+
+def exchanged(job: Job, present: Sequence[Present]) -> tuple[Movement, list[Expected]]:
+    """Return a run's strategy, and what it would exchange with institutions of which only their roll call is known."""
+    config, strategy = job.config, job.strategy(new_run_id(job.config))
+    plan = strategy.settings.privacy
+    for k, one in enumerate(present):
+        sums = one.label_sum, one.label_squares
+        strategy.members.add(Member(one.name, k, one.num_examples, one.raw_bytes, *sums))
     strategy.scale_labels(strategy.members.label_scale())
     strategy.begin_run()
     arrays = to_arrays(backbone(config.model, config.task)(0))
-    exchanges: list[Exchange] = [(m, strategy.roll_call(), present[m.name], 1) for m in strategy.members]
+    by_name = {one.name: one for one in present}  # the members are in the order of their names
+    exchanges: list[Exchange] = [(m, strategy.roll_call(), by_name[m.name], 1) for m in strategy.members]
     exchanges += strategy.forecast_replay() + strategy.forecast(arrays, config.rounds)
     exchanges += strategy.forecast_evaluation(arrays, config.rounds)
     whole = sum(one.num_examples for one in strategy.members)
@@ -88,7 +94,10 @@ def forecast(simulation: Simulation) -> list[Line]:
 
     Real messages are encoded and counted, so the bytes are those that the run's own ledger will have.
     """
-    strategy, exchanges = expected(simulation)
+    return _counted(*expected(simulation))
+
+
+def _counted(strategy: Movement, exchanges: Sequence[Expected]) -> list[Line]:
     plan = strategy.settings.privacy
     lines: dict[tuple[str, str, str, str, str, str], tuple[int, int]] = {}
     for member, request, answer, times in exchanges:
@@ -101,14 +110,13 @@ def forecast(simulation: Simulation) -> list[Line]:
                 key = (member.name, direction, request.stage_name, row.field, row.kind, row.protection)
                 messages, size = lines.get(key, (0, 0))
                 lines[key] = (messages + times, size + row.bytes * times)
-    return strategy, [
-        Line(*key[:5], messages=messages, bytes=size, protection=key[5]) for key, (messages, size) in lines.items()
-    ]
+    return [Line(*key[:5], messages=messages, bytes=size, protection=key[5]) for key, (messages, size) in lines.items()]
 
 
 def forecast_page(simulation: Simulation) -> str:
     """Write the forecast as a page that a data-protection officer can read."""
-    job, (strategy, lines) = simulation.job, _planned(simulation)
+    job, (strategy, exchanges) = simulation.job, expected(simulation)
+    lines = _counted(strategy, exchanges)
     config = job.config
     names = sorted({line.institution for line in lines})
     train = loaded(config.task).train

@@ -1,19 +1,27 @@
-"""A real deployment on the loopback: one SuperLink, and one SuperNode process for each institution."""
+"""A real deployment on the loopback, of what `deploy init` wrote: a SuperLink, and a SuperNode for each clinic."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import runpy
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flwr_replay.runs.rehearsal import supernode
-from flwr_replay.runs.superlink import SuperLink, flwr_run, superlink
+from flwr_replay.runs.deployment import init
+from flwr_replay.runs.processes import MARK, family
+from flwr_replay.runs.superlink import free_port
 
 HOSPITALS = Path(__file__).parents[2] / "docs" / "examples" / "hospitals"
 CLINICS = ("clinic-a", "clinic-b")
@@ -29,27 +37,44 @@ def pytest_configure(config: pytest.Config) -> None:
 class Deployment:
     """What runs, and where its files lie."""
 
-    link: SuperLink
+    place: Path  # coordinator, and a folder for each clinic
     data: Path  # data/<clinic>, and data/manifest.csv over those that take part
-    state: Path  # state/<clinic>/ledger.jsonl, each clinic's own
-    runs: Path  # the server's run directories
+    logs_of: Path  # each process's log
+    environment: dict[str, str]
     task: tuple[str, ...] = TASK
 
+    @property
+    def runs(self) -> Path:
+        """The server's run directories."""
+        return self.place / "coordinator" / "runs"
+
     def run(self, name: str, *options: str) -> str:
-        """Run `flwr run … --stream` to its end; return what it said."""
-        overrides = [*TASK, *options, f"nodes={len(CLINICS) + 1}", f"runs_dir='{self.runs}'", f"run_name={name}"]
-        said = "".join(flwr_run(self.link, overrides))
+        """Run to the end; return what it said."""
+        said = self.said(name, *options)
         if not (self.runs / name / "result.json").exists():
             pytest.fail(f"the run {name} did not end well:\n{said}\n{self.logs()}")
         return said
 
+    def said(self, name: str, *options: str, further: str = "") -> str:
+        """Return what the coordinator's run.sh says."""
+        config = f'run-name="{name}" overrides="{shlex.join([*TASK, *options])}" {further}'
+        command = [self.place / "coordinator" / "run.sh", "--run-config", config]
+        pipe = subprocess.PIPE
+        return subprocess.run(
+            command, env=self.environment, stdout=pipe, stderr=subprocess.STDOUT, text=True, check=False
+        ).stdout
+
     def logs(self) -> str:
         """Return the ends of all processes' logs."""
-        return "\n".join(f"--- {log.name}\n{log.read_text()[-5000:]}" for log in sorted(self.link.folder.glob("*.log")))
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-5000:]}" for log in sorted(self.logs_of.glob("*.log")))
 
     def own_ledger(self, clinic: str) -> list[dict[str, Any]]:
         """Return what a clinic wrote down before it left."""
-        return _json_lines(self.state / clinic / "ledger.jsonl")
+        return _json_lines(self.state(clinic) / "ledger.jsonl")
+
+    def state(self, clinic: str) -> Path:
+        """Return a clinic's own state directory."""
+        return self.place / clinic / "state" / clinic
 
     def server_ledger(self, name: str) -> list[dict[str, Any]]:
         """Return what the server saw travel."""
@@ -62,21 +87,58 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Two clinics that take part, and a third whose policy forbids what all methods share."""
+    """Two clinics that take part, and a third whose policy forbids what all methods share.
+
+    They run what `deploy init` wrote, by its scripts: over TLS, with keys that each clinic has made.
+    """
     root = tmp_path_factory.mktemp("deployment")
     runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](root / "data")
     manifest = root / "data" / "manifest.csv"
     rows = [row for row in manifest.read_text().splitlines() if not row.startswith(REFUSES)]
     manifest.write_text("\n".join(rows))
-    (root / "link").mkdir()
-    open_policy, closed_policy = root / "policy.yaml", root / "closed.yaml"
-    example = (HOSPITALS / "policy.yaml").read_text()
-    open_policy.write_text(example.replace("[fedreplay, cwt]", "[fedreplay, cwt, proxyfl]"))
-    closed_policy.write_text("kinds: [statistic]\n")
-    with ExitStack() as stack:
-        link = stack.enter_context(superlink(root / "link", simulation=False))
+    open_policy = (HOSPITALS / "policy.yaml").read_text().replace("[fedreplay, cwt]", "[fedreplay, cwt, proxyfl]")
+    place, port = root / "deployment", free_port()
+    init((*CLINICS, REFUSES), f"127.0.0.1:{port}", TASK[1:], place)
+    coordinator = place / "coordinator"
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
+    }
+    with family() as environment[MARK]:
+        found = Deployment(place, root / "data", root, environment)
+        script(coordinator / "superlink.sh", found)
         for clinic in (*CLINICS, REFUSES):
-            policy = open_policy if clinic != REFUSES else closed_policy
-            owned = {"name": clinic, "data": str(root / "data" / clinic), "state": str(root / "state")}
-            stack.enter_context(supernode(link, clinic, owned | {"policy": str(policy), "record": "all"}))
-        yield Deployment(link, root / "data", root / "state", root / "runs")
+            own = place / clinic
+            subprocess.run([own / "make-key.sh"], env=environment, check=True)
+            shutil.copy(own / f"{clinic}.pub", coordinator / "keys")
+            (own / "data").symlink_to(root / "data" / clinic)
+            (own / "policy.yaml").write_text(open_policy if clinic != REFUSES else "kinds: [statistic]\n")
+            values = (own / "clinic.env").read_text()
+            (own / "clinic.env").write_text(re.sub("PORT=.*", f"PORT={free_port()}", values))
+            start = (own / "start.sh").read_text()
+            (own / "start.sh").write_text(start.replace('policy=\\"', 'record=\\"all\\" policy=\\"'))
+        await_port(port)
+        subprocess.run([coordinator / "register.sh"], env=environment, check=True)
+        for clinic in (*CLINICS, REFUSES):
+            script(place / clinic / "start.sh", found)
+        yield found
+
+
+def script(file: Path, deployed: Deployment) -> None:
+    """Start one of the scripts; its log is named after its folder."""
+    with open(deployed.logs_of / f"{file.parent.name}.log", "w") as log:
+        subprocess.Popen([file], env=deployed.environment, stdout=log, stderr=log, start_new_session=True)
+
+
+def await_port(port: int) -> None:
+    """Wait until the SuperLink answers."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    pytest.fail("the SuperLink did not start")

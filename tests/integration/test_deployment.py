@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from flwr_replay.files.atomic import read_json
 from flwr_replay.report.progress import LogDisplay
 from flwr_replay.runs.opening import read_run_id
 from flwr_replay.runs.simulate import FAILED, run_inline
-from flwr_replay.runs.superlink import flwr_run
 
 pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("deployment")]
 
@@ -64,7 +63,8 @@ def test_weights_equal_the_simulation(
     name: str, deployment: Any, said: dict[str, str], simulated: dict[str, Path]
 ) -> None:
     deployed = _models(name, deployment.runs / name, deployment.state)
-    expected = _models(name, simulated[name], simulated[name].parent / "state" / "simulation")
+    kept = simulated[name].parent / "state" / "simulation"
+    expected = _models(name, simulated[name], lambda clinic: kept / clinic)
     assert deployed.keys() == expected.keys()
     for key, array in expected.items():
         assert deployed[key].dtype == array.dtype
@@ -87,7 +87,7 @@ def test_a_deployment_ends_with_a_page_and_the_whole_summary(name: str, deployme
 def test_private_models_and_accounts_stay_at_the_institutions(deployment: Any, said: dict[str, str]) -> None:
     run = (deployment.runs / "proxyfl" / "run-id").read_text().strip()
     for clinic in CLINICS:
-        charges = (deployment.state / clinic / "runs" / run / "privacy.jsonl").read_text().splitlines()
+        charges = (deployment.state(clinic) / "runs" / run / "privacy.jsonl").read_text().splitlines()
         assert len(charges) == 1
         fields = {row["field"] for row in deployment.server_ledger("proxyfl") if row["institution"] == clinic}
         assert not any("private" in field and "arrays" in field for field in fields)
@@ -107,7 +107,7 @@ def test_an_institution_attacks_its_own_record(
     deployment: Any, said: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clinic, run = CLINICS[0], read_run_id(deployment.runs / "fedreplay")
-    own = deployment.state / clinic
+    own = deployment.state(clinic)
     words = ["privacy", "attack", str(own), "--run", run, "--data", str(deployment.data / clinic)]
     assert command(monkeypatch, *words, "--field", "latents", "--minutes", "0.1") == 0
     (one,) = read_json(own / "attacks" / "attacks.json")["attacks"]
@@ -137,8 +137,8 @@ def test_nothing_but_its_refusals_leaves_a_forbidding_institution(deployment: An
 
 @pytest.mark.parametrize("clinic", [*CLINICS, REFUSES])
 def test_a_nodes_log_says_which_policy_is_in_force(clinic: str, deployment: Any, said: dict[str, str]) -> None:
-    policy = "closed.yaml" if clinic == REFUSES else "policy.yaml"
-    log = (deployment.link.folder / f"{clinic}.log").read_text()
+    policy = str(deployment.place / clinic / "policy.yaml")
+    log = (deployment.logs_of / f"{clinic}.log").read_text()
     lines = [line for line in log.splitlines() if f"{clinic}: data " in line]
     assert lines
     assert all(line.endswith(policy) for line in lines)
@@ -148,25 +148,21 @@ def test_a_refusal_of_the_server_is_shown_by_flwr_run(deployment: Any, said: dic
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").touch()  # an empty folder is nobody's
     began = time.monotonic()
-    lines = list(
-        flwr_run(deployment.link, [*deployment.task, "strategy=cwt", f"runs_dir='{tmp_path}'", "run_name=taken"])
-    )
+    lines = deployment.said("taken", "strategy=cwt", further=f'runs-dir="{tmp_path}"').splitlines()
     shown = [found[1] for line in lines if (found := FAILED.match(line))]
-    assert len(shown) == 1, "".join(lines)
+    assert len(shown) == 1, "\n".join(lines)
     assert "run-name must be new; " in shown[0]
     assert "Traceback" not in shown[0]
-    assert time.monotonic() - began < AT_ONCE, "".join(lines)
+    assert time.monotonic() - began < AT_ONCE, "\n".join(lines)
 
 
-def _models(name: str, run: Path, state: Path) -> dict[str, Any]:
+def _models(name: str, run: Path, state: Callable[[str], Path]) -> dict[str, Any]:
     """Return the weights that a run has left: the server's, or of ProxyFL the institutions' own."""
     if name != "proxyfl":
         return load_file(run / "models" / "global.safetensors")
     run_id = (run / "run-id").read_text().strip()
     files = [
-        (c, key, state / c / "runs" / run_id / f"{key}-000001.safetensors")
-        for c in CLINICS
-        for key in ("pair", "mixed")
+        (c, key, state(c) / "runs" / run_id / f"{key}-000001.safetensors") for c in CLINICS for key in ("pair", "mixed")
     ]
     return {f"{c} {key} {part}": array for c, key, file in files for part, array in load_file(file).items()}
 

@@ -1,0 +1,41 @@
+"""flwr-replay deploy init: the files and commands of a real deployment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Write the files of a real deployment.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Write the files of a real deployment."""
+
+
+@app.command()
+def init(
+    clinics: Annotated[str, typer.Option("--clinics", help="The clinics' names, separated by commas.")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")] = None,
+    address: Annotated[
+        str, typer.Option("--address", help="HOST:PORT at which the clinics reach the coordinator.")
+    ] = "127.0.0.1:8000",
+    out: Annotated[str, typer.Option("--out", help="A new folder.")] = "deployment",
+) -> None:
+    """Write a folder for the coordinator and one for each clinic: certificates, study, policy, scripts and README.
+
+    The options are the study's. `flwr-replay doctor --clinic FOLDER` checks a clinic's folder where it is used.
+    """
+    print("loading …", file=sys.stderr, flush=True)
+    from flwr_replay.runs.deployment import COORDINATOR_FOLDER, init
+
+    place, names = Path(out).expanduser().absolute(), clinics.split(",")
+    init(names, address, options or [], place)
+    print(f"for the coordinator: {place / COORDINATOR_FOLDER}")
+    print("\n".join(f"send to {name}: {place / name}" for name in names))
+    print("README.md in each folder says what to do, in order")

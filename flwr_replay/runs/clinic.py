@@ -1,0 +1,220 @@
+"""Checks of a clinic's folder, as `flwr-replay deploy init` wrote it, where it is used: will it work.
+
+Each check uses the code that the SuperNode's processes use: the same reader of data, policy and node config.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import socket
+import ssl
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Context, RecordDict
+
+from flwr_replay.config.compose import compose
+from flwr_replay.config.quoting import node_config
+from flwr_replay.errors import ConfigError, FlwrReplayError, RunError
+from flwr_replay.files.atomic import NAME, make_folder, read_bytes, read_text
+from flwr_replay.institution.node import institution_of
+from flwr_replay.institution.policy import read_policy
+from flwr_replay.runs.certificates import CA
+from flwr_replay.runs.deployment import host_of
+from flwr_replay.runs.execute import Job
+from flwr_replay.runs.officer import refusals, study_options
+from flwr_replay.runs.versions import versions
+
+__all__ = ["examine_clinic"]
+
+KEYS = ("NAME", "ADDRESS", "DATA", "PORT", "VERSIONS")  # of clinic.env
+SECONDS = 10  # to wait for the SuperLink's answer
+OFTEN = 30  # days; a certificate that ends sooner is pointed out
+
+
+def examine_clinic(folder: Path) -> tuple[bool, str]:
+    """Check a clinic's folder.
+
+    Parameters
+    ----------
+    folder : Path
+        As `deploy init` wrote it, with the clinic's data and key.
+
+    Returns
+    -------
+    bool
+        Whether all will work.
+    str
+        A line for each finding.
+
+    Raises
+    ------
+    ConfigError
+        If it is no clinic's folder.
+    """
+    own = _read(folder)
+    checks: tuple[Callable[[Path, Mapping[str, str]], Iterator[str]], ...] = (
+        _versions,
+        _names,
+        _policy,
+        _data,
+        _state,
+        _key,
+        _certificate,
+        _connection,
+    )
+    healthy, lines = True, []
+    for check in checks:
+        try:
+            lines += [f"ok  {line}" for line in check(folder, own)]
+        except (FlwrReplayError, OSError) as error:
+            healthy = False
+            lines.append(f"NO  {check.__name__[1:]}: {' '.join(str(error).split())}")
+    return healthy, "\n".join(lines)
+
+
+def _read(folder: Path) -> dict[str, str]:
+    """Read `clinic.env` as a shell does."""
+    file = folder / "clinic.env"
+    if not file.is_file():
+        raise ConfigError(f"--clinic must be a folder with clinic.env, as `deploy init` writes it; got {folder}")
+    try:
+        words = shlex.split(read_text(file), comments=True)
+    except ValueError as error:
+        raise ConfigError(f"{file} must be quoted as in a shell: {error}") from None
+    own = {key: value for key, _, value in (word.partition("=") for word in words)}
+    if missing := [key for key in KEYS if not own.get(key)]:
+        raise ConfigError(f"{file} must have lines {', '.join(KEYS)}, without spaces around =; {missing[0]} is missing")
+    return own
+
+
+def _versions(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    here = versions()
+    for name, _, there in (word.partition("=") for word in own["VERSIONS"].split()):
+        if here.get(name) != there:
+            raise RunError(
+                f"{name} is {here.get(name, 'absent')} here and {there} at the coordinator: pip install {name}=={there}"
+            )
+        yield f"{name} {there}, as at the coordinator"
+
+
+def _names(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    if not NAME.fullmatch(own["NAME"]):
+        raise ConfigError(f"NAME in clinic.env must be the institution's name; got {own['NAME']!r}")
+    _node(folder, own)
+    for key, value in (("the folder", str(folder)), ("DATA", own["DATA"])):
+        if '"' in value or "\\" in value:  # start.sh puts them between double quotes
+            raise ConfigError(f"{key} must have no double quotes and backslashes in its path; got {value}: rename it")
+    port = own["PORT"]
+    if not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ConfigError(f"PORT in clinic.env must be from 1 to 65535; got {port!r}")
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", int(port))) == 0:
+            raise RunError(f"port {port} is in use here; end the SuperNode that runs, or change PORT in clinic.env")
+    yield f"this is {own['NAME']}; local port {port} is free"
+
+
+def _policy(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    config = compose(study_options(folder / "study"))
+    policy = read_policy(folder / "policy.yaml")
+    refused = [one for one in refusals(policy, config, Job.of(config).strategy("").all_stages()) if one["reason"]]
+    if refused:
+        raise ConfigError(f"policy.yaml refuses this study; {refused[0]['reason']}")
+    yield f"policy.yaml is valid and lets {own['NAME']} take part; the dry run in README.md shows every field"
+
+
+def _data(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    owned = _node(folder, own)
+    config = {"overrides": shlex.join(study_options(folder / "study"))}
+    institution, _ = institution_of(Context(0, 0, dict(owned), RecordDict(), dict(config)))
+    train, test = institution.data.train, institution.data.test
+    if not len(test):
+        raise RunError("there must be test examples; got none: add a column split to the manifest")
+    kind = "manifest.csv" if (Path(owned["data"]) / "manifest.csv").is_file() else "no manifest.csv"
+    yield f"data: {len(train):,} examples to train on and {len(test):,} to test on ({kind})"
+
+
+def _state(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    existed = (folder / "state").exists()
+    make_folder(folder / "state", "the folder state")
+    if not existed:
+        (folder / "state").rmdir()
+    yield "state: the folder can be written"
+
+
+def _key(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    file = folder / "key"
+    if not file.is_file():
+        raise RunError(f"{file} is missing: run ./make-key.sh")
+    mode = file.stat().st_mode
+    if os.name == "posix" and mode & 0o077:
+        raise RunError(f"{file} must be its owner's only; its mode is {stat.S_IMODE(mode):o}: chmod 600 key")
+    try:
+        key = serialization.load_ssh_private_key(read_bytes(file), None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise RunError(f"{file} must be an OpenSSH key without a passphrase; {error}: run ./make-key.sh") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise RunError(f"{file} must be an ECDSA key, as ./make-key.sh makes it; got {type(key).__name__}")
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    sent = folder / f"{own['NAME']}.pub"
+    if not sent.is_file() or read_bytes(sent).split()[:2] != public.split()[:2]:
+        raise RunError(f"{sent} must be the public half of key: ssh-keygen -y -f key > {sent.name}, and send it again")
+    yield f"key: its owner's only; {sent.name} is its public half"
+
+
+def _certificate(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    file = folder / CA
+    try:
+        found = x509.load_pem_x509_certificate(read_bytes(file))
+        signs = found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except (ValueError, x509.ExtensionNotFound):
+        signs = False
+    if not signs:
+        raise RunError(f"{file} must be the certificate of the study's authority: ask the coordinator for it again")
+    ends, now = found.not_valid_after_utc, datetime.now(UTC)
+    if not found.not_valid_before_utc <= now < ends:
+        raise RunError(f"{file} is valid until {ends:%Y-%m-%d}, and it is {now:%Y-%m-%d}: ask for a new one")
+    soon = ": soon over, ask for a new one" if (ends - now).days < OFTEN else ""
+    yield f"{CA}: valid until {ends:%Y-%m-%d}{soon}; SHA-256 {hashlib.sha256(read_bytes(file)).hexdigest()}"
+
+
+def _connection(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    host, port = host_of(own["ADDRESS"])
+    try:
+        context = ssl.create_default_context(cafile=str(folder / CA))
+        with (
+            socket.create_connection((host.strip("[]"), port), timeout=SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=host.strip("[]")) as secured,
+        ):
+            how = secured.version()
+    except ssl.SSLCertVerificationError as error:
+        raise RunError(
+            f"what answers at {own['ADDRESS']} has no certificate of this study for that address "
+            f"({error.verify_message}): ask the coordinator"
+        ) from None
+    except ssl.SSLError as error:
+        raise RunError(
+            f"what answers at {own['ADDRESS']} speaks no TLS ({error.reason}): ask the coordinator"
+        ) from None
+    except OSError as error:
+        raise RunError(
+            f"nothing answers at {own['ADDRESS']} ({error}): has the coordinator started it, does the firewall let you?"
+        ) from None
+    yield f"connection: {own['ADDRESS']} answers by {how}, with the certificate of this study"
+
+
+def _node(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
+    """Return what start.sh gives the SuperNode as its node config."""
+    data = (folder / own["DATA"]).resolve()  # an absolute DATA stays as it is
+    owned = {"name": own["NAME"], "data": str(data), "state": str(folder / "state")}
+    owned["policy"] = str(folder / "policy.yaml")
+    node_config(owned)
+    return owned

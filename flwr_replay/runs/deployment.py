@@ -1,0 +1,188 @@
+"""What a real deployment needs, as files: a folder for the coordinator and one for each clinic.
+
+    deployment/coordinator/   certificates, the study, scripts for SuperLink, keys and runs, README.md
+    deployment/<clinic>/      ca.crt, the study, a proposed policy, scripts for key and SuperNode, README.md
+
+No clinic's private key is in it: a key is made at the clinic, by `make-key.sh`. `flwr_replay/runs/clinic.py` checks a
+clinic's folder where it is used.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from datetime import date, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+import torch
+
+from flwr_replay.config.compose import compose
+from flwr_replay.config.quoting import toml_text
+from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import require
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.files.atomic import private_folder, read_bytes, write_atomic
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.payloads.common import Evaluation, Present
+from flwr_replay.runs.certificates import CA, write_certificates
+from flwr_replay.runs.deployment_texts import (
+    CLINIC,
+    COORDINATOR,
+    POLICY,
+    SCRIPTS_OF_CLINIC,
+    SCRIPTS_OF_COORDINATOR,
+    STUDY,
+)
+from flwr_replay.runs.execute import Job
+from flwr_replay.runs.forecast import exchanged
+from flwr_replay.runs.versions import versions
+from flwr_replay.wire.payload import rows
+
+__all__ = ["COORDINATOR_FOLDER", "host_of", "init"]
+
+COORDINATOR_FOLDER = "coordinator"
+CLINIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")  # a folder, a file, a word of a shell, a TOML text
+HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+OWN = ("nodes", "runs_dir", "run_name", "resume", "data_dir", "task.data_dir", "partition")
+LOCAL_PORT = 9094  # Flower's default between a SuperNode and its own processes
+DAYS = 365  # that certificates are valid
+EXAMPLES = 1000  # of an institution, where only the kinds and the largest message matter
+UPLOAD_MB = 64  # FedReplay's largest message, unless strategy.chunk-mb says otherwise
+TESTS = 500
+
+
+def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Path) -> None:
+    """Write the folders of a deployment.
+
+    Parameters
+    ----------
+    clinics : sequence of str
+        The clinics' names.
+    address : str
+        HOST:PORT at which the clinics reach the coordinator.
+    options : sequence of str
+        Of the study, as for `flwr-replay run`; without a task, it is a folder of images.
+    place : Path
+        A new folder.
+
+    Raises
+    ------
+    FlwrReplayError
+        If a name, the address or an option is wrong, before anything is written; or if the folder exists.
+    """
+    _check_names(clinics)
+    host, port = host_of(address)
+    for option in options:
+        key = option.partition("=")[0].replace("-", "_")
+        require(key not in OWN, f"deploy init sets {key.replace('_', '-')} itself: leave it out")
+    task = [] if any(option.partition("=")[0] == "task" for option in options) else ["task=folder"]
+    given = [*task, *options, "partition=natural"]
+    config = compose([*given, f"nodes={len(clinics)}"])
+    policy = _policy(config, clinics)
+    if place.exists():
+        raise RunError(f"a deployment's folder must be new; {place} exists: choose another --out, or delete it")
+    new = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    try:
+        known = versions()
+        overrides = shlex.join(one for one in given if one.partition("=")[0] != "rounds")
+        study = STUDY.format(overrides=toml_text(overrides), nodes=len(clinics), rounds=config.rounds)
+        words = {
+            "clinics": ", ".join(clinics),
+            "names": " ".join(clinics),
+            "address": address,
+            "port": port,
+            "listen": host if host in ("127.0.0.1", "localhost") else "0.0.0.0",
+            "task": config.task.name,
+            "versions": f"flwr-replay={known['flwr-replay']} flwr={known['flwr']}",
+            "replay_version": known["flwr-replay"],
+            "ends": date.today() + timedelta(days=DAYS - 1),
+            "days": DAYS,
+        }
+        home = private_folder(new / COORDINATOR_FOLDER)
+        hosts = dict.fromkeys([host.strip("[]"), "localhost", "127.0.0.1"])
+        write_certificates(home / "certificates", list(hosts), DAYS)
+        private_folder(home / "keys")
+        _write(home, study, {"README.md": COORDINATOR, **SCRIPTS_OF_COORDINATOR}, words)
+        for k, name in enumerate(clinics):
+            own = private_folder(new / name)
+            write_atomic(own / CA, read_bytes(home / "certificates" / CA))
+            write_atomic(own / "policy.yaml", policy)
+            _write(
+                own,
+                study,
+                {"README.md": CLINIC, **SCRIPTS_OF_CLINIC},
+                {**words, "name": name, "local_port": LOCAL_PORT + k},
+            )
+        os.rename(new, place)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def host_of(address: str) -> tuple[str, int]:
+    """Take an address HOST:PORT apart.
+
+    >>> host_of("superlink.example.org:8000"), host_of("[::1]:1")
+    (('superlink.example.org', 8000), ('[::1]', 1))
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    host, _, port = address.rpartition(":")
+    good = HOST.fullmatch(host) and re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65535
+    if good and (host.startswith("[") or re.fullmatch("[0-9.]+", host)):
+        try:
+            ip_address(host.strip("[]"))
+        except ValueError:
+            good = False
+    if not good:
+        raise ConfigError(f"an address is HOST:PORT, such as superlink.example.org:8000 or [::1]:8000; got {address!r}")
+    return host, int(port)
+
+
+def _check_names(clinics: Sequence[str]) -> None:
+    """Refuse names that cannot be a folder's, or differ in case only: some file systems take these for one."""
+    if wrong := [name for name in clinics if not CLINIC_NAME.fullmatch(name)]:
+        raise ConfigError(
+            f"a clinic's name has at most 40 letters, digits, hyphens and underscores, and begins with a letter or "
+            f"digit; got {wrong[0]!r}"
+        )
+    folded = [name.lower() for name in clinics]
+    if not clinics or len(set(folded)) < len(folded) or COORDINATOR_FOLDER in folded:
+        raise ConfigError(
+            f"--clinics must be different names, none of them {COORDINATOR_FOLDER}; got {','.join(clinics) or 'none'}"
+        )
+
+
+def _policy(config: RunConfig, clinics: Sequence[str]) -> str:
+    """Propose the narrowest policy under which a clinic can take part: the method, its kinds, its largest message."""
+    job = Job.of(config, clinics)
+    sums = make_task(config.task).label_sums(torch.arange(EXAMPLES))
+    known = {"num_examples": EXAMPLES, "raw_bytes": EXAMPLES, **sums}
+    present = [Present(name=name, **known) for name in clinics]  # type: ignore[arg-type]
+    kinds, largest, tests = {"statistic": None}, 0, 0
+    for one in exchanged(job, present)[1]:
+        found = list(rows(one.answer.encode(), type(one.answer)))
+        kinds |= {row.kind: None for row in found if row.kind != "notice"}  # type: ignore[misc]
+        largest = max(largest, sum(row.bytes for row in found))
+        tests += one.times * isinstance(one.answer, Evaluation)
+    return POLICY.format(
+        strategy=config.strategy.name,
+        kinds=", ".join(kinds),
+        upload=max(UPLOAD_MB, math.ceil(1.1 * largest / 1e6)),
+        metrics="exact" if config.task.kind == "regression" else "counted",
+        tests=max(TESTS, 2 * tests),
+    )
+
+
+def _write(folder: Path, study: str, files: dict[str, str], words: dict[str, object]) -> None:
+    write_atomic(private_folder(folder / "study") / "pyproject.toml", study)
+    for name, text in files.items():
+        filled = re.sub(r"<<(\w+)>>", lambda found: str(words[found[1]]), text)
+        write_atomic(folder / name, filled, mode=0o700 if name.endswith(".sh") else 0o600)

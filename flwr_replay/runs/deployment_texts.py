@@ -1,0 +1,182 @@
+"""The texts of a deployment's files; `<<name>>` stands for a value. They are Python since a bundle holds no scripts."""
+
+__all__ = ["CLINIC", "COORDINATOR", "POLICY", "SCRIPTS_OF_CLINIC", "SCRIPTS_OF_COORDINATOR", "STUDY"]
+
+STUDY = """\
+# One study: the whole of what the institutions agree on. It holds no code: server and institutions run the
+# flwr-replay that is installed at each of them. It must be the same file everywhere.
+[project]
+name = "study"
+version = "1.0.0"
+description = "A study of flwr-replay."
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "flwr-replay"
+
+[tool.flwr.app.components]
+serverapp = "flwr_replay.server_app:app"
+clientapp = "flwr_replay.client_app:app"
+
+[tool.flwr.app.config]
+nodes = {nodes}
+rounds = {rounds}
+runs-dir = ""
+run-name = ""
+resume = ""
+overrides = {overrides}
+"""
+
+POLICY = """\
+# A proposal by the coordinator: the least that this study needs. This file is the clinic's own word, so read it and
+# change what you do not agree with. docs/deploy.md explains every key. Look at what would leave, and at the verdict on
+# it, before you start: README.md has the command. An unknown key is an error, and then nothing leaves at all.
+strategies: [{strategy}]
+kinds: [{kinds}]
+max-upload-mb: {upload}
+metrics: {metrics}
+max-evaluations: {tests}
+recording: false
+"""
+
+COORDINATOR = """\
+# At the coordinator
+
+The study is between <<clinics>>. They reach this machine at <<address>>. This folder is for you alone.
+
+1. Install flwr-replay <<replay_version>> here (`pip install flwr-replay==<<replay_version>>`), and see that its programs
+   are on the PATH: `flwr-replay doctor`.
+2. Send each clinic its folder, which lies beside this one. It holds no secret. Let the clinics check with you, by
+   telephone, the SHA-256 of `ca.crt`: `sha256sum certificates/ca.crt`.
+3. Each clinic makes its own key, and sends you the public half, `NAME.pub`. Put these files into `keys/`. Never take a
+   private key from a clinic.
+4. Start the SuperLink, in a terminal of its own, and leave it running: `./superlink.sh`
+5. Register the keys that have come. This can be repeated: `./register.sh`
+6. When all clinics have started, `./run.sh` starts the run and shows it. It ends with a summary; the results are
+   in `runs/`. Ctrl-C ends the output, not the run.
+
+`certificates/server.key` is this server's secret: it stays here. The certificates are valid for <<days>> days, until
+<<ends>>. The key that signed them was thrown away; for another address, or later, make a new folder.
+
+Whoever reaches the port can register keys and send runs. Let your firewall admit the clinics' addresses only.
+"""
+
+SCRIPTS_OF_COORDINATOR = {
+    "superlink.sh": """\
+#!/bin/sh
+# Starts the SuperLink, which the clinics reach at <<address>>.
+set -eu
+cd "$(dirname "$0")"
+umask 077
+exec flower-superlink --host <<listen>> --port <<port>> --database superlink.db \\
+  --ssl-ca-certfile certificates/ca.crt --ssl-certfile certificates/server.crt --ssl-keyfile certificates/server.key \\
+  --enable-supernode-auth --disable-runtime-dependency-installation
+""",
+    "connect.sh": """\
+# Read by register.sh and run.sh: tells Flower's `flwr` where the SuperLink is.
+umask 077
+export FLWR_HOME="$PWD/flower"
+mkdir -p "$FLWR_HOME"
+cat > "$FLWR_HOME/config.toml" <<END
+[superlink]
+default = "superlink"
+
+[superlink.superlink]
+address = "<<address>>"
+root-certificates = "$PWD/certificates/ca.crt"
+END
+""",
+    "register.sh": """\
+#!/bin/sh
+# Registers the clinics' public keys that lie in keys/.
+set -eu
+cd "$(dirname "$0")"
+. ./connect.sh
+for name in <<names>>; do
+  if [ -e "keys/$name.registered" ]; then
+    echo "$name: registered before"
+  elif [ -e "keys/$name.pub" ]; then
+    flwr supernode register "keys/$name.pub" superlink
+    touch "keys/$name.registered"
+    echo "$name: registered"
+  else
+    echo "$name: waiting for keys/$name.pub"
+  fi
+done
+""",
+    "run.sh": """\
+#!/bin/sh
+# Starts a run and shows it. Further words are options of `flwr run`, such as --run-config "rounds=15".
+set -eu
+cd "$(dirname "$0")"
+. ./connect.sh
+flwr run study superlink --stream --run-config "runs-dir=\\"$PWD/runs\\"" "$@"
+""",
+}
+
+CLINIC = """\
+# At <<name>>
+
+With this folder <<name>> takes part in a study with others (<<clinics>>). Your images stay in this building. What leaves
+instead, and what your own policy says to it, you can see before you start.
+
+1. Install flwr-replay <<replay_version>> here (`pip install flwr-replay==<<replay_version>>`), on a machine that can read
+   the images and reach <<address>>. It opens no port to the outside.
+2. Put your images where `data` in this folder points: `ln -s /path/to/your/images data`. Or write the path into
+   `clinic.env`, after `DATA=`. docs/data.md says how the folder has to look.
+3. Ask the coordinator, by telephone, for the SHA-256 of `ca.crt`, and compare: `sha256sum ca.crt`.
+4. Make your key. It never leaves this folder: `./make-key.sh`. Send the coordinator the file `<<name>>.pub` only.
+5. Read `policy.yaml`. It decides what may leave, and is your own word. Then look at what would leave, and give the page
+   to your data-protection officer:
+
+   ```
+   flwr-replay run --dry-run --study study --policy policy.yaml --clinics <<name>> data_dir=data
+   ```
+
+6. Check that all is there. Each line says what is right, or what to do: `flwr-replay doctor --clinic .`
+7. Once the coordinator has registered your key, start, and leave it running: `./start.sh`. If it should come back by
+   itself after an interruption: `until ./start.sh; do sleep 10; done`. Ctrl-C ends it.
+
+Everything that leaves is written down first, in `state/<<name>>/ledger.jsonl`. Keep the folder `state`, and never put an
+older copy of it over a newer one. Give this folder to a user of its own, who can read the images and nothing else.
+"""
+
+SCRIPTS_OF_CLINIC = {
+    "clinic.env": """\
+# What start.sh and `flwr-replay doctor --clinic` read. Values with spaces stand in single quotes.
+NAME=<<name>>
+ADDRESS=<<address>>
+DATA=data
+PORT=<<local_port>>
+VERSIONS='<<versions>>'
+""",
+    "make-key.sh": """\
+#!/bin/sh
+# Makes this clinic's key. `key` stays here; <<name>>.pub goes to the coordinator.
+set -eu
+cd "$(dirname "$0")"
+umask 077
+if [ -e key ]; then
+  echo "there is a key already; it is left as it is" >&2
+  exit 1
+fi
+ssh-keygen -q -t ecdsa -b 384 -N "" -C <<name>> -f key
+mv key.pub <<name>>.pub
+echo "send <<name>>.pub to the coordinator; key stays here"
+""",
+    "start.sh": """\
+#!/bin/sh
+# Starts this clinic's SuperNode. PORT is a local one, between the SuperNode and its own processes.
+set -eu
+cd "$(dirname "$0")"
+umask 077
+. ./clinic.env
+data=$(cd "$DATA" && pwd -P)
+export FLWR_HOME="$PWD/flower"
+mkdir -p "$FLWR_HOME"
+exec flower-supernode --superlink "$ADDRESS" --port "$PORT" --root-certificates ca.crt \\
+  --auth-supernode-private-key key \\
+  --node-config "name=\\"$NAME\\" data=\\"$data\\" state=\\"$PWD/state\\" policy=\\"$PWD/policy.yaml\\""
+""",
+}
