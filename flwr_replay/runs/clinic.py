@@ -109,8 +109,7 @@ def _versions(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
 def _names(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     if not NAME.fullmatch(own["NAME"]):
         raise ConfigError(f"NAME in clinic.env must be the institution's name; got {own['NAME']!r}")
-    _node(folder, own)
-    for key, value in (("the folder", str(folder)), ("DATA", own["DATA"])):
+    for key, value in (("the folder", str(folder)), ("DATA", _node(folder, own)["data"])):
         if '"' in value or "\\" in value:  # start.sh puts them between double quotes
             raise ConfigError(f"{key} must have no double quotes and backslashes in its path; got {value}: rename it")
     port = own["PORT"]

@@ -49,6 +49,7 @@ COORDINATOR_FOLDER = "coordinator"
 CLINIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")  # a folder, a file, a word of a shell, a TOML text
 HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 OWN = ("nodes", "runs_dir", "run_name", "resume", "data_dir", "task.data_dir", "partition")
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 LOCAL_PORT = 9094  # Flower's default between a SuperNode and its own processes
 DAYS = 365  # that certificates are valid
 EXAMPLES = 1000  # of an institution, where only the kinds and the largest message matter
@@ -84,6 +85,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
     given = [*task, *options, "partition=natural"]
     config = compose([*given, f"nodes={len(clinics)}"])
     policy = _policy(config, clinics)
+    require(not set(str(place)) & set('"\\\n'), f"--out must have no double quotes or backslashes; got {place}")
     if place.exists():
         raise RunError(f"a deployment's folder must be new; {place} exists: choose another --out, or delete it")
     new = place.with_name(f".{place.name}.{os.getpid()}.tmp")
@@ -96,7 +98,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             "names": " ".join(clinics),
             "address": address,
             "port": port,
-            "listen": host if host in ("127.0.0.1", "localhost") else "0.0.0.0",
+            "listen": host.strip("[]") if host in LOOPBACK else "::" if host.startswith("[") else "0.0.0.0",
             "task": config.task.name,
             "versions": f"flwr-replay={known['flwr-replay']} flwr={known['flwr']}",
             "replay_version": known["flwr-replay"],
@@ -135,7 +137,7 @@ def host_of(address: str) -> tuple[str, int]:
         If it is none.
     """
     host, _, port = address.rpartition(":")
-    good = HOST.fullmatch(host) and re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65535
+    good = HOST.fullmatch(host) and ".." not in host and re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65535
     if good and (host.startswith("[") or re.fullmatch("[0-9.]+", host)):
         try:
             ip_address(host.strip("[]"))

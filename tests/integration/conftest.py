@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from flwr_replay.runs.clinic import examine_clinic
 from flwr_replay.runs.deployment import init
 from flwr_replay.runs.processes import MARK, family
 from flwr_replay.runs.superlink import free_port
@@ -41,6 +42,7 @@ class Deployment:
     data: Path  # data/<clinic>, and data/manifest.csv over those that take part
     logs_of: Path  # each process's log
     environment: dict[str, str]
+    checked: dict[str, tuple[bool, str]]  # what the doctor said at each clinic before it started
     task: tuple[str, ...] = TASK
 
     @property
@@ -108,7 +110,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
     }
     with family() as environment[MARK]:
-        found = Deployment(place, root / "data", root, environment)
+        found = Deployment(place, root / "data", root, environment, {})
         script(coordinator / "superlink.sh", found)
         for clinic in (*CLINICS, REFUSES):
             own = place / clinic
@@ -123,6 +125,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         await_port(port)
         subprocess.run([coordinator / "register.sh"], env=environment, check=True)
         for clinic in (*CLINICS, REFUSES):
+            found.checked[clinic] = examine_clinic(place / clinic)
             script(place / clinic / "start.sh", found)
         yield found
 

@@ -58,6 +58,17 @@ def simulated(deployment: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield folders
 
 
+def test_the_doctor_knows_at_a_clinic_what_will_work(deployment: Any) -> None:
+    for clinic in CLINICS:
+        healthy, said = deployment.checked[clinic]
+        assert healthy, said
+        assert "with the certificate of this study" in said
+    healthy, said = deployment.checked[REFUSES]
+    assert not healthy
+    (line,) = [line for line in said.splitlines() if line.startswith("NO")]
+    assert "policy.yaml refuses this study; policy lets fields of kind statistic leave" in line
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_weights_equal_the_simulation(
     name: str, deployment: Any, said: dict[str, str], simulated: dict[str, Path]

@@ -1,0 +1,163 @@
+"""deploy init and doctor --clinic: what they write, what they refuse, and what they find."""
+
+import os
+import re
+import runpy
+import socket
+import ssl
+import subprocess
+import threading
+
+import pytest
+from harness import command
+from integration.conftest import HOSPITALS
+
+from flwr_replay.config.quoting import node_config
+from flwr_replay.errors import ConfigError
+from flwr_replay.institution.policy import read_policy
+from flwr_replay.runs.certificates import SERVER, SERVER_KEY, write_certificates
+from flwr_replay.runs.clinic import examine_clinic
+from flwr_replay.runs.deployment import host_of
+from flwr_replay.runs.superlink import free_port
+
+STUDY = ["strategy=fedreplay", "channels=1", "task.size=8", "classes=10", "model=cnn", "width=4", "cut=conv1"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Two clinics; north has its data and key, and the server that it is told of answers."""
+    root = tmp_path_factory.mktemp("deploy")
+    runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](root / "data")
+    port = free_port()
+    with pytest.MonkeyPatch.context() as patch:
+        words = ["--clinics", "north,south", "--address", f"localhost:{port}", "--out", str(root / "dep")]
+        assert command(patch, "deploy", "init", *words, *STUDY) == 0
+    north, certificates = root / "dep" / "north", root / "dep" / "coordinator" / "certificates"
+    subprocess.run([north / "make-key.sh"], check=True)
+    (north / "data").symlink_to(root / "data" / "clinic-a")
+    values = (north / "clinic.env").read_text()
+    (north / "clinic.env").write_text(re.sub("PORT=.*", f"PORT={free_port()}", values))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / SERVER, certificates / SERVER_KEY)
+    with socket.create_server(("127.0.0.1", port)) as server:
+        threading.Thread(target=answering, args=(server, context), daemon=True).start()
+        yield root / "dep"
+
+
+def answering(server, context):
+    while True:
+        try:
+            plain = server.accept()[0]
+        except OSError:
+            return
+        try:
+            context.wrap_socket(plain, server_side=True).close()
+        except OSError:
+            plain.close()
+
+
+def changed(written, file, old, new):
+    """Return what the doctor says after a change to one of north's files, which is then taken back."""
+    place = written / "north" / file
+    before = place.read_bytes()
+    place.write_bytes(re.sub(old, new, before))
+    try:
+        healthy, said = examine_clinic(written / "north")
+    finally:
+        place.write_bytes(before)
+    assert not healthy
+    return [line for line in said.splitlines() if line.startswith("NO")]
+
+
+def test_all_is_there_for_its_owner_only_and_no_clinics_private_key(written):
+    files = [file for file in written.rglob("*") if not file.is_symlink()]
+    assert all(file.stat().st_mode & 0o077 == 0 for file in files)
+    keys = [file for file in files if file.is_file() and b"PRIVATE KEY" in file.read_bytes()]
+    assert {file.relative_to(written).as_posix() for file in keys} == {
+        "coordinator/certificates/server.key",
+        "north/key",
+    }
+    assert (written / "north" / "key").stat().st_mode & 0o777 == 0o600
+    policy = read_policy(written / "south" / "policy.yaml")
+    assert policy.strategies == ("fedreplay",)
+    assert set(policy.kinds) == {"statistic", "model", "per-sample"}
+    for folder in ("coordinator", "north", "south"):
+        texts = [file.read_text() for file in (written / folder).rglob("*.*") if file.suffix in (".md", ".sh", ".env")]
+        assert not any("<<" in text.replace("<<END", "") or ">>" in text for text in texts)
+    for file in written.rglob("*.sh"):
+        subprocess.run(["sh", "-n", str(file)], check=True)
+
+
+def test_the_doctor_finds_a_ready_clinic_sound(written, monkeypatch, capsys):
+    assert command(monkeypatch, "doctor", "--clinic", str(written / "north")) == 0
+    said = capsys.readouterr().out
+    assert "80 examples to train on" in said
+    assert "NO" not in said
+    assert command(monkeypatch, "doctor", "--clinic", str(written / "south")) == 1
+    missing = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NO")]
+    assert [line.split(":")[0].split()[1] for line in missing] == ["data", "key"]
+    assert command(monkeypatch, "doctor", "--clinic", str(written)) == 2
+
+
+def test_the_doctor_names_what_is_wrong(written, tmp_path):
+    (line,) = changed(written, "policy.yaml", rb"per-sample", b"synthetic")
+    assert "policy.yaml refuses this study; policy lets fields of kind" in line
+    (line,) = changed(written, "policy.yaml", rb"kinds", b"kind")
+    assert "unknown key 'kind'" in line
+    (line,) = changed(written, "clinic.env", rb"flwr-replay=[^ ]+", b"flwr-replay=99")
+    assert "pip install flwr-replay==99" in line
+    (line,) = changed(written, "clinic.env", rb"localhost:", b"127.0.0.2:")
+    assert "nothing answers at 127.0.0.2" in line or "no certificate of this study for that address" in line
+    (line,) = changed(written, "clinic.env", rb"DATA=data", b"DATA=nothing")
+    assert "data" in line
+    (line,) = changed(written, "north.pub", rb"AAAA", b"BAAA")
+    assert "must be the public half of key" in line
+    write_certificates(tmp_path, ["localhost"], 1)  # of another study
+    (line,) = changed(written, "ca.crt", rb"(?s).*\Z", (tmp_path / "ca.crt").read_bytes())
+    assert "no certificate of this study for that address" in line
+    (written / "north" / "key").chmod(0o644)
+    healthy, said = examine_clinic(written / "north")
+    (written / "north" / "key").chmod(0o600)
+    assert not healthy
+    assert "its mode is 644: chmod 600 key" in said
+
+
+def test_a_key_is_never_made_twice(written):
+    before = (written / "north" / "key").read_bytes()
+    done = subprocess.run([written / "north" / "make-key.sh"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert (written / "north" / "key").read_bytes() == before
+
+
+def test_wrong_names_addresses_and_options_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    def refused(said, *words):
+        assert command(monkeypatch, "deploy", "init", *words, *STUDY, "--out", str(tmp_path / "dep")) == 2
+        assert said in capsys.readouterr().err
+        assert os.listdir(tmp_path) == []
+
+    for name in ("../x", "a b", "a;b", ".a", "a'b", "-a", "", "x" * 41, "ä"):
+        refused("name", "--clinics", f"north,{name}")
+    refused("different names", "--clinics", "north,North")
+    refused("none of them coordinator", "--clinics", "Coordinator,b")
+    for address in ("host", "host:0", "host:65536", "ho st:1", 'h";x:1', "300.1.1.1:80", "::1:80", "$(x):1", "a..b:1"):
+        refused("HOST:PORT", "--clinics", "a,b", "--address", address)
+    refused("deploy init sets nodes itself", "--clinics", "a,b", "nodes=3")
+    refused("did you mean strategy", "--clinics", "a,b", "strategi=3")
+    (tmp_path / "dep").mkdir()
+    assert command(monkeypatch, "deploy", "init", "--clinics", "a,b", *STUDY, "--out", str(tmp_path / "dep")) == 2
+    assert "must be new" in capsys.readouterr().err
+    assert host_of("[::1]:80") == ("[::1]", 80)
+
+
+@pytest.mark.parametrize("text", ["a\\b", 'a "b"', "it's", "a = b", "ö/ü", "x' y=1 z=1"])
+def test_flower_reads_node_config_as_it_was_meant(text):
+    from flwr.common.config import parse_config_args
+
+    owned = {"name": "a", "data": text, "policy": "p"}
+    assert parse_config_args([node_config(owned)]) == owned
+
+
+@pytest.mark.parametrize("text", ["a'b\"", "a\nb", "a\x00"])
+def test_what_flower_cannot_be_told_is_refused(text):
+    with pytest.raises(ConfigError, match="one kind of quotes and no control characters"):
+        node_config({"data": text})
