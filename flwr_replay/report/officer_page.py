@@ -124,7 +124,7 @@ def _fields(name: str, lines: Sequence[Mapping[str, Any]], number: Mapping[str, 
             one["kind"],
             one["messages"],
             shown_bytes(one["bytes"]),
-            f"{one['protection']} {one['mechanism']}".strip(),
+            f"{one['protection']}{', by ' * bool(one['mechanism'])}{one['mechanism']}",
             _said(one, number),
         ]
         for one in lines
