@@ -61,6 +61,7 @@ class FedAvgShare(FedAvg):
     config: FedAvgShareConfig
     dp_mechanisms = ()  # raw examples leave
     stages = ("give", "receive", "train-enlarged", "evaluate")
+    needs_roll_call = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,7 +115,7 @@ class FedAvgShare(FedAvg):
         if issubclass(request, Receive):
             return range(self.sent_to[member.name], self.sent_to[member.name] + 1)
         own = super().examples_of(member, request, instructions)
-        more = self.held.get(member.name, 0) if issubclass(request, TrainEnlarged) and member.ours else 0
+        more = self.held.get(member.name, 0) if issubclass(request, TrainEnlarged) else 0
         return range(own.start + more, own.stop + more)
 
     def store(self, member: Member, reply: Message) -> None:

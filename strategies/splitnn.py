@@ -103,6 +103,7 @@ class SplitNN(Serial):
     name = "splitnn"
     config_type = SplitNNConfig
     config: SplitNNConfig
+    needs_roll_call = True
     supports_replay = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.superlink import streamed, superlink
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
-APPS = ("cwt", "fedreplay", "numpy_client")
+APPS = ("cwt", "fedreplay", "numpy_client", "replay")  # those that end with one model
+OWN = (*APPS, "proxyfl")
 MODULES = ("task", "client_app", "server_app")
 NODES = 4
 
@@ -48,21 +50,25 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch, working_directory: Path)
         try:
             yield {module: importlib.import_module(module) for module in MODULES}
         finally:
-            for module in MODULES:
+            for module in (*MODULES, "plan"):
                 sys.modules.pop(module, None)
 
 
 def run_config(folder: Path) -> dict[str, Any]:
-    config = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    config = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"].get("config", {})
     return dict(flatten_dict(config))
 
 
 def run_in_process(name: str, app: dict[str, Any]) -> dict[str, torch.Tensor]:
+    start(name, app)
+    final: dict[str, torch.Tensor] = torch.load("final_model.pt", weights_only=True)
+    return final
+
+
+def start(name: str, app: dict[str, Any]) -> None:
     config = run_config(EXAMPLES / name)
     grid = InlineGrid.simulated(app["client_app"].app, config, NODES)
     app["server_app"].app(grid, Context(1, 1, {}, RecordDict(), config))
-    final: dict[str, torch.Tensor] = torch.load("final_model.pt", weights_only=True)
-    return final
 
 
 def accuracy(task: Any, weights: dict[str, torch.Tensor]) -> float:
@@ -77,6 +83,23 @@ def test_runs_in_process_and_learns(name: str, monkeypatch: pytest.MonkeyPatch, 
         final = run_in_process(name, app)
         assert list(final) == list(app["task"].net().state_dict())
         assert accuracy(app["task"], final) > 0.6
+
+
+def test_proxyfl_runs_in_process_and_its_private_models_learn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with example("proxyfl", monkeypatch, tmp_path) as app:
+        start("proxyfl", app)
+    said = capsys.readouterr().out
+    assert float(re.findall(r"private models (0\.\d+)", said)[-1]) > 0.6
+    assert len(set(re.findall(r"^(institution-\d): epsilon \d", said, re.M))) == NODES
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_flower_finds_all_that_an_example_lists(name: str) -> None:
+    """Flower installs what an app lists; this package is on no index, and brings all that the examples import."""
+    project = tomllib.loads((EXAMPLES / name / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == []
 
 
 def test_a_numpy_client_ends_with_the_weights_of_a_client_app(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -108,7 +131,7 @@ def test_a_model_that_is_no_sequence_is_refused() -> None:
 
 def test_all_examples_have_the_same_task() -> None:
     """The user's part is one text, so that only the marked lines differ."""
-    assert len({(EXAMPLES / name / "task.py").read_text() for name in APPS}) == 1
+    assert len({(EXAMPLES / name / "task.py").read_text() for name in OWN}) == 1
     assert (EXAMPLES / "cwt" / "server_app.py").read_text() == (EXAMPLES / "numpy_client" / "server_app.py").read_text()
 
 

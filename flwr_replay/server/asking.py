@@ -11,10 +11,12 @@ from math import inf
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.payloads.common import Failure
+from flwr_replay.errors import ConfigError, FlwrReplayError, RunError
+from flwr_replay.payloads.common import OPEN_STAGES, Failure
+from flwr_replay.wire.payload import request_of
+from flwr_replay.wire.records import config_in
 
-__all__ = ["ask", "failure_of", "reason_of", "refuse_unsaid_nodes", "wait_for_nodes"]
+__all__ = ["ask", "failure_of", "reason_of", "refuse_unsaid_nodes", "split_of", "wait_for_nodes", "with_advice"]
 
 EXPIRED = (3, 4)  # Flower's codes for a message or an answer that is missing or has expired
 DEPLOYED = ("GrpcGrid", "HttpGrid")  # Flower's grids of deployments; a simulation's has all nodes from the start
@@ -139,6 +141,20 @@ def reason_of(message: Message, reply: Message | None) -> str:
         return f"no answer within timeout={about.ttl:g} s"
     lines = (reply.error.reason or "").strip().splitlines()
     return f"error {reply.error.code}: {_line(lines[-1]) if lines else 'no reason given'}"
+
+
+def split_of(message: Message) -> str:
+    """Return the split on which a request asks to evaluate; empty if it asks for another stage."""
+    return str(config_in(message.content).get("split", ""))
+
+
+def with_advice(fault: FlwrReplayError, message: Message, method: str) -> FlwrReplayError:
+    """Return the failure of a user's own ClientApp; for a stage that such an app lacks, with what it needs."""
+    request = request_of(message)
+    if request is None or request.stage_name in OPEN_STAGES:
+        return fault
+    mod = f"ClientApp(mods=[serving(make_client)]), which makes a {method}Client: see docs/flower.md"
+    return type(fault)(f"{fault}: if this node runs a ClientApp of your own, it needs {mod}")
 
 
 def _line(text: str) -> str:

@@ -21,7 +21,7 @@ from flwr_replay.learning.tasks import Task
 from flwr_replay.payloads.common import MOST, OPEN_STAGES, Failure, LabelScale, Present, RollCall
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.server.answers import check_answer, check_foreign, legible, read_answer
-from flwr_replay.server.asking import ask, failure_of, reason_of
+from flwr_replay.server.asking import ask, failure_of, reason_of, split_of, with_advice
 from flwr_replay.server.members import Member, Members, present
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.server.settings import Settings
@@ -268,6 +268,7 @@ class Exchanging(Strategy):
                     fault = error
             del reply  # free its memory before the next one is read
             if fault is not None:
+                fault = fault if member.ours else with_advice(fault, message, type(self).__name__)
                 failed += 1
                 self.recorder.failed(server_round, member.name, str(fault))
                 diverged += [f"{member.name}: {fault}"] if isinstance(fault, DivergedError) else []
@@ -397,11 +398,6 @@ class Exchanging(Strategy):
         """Pair replies with their institutions, ordered by name, whatever the order of arrival."""
         pairs = [(self.members.by_node(reply.metadata.src_node_id), reply) for reply in replies]
         return sorted(((m, reply) for m, reply in pairs if m is not None), key=lambda pair: pair[0].name)
-
-
-def split_of(message: Message) -> str:
-    """Return the split on which a request asks to evaluate; empty if it asks for another stage."""
-    return str(config_in(message.content).get("split", ""))
 
 
 def stopped(why: str, failed: int, diverged: Sequence[str]) -> RunError | DivergedError:

@@ -1,0 +1,159 @@
+"""Every strategy in a user's own Flower app, in the way that the table of docs/flower.md says."""
+
+import logging
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.clientapp import ClientApp
+from flwr.superlink.grid import HttpGrid
+from grid import Grid
+
+from flwr_replay.config.compose import choices, load_client, load_strategy
+from flwr_replay.config.sections import PriorConfig, ReplayConfig, TrainingConfig
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.generators.base import ImageForm
+from flwr_replay.generators.synthesis import SynthesisPlan
+from flwr_replay.generators.vqvae2 import VQVAE2Config
+from flwr_replay.institution.owner import Institution
+from flwr_replay.learning.tasks import Classification
+from flwr_replay.movements.base import Settings
+from flwr_replay.serve import serve, serving
+
+DOCS = Path(__file__).parent.parent / "docs"
+ROWS = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", (DOCS / "flower.md").read_text(), re.M))
+ANY, MOD, SERVE = "as it is", "with `serving`", "`serve`"
+NODES = 2
+TRAINING = TrainingConfig(lr=0.05, batch_size=64)
+TASK = Classification(classes=10)
+SYNTHESIS = SynthesisPlan(
+    VQVAE2Config(name="vqvae2", width=4, lr=2e-3, lr_halving=0, epochs=1),
+    PriorConfig(name="pixelcnn", width=4, layers=1, epochs=1),
+    ImageForm(channels=1, size=8, classes=10),
+    ReplayConfig(images=16),
+)
+CUT = {"fedreplay": {"cut": "conv1"}, "splitnn": {"cut": "conv1"}}
+DRAWS = ("feder", "syncentral")
+
+
+@pytest.fixture
+def own(monkeypatch, tmp_path):
+    """The model, data and plain ClientApp of the example that changes nothing in them."""
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(str(DOCS / "examples" / "cwt"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield import_module("task"), import_module("client_app")
+    torch.set_num_threads(threads)
+    for name in ("task", "client_app"):
+        sys.modules.pop(name)
+
+
+def served(name, own, way):
+    """Return a ClientApp of one of the three ways."""
+    task, plain = own
+
+    def make_client(context):
+        number = context.node_config["partition-id"]
+        owned = Institution.from_arrays(f"hospital-{number}", *task.load_data(number, 4))
+        synthesis = SYNTHESIS if name in DRAWS else None
+        return load_client(name)(owned, task.net, TASK, TRAINING, synthesis=synthesis)
+
+    if way == SERVE:
+        return serve(make_client)
+    app = ClientApp(mods=[serving(make_client)] if way == MOD else [])
+    app.train()(plain.train)
+    app.evaluate()(plain.evaluate)
+    return app
+
+
+def strategy_of(name, own, **settings):
+    kind, options = load_strategy(name)
+    used = {"nodes": NODES, "model": own[0].net, "task": TASK, "training": TRAINING, "input_shape": (1, 8, 8)}
+    used |= {"synthesis": SYNTHESIS} if name in DRAWS else {}
+    return kind(options(**CUT.get(name, {})), Settings(**used | settings))
+
+
+def start(strategy, own, app, **more):
+    grid = Grid.simulated(app, {"local-epochs": 1}, NODES)
+    first = ArrayRecord(own[0].net().state_dict())
+    result = strategy.start(grid, first, num_rounds=2, train_config=ConfigRecord({"lr": 0.05}), **more)
+    return result, grid
+
+
+def test_the_table_has_every_strategy():
+    assert set(ROWS) == set(choices("strategy"))
+    assert set(ROWS.values()) == {ANY, MOD, SERVE}
+
+
+@pytest.mark.parametrize("name", choices("strategy"))
+def test_a_strategy_runs_as_the_table_says(name, own):
+    way = ROWS[name]
+    strategy = strategy_of(name, own, roll_call=way == SERVE)
+    result, grid = start(strategy, own, served(name, own, way))
+    assert strategy.recorder.failures == []
+    assert set(result.evaluate_metrics_clientapp) == {1, 2}  # rounds, not exchanges
+    assert way == SERVE or not grid.of("roll-call")
+    assert not any(reply.has_error() for _, _, reply in grid.log)  # nothing that a node would log as an error
+    names = [member.name for member in strategy.members]
+    assert names == (["hospital-0", "hospital-1"] if way == SERVE else ["node-1", "node-2"])
+
+
+@pytest.mark.parametrize("name", [name for name, way in ROWS.items() if way == SERVE])
+def test_a_strategy_says_what_it_needs(name, own):
+    with pytest.raises(ConfigError, match=r"needs \w+Client at every institution, app = serve\(make_client\)"):
+        start(strategy_of(name, own), own, served(name, own, ANY))
+
+
+def test_a_plain_app_among_those_of_proxyfl_is_left_out_with_the_reason(own):
+    with pytest.raises(RunError, match="runs a ClientApp of its own, and ProxyFL needs ProxyFLClient"):
+        start(strategy_of("proxyfl", own, roll_call=True), own, served("proxyfl", own, ANY))
+
+
+def test_the_server_cannot_test_a_model_that_it_has_not(own):
+    app, own_test = served("local", own, SERVE), {"evaluate_fn": lambda number, arrays: None}
+    with pytest.raises(ConfigError, match="evaluate_fn needs a global model; Local has none"):
+        start(strategy_of("local", own, roll_call=True), own, app, **own_test)
+
+
+def test_the_server_tests_by_rounds(own):
+    asked = []
+    start(
+        strategy_of("cwt", own), own, served("cwt", own, ANY), evaluate_fn=lambda number, arrays: asked.append(number)
+    )
+    assert asked == [1, 2]
+
+
+def test_fedprox_says_once_what_an_app_must_add(own, caplog):
+    caplog.set_level(logging.INFO, "flwr")
+    start(strategy_of("fedprox", own), own, served("fedprox", own, ANY))
+    assert sum("if it ignores proximal-mu" in record.message for record in caplog.records) == 1
+
+
+def test_a_deployment_says_how_many_institutions_it_has(own):
+    """Flower's grid of a deployment, with nothing at the other end: refused before it is used."""
+    grid = HttpGrid("127.0.0.1:1", insecure=True, token="none")
+    with pytest.raises(ConfigError, match="a deployment must say how many institutions it waits for; got nodes=0"):
+        strategy_of("cwt", own, nodes=0).start(grid, ArrayRecord())
+
+
+def test_a_node_that_returns_keeps_its_name(own):
+    def there(grid):
+        return [2, 3] if grid.looks != 3 else [3]
+
+    strategy = strategy_of("fedavg", own)
+    grid = Grid.simulated(served("fedavg", own, ANY), {"local-epochs": 1}, NODES)
+    grid.there = there
+    strategy.start(grid, ArrayRecord(own[0].net().state_dict()), num_rounds=3, train_config=ConfigRecord({"lr": 0.05}))
+    assert {member.name: member.node_id for member in strategy.members.known} == {"node-1": 2, "node-2": 3}
+
+
+@pytest.mark.parametrize("name", [name for name, way in ROWS.items() if way == MOD])
+def test_a_plain_app_is_told_to_add_the_mod(name, own):
+    with pytest.raises(RunError) as end:
+        start(strategy_of(name, own), own, served(name, own, ANY))
+    assert "mods=[serving(" in str(end.value)
