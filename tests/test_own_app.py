@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from flwr.superlink.grid import HttpGrid
 from grid import Grid
 
-from flwr_replay.config.compose import choices, load_client, load_strategy
+from flwr_replay.config.compose import choices, compose, load_client, load_strategy
 from flwr_replay.config.sections import PriorConfig, ReplayConfig, TrainingConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.generators.base import ImageForm
@@ -22,6 +22,8 @@ from flwr_replay.generators.vqvae2 import VQVAE2Config
 from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.movements.base import Settings
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.execute import execute
 from flwr_replay.serve import serve, serving
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -157,3 +159,10 @@ def test_a_plain_app_is_told_to_add_the_mod(name, own):
     with pytest.raises(RunError) as end:
         start(strategy_of(name, own), own, served(name, own, ANY))
     assert "mods=[serving(" in str(end.value)
+
+
+def test_this_packages_app_says_it_too_and_writes_nothing(tmp_path):
+    config = compose(["task=digits", f"runs_dir={tmp_path / 'runs'}"])
+    with pytest.raises(ConfigError, match="a deployment must say how many institutions"):
+        execute(HttpGrid("127.0.0.1:1", insecure=True, token="none"), config, Display())
+    assert not (tmp_path / "runs").exists()

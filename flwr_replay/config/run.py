@@ -45,7 +45,7 @@ class RunConfig:
     generator: GeneratorConfig
     prior: PriorConfig
     privacy: PrivacyConfig
-    nodes: int  # institutions to wait for; 0: all that are connected, four when simulated in process
+    nodes: int  # institutions to wait for; 0: all of a simulation, four in process; a deployment must say it
     rounds: int  # passes over the institutions' data
     seed: int  # of weights, orders and partitions
     evaluate_every: int  # rounds; the last round is always evaluated
