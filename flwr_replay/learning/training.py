@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -60,13 +62,24 @@ def learning_rate(training: TrainingConfig, completed_rounds: int) -> float:
     return training.lr * (0.1 ** (completed_rounds // training.lr_step) if training.lr_step else 1.0)
 
 
+@cache
+def _eager(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """Return an optimizer's class without `torch.compile`'s hooks; nothing here is compiled, and they import a lot.
+
+    Its steps have the same bits.
+    """
+    hooked = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in hooked}
+    return type(kind.__name__, (kind,), {**methods, "step": torch.no_grad()(inspect.unwrap(kind.step))})
+
+
 def make_optimizer(module: nn.Module, training: TrainingConfig, lr: float) -> torch.optim.Optimizer:
     """Build the configured optimizer over the parameters that train."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if training.optimizer == "adam":
         # In one pass over the numbers: on the CPU three times as fast as PyTorch's default.
-        return torch.optim.Adam(parameters, lr=lr, weight_decay=training.weight_decay, fused=True)
-    return torch.optim.SGD(parameters, lr=lr, momentum=training.momentum, weight_decay=training.weight_decay)
+        return _eager(torch.optim.Adam)(parameters, lr=lr, weight_decay=training.weight_decay, fused=True)
+    return _eager(torch.optim.SGD)(parameters, lr=lr, momentum=training.momentum, weight_decay=training.weight_decay)
 
 
 def unstepped(module: nn.Module, training: TrainingConfig) -> StateDict:

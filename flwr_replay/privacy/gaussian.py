@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from math import exp, expm1
 
-from scipy.special import log_ndtr
-
 __all__ = ["gaussian_delta", "gaussian_epsilon", "gaussian_noise"]
 
 MARGIN = 1 + 1e-9  # by which noise lies above the least, so that its epsilon is never above the one asked for
@@ -36,6 +34,8 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
     >>> f"{gaussian_delta(0.0, 1.0):.4f}"  # the total variation distance of N(0, 1) and N(1, 1)
     '0.3829'
     """
+    from scipy.special import log_ndtr  # late: most runs state no epsilon of this kind
+
     above, below = log_ndtr(mu / 2 - epsilon / mu), log_ndtr(-mu / 2 - epsilon / mu)
     return float(exp(above) * -expm1(min(0.0, epsilon + below - above)))  # without taking e^ε, which may overflow
 

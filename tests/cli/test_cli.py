@@ -348,6 +348,20 @@ def test_options_are_explained_on_80_columns(flwr_replay, monkeypatch):
     assert all(", ".join(choices(group)) in named for group in ("strategy", "task", "partition"))
 
 
+def test_a_run_imports_no_more_than_it_uses(tmp_path):
+    """These would take longer than all that a small run needs."""
+    words = ["strategy=fedavg", "model=mlp", "model.width=4", "partition.size=40", "nodes=2", "rounds=1"]
+    large = ("torch._dynamo", "sklearn", "scipy", "pandas", "matplotlib", "opacus", "torchvision", "ray")
+    script = (
+        "import sys; from flwr_replay.cli.main import main\n"
+        f"sys.argv = ['flwr-replay', 'run', *{words!r}, '--runs-dir', {str(tmp_path)!r}]\n"
+        f"try:\n    main()\nfinally:\n    print([name for name in {large!r} if name in sys.modules])"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout.strip().endswith("[]"), done.stdout
+
+
 def test_the_version_is_shown_and_an_unknown_command_has_one_suggestion(flwr_replay):
     code, out, _ = flwr_replay("--version")
     assert (code, out) == (0, "flwr-replay 0.1.0\n")

@@ -158,6 +158,27 @@ def test_runs_share_no_state(client):
     assert same(first[2], second[2])
 
 
+@pytest.mark.parametrize(
+    ("ours", "kind", "options"),
+    [
+        (TrainingConfig(momentum=0.9, weight_decay=0.01), torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+        (TrainingConfig(optimizer="adam", weight_decay=0.01), torch.optim.Adam, {"fused": True, "weight_decay": 0.01}),
+    ],
+)
+def test_an_optimizer_makes_the_steps_of_pytorchs(ours, kind, options):
+    models = build(1), build(1)
+    one, other = make_optimizer(models[0], ours, 0.1), kind(models[1].parameters(), lr=0.1, **options)
+    x, y = torch.rand(8, 9, generator=torch_rng(0)), torch.arange(8) % 3
+    for _ in range(3):
+        for model, optimizer in zip(models, (one, other), strict=True):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    for mine, its in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine, its)
+    assert str(one.state_dict()) == str(other.state_dict())
+
+
 def test_an_optimizer_comes_back_from_named_arrays():
     model = build(1)
     optimizer = make_optimizer(model, TrainingConfig(optimizer="adam"), 0.1)
