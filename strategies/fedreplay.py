@@ -50,7 +50,7 @@ from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
 from flwr_replay.report.uploads import upload_advice
 from flwr_replay.rng import derived_seed
-from flwr_replay.server.exchange import stopped
+from flwr_replay.server.asking import stopped
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, opened

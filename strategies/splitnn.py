@@ -73,7 +73,7 @@ from flwr_replay.payloads.splitnn import (
     NextBatch,
     NextBatchUnlabelled,
 )
-from flwr_replay.server.exchange import stopped
+from flwr_replay.server.asking import stopped
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened

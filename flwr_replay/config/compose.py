@@ -357,13 +357,10 @@ def _hydra(overrides: list[str]) -> dict[str, Any]:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
             composed = OmegaConf.to_container(hydra_compose("config", overrides=overrides), resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"options must be Hydra overrides; got {' '.join(overrides)!r}: {_first(error)}") from None
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(f"options must be Hydra overrides; got {' '.join(overrides)!r}: {first}") from None
     assert isinstance(composed, dict)
     return {str(key): value for key, value in composed.items()}
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _build(cls: type, values: Mapping[str, Any], section: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import inf
@@ -11,12 +11,21 @@ from math import inf
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from flwr_replay.errors import ConfigError, FlwrReplayError, RunError
+from flwr_replay.errors import ConfigError, DivergedError, FlwrReplayError, RunError
 from flwr_replay.payloads.common import OPEN_STAGES, Failure
 from flwr_replay.wire.payload import request_of
 from flwr_replay.wire.records import config_in
 
-__all__ = ["ask", "failure_of", "reason_of", "refuse_unsaid_nodes", "split_of", "wait_for_nodes", "with_advice"]
+__all__ = [
+    "ask",
+    "failure_of",
+    "reason_of",
+    "refuse_unsaid_nodes",
+    "split_of",
+    "stopped",
+    "wait_for_nodes",
+    "with_advice",
+]
 
 EXPIRED = (3, 4)  # Flower's codes for a message or an answer that is missing or has expired
 DEPLOYED = ("GrpcGrid", "HttpGrid")  # Flower's grids of deployments; a simulation's has all nodes from the start
@@ -160,3 +169,8 @@ def with_advice(fault: FlwrReplayError, message: Message, method: str) -> FlwrRe
 def _line(text: str) -> str:
     """Return a foreign text as one printable line."""
     return " ".join("".join(c if c.isprintable() else " " for c in text[:LONGEST]).split())
+
+
+def stopped(why: str, failed: int, diverged: Sequence[str]) -> RunError | DivergedError:
+    """Return the error that ends a run without answers: divergence if all `failed` messages failed by it."""
+    return DivergedError(diverged[0]) if diverged and len(diverged) == failed else RunError(why)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from flwr_replay.learning.tasks import Task
 from flwr_replay.payloads.common import MOST, OPEN_STAGES, Failure, LabelScale, Present, RollCall
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.server.answers import check_answer, check_foreign, legible, read_answer
-from flwr_replay.server.asking import ask, failure_of, reason_of, split_of, with_advice
+from flwr_replay.server.asking import ask, failure_of, reason_of, split_of, stopped, with_advice
 from flwr_replay.server.members import Member, Members, present
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.server.settings import Settings
@@ -29,7 +29,7 @@ from flwr_replay.wire.payload import CLIENT_APP_RAISED, Payload, Request, Row, r
 from flwr_replay.wire.records import config_in, opened
 from flwr_replay.wire.weights import form_of, to_arrays
 
-__all__ = ["Exchanging", "stopped"]
+__all__ = ["Exchanging"]
 
 Take = Callable[[Member, Message], None]
 
@@ -398,8 +398,3 @@ class Exchanging(Strategy):
         """Pair replies with their institutions, ordered by name, whatever the order of arrival."""
         pairs = [(self.members.by_node(reply.metadata.src_node_id), reply) for reply in replies]
         return sorted(((m, reply) for m, reply in pairs if m is not None), key=lambda pair: pair[0].name)
-
-
-def stopped(why: str, failed: int, diverged: Sequence[str]) -> RunError | DivergedError:
-    """Return the error that ends a run without answers: divergence if all `failed` messages failed by it."""
-    return DivergedError(diverged[0]) if diverged and len(diverged) == failed else RunError(why)
