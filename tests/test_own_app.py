@@ -14,6 +14,7 @@ from flwr.superlink.grid import HttpGrid
 from grid import Grid
 
 from flwr_replay.config.compose import choices, compose, load_client, load_strategy
+from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.sections import PriorConfig, ReplayConfig, TrainingConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.generators.base import ImageForm
@@ -22,6 +23,7 @@ from flwr_replay.generators.vqvae2 import VQVAE2Config
 from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.movements.base import Settings
+from flwr_replay.privacy.plan import Passes, PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import execute
 from flwr_replay.serve import serve, serving
@@ -38,6 +40,7 @@ SYNTHESIS = SynthesisPlan(
     ImageForm(channels=1, size=8, classes=10),
     ReplayConfig(images=16),
 )
+PRIVACY = PrivacyPlan(PrivacyConfig(dp="classifier"), (Passes("classifier", 2, 64),))
 CUT = {"fedreplay": {"cut": "conv1"}, "splitnn": {"cut": "conv1"}}
 DRAWS = ("feder", "syncentral")
 
@@ -109,6 +112,12 @@ def test_a_strategy_runs_as_the_table_says(name, own):
 def test_a_strategy_says_what_it_needs(name, own):
     with pytest.raises(ConfigError, match=r"needs \w+Client at every institution, app = serve\(make_client\)"):
         start(strategy_of(name, own), own, served(name, own, ANY))
+
+
+@pytest.mark.parametrize("asked", [{"external": True}, {"forgetting": True}, {"privacy": PRIVACY}])
+def test_what_a_plain_app_would_silently_leave_out_is_refused(asked, own):
+    with pytest.raises(ConfigError, match="CWT needs CWTClient"):
+        start(strategy_of("cwt", own, **asked), own, served("cwt", own, ANY))
 
 
 def test_a_plain_app_among_those_of_proxyfl_is_left_out_with_the_reason(own):

@@ -261,7 +261,10 @@ class Movement(Exchanging):
     def refuse(self, grid: Grid, evaluate_fn: EvaluateFn | None) -> None:
         """Refuse what could not work, before anything is sent."""
         refuse_unsaid_nodes(grid, self.settings.nodes)
-        require(self.settings.roll_call or not (self.needs_roll_call or self.replay), self.needs)
+        ours = (
+            self.needs_roll_call or self.replay or self.observers or (self.settings.privacy and "train" in self.stages)
+        )
+        require(self.settings.roll_call or not ours, self.needs)
         require(
             evaluate_fn is None or self.global_model,
             f"evaluate_fn needs a global model; {type(self).__name__} has none, and institutions test theirs: omit it",
