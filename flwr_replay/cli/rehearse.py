@@ -21,6 +21,9 @@ def rehearse(
     ] = 0,
     policy: Annotated[str, typer.Option("--policy", help="A policy for all, or a folder of <institution>.yaml.")] = "",
     tls: Annotated[bool, typer.Option("--tls", help="With TLS, and a key for each SuperNode.")] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Every institution keeps its own messages, for attacks.")
+    ] = False,
     out: Annotated[str, typer.Option("--out", help="A new folder; default: rehearsal-<date> here.")] = "",
 ) -> None:
     """Deploy on this machine: a SuperLink, a SuperNode for each institution with data of its own, one run; then stop.
@@ -35,6 +38,6 @@ def rehearse(
     own = Path(policy).expanduser().absolute() if policy else None
     source = Path(data).expanduser().absolute()
     say = partial(print, flush=True)
-    result, folder = rehearse(options or [], source, institutions, own, place, say, tls)
+    result, folder = rehearse(options or [], source, institutions, own, place, say, tls, record)
     print(summary(result, folder))
     print(f"each institution's own ledger: {place / 'state'}\nthe run's page: {folder / 'report.html'}")

@@ -29,9 +29,9 @@ from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.runs.certificates import CA
 from flwr_replay.runs.deployment import host_of
+from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job
 from flwr_replay.runs.officer import refusals, study_options
-from flwr_replay.runs.versions import versions
 
 __all__ = ["examine_clinic"]
 

@@ -38,9 +38,9 @@ from flwr_replay.runs.deployment_texts import (
     SCRIPTS_OF_COORDINATOR,
     STUDY,
 )
+from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job
 from flwr_replay.runs.forecast import exchanged
-from flwr_replay.runs.versions import versions
 from flwr_replay.wire.payload import rows
 
 __all__ = ["COORDINATOR_FOLDER", "host_of", "init"]

@@ -55,6 +55,7 @@ def rehearse(
     place: Path,
     say: Callable[[str], None],
     tls: bool = False,
+    record: bool = False,
 ) -> tuple[dict[str, Any], Path]:
     """Deal a folder of images among institutions, deploy on this machine, run, and stop everything.
 
@@ -74,6 +75,8 @@ def rehearse(
         Receives the run's log, line by line, and at the end the last lines of each institution's.
     tls : bool
         Deploy with TLS, and with a key for each SuperNode.
+    record : bool
+        Every institution keeps its own messages, so that attacks can be tried on them.
 
     Returns
     -------
@@ -99,7 +102,9 @@ def rehearse(
     policies = {name: _policy(policy, name) for name in set(names)} if policy else {}
     runs = [f"nodes={len(set(names))}", f"runs_dir={quoted(place / 'runs')}", "run_name=rehearsal"]
     overrides = ["task=folder", *task, *options, *runs]
-    compose(overrides)  # a wrong option is reported before anything is written
+    config = compose(overrides)  # a wrong option is reported before anything is written
+    shared = {"record": "all"} if record else {}
+    shared |= {"own-parts": " ".join(config.own_parts)} if config.own_parts else {}
     if place.exists():
         raise RunError(f"a rehearsal's folder must be new; {place} exists: choose another --out, or delete it")
     for part in ("data", "state", "logs"):
@@ -108,7 +113,7 @@ def rehearse(
     with ExitStack() as stack:
         link = stack.enter_context(_linked(place, tls))
         for name in sorted(set(names)):
-            owned = {"name": name, "data": str(place / "data" / name), "state": str(place / "state")}
+            owned = {"name": name, "data": str(place / "data" / name), "state": str(place / "state"), **shared}
             stack.enter_context(supernode(link, name, owned | ({"policy": policies[name]} if policy else {})))
         for line in flwr_run(link, overrides):
             say(line.rstrip("\n"))

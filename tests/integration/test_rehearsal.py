@@ -49,7 +49,7 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
     policies.mkdir()
     (policies / "clinic-a.yaml").write_text("strategies: [cwt]\n")
     (policies / "clinic-b.yaml").write_text("kinds: [model, statistic]\n")
-    process = started(place, play, "rounds=1", "--tls", "--policy", str(policies))
+    process = started(place, play, "rounds=1", "--tls", "--record", "--policy", str(policies))
     said = process.communicate(timeout=180)[0]
     assert process.returncode == 0, said
     result = read_json(place / "runs" / "rehearsal" / "result.json")
@@ -60,6 +60,7 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
         with open(place / "data" / clinic / "manifest.csv", newline="") as file:
             assert len(list(csv.DictReader(file))) == number
         assert (place / "state" / clinic / "ledger.jsonl").exists()
+        assert len(list((place / "state" / clinic / "messages").iterdir())) > 2
         log = (place / "logs" / f"{clinic}.log").read_text()
         assert f"policy {policies / clinic}.yaml" in log
         assert "insecure" not in log.lower()
