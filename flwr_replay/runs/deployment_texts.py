@@ -49,8 +49,8 @@ The study is between <<clinics>>. They reach this machine at <<address>>. This f
    are on the PATH: `flwr-replay doctor`.
 2. Send each clinic its folder, which lies beside this one. It holds no secret. Let the clinics check with you, by
    telephone, the SHA-256 of `ca.crt`: `sha256sum certificates/ca.crt`.
-3. Each clinic makes its own key, and sends you the public half, `NAME.pub`. Put these files into `keys/`. Never take a
-   private key from a clinic.
+3. Each clinic makes its own key, and sends you the public half, `NAME.pub`. Put these files into `keys/`, and compare
+   fingerprints by telephone: `ssh-keygen -l -f keys/NAME.pub`. Never take a private key from a clinic.
 4. Start the SuperLink, in a terminal of its own, and leave it running: `./superlink.sh`
 5. Register the keys that have come. This can be repeated: `./register.sh`
 6. When all clinics have started, `./run.sh` starts the run and shows it. It ends with a summary; the results are
@@ -125,8 +125,9 @@ instead, and what your own policy says to it, you can see before you start.
    the images and reach <<address>>. It opens no port to the outside.
 2. Put your images where `data` in this folder points: `ln -s /path/to/your/images data`. Or write the path into
    `clinic.env`, after `DATA=`. docs/data.md says how the folder has to look.
-3. Ask the coordinator, by telephone, for the SHA-256 of `ca.crt`, and compare: `sha256sum ca.crt`.
-4. Make your key. It never leaves this folder: `./make-key.sh`. Send the coordinator the file `<<name>>.pub` only.
+3. Read the scripts here; they are short, and came by mail. Ask the coordinator, by telephone, for the SHA-256 of `ca.crt`, and compare: `sha256sum ca.crt`.
+4. Make your key. It never leaves this folder: `./make-key.sh`. Send the coordinator the file `<<name>>.pub` only,
+   and compare its fingerprint by telephone: `ssh-keygen -l -f <<name>>.pub`.
 5. Read `policy.yaml`. It decides what may leave, and is your own word. Then look at what would leave, and give the page
    to your data-protection officer:
 
