@@ -66,6 +66,7 @@ class FedReplayConfig(StrategyConfig):
     """Options of FedReplay; the paper's encoder is trained at an institution and cut at conv1."""
 
     name: ClassVar[str] = "fedreplay"
+    files: ClassVar[tuple[str, ...]] = ("encoder_file",)
     encoder: str = "institution"  # institution: trained at one of them | random | file: trained elsewhere
     encoder_institution: str = "largest"  # or a name
     encoder_file: str = ""  # encoder=file: a .safetensors file with the weights before the cut

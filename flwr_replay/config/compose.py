@@ -190,7 +190,8 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     pairs = [pair for override in overrides for pair in _pairs(override)]
     values = deepcopy(dict(_unset(tuple(_chosen(pairs)))))
     by_strategy = values.pop(BY_STRATEGY, {})
-    given = {_full_key(key, values): (key, value) for key, value in pairs if key not in GROUPS}
+    later = {f"{group}.{option}" for group, option in OWN.items() if dict(pairs).get(group, "own") != "own"}
+    given = {_full_key(key, values): (key, value) for key, value in pairs if key not in (*GROUPS, *later)}
     for full, (key, value) in given.items():
         section, _, option = full.rpartition(".")
         (values[section] if section else values)[option] = _value(key, value)

@@ -1,8 +1,8 @@
 """Models and data of the user's own, named as `mypkg.nets:build`: found by import, at an institution only if it allows.
 
-A name in a run's options comes from the server, which an institution does not trust. So a node imports only what its
-own node config names (`own-parts="mypkg.nets:build"`), or what its own process has allowed: the command line allows
-what it simulates itself.
+A name in a run's options comes from the server, or from a study's folder that came by mail. So a process imports only
+what was allowed in it: by an institution's own node config (`own-parts="mypkg.nets:build"`), by the words of a command
+line, or by the environment variable.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flwr_replay.errors import ConfigError, RefusedError
 __all__ = ["OWN", "VARIABLE", "allow", "check_allowed", "import_part", "is_part"]
 
 OWN = {"model": "build", "task": "load"}  # groups in which `own` is a choice, and the option that names the function
-VARIABLE = "FLWR_REPLAY_OWN_PARTS"  # of a process that simulates: the parts it may import, with spaces between
+VARIABLE = "FLWR_REPLAY_OWN_PARTS"  # the parts that a process may import, with spaces between
 PART = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -35,8 +35,8 @@ def is_part(choice: str) -> bool:
 
 
 def allow(parts: Iterable[str]) -> None:
-    """Let this process, and those that it starts, import these parts in a simulation."""
-    os.environ[VARIABLE] = " ".join(parts)
+    """Let this process, and those that it starts, import these parts."""
+    os.environ[VARIABLE] = " ".join({**dict.fromkeys(os.environ.get(VARIABLE, "").split()), **dict.fromkeys(parts)})
 
 
 def check_allowed(parts: Iterable[str], allowed: str, how: str) -> None:
@@ -58,7 +58,7 @@ def check_allowed(parts: Iterable[str], allowed: str, how: str) -> None:
     """
     for part in parts:
         if part not in allowed.split():
-            raise RefusedError(f"the run names code of its own, {part}, which this institution has not allowed: {how}")
+            raise RefusedError(f"the run names code of its own, {part}, which has not been allowed here: {how}")
 
 
 def import_part(option: str, part: str) -> Callable[..., Any]:
@@ -73,9 +73,12 @@ def import_part(option: str, part: str) -> Callable[..., Any]:
 
     Raises
     ------
+    RefusedError
+        If it was not allowed in this process.
     ConfigError
         If there is no such module or function.
     """
+    check_allowed([part], os.environ.get(VARIABLE, ""), f"export {VARIABLE}='{part}' if you trust its author")
     module, _, name = part.partition(":")
     if os.getcwd() not in sys.path:  # the command `flwr-replay` lies elsewhere
         sys.path.append(os.getcwd())

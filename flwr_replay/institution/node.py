@@ -13,7 +13,7 @@ from typing import Any
 from flwr.app import Context
 
 from flwr_replay.config.compose import from_run_config
-from flwr_replay.config.parts import VARIABLE, check_allowed
+from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH
 from flwr_replay.data import institution_name, load
@@ -78,6 +78,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
     check_allowed(
         config.own_parts, owned.get("own-parts", ""), """--node-config '… own-parts="package.module:function"'"""
     )
+    allow(config.own_parts)
     # The server must not make a node download data, nor choose by a column or by sizes who is trained or tested on.
     task = replace(config.task, data_dir=owned["data"], download=False, site_column="site")
     task = replace(task, train_size=0, val_size=0, test_size=0)

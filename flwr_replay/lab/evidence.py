@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from flwr_replay.config.compose import compose, load_strategy, overrides_of
+from flwr_replay.config.parts import allow
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import read_lines
@@ -105,6 +106,7 @@ class Evidence:
         """
         lines = read_lines(folder / "ledger.jsonl")
         config, run = _options(folder, lines, run)
+        allow(config.own_parts)
         load_strategy(config.strategy.name)  # declares the method's payloads
         names = [
             line[key] for line in lines if line.get("run", run) == run for key in ("request", "message") if key in line

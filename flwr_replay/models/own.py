@@ -15,9 +15,19 @@ from torch import nn
 from flwr_replay.config.parts import import_part
 from flwr_replay.config.sections import ModelConfig, TaskConfig, require
 from flwr_replay.errors import ConfigError
+from flwr_replay.models.layers import Standardize
 from flwr_replay.models.staged import StagedModel
 
-__all__ = ["own"]
+__all__ = ["check_layers", "own"]
+
+# Layers that compute each example by itself, whatever their arguments.
+APART = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Dropout, nn.Identity),
+    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardtanh),
+    *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Upsample),
+    *(nn.Sequential, StagedModel, Standardize),
+)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def own(model: ModelConfig, task: TaskConfig) -> StagedModel:
@@ -38,11 +48,11 @@ def own(model: ModelConfig, task: TaskConfig) -> StagedModel:
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from None
     require(
-        isinstance(built, nn.Sequential) and len(built) > 1,
+        type(built) in (nn.Sequential, StagedModel) and len(built) > 1 and not _altered(built),
         f"{option} must return torch.nn.Sequential with at least two named stages, the last of them the head; got "
         f"{type(built).__name__}",
     )
-    staged = StagedModel(OrderedDict(built.named_children()))
+    staged = StagedModel(OrderedDict(built._modules))  # a layer may stand there twice
     x_BCHW = torch.zeros(2, task.channels, task.size, task.size)
     expected = (2, 1, task.size, task.size) if task.kind == "segmentation" else (2, task.classes)
     try:
@@ -52,3 +62,26 @@ def own(model: ModelConfig, task: TaskConfig) -> StagedModel:
         raise ConfigError(f"{option} fails on images {tuple(x_BCHW.shape)}: {str(error).splitlines()[0]}") from None
     require(found == expected, f"{option} must give outputs of shape {expected} for two images; got {found}")
     return staged.train()
+
+
+def check_layers(model: ModelConfig, built: nn.Module) -> None:
+    """Refuse a model of the user's under DP if one of its layers might mix the examples of a batch.
+
+    Only layers are taken that compute each example by itself, as PyTorch has them, without hooks.
+
+    Raises
+    ------
+    ConfigError
+        For the first other layer.
+    """
+    for name, layer in built.named_modules():
+        flattens = type(layer) is nn.Flatten and layer.start_dim == 1
+        require(
+            (type(layer) in APART or flattens) and not _altered(layer),
+            f"under differential privacy model={model.build} may have only layers that compute each example by itself; "
+            f"{name} is a {type(layer).__name__}, or has hooks: take Linear, Conv2d, GroupNorm, ReLU and the like",
+        )
+
+
+def _altered(layer: nn.Module) -> bool:
+    return "forward" in vars(layer) or any(getattr(layer, hooks, None) for hooks in HOOKS)

@@ -92,7 +92,7 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
     built.channels_last = model.name in CHANNELS_LAST
     if task.mean:
         name, first = next(iter(built.named_children()))
-        inner = dict(first.named_children()) if isinstance(first, nn.Sequential) else {"layer": first}
+        inner = dict(first._modules) if type(first) is nn.Sequential else {"layer": first}
         layers = OrderedDict(standardize=Standardize(task.mean, task.std), **inner)
         setattr(built, name, nn.Sequential(layers))
     return built

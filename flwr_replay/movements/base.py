@@ -75,6 +75,8 @@ class Movement(Exchanging):
         further = {"external": self.settings.external, UNMIXED: self.settings.evaluate_before_mixing}
         self.observers: list[Observer] = [FurtherTests(split) for split, asked in further.items() if asked]
         self.observers += [Forgetting(self.recorder)] if self.settings.forgetting else []
+        private = self.settings.privacy and "train" in self.stages
+        self.ours_only = bool(self.needs_roll_call or self.replay or self.observers or private)
 
     def new_replay(self) -> Replay | None:
         """Return what the options say is replayed."""
@@ -261,10 +263,7 @@ class Movement(Exchanging):
     def refuse(self, grid: Grid, evaluate_fn: EvaluateFn | None) -> None:
         """Refuse what could not work, before anything is sent."""
         refuse_unsaid_nodes(grid, self.settings.nodes)
-        ours = (
-            self.needs_roll_call or self.replay or self.observers or (self.settings.privacy and "train" in self.stages)
-        )
-        require(self.settings.roll_call or not ours, self.needs)
+        require(self.settings.roll_call or not self.ours_only, self.needs)
         require(
             evaluate_fn is None or self.global_model,
             f"evaluate_fn needs a global model; {type(self).__name__} has none, and institutions test theirs: omit it",

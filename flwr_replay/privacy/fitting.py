@@ -34,6 +34,11 @@ def check_fit(config: RunConfig, wanted: Container[str]) -> None:
     """
     if config.privacy.end_to_end:
         _check_end_to_end(config)
+    if config.model.build:
+        from flwr_replay.models.own import check_layers
+        from flwr_replay.models.zoo import build
+
+        check_layers(config.model, build(config.model, config.task, 0))
     mixed = MIXES_PATIENTS.get(config.task.format)
     require(
         mixed is None,

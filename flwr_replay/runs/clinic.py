@@ -87,9 +87,12 @@ def _read(folder: Path) -> dict[str, str]:
     if not file.is_file():
         raise ConfigError(f"--clinic must be a folder with clinic.env, as `deploy init` writes it; got {folder}")
     try:
-        words = shlex.split(read_text(file), comments=True)
+        text = read_text(file)
+        words = shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"{file} must be quoted as in a shell: {error}") from None
+    if any(sign in text for sign in "$`;&|<>("):  # start.sh reads it as a shell
+        raise ConfigError(f"{file} must have plain values, without $ ` ; & | < > (: it is read by a shell")
     own = {key: value for key, _, value in (word.partition("=") for word in words)}
     if missing := [key for key in KEYS if not own.get(key)]:
         raise ConfigError(f"{file} must have lines {', '.join(KEYS)}, without spaces around =; {missing[0]} is missing")

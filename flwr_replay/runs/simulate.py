@@ -17,7 +17,6 @@ from flwr.clientapp import ClientApp
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
-from flwr_replay.config.parts import allow
 from flwr_replay.config.run import RunConfig
 from flwr_replay.data import Partition
 from flwr_replay.data.dealt import dealt, loaded
@@ -100,7 +99,6 @@ def simulate(
     served_by : ClientApp
         The institutions' half: the one that is deployed, or an audit's.
     """
-    allow(simulation.job.config.own_parts)
     grid = InlineGrid.simulated(served_by, {"overrides": shlex.join(overrides)}, simulation.job.config.nodes)
     return _with_skew(*run_job(grid, simulation.job, display), simulation)
 
@@ -116,7 +114,6 @@ def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str,
         If the run fails; Flower's log is on stderr.
     """
     config = simulation.job.config
-    allow(config.own_parts)
     if config.resume:
         folder = Path(config.resume)
     else:

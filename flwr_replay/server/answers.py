@@ -6,6 +6,7 @@ An invalid answer counts as its sender's failure. It never stops the other insti
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,10 @@ def legible() -> Iterator[None]:
     except Exception as error:  # of any class, since the sender made the records
         line = " ".join(str(error).split())[:200]
         raise WireError(f"an answer must be readable; this is not: {type(error).__name__} {line}") from None
+
+
+METRIC = re.compile(r"\w[\w .-]{0,79}")  # a foreign metric's name: it stands in logs, pages and trackers
+OURS = ("delta", "epsilon", "epsilon-not-proven")
 
 
 def read_answer(answer: RecordDict, declared: type[Payload] | None) -> tuple[list[Row], dict[str, Any]]:
@@ -131,6 +136,11 @@ def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
     n = metrics.pop("num-examples", 1)
     if isinstance(n, list) or not 1 <= n <= MOST or n != int(n):
         raise WireError(f"num-examples must be a whole number from 1 to {MOST:,}; got {n}")
+    for name in metrics:
+        if not METRIC.fullmatch(name) or name in OURS:
+            raise WireError(
+                f"a metric's name has letters, digits, spaces, _ . and -, and is none of ours; got {name!r}"
+            )
     numbers = {name: value for name, value in metrics.items() if not isinstance(value, list)}
     if not numbers or not all(map(math.isfinite, numbers.values())):
         raise WireError(f"an evaluation must hold metrics, all finite; got {numbers or 'none'}")

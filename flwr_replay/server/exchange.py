@@ -58,6 +58,7 @@ class Exchanging(Strategy):
     stages: tuple[str, ...] = ("train", "evaluate")  # all stages that a run requests
     timeout: float  # seconds to wait for an answer
     needs_roll_call: ClassVar[bool] = False  # whether every institution must run this package's client, for all stages
+    ours_only: bool  # whether this run needs that, for its options
     one_form: ClassVar[bool] = False  # whether all institutions' models must have the same names, shapes and dtypes
     extra: frozenset[str]  # keys that a user's own ServerApp adds to requests
 
@@ -179,7 +180,7 @@ class Exchanging(Strategy):
                         self.members.ask_again(node_id)
                     else:
                         member = present(node_id, reply)
-                        if self.needs_roll_call and not member.ours:
+                        if self.ours_only and not member.ours:
                             raise WireError(f"runs a ClientApp of its own, and {self.needs}")
                         arrived.append(member)
             except WireError as error:

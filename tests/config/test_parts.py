@@ -13,8 +13,9 @@ from flwr_replay.config.parts import VARIABLE
 from flwr_replay.data.datasets import load
 from flwr_replay.errors import ConfigError, DataError, RefusedError
 from flwr_replay.institution.node import _institution
+from flwr_replay.models.own import check_layers
 from flwr_replay.models.zoo import build
-from flwr_replay.privacy.dpsgd import refuse_mixing
+from flwr_replay.privacy.plan import PrivacyPlan
 
 NETS = """
 from collections import OrderedDict
@@ -49,6 +50,21 @@ def fails(channels, size, classes):
 
 def other(width):
     return None
+
+def batchwise(channels, size, classes):
+    return nn.Sequential(OrderedDict(soft=nn.Softmax(dim=0), **dict(build(channels, size, classes).named_children())))
+
+def twice(channels, size, classes):
+    act = nn.ReLU()
+    layers = dict(flat=nn.Flatten(), one=nn.Linear(size**2, 8), act=act, two=nn.Linear(8, 8), again=act)
+    return nn.Sequential(OrderedDict(**layers, head=nn.Linear(8, classes)))
+
+class Sub(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + 5
+
+def sub(channels, size, classes):
+    return Sub(*build(channels, size, classes))
 
 constant = 3
 """
@@ -91,6 +107,10 @@ def fails(data_dir):
 def unlabelled(data_dir):
     return {"train": [{"picture": 1}], "test": [{"picture": 1}]}
 """
+NAMES = "build bare mixing module narrow fails other constant buidl batchwise twice sub"
+DATA_NAMES = "arrays whole last torchs hugging names fails unlabelled"
+ALL = " ".join([*(f"ownnets:{one}" for one in NAMES.split()), *(f"owndata:{one}" for one in DATA_NAMES.split())])
+ALL += " nonesuch:build"
 JOB = ["strategy=fedavg", "rounds=1", "device=cpu"]
 
 
@@ -102,7 +122,7 @@ def own(tmp_path, monkeypatch):
     (tmp_path / "owndata.py").write_text(DATA, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(VARIABLE, ALL)
     yield marker
     for name in ("ownnets", "owndata"):
         sys.modules.pop(name, None)
@@ -139,6 +159,7 @@ def test_a_bare_first_layer_is_standardised_too(own):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
+        ("model=ownnets:sub", "must return torch.nn.Sequential"),
         ("model=ownnets:module", "must return torch.nn.Sequential"),
         ("model=ownnets:narrow", r"outputs of shape \(2, 10\) for two images; got \(2, 11\)"),
         ("model=ownnets:fails", "no such size"),
@@ -163,9 +184,22 @@ def test_own_without_a_function_is_refused(group):
 
 def test_under_dp_layers_of_the_users_own_are_refused(own):
     fine, mixing = composed("model=ownnets:build"), composed("model=ownnets:mixing")
-    refuse_mixing(build(fine.model, fine.task, 0))
-    with pytest.raises(ConfigError, match=r"PyTorch's own layers.*centre is a ownnets.Centred"):
-        refuse_mixing(build(mixing.model, mixing.task, 0))
+    check_layers(fine.model, build(fine.model, fine.task, 0))
+    for config, said in ((mixing, "centre is a Centred"), (composed("model=ownnets:batchwise"), "soft is a Softmax")):
+        with pytest.raises(ConfigError, match=f"each example by itself; {said}"):
+            check_layers(config.model, build(config.model, config.task, 0))
+    hooked = build(fine.model, fine.task, 0)
+    hooked.body.register_forward_hook(lambda layer, x, y: y - y.mean(0))
+    with pytest.raises(ConfigError, match="body is a Sequential, or has hooks"):
+        check_layers(fine.model, hooked)
+    with pytest.raises(ConfigError, match="each example by itself"):
+        PrivacyPlan.of(composed("model=ownnets:mixing", "dp=classifier", "target-epsilon=8"))
+    assert PrivacyPlan.of(composed("model=ownnets:build", "dp=classifier", "target-epsilon=8"))
+
+
+def test_a_layer_that_stands_twice_stays_twice(own):
+    config = composed("model=ownnets:twice")
+    assert build(config.model, config.task, 0).stages == ("flat", "one", "act", "two", "again", "head")
 
 
 @pytest.mark.parametrize("function", ["arrays", "torchs", "hugging"])
@@ -200,8 +234,6 @@ def test_wrong_data_are_one_line(own, function, said):
 
 
 def test_no_dp_on_data_that_nobody_has_checked(own):
-    from flwr_replay.privacy.plan import PrivacyPlan
-
     with pytest.raises(ConfigError, match="mixes patients without noise"):
         PrivacyPlan.of(composed("task=owndata:arrays", "dp=classifier", "target-epsilon=8"))
 
@@ -216,9 +248,24 @@ def institution(tmp_path, part, **node):
 @pytest.mark.parametrize("allowed", ["", "ownnets:other", "ownnets", "build"])
 def test_an_institution_imports_nothing_that_it_has_not_allowed(own, tmp_path, allowed, monkeypatch):
     monkeypatch.setenv(VARIABLE, "ownnets:build")  # a deployed node does not heed it
-    with pytest.raises(RefusedError, match=r"ownnets:build, which this institution has not allowed.*own-parts"):
+    with pytest.raises(RefusedError, match=r"ownnets:build, which has not been allowed here.*own-parts"):
         institution(tmp_path, "model=ownnets:build", **{"own-parts": allowed})
     assert not own.exists()
+
+
+def test_nothing_is_imported_that_was_not_allowed_in_this_process(own, monkeypatch):
+    config = composed("model=ownnets:build", "task=owndata:arrays", "task.size=8", "classes=3")
+    monkeypatch.setenv(VARIABLE, "ownnets:bare")
+    with pytest.raises(RefusedError, match="has not been allowed here"):
+        build(config.model, config.task, 0)
+    with pytest.raises(RefusedError, match="has not been allowed here"):
+        load(config.task)
+    assert not own.exists()
+
+
+def test_a_later_choice_wins_over_a_part(own):
+    assert composed("model=ownnets:build", "model=mlp").model.name == "mlp"
+    assert composed("task=owndata:arrays", "task=digits").task.name == "digits"
 
 
 def test_an_institution_takes_what_it_allows_by_name(own, tmp_path):
@@ -229,6 +276,7 @@ def test_an_institution_takes_what_it_allows_by_name(own, tmp_path):
 def test_a_simulated_node_imports_what_its_own_process_allows(own, monkeypatch):
     run = (("overrides", shlex.join([*JOB, "model=ownnets:build", "nodes=2"])),)
     node = (("num-partitions", "2"), ("partition-id", "0"))
+    monkeypatch.delenv(VARIABLE)
     with pytest.raises(RefusedError, match=VARIABLE):
         _institution(run, node)
     assert not own.exists()
