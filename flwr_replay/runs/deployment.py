@@ -86,8 +86,8 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
     config = compose([*given, f"nodes={len(clinics)}"])
     if config.own_parts:
         raise ConfigError(
-            f"`deploy init` writes no start scripts for code of your own, {config.own_parts[0]}: a clinic must install and "
-            "allow it by hand, as docs/extend.md says"
+            f"`deploy init` writes no start scripts for code of your own, {config.own_parts[0]}: a clinic must install "
+            "and allow it by hand, as docs/extend.md says"
         )
     policy = _policy(config, clinics)
     require(not set(str(place)) & set('"\\\n'), f"--out must have no double quotes or backslashes; got {place}")

@@ -126,9 +126,8 @@ class Exchanging(Strategy):
     @property
     def needs(self) -> str:
         """What a method needs of a user's own app if a ClientApp that trains and evaluates is not enough."""
-        name = type(self).__name__
         return (
-            f"{name} needs {name}Client at every institution, app = serve(make_client), and Settings(roll_call=True) "
+            f"{(name := type(self).__name__)} needs {name}Client at every institution, app = serve(make_client), and Settings(roll_call=True) "
             "at the server: docs/flower.md shows both"
         )
 

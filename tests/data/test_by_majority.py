@@ -195,7 +195,10 @@ def test_classes_that_starve_are_said_in_one_line(examples: Make, tmp_path: Path
     for remedy in ({"rest": "uniform", "size": largest}, {"size": 60}):
         assert "warning" not in show(*scarce(examples, **remedy), tmp_path)
 
-    report = {"seeds": [3, 4], "cells": [{"label": "a", "seed": 3, "result": {"skew": scarce(examples, 60)[1].skew}}]}
+    report = {
+        "seeds": [3, 4],
+        "cells": [{"label": "a", "seed": 3, "options": [], "result": {"skew": scarce(examples, 60)[1].skew}}],
+    }
     assert not [note for note in notes(cells(report)) if "warning" in note]
     report["cells"].append({"label": "a", "seed": 4, "result": {"skew": skew}})
     found = notes(cells(report))
