@@ -127,8 +127,8 @@ class Exchanging(Strategy):
     def needs(self) -> str:
         """What a method needs of a user's own app if a ClientApp that trains and evaluates is not enough."""
         return (
-            f"{(name := type(self).__name__)} needs {name}Client at every institution, app = serve(make_client), and Settings(roll_call=True) "
-            "at the server: docs/flower.md shows both"
+            f"{(name := type(self).__name__)} needs {name}Client at every institution, app = serve(make_client), and "
+            "Settings(roll_call=True) at the server: docs/flower.md shows both"
         )
 
     def all_stages(self) -> list[str]:
