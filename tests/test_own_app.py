@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.superlink.grid import HttpGrid
 from grid import Grid
@@ -16,7 +16,7 @@ from grid import Grid
 from flwr_replay.config.compose import choices, compose, load_client, load_strategy
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.sections import PriorConfig, ReplayConfig, TrainingConfig
-from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.generators.base import ImageForm
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.generators.vqvae2 import VQVAE2Config
@@ -27,6 +27,7 @@ from flwr_replay.privacy.plan import Passes, PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import execute
 from flwr_replay.serve import serve, serving
+from flwr_replay.server.answers import check_foreign
 
 DOCS = Path(__file__).parent.parent / "docs"
 ROWS = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", (DOCS / "flower.md").read_text(), re.M))
@@ -123,6 +124,18 @@ def test_what_a_plain_app_would_silently_leave_out_is_refused(asked, own):
 def test_a_plain_app_among_those_of_proxyfl_is_left_out_with_the_reason(own):
     with pytest.raises(RunError, match="runs a ClientApp of its own, and ProxyFL needs ProxyFLClient"):
         start(strategy_of("proxyfl", own, roll_call=True), own, served("proxyfl", own, ANY))
+
+
+def test_a_plain_app_takes_no_part_under_dp(own):
+    with pytest.raises(RunError, match="runs a ClientApp of its own, and CWT needs CWTClient"):
+        start(strategy_of("cwt", own, roll_call=True, privacy=PRIVACY), own, served("cwt", own, ANY))
+
+
+@pytest.mark.parametrize("name", ["epsilon", "a\nb", "a/b", "", "x" * 81])
+def test_a_foreign_metric_has_a_plain_name_and_none_of_ours(name):
+    answer = RecordDict({"metrics": MetricRecord({"num-examples": 3, name: 0.5})})
+    with pytest.raises(WireError, match="a metric's name has letters"):
+        check_foreign(answer, RecordDict(), trained=False)
 
 
 def test_the_server_cannot_test_a_model_that_it_has_not(own):

@@ -91,7 +91,8 @@ def _read(folder: Path) -> dict[str, str]:
         words = shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"{file} must be quoted as in a shell: {error}") from None
-    if any(sign in text for sign in "$`;&|<>("):  # start.sh reads it as a shell
+    set_lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    if set("$`;&|<>(") & set("".join(set_lines)):  # start.sh reads it as a shell
         raise ConfigError(f"{file} must have plain values, without $ ` ; & | < > (: it is read by a shell")
     own = {key: value for key, _, value in (word.partition("=") for word in words)}
     if missing := [key for key in KEYS if not own.get(key)]:

@@ -110,6 +110,8 @@ def test_the_doctor_names_what_is_wrong(written, tmp_path):
     assert "nothing answers at 127.0.0.2" in line or "no certificate of this study for that address" in line
     (line,) = changed(written, "clinic.env", rb"DATA=data", b"DATA=nothing")
     assert "data" in line
+    with pytest.raises(ConfigError, match="must have plain values"):
+        changed(written, "clinic.env", rb"DATA=data", b"DATA=data$(touch run)")
     (line,) = changed(written, "north.pub", rb"AAAA", b"BAAA")
     assert "must be the public half of key" in line
     write_certificates(tmp_path, ["localhost"], 1)  # of another study
@@ -143,6 +145,7 @@ def test_wrong_names_addresses_and_options_are_refused_before_anything_is_writte
         refused("HOST:PORT", "--clinics", "a,b", "--address", address)
     refused("deploy init sets nodes itself", "--clinics", "a,b", "nodes=3")
     refused("did you mean strategy", "--clinics", "a,b", "strategi=3")
+    refused("writes no start scripts for code of your own", "--clinics", "a,b", "task=mypkg:load")
     (tmp_path / "dep").mkdir()
     assert command(monkeypatch, "deploy", "init", "--clinics", "a,b", *STUDY, "--out", str(tmp_path / "dep")) == 2
     assert "must be new" in capsys.readouterr().err
