@@ -29,7 +29,8 @@ def play(tmp_path_factory):
 
 def started(place, play, *options):
     words = ["rehearse", str(play), "strategy=cwt", "width=4", "device=cpu", "--out", str(place), *options]
-    command = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()", *words]
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # tests may run in the background
+    command = [sys.executable, "-c", f"{heeds}; from flwr_replay.cli.main import main; main()", *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
