@@ -200,7 +200,7 @@ def test_classes_that_starve_are_said_in_one_line(examples: Make, tmp_path: Path
         "cells": [{"label": "a", "seed": 3, "options": [], "result": {"skew": scarce(examples, 60)[1].skew}}],
     }
     assert not [note for note in notes(cells(report)) if "warning" in note]
-    report["cells"].append({"label": "a", "seed": 4, "result": {"skew": skew}})
+    report["cells"].append({"label": "a", "seed": 4, "options": [], "result": {"skew": skew}})
     found = notes(cells(report))
     assert f"seed 4: {said}" in found
     assert f"seed 4: {warning}" in found
