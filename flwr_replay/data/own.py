@@ -43,7 +43,8 @@ def read_own(task: TaskConfig) -> dict[str, Raw]:
     try:
         splits = load(task.data_dir)
     except Exception as error:  # the user's code: any error, as one line
-        raise DataError(f"{option} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")  # noqa: B904
+        said = str(error).partition("\n")[0]
+        raise DataError(f"{option} failed: {type(error).__name__}: {said}") from None
     if not isinstance(splits, Mapping) or set(splits) not in SPLITS:
         got = ", ".join(map(str, splits)) if isinstance(splits, Mapping) else type(splits).__name__
         raise ConfigError(f'{option} must return {{"train": …, "test": …}}, perhaps with "val", or "all"; got {got}')

@@ -126,8 +126,9 @@ class Exchanging(Strategy):
     @property
     def needs(self) -> str:
         """What a method needs of a user's own app if a ClientApp that trains and evaluates is not enough."""
+        name = type(self).__name__
         return (
-            f"{(name := type(self).__name__)} needs {name}Client at every institution, app = serve(make_client), and "
+            f"{name} needs {name}Client at every institution, app = serve(make_client), and "
             "Settings(roll_call=True) at the server: docs/flower.md shows both"
         )
 
@@ -293,8 +294,7 @@ class Exchanging(Strategy):
 
     def silent(self, nodes: list[int], seconds: float) -> None:
         """Say in the log for whose answers the run waits."""
-        known = [(node, self.members.by_node(node)) for node in nodes]
-        names = sorted(member.name if member else f"node {node}" for node, member in known)
+        names = sorted(getattr(self.members.by_node(node), "name", f"node {node}") for node in nodes)
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         self.recorder.log(f"waiting for {', '.join(names[:MOST_NAMED])}{more}, {seconds / 60:.0f} min")
 
