@@ -45,8 +45,8 @@ COORDINATOR = """\
 
 The study is between <<clinics>>. They reach this machine at <<address>>. This folder is for you alone.
 
-1. Install flwr-replay <<replay_version>> here (`pip install flwr-replay==<<replay_version>>`), and see that its programs
-   are on the PATH: `flwr-replay doctor`.
+1. Install flwr-replay <<replay_version>> here (from a checkout: `pip install .`), and see that its programs are on the
+   PATH: `flwr-replay doctor`. Tell the clinics where to get the same version.
 2. Send each clinic its folder, which lies beside this one. It holds no secret. Let the clinics check with you, by
    telephone, the SHA-256 of `ca.crt`: `sha256sum certificates/ca.crt`.
 3. Each clinic makes its own key, and sends you the public half, `NAME.pub`. Put these files into `keys/`, and compare
@@ -121,8 +121,8 @@ CLINIC = """\
 With this folder <<name>> takes part in a study with others (<<clinics>>). Your images stay in this building. What leaves
 instead, and what your own policy says to it, you can see before you start.
 
-1. Install flwr-replay <<replay_version>> here (`pip install flwr-replay==<<replay_version>>`), on a machine that can read
-   the images and reach <<address>>. It opens no port to the outside.
+1. Install flwr-replay <<replay_version>> here, on a machine that can read the images and reach <<address>>. The
+   coordinator says where to get it; from a checkout: `pip install .`. It opens no port to the outside.
 2. Put your images where `data` in this folder points: `ln -s /path/to/your/images data`. Or write the path into
    `clinic.env`, after `DATA=`. docs/data.md says how the folder has to look.
 3. Read the scripts here; they are short, and came by mail. Ask the coordinator, by telephone, for the SHA-256 of `ca.crt`, and compare: `sha256sum ca.crt`.
