@@ -107,9 +107,9 @@ def verdict(found: Mapping[str, Any]) -> str:
 
 def _about(found: Mapping[str, Any]) -> list[str]:
     nodes, rounds = found["nodes"], found["rounds"]
-    who = f" by {nodes} institutions" if nodes else ""
+    who = f" with {nodes} institutions" if nodes else ""
     return [
-        f"The study would train {found['task']} by the method {found['strategy']}{who}, in {rounds} "
+        f"The study would train a model for the task {found['task']} by {found['strategy']}{who}, in {rounds} "
         f"round{'s' * (rounds != 1)}. {found['idea']}",
         "This is a forecast. Nothing was trained and nothing was sent. Real messages were made with zeros in place of "
         "data, and put before the same checks that decide in the run.",
@@ -120,16 +120,16 @@ def _fields(name: str, lines: Sequence[Mapping[str, Any]], number: Mapping[str, 
     rows = [
         [
             one["field"],
+            _said(one, number),
             one["stage"],
             one["kind"],
             one["messages"],
             shown_bytes(one["bytes"]),
             f"{one['protection']}{', by ' * bool(one['mechanism'])}{one['mechanism']}",
-            _said(one, number),
         ]
         for one in lines
     ]
-    heads = ["field", "stage", "kind", "messages", "size", "(ε, δ) and mechanism", "verdict"]
+    heads = ["field", "verdict", "stage", "kind", "messages", "size", "(ε, δ) and mechanism"]
     return {"caption": f"Every field that {name} would be asked to send", "heads": heads, "rows": rows}
 
 

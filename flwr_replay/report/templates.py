@@ -22,15 +22,16 @@ h1 { font-size: 1.5rem; line-height: 1.3; } h2 { font-size: 1.2rem; margin-top: 
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; font-weight: normal; }
 thead th { font-weight: 600; } .warning { border-left: 4px solid var(--c1); padding-left: .8rem; }
-.scroll { overflow-x: auto; } figure { margin: 1rem 0; } figure svg { min-width: 30rem; max-width: 44rem; width: 100%; }
+.scroll { overflow-x: auto; } figure { margin: 1rem 0; } figure svg { max-width: 44rem; width: 100%; }
 figure img { max-width: 100%; image-rendering: pixelated; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 .grid { stroke: var(--line); } polyline, .legend line { fill: none; stroke-width: 2; } .mark { stroke: var(--ink); stroke-width: 2; stroke-dasharray: 3 2; }
 {% for n in range(8) %}.look{{ n }} { stroke: var(--c{{ n }}); fill: var(--c{{ n }}); stroke-dasharray: {{ ['none', '6 3', '2 3', '8 3 2 3', '12 4', '4 4', '1 4', '10 2 2 2'][n] }}; } {% endfor %}
 polyline { fill: none !important; } circle, rect { stroke-dasharray: none !important; stroke: none !important; }
-.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; } .legend svg { width: 30px; height: 10px; min-width: 0; margin-right: .4rem; }
+.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; } .legend svg { width: 30px; height: 10px; margin-right: .4rem; }
 .confusion td, .confusion th { text-align: right; padding: .2rem .5rem; }
 {% for n in range(11) %}.shade{{ n }} { background: rgba(var(--shade), {{ n * 0.05 }}); } {% endfor %}
-details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space: pre-wrap; } a { color: var(--c0); }
+details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space: pre-wrap; } pre.one { columns: auto; } a { color: var(--c0); }
+@media (max-width: 36rem) { svg text { font-size: 17px; } }
 @media print { body { max-width: none; margin: 0; } figure, tr, li { break-inside: avoid; } details { display: block; } }
 </style>
 </head>
@@ -222,7 +223,7 @@ OFFICER = """\
 <ul>{% for line in asked %}<li>{{ line }}</li>{% endfor %}</ul>
 
 <h2>Policy, options and versions</h2>
-{% if policy_text %}<details open><summary>The policy, as the file has it</summary><pre>{{ policy_text }}</pre></details>{% endif %}
+{% if policy_text %}<details open><summary>The policy, as the file has it</summary><pre class="one">{{ policy_text }}</pre></details>{% endif %}
 <details open><summary>All options of the run</summary><pre>{{ options }}</pre></details>
 {{ draw.table(versions) }}
 {% endblock %}

@@ -41,4 +41,6 @@ def _write(path: Path, rows: Sequence[Sequence[str]]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("error: name the folder to write: python make_data.py data")
     write_clinics(Path(sys.argv[1]))
