@@ -31,7 +31,7 @@ class AvgPushClient(PeerClient):
         loss = learner.train_loss()
         self.suspend(request, learner.optimizer)
         released = self.release(request, encoded(model), w)
-        return Released(num_examples=len(data), examples_seen=learner.seen, train_loss=loss, **released)
+        return Released(num_examples=len(data), **learner.counts, train_loss=loss, **released)
 
     def evaluate_peer(self, request: EvaluatePeer) -> Evaluation:
         """Test θ after this round's mixing, or before it."""

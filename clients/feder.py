@@ -37,7 +37,7 @@ class FedERClient(InstitutionClient):
         return Trained(
             arrays=encoded(learner.model),
             num_examples=examples,
-            examples_seen=learner.seen,
+            **learner.counts,
             train_loss=learner.train_loss(),
             **self.spent(request.run),
         )
@@ -60,7 +60,7 @@ class FedERClient(InstitutionClient):
         if finite:
             self.suspend(request, learner.optimizer)
         spent = self.spent(request.run)
-        return TrainedOwn(num_examples=examples, examples_seen=learner.seen, train_loss=loss, **spent)
+        return TrainedOwn(num_examples=examples, **learner.counts, train_loss=loss, **spent)
 
     def check_mode(self, request: TrainWithBuffers | TrainOwnWithBuffers, stays: bool) -> None:
         """Refuse to return a model in a run in which models stay, and to keep one in a run in which they hop."""

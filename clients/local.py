@@ -31,7 +31,7 @@ class LocalClient(InstitutionClient):
         self.suspend(request, learner.optimizer)
         self.save("model", request, to_arrays(model), give=True)
         spent = self.spent(request.run)
-        return TrainedOwn(num_examples=len(data), examples_seen=learner.seen, train_loss=loss, **spent)
+        return TrainedOwn(num_examples=len(data), **learner.counts, train_loss=loss, **spent)
 
     def evaluate_own(self, request: EvaluateOwn) -> Evaluation:
         """Test the institution's own model after this round's training."""

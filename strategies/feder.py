@@ -363,4 +363,4 @@ class FedER(Relay):
 
 def blank_own() -> TrainedOwn:
     """Return the answer of a training that leaves its model at the institution."""
-    return TrainedOwn(num_examples=0, examples_seen=0, train_loss=0.0)
+    return TrainedOwn(num_examples=0, examples_seen=0, num_steps=0, train_loss=0.0)

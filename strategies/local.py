@@ -71,7 +71,7 @@ class Local(Relay):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One exchange with every institution in every round; no weights."""
-        answer = TrainedOwn(num_examples=0, examples_seen=0, train_loss=0.0)
+        answer = TrainedOwn(num_examples=0, examples_seen=0, num_steps=0, train_loss=0.0)
         return [(member, self.train_request(0, member), answer, num_rounds) for member in self.members]
 
     def evaluation(self, server_round: int, arrays: Weights) -> EvaluateOwn:

@@ -317,7 +317,7 @@ class InstitutionClient(NumPyClient):
         return Trained(
             arrays=encoded(learner.model),
             num_examples=num_examples,
-            examples_seen=learner.seen,
+            **learner.counts,
             train_loss=loss,
             **self.spent(request.run),
         )

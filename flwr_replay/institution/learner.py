@@ -56,6 +56,7 @@ class Learner:
         self.sampler, self.rng, self.dp, self.augment = sampler, rng, dp, augment
         self.losses: list[Tensor] = []
         self.seen = 0  # examples, with repetition; under DP their expected number
+        self.steps = 0  # taken; under DP-SGD as many as were charged, whatever the Poisson batches hold
 
     def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield x_U and its labels, one pass over the real examples."""  # Qu et al. 2022, Alg. 1, lines 2-4
@@ -72,6 +73,7 @@ class Learner:
         TrainingError
             If there is a penalty under DP: the clipped gradients of single examples do not hold it.
         """
+        self.steps += 1
         num_replayed = self.sampler.options.num_replayed(self.batch_size) if self.sampler else 0
         if self.dp:
             if penalty is not None:
@@ -83,6 +85,11 @@ class Learner:
         self.losses.append(loss.detach())
         step(self.model, self.optimizer, loss if penalty is None else loss + penalty)
         self.seen += len(y_B)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What an answer says of this training: examples seen and steps taken."""
+        return {"examples_seen": self.seen, "num_steps": self.steps}
 
     def train_loss(self) -> float | None:
         """Return the mean loss of the steps; None under DP, since it has no noise."""

@@ -155,7 +155,7 @@ class PairClient(InstitutionClient):
             "num_examples": len(self.institution.train),
             "examples_seen": learner.seen,
             "train_loss": loss,
-            "proxy_steps": learner.proxy_steps,
+            "num_steps": learner.proxy_steps,
         }
 
     def with_first_state(self, request: TrainPair, theta: Weights) -> Weights:

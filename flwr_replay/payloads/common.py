@@ -17,6 +17,7 @@ from flwr_replay.wire.records import Weights
 __all__ = [
     "MOST",
     "OPEN_STAGES",
+    "STEPS",
     "ChargedRequest",
     "DPRequest",
     "Evaluate",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 MOST = 10**9  # the most examples that an institution may report
+STEPS = "optimizer steps; they follow from numbers of examples, batch size and passes, under DP-SGD too"
 OPEN_STAGES = ("roll-call", "train", "evaluate")  # a user's own ClientApp may answer these with its own records
 
 
@@ -180,36 +182,39 @@ class Trained(Spent):
     arrays: Weights = model(dp="classifier")
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples; with repetition", public=True)
+    num_steps: int = statistic(STEPS, public=True)
     train_loss: float | None = statistic("the task's loss, mean over the training", default=None, withheld=True)
 
     @classmethod
     def empty(cls, arrays: Weights) -> Trained:
         """Return the answer of a training without examples."""
-        return cls(arrays=arrays, num_examples=0, examples_seen=0, train_loss=0.0)
+        return cls(arrays=arrays, num_examples=0, examples_seen=0, num_steps=0, train_loss=0.0)
 
     @classmethod
     def from_foreign(cls, content: RecordDict) -> Trained:
         """Read the reply of a user's own ClientApp: one array record, perhaps metrics.
 
-        An institution without `num-examples` counts as one example.
+        An institution without `num-examples` counts as one example, one without `num-steps` as one step.
 
         Raises
         ------
         WireError
-            If there is not exactly one array record, or the number of examples or the loss is impossible.
+            If there is not exactly one array record, or the number of examples, of steps or the loss is impossible.
         """
         if len(content.array_records) != 1:
             raise WireError(f"a training reply must hold one ArrayRecord; got {len(content.array_records)}")
         metrics: dict[str, Any] = {}
         for record in content.metric_records.values():
             metrics |= record
-        n, loss = metrics.get("num-examples", 1), metrics.get("train-loss", metrics.get("train_loss"))
-        if isinstance(n, list) or not 1 <= n <= MOST or n != int(n):  # NaN too
-            raise WireError(f"num-examples must be a whole number from 1 to {MOST:,}; got {n}")
+        n, steps = (metrics.get(name, 1) for name in ("num-examples", "num-steps"))
+        for name, number in {"num-examples": n, "num-steps": steps}.items():
+            if isinstance(number, list) or not 1 <= number <= MOST or number != int(number):  # NaN too
+                raise WireError(f"{name} must be a whole number from 1 to {MOST:,}; got {number}")
+        loss = metrics.get("train-loss", metrics.get("train_loss"))
         if loss is not None and (isinstance(loss, list) or not math.isfinite(loss)):
             raise WireError(f"train-loss must be a finite number; got {loss}")
         arrays = next(iter(content.array_records.values()))
-        return cls(arrays=arrays, num_examples=int(n), examples_seen=int(n), train_loss=loss)
+        return cls(arrays=arrays, num_examples=int(n), examples_seen=int(n), num_steps=int(steps), train_loss=loss)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ __all__ = ["Differentiate", "Gradient"]
 class Gradient(Trained):
     """The gradient of the mean loss over all training examples, by parameter name.
 
+    No step is taken here, so the number of steps is 0: the server takes one on the mean of the gradients.
+
     Under the names of buffers (running statistics of batch norm) are their new values. The gradient has no noise, so
     nothing protects it.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flwr_replay.payloads.common import Evaluation, LabelScale, Spending, Spent
+from flwr_replay.payloads.common import STEPS, Evaluation, LabelScale, Spending, Spent
 from flwr_replay.wire.fields import instruction, statistic
 from flwr_replay.wire.payload import Request
 
@@ -17,6 +17,7 @@ class TrainedOwn(Spent):
 
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples; with repetition", public=True)
+    num_steps: int = statistic(STEPS, public=True)
     train_loss: float | None = statistic(
         "the task's loss, mean over the training", default=None, dp="classifier", withheld=True
     )

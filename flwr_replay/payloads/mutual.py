@@ -28,7 +28,7 @@ __all__ = [
     "TrainedMutually",
 ]
 
-STEPS = "steps of the proxy, by DP-SGD or plain; 0: the institution's budget is used up"
+PROXY_STEPS = "steps of the proxy, by DP-SGD or plain; 0: the institution's budget is used up"
 HALVES = ("loss", "confusion", "hits_in_group", "scores")  # of an evaluation
 
 
@@ -60,7 +60,7 @@ class ReleasedProxy(Released):
     """A trained proxy, perhaps with its optimizer's state; the loss is the private model's."""
 
     arrays: Weights = model(dp="proxy")
-    proxy_steps: int = statistic(STEPS, default=0, public=True)
+    num_steps: int = statistic(PROXY_STEPS, public=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class TrainedMutually(Trained):
     """A trained proxy for the server to average, perhaps with its optimizer's state; the loss is as above."""
 
     arrays: Weights = model(dp="proxy")
-    proxy_steps: int = statistic(STEPS, default=0, public=True)
+    num_steps: int = statistic(PROXY_STEPS, public=True)
 
 
 @dataclass(frozen=True, kw_only=True)

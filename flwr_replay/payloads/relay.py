@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from flwr_replay.payloads.common import LabelScale, Spending, Spent
+from flwr_replay.payloads.common import STEPS, LabelScale, Spending, Spent
 from flwr_replay.wire.fields import instruction, model, statistic
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import Weights
@@ -28,12 +28,13 @@ class Released(Spent):
     weight: float = statistic("w of PushSum, 1 on average; it follows from the topology", public=True)
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples; with repetition", public=True)
+    num_steps: int = statistic(STEPS, public=True)
     train_loss: float | None = statistic("the task's loss, mean over the training", default=None, withheld=True)
 
     @classmethod
     def empty(cls, arrays: Weights) -> Self:
         """Return the answer of a training without examples."""
-        return cls(arrays=arrays, weight=1.0, num_examples=0, examples_seen=0, train_loss=0.0)
+        return cls(arrays=arrays, weight=1.0, num_examples=0, examples_seen=0, num_steps=0, train_loss=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,8 +97,11 @@ def check_answer(
     if "num_examples" in declared.declared() and payload.num_examples not in examples:
         wanted = f"{examples[0]}, by the roll call" if len(examples) == 1 else f"{examples[0]} to {examples[-1]}"
         raise WireError(f"num_examples must be {wanted}; got {payload.num_examples}")
-    if getattr(payload, "examples_seen", 0) > MOST * PASSES:
-        raise WireError(f"examples_seen must be at most {MOST * PASSES:,}; got {payload.examples_seen}")
+    seen = getattr(payload, "examples_seen", 0)
+    if seen > MOST * PASSES:
+        raise WireError(f"examples_seen must be at most {MOST * PASSES:,}; got {seen}")
+    if "num_steps" in declared.declared() and payload.num_steps > seen:
+        raise WireError(f"num_steps must be at most examples_seen, here {seen:,}; got {payload.num_steps:,}")
     weights, sent_weights = _weights(declared), _weights(request)
     sent = asked.get("arrays")
     if weights and sent_weights and isinstance(sent, ArrayRecord):

@@ -284,7 +284,7 @@ class Leaky(NumPyClient):
     """A user's own client that sends more than a visit may bring."""
 
     def fit(self, parameters, config):
-        return parameters, 64, {"examples-seen": 64, "train-loss": 0.5, "oldest-patient": 97}
+        return parameters, 64, {"examples-seen": 64, "num-steps": 2, "train-loss": 0.5, "oldest-patient": 97}
 
 
 def leaky_payload(context):

@@ -84,7 +84,7 @@ def test_an_answer_that_nobody_has_charged_for_does_not_leave(folder, monkeypatc
     client = load_client("fedavg")
 
     def train(self, visit):
-        return Trained(arrays=visit.arrays, num_examples=40, examples_seen=40, epsilon=1.0, delta=0.01)
+        return Trained(arrays=visit.arrays, num_examples=40, examples_seen=40, num_steps=5, epsilon=1.0, delta=0.01)
 
     monkeypatch.setattr(client, "train", train)
     server = HostileServer(folder, *TASK, "dp=classifier", "strategy=fedavg")

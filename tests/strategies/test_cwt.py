@@ -91,8 +91,9 @@ def test_a_fixed_order_is_that_of_the_names(start, shards, keep):
 
 def test_a_visit_is_max_1_floor_n_over_b_iterations(start):
     _, grid, _ = start()
-    seen = {name: {metrics_in(reply.content)["examples-seen"] for _, reply in grid.of("train", name)} for name in SIZES}
-    assert seen == {"a": {4 * B}, "b": {2 * B}, "c": {5}}
+    said = {name: [metrics_in(reply.content) for _, reply in grid.of("train", name)] for name in SIZES}
+    counts = {name: {(one["examples-seen"], one["num-steps"]) for one in of} for name, of in said.items()}
+    assert counts == {"a": {(4 * B, 4)}, "b": {(2 * B, 2)}, "c": {(5, 1)}}
 
 
 def test_a_shuffled_order_is_a_new_permutation_in_every_cycle(start, shards):

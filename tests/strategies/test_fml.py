@@ -42,6 +42,6 @@ def test_private_models_may_differ_and_stay(folder):
     assert "conv1.conv.weight" in ran.private("b", 2)
     assert all("not a proof" in one["mechanism"] for one in ran.result["privacy"].values())
     up = {entry["field"] for entry in ran.ledger if entry["direction"] == "up" and entry["stage"] == "train-mutually"}
-    assert up == {"arrays", "num-examples", "examples-seen", "proxy-steps", "epsilon", "delta"}
+    assert up == {"arrays", "num-examples", "examples-seen", "num-steps", "epsilon", "delta"}
     assert all(np.isfinite(array).all() for array in common(ran).values())
     assert len(ran.result["privacy"]) == len(NAMES)

@@ -87,7 +87,7 @@ def test_only_the_proxy_leaves(folder):
     ran = run(folder, *PROXYFL, *DP, own=of_c("lenet5"))
     up = {(entry["stage"], entry["field"]) for entry in ran.ledger if entry["direction"] == "up"}
     assert {field for stage, field in up if stage == "train-proxy"} == {
-        "arrays", "weight", "num-examples", "examples-seen", "proxy-steps", "epsilon", "delta",
+        "arrays", "weight", "num-examples", "examples-seen", "num-steps", "epsilon", "delta",
     }  # fmt: skip
     proxy = sum(array.nbytes for array in ran.model("a", 2)[0].values())
     sizes = {entry["bytes"] for entry in ran.ledger if entry["stage"] == "train-proxy" and entry["kind"] == "model"}
