@@ -139,9 +139,7 @@ class FedReplay(OneShot):
         raw = sum(member.raw_bytes for member in self.members)
         blank_1 = torch.zeros(1, *self.settings.input_shape, device=self.settings.device)
         sizes = bytes_by_cut(self.parts, blank_1, self.blank_labels(1).nbytes, self.config.latent_dtype)
-        if advice := upload_advice(sizes, self.cut, rows, raw):
-            self.recorder.log(advice)
-            self.recorder.notes["upload-advice"] = advice
+        self.recorder.advised(upload_advice("uploads", sizes, self.cut, rows, raw, "freezes more of the network"))
 
     # --- stage 1 ------------------------------------------------------------------------------------------------------
 

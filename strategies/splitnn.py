@@ -57,6 +57,7 @@ from torch import Tensor
 from flwr_replay.config.sections import BATCH, one_of, within
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, DivergedError, WireError
+from flwr_replay.learning.latents import bytes_by_cut
 from flwr_replay.learning.training import iterations, late_steps, make_optimizer, mean_loss, step
 from flwr_replay.models import StagedModel, placed, split, split_before_head
 from flwr_replay.movements.base import Exchange, Settings
@@ -73,6 +74,7 @@ from flwr_replay.payloads.splitnn import (
     NextBatch,
     NextBatchUnlabelled,
 )
+from flwr_replay.report.uploads import upload_advice
 from flwr_replay.server.asking import stopped
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Payload, Request
@@ -133,12 +135,28 @@ class SplitNN(Serial):
         """The shapes of one example's activations at the cut, and where the server's part ends."""
         assert self.settings.input_shape is not None
         shapes, x = [], torch.zeros(1, *self.settings.input_shape, device=self.settings.device)
+        parts = self.parts[:2]  # built before, since what is built in inference mode cannot be trained
         with torch.inference_mode():
-            for part in self.parts[:2]:
+            for part in parts:
                 x = part.eval()(x)
                 part.train()
                 shapes.append(tuple(x.shape[1:]))
         return shapes
+
+    def begin_run(self) -> None:
+        """Compare what a round will upload with the raw data, before anything is trained."""
+        super().begin_run()
+        assert self.settings.input_shape is not None
+        replayed = self.replay.options.num_replayed(self.settings.training.batch_size) if self.replay else 0
+        rows = sum(sum(self.group_sizes(member, replayed)) for member in self.cycle_members())
+        raw = sum(member.raw_bytes for member in self.members)
+        blank_1 = torch.zeros(1, *self.settings.input_shape, device=self.settings.device)
+        answered = (
+            self.blank_labels(1).nbytes if self.config.share_labels else 4 * math.prod(self.shapes[1])
+        )  # ∂L/∂S(a)
+        sizes, but = bytes_by_cut(self.parts[:2], blank_1, answered, "float32"), "moves more of the training there"
+        advice = upload_advice("uploads of each round", sizes, self.parts[0].stages[-1], rows, raw, but)
+        self.recorder.advised(advice)
 
     # --- one visit ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +176,7 @@ class SplitNN(Serial):
         load_arrays(server, {name: arrays[name] for name in server.state_dict()})
         optimizer = make_optimizer(server, self.settings.training, self.lr(server_round))
         load_optimizer_arrays(optimizer, {name: array.copy() for name, array in self.kept.items()})  # a visit may fail
-        sizes, b = self.group_sizes(member), self.mixed_batch_size(member)
+        sizes, b = self.group_sizes(member, self.num_replayed(member)), self.mixed_batch_size(member)
         answer = yield self.train_request(server_round, arrays)  # θ_E → k; up: a, y of the first group
         for group, n in enumerate(sizes):
             a = [a_B.requires_grad_() for a_B in self.received(answer.activations, (n, *self.shapes[0]), b)]
@@ -252,7 +270,7 @@ class SplitNN(Serial):
         exchanges = []
         enter = self.train_request(0, arrays)
         for member in self.cycle_members():
-            sizes, b = self.group_sizes(member), self.mixed_batch_size(member)
+            sizes, b = self.group_sizes(member, self.num_replayed(member)), self.mixed_batch_size(member)
             visit: list[tuple[Request, Payload, int]] = [(enter, self.empty(sizes[0]), 1)]
             for (n, following), times in Counter(zip(sizes, [*sizes[1:], 0], strict=True)).items():
                 gradients = [np.zeros((n, *shape), np.float32) for shape in self.shapes]
@@ -317,10 +335,10 @@ class SplitNN(Serial):
         """Return how many examples each of an institution's batches has, replayed ones included."""
         return self.settings.training.batch_size + self.num_replayed(member)
 
-    def group_sizes(self, member: Member) -> list[int]:
-        """Return how many examples each group of a visit has."""
+    def group_sizes(self, member: Member, replayed: int) -> list[int]:
+        """Return how many examples each group of a visit has, with so many replayed ones in every batch."""
         b, m = self.settings.training.batch_size, self.config.micro_batches
-        return group_sizes(member.num_examples, b, m, self.num_replayed(member))
+        return group_sizes(member.num_examples, b, m, replayed)
 
     def whole(self, answer: Half, server: StagedModel, before: StateDict) -> StateDict:
         """Return the whole model: the institution's part and the server's.

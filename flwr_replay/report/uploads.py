@@ -1,4 +1,4 @@
-"""How large an upload of latents is beside the raw data, before anything is trained, and which cut sends less."""
+"""How large uploads of latents or activations will be beside the raw data, and which cut sends less."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from flwr_replay.report.progress import shown_bytes
 __all__ = ["upload_advice"]
 
 
-def upload_advice(sizes: Mapping[str, int], cut: str, rows: int, raw_bytes: int) -> str:
+def upload_advice(uploads: str, sizes: Mapping[str, int], cut: str, rows: int, raw_bytes: int, but: str) -> str:
     """Compare uploads with the raw data; empty if they are smaller.
 
     Parameters
     ----------
+    uploads : str
+        What they are called.
     sizes : Mapping
         For every cut of the model, in order: bytes of one row, its label included.
     cut : str
@@ -22,24 +24,26 @@ def upload_advice(sizes: Mapping[str, int], cut: str, rows: int, raw_bytes: int)
         Rows of all institutions' uploads.
     raw_bytes : int
         Bytes of all institutions' raw training data.
+    but : str
+        What a deeper cut costs.
 
     Examples
     --------
-    >>> print(upload_advice({"conv1": 1024, "conv2": 128, "fc": 32}, "conv1", 1000, 64_000))
-    uploads will be 1.02 MB, 16 times the raw data (64 kB): cut=fc sends 32 kB, but freezes more of the network
-    >>> upload_advice({"conv1": 1024}, "conv1", 1000, 64_000)
+    >>> print(upload_advice("uploads", {"conv1": 1024, "fc": 32}, "conv1", 1000, 64_000, "freezes more"))
+    uploads will be 1.02 MB, 16 times the raw data (64 kB): cut=fc sends 32 kB, but freezes more
+    >>> upload_advice("uploads", {"conv1": 1024}, "conv1", 1000, 64_000, "")
     'uploads will be 1.02 MB, 16 times the raw data (64 kB); no deeper cut of this model sends less than the raw data'
-    >>> upload_advice({"conv1": 10}, "conv1", 1000, 64_000)
+    >>> upload_advice("uploads", {"conv1": 10}, "conv1", 1000, 64_000, "")
     ''
     """
     total = rows * sizes[cut]
     if not 0 < raw_bytes < total:
         return ""
     said = (
-        f"uploads will be {shown_bytes(total)}, {total / raw_bytes:.2g} times the raw data ({shown_bytes(raw_bytes)})"
+        f"{uploads} will be {shown_bytes(total)}, {total / raw_bytes:.2g} times the raw data ({shown_bytes(raw_bytes)})"
     )
     deeper = list(sizes)[list(sizes).index(cut) + 1 :]
     smaller = next((name for name in deeper if rows * sizes[name] <= raw_bytes), "")
     if not smaller:
         return f"{said}; no deeper cut of this model sends less than the raw data"
-    return f"{said}: cut={smaller} sends {shown_bytes(rows * sizes[smaller])}, but freezes more of the network"
+    return f"{said}: cut={smaller} sends {shown_bytes(rows * sizes[smaller])}, but {but}"

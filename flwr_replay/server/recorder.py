@@ -89,6 +89,12 @@ class Recorder:
     def forgetting_row(self, server_round: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
         """Note the metrics on each institution's training examples, after an exchange that trained on `data_of`."""
 
+    def advised(self, advice: str) -> None:
+        """Say, and note for the result, what to change before anything is trained; nothing if it is empty."""
+        if advice:
+            self.log(advice)
+            self.notes["upload-advice"] = advice
+
     def generated(
         self, name: str, network: str, losses: list[float], **figures: Sequence[float] | float | None
     ) -> None:

@@ -1,5 +1,6 @@
 """SplitNN through real messages: CWT's bits, the unsplit model's gradients, plain loops for what is its own."""
 
+import re
 import shlex
 
 import numpy as np
@@ -361,3 +362,16 @@ def test_a_policy_that_keeps_samples_at_home_refuses_at_the_roll_call(tmp_path, 
     assert (failure["institution"], failure["round"]) == ("c", 0)
     assert "activations is per-sample" in failure["reason"]
     assert not stages(grid, "c")
+
+
+@pytest.mark.parametrize("labels", ["share-labels=true", UNLABELLED])
+def test_that_uploads_will_be_larger_than_the_raw_data_is_told_before(start, labels):
+    """Real messages are weighed."""
+    _, grid, recorder = start(labels, "rounds=1", "evaluate-every=1")
+    visits = [(name, stage) for name in SIZES for stage in set(stages(grid, name)) - {"leave"}]
+    arrays = [array for name, stage in visits for sent in answered(grid, stage, name) for array in sent.values()]
+    up, raw = sum(array.nbytes for array in arrays), sum(SIZES.values()) * (8 * 8 + 8)  # bytes of images and labels
+    advice = recorder.notes["upload-advice"]
+    told, times = re.match(r"uploads of each round will be (\S+) kB, (\S+) times the raw data ", advice).groups()
+    assert float(told) * 1000 == pytest.approx(up, rel=0.01)
+    assert float(times) == pytest.approx(up / raw, rel=0.05)
