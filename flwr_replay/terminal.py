@@ -1,16 +1,17 @@
-"""Tables that fit the terminal: one with all columns or, where it is too narrow, several that repeat the first."""
+"""Text and tables that fit the terminal: a table that does not is several, which repeat the first column."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
 from shutil import get_terminal_size
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["fitted"]
+__all__ = ["fitted", "wrapped"]
 
 UNBOUNDED = 10_000  # columns where there is no terminal, so that a file has the whole table
 
@@ -30,7 +31,7 @@ def fitted(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     from rich.console import Console
     from rich.table import Table
 
-    terminal = get_terminal_size((UNBOUNDED, 0)).columns
+    terminal = _columns()
     console = Console(file=io.StringIO(), width=UNBOUNDED, color_system=None, force_terminal=False)
 
     def drawn(places: Sequence[int], title: str) -> Table:
@@ -53,3 +54,14 @@ def fitted(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
             table = drawn(places, "" if places is not groups[0] else title)
             console.print(table, width=min(console.measure(table).maximum, terminal))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def wrapped(text: str) -> str:
+    """Break lines between words where they are wider than the terminal."""
+    return "\n".join(
+        fill(line, _columns(), break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
+    )
+
+
+def _columns() -> int:
+    return get_terminal_size((UNBOUNDED, 0)).columns

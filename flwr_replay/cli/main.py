@@ -109,9 +109,10 @@ def run(
         return
     from flwr_replay.report.progress import TerminalDisplay
     from flwr_replay.report.summary import summary
+    from flwr_replay.terminal import wrapped
 
     result, folder = start(options or [], engine, runs_dir, resume or "", TerminalDisplay())
-    print(json.dumps(result, indent=2) if as_json else summary(result, folder))
+    print(json.dumps(result, indent=2) if as_json else wrapped(summary(result, folder)))
 
 
 def _forecast(options: list[str], runs_dir: str, resume: str, as_json: bool) -> str:
@@ -120,11 +121,12 @@ def _forecast(options: list[str], runs_dir: str, resume: str, as_json: bool) -> 
     _, config = resolve(options, runs_dir, resume)
     from flwr_replay.runs.forecast import forecast, forecast_page
     from flwr_replay.runs.simulate import Simulation
+    from flwr_replay.terminal import wrapped
 
     simulation = Simulation.of(config)
-    return (
-        json.dumps([asdict(line) for line in forecast(simulation)], indent=2) if as_json else forecast_page(simulation)
-    )
+    if as_json:
+        return json.dumps([asdict(line) for line in forecast(simulation)], indent=2)
+    return wrapped(forecast_page(simulation))
 
 
 @app.command()
@@ -157,10 +159,11 @@ def compare(
     _say("loading …")
     from flwr_replay.api import Comparison
     from flwr_replay.studies.compare import compare_strategies
+    from flwr_replay.terminal import wrapped
 
     names, place = strategies.split(","), Path(runs_dir)
     text, report = compare_strategies(names, options or [], against or "", jobs, place, metric or "")
-    print(Comparison(Path(report["folder"]), report, text).shown("json" if as_json else form))
+    print(Comparison(Path(report["folder"]), report, wrapped(text)).shown("json" if as_json else form))
     if any("error" in cell for cell in report["cells"]):
         sys.exit(1)
 

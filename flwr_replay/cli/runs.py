@@ -37,9 +37,10 @@ def show(places: Places) -> None:
     """Print the summaries of finished runs again."""
     from flwr_replay.report.summary import summary
     from flwr_replay.runs.listing import listed
+    from flwr_replay.terminal import wrapped
 
     for one in [listed(_folder(place)) for place in places]:
-        print(summary(one.result, one.folder) if one.result else f"{one.folder}: {one.state}")
+        print(wrapped(summary(one.result, one.folder)) if one.result else f"{one.folder}: {one.state}")
 
 
 @app.command("compare")

@@ -133,7 +133,8 @@ class TerminalDisplay(LogDisplay):
             self.console.print(f"{known}  elapsed {elapsed}  {left}", soft_wrap=True)
             return
         if server_round % progress.per_round == 0:
-            self.console.print(f"{known}  {elapsed}")
+            whole = f"{known}  {elapsed}"  # the bar has the time, too
+            self.console.print(whole if len(whole) <= self.console.width else known)
         self.bar.update(self.line, completed=server_round, description=where, left=left)
 
     def close(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -122,14 +124,7 @@ def forecast_page(simulation: Simulation) -> str:
     train = loaded(config.task).train
     raw = sum(train.take(own).nbytes for own in simulation.part.train)
     what = f"{config.strategy.name} on {config.task.name}, {len(names)} institutions, {config.rounds} rounds"
-    text = [
-        f"Forecast of the ledger: {what}",
-        "",
-        idea_of(config.strategy.name)[0],
-        "",
-        "Sent by all institutions (up) and to all institutions (down)",
-        f"{'direction':10}{'stage':17}{'field':18}{'kind':13}{'messages':>9}{'bytes':>14}  protection",
-    ]
+    text = [f"Forecast of the ledger: {what}", "", idea_of(config.strategy.name)[0]]
     merged: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
     small: dict[str, int] = {}
     for line in lines:
@@ -139,12 +134,14 @@ def forecast_page(simulation: Simulation) -> str:
         key = (line.direction, line.stage, line.field, line.kind, line.protection)
         messages, size = merged.get(key, (0, 0))
         merged[key] = (messages + line.messages, size + line.bytes)
-    for (direction, stage, field, kind, protection), (messages, size) in sorted(
-        merged.items(), key=lambda item: item[0][0], reverse=True
-    ):
-        text.append(f"{direction:10}{stage:17}{field:18}{kind:13}{messages:>9}{size:>14,}  {protection}")
-    for direction, size in small.items():
-        text.append(f"{direction:10}{'(all)':17}{'instructions':18}{'instruction':13}{'':>9}{size:>14,}  none")
+    for way, said in {"up": "Sent up, by all institutions", "down": "Sent down, to all institutions"}.items():
+        text += ["", said, f"  {'field':21}{'kind':15}{'messages':>8}{'bytes':>16}  protection"]
+        for stage, of_stage in groupby((key for key in merged if key[0] == way), key=itemgetter(1)):
+            text.append(stage)
+            for key in of_stage:
+                text += _row(key[2], key[3], f"{merged[key][0]:,}", merged[key][1], key[4])
+        if way in small:
+            text += ["all stages", *_row("instructions", "instruction", "", small[way], "none")]
     text += ["", "By institution"]
     for name in names:
         own = [line for line in lines if line.institution == name]
@@ -156,12 +153,12 @@ def forecast_page(simulation: Simulation) -> str:
             f"record={config.record} keeps {shown_bytes(min(recorded, config.record_mb * 1e6))} of these messages in "
             "the run directory, as they travelled. They hold patients' data.",
         ]
-    leaves = {(key[2], key[3]): size for key, (_, size) in merged.items() if key[0] == "up"}
-    samples = sum(size for (_, kind), size in leaves.items() if kind == "per-sample")
-    shared = sum(size for (_, kind), size in leaves.items() if kind == "per-sample-raw")
+    leaves = [(key[2], key[3], size) for key, (_, size) in merged.items() if key[0] == "up"]
+    samples = sum(size for _, kind, size in leaves if kind == "per-sample")
+    shared = sum(size for _, kind, size in leaves if kind == "per-sample-raw")
     noisy = {key[2]: key[4] for key in merged if key[0] == "up"}.get("labels", "none") != "none"
     labels = "a label for every row, changed at random" if noisy else "all labels, as they are"
-    leaving = [labels] if ("labels", "per-sample") in leaves else []
+    leaving = [labels] if ("labels", "per-sample") in {one[:2] for one in leaves} else []
     leaving += [f"{shown_bytes(shared)} of examples, to every other institution"] if shared else []
     stay = " Of these, the institutions send: " + ", ".join(leaving) if leaving else " They never leave an institution"
     text += ["", f"The raw training data of all institutions are {shown_bytes(raw)}.{stay}."]
@@ -179,6 +176,12 @@ def forecast_page(simulation: Simulation) -> str:
         "instruction = what the server asks for; notice = the institution's name and proof of identity.",
     ]
     return "\n".join(text)
+
+
+def _row(field: str, kind: str, messages: str, size: int, protection: str) -> list[str]:
+    """Return a row of 80 columns; a protection that is too long for it stands below."""
+    row = f"  {field:21}{kind:15}{messages:>8}{size:>16,}"
+    return [f"{row}  {protection}"] if len(protection) <= 16 else [row, f"    {protection}"]
 
 
 def describe_strategies() -> dict[str, tuple[str, str]]:

@@ -276,9 +276,11 @@ def test_dry_run_as_json_has_the_same_bytes(flwr_replay):
     assert f"{weights:,}" in flwr_replay("run", "--dry-run", "strategy=cwt")[1]
 
 
-def test_dry_run_prints_the_ledger_and_trains_nothing(flwr_replay, tmp_path):
+def test_dry_run_prints_the_ledger_on_80_columns_and_trains_nothing(flwr_replay, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = flwr_replay("run", "--dry-run", "strategy=cwt")
     assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
     for text in ("Forecast of the ledger", "arrays", "model", "protection", "none", "differentially private"):
         assert text in out
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

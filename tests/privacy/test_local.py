@@ -163,6 +163,9 @@ def test_forecast_ledger_and_result_say_the_same(tmp_path, monkeypatch):
     run = Simulation.of(compose(overrides))
     expected = {(line.field, line.protection) for line in forecast(run) if line.direction == "up"}
     page = forecast_page(run)
+    table = page[page.index("Sent up") : page.index("By institution")]
+    assert "-DP of each replaced example" in table
+    assert max(map(len, table.splitlines())) <= 80
     assert "the institutions send: a label for every row, changed at random." in page
     assert run.job.settings.privacy.local.sentence() in page
     result, folder = simulate(run, overrides, Display())

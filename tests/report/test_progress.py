@@ -54,3 +54,8 @@ def test_rounds_stay_and_log_lines_are_whole():
     logged = [line for line in lines if "takes no part" in line]
     assert logged == [f"WARNING :   north takes no part in exchange {exchange}" for exchange in (1, 2, 3, 4)]
     assert "WARNING :   after the run" in lines
+
+
+def test_the_time_is_left_out_where_it_would_not_fit():
+    lines = on_a_terminal(50)
+    assert "round 1/2  accuracy 0.2500, loss 1.0000  1 kB" in lines
