@@ -73,8 +73,6 @@ def test_command(command, tmp_path, monkeypatch, capsys):
     words = shlex.split(command)[2:]
     if words[1] in ("run", "compare"):
         words += [*SMALLER.get(words[1], []), "--runs-dir", str(tmp_path)]
-    if words[1:3] == ["data", "show"]:
-        words += ["--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     monkeypatch.chdir(ROOT)

@@ -224,18 +224,19 @@ def strategies(as_json: AsJson = False) -> None:
 @data.command("show")
 def show(
     options: Options = None,
-    out: Annotated[str, typer.Option("--out", help="The folder for the plots.")] = "data-show",
+    out: Annotated[
+        str | None, typer.Option("--out", help="A folder for a picture of it; without it nothing is written.")
+    ] = None,
 ) -> None:
-    """Print and plot each institution's label counts, and how far the labels of any two differ (KS and TV)."""
+    """Print each institution's label counts, and how far the labels of any two differ (KS and TV)."""
     _refuse_empty(out=out)
     from flwr_replay.data.dealt import loaded
     from flwr_replay.data.show import show as describe
-    from flwr_replay.files.atomic import make_folder
     from flwr_replay.runs.options import resolve
     from flwr_replay.runs.simulate import Simulation
 
     _, config = resolve(options or [], ".", "")
-    print(describe(loaded(config.task), Simulation.of(config).part, make_folder(Path(out).absolute(), "--out")))
+    print(describe(loaded(config.task), Simulation.of(config).part, Path(out).expanduser().absolute() if out else None))
 
 
 @app.command()

@@ -28,7 +28,7 @@ WIDEST = 20  # the most columns of numbers that are legible in a terminal and a 
 PICTURE = "partition.png"
 
 
-def show(dataset: Dataset, part: Partition, out: Path) -> str:
+def show(dataset: Dataset, part: Partition, out: Path | None = None) -> str:
     """Describe a partition: sizes, label histograms, KS and total variation; of majority, classes that starve.
 
     Parameters
@@ -37,13 +37,13 @@ def show(dataset: Dataset, part: Partition, out: Path) -> str:
         The data set.
     part : Partition
         Its partition.
-    out : Path
-        The folder for `partition.png`; created if missing.
+    out : Path | None
+        The folder for `partition.png`, created if missing. None: nothing is written.
 
     Returns
     -------
     str
-        The description, with the path of the picture in the last line.
+        The description, with the path of the picture, if there is one, in the last line.
 
     Raises
     ------
@@ -54,9 +54,6 @@ def show(dataset: Dataset, part: Partition, out: Path) -> str:
     values, counts_KC = label_histogram(labels)
     names = [f">= {value:.3g}" if is_continuous(dataset.train.labels) else str(value) for value in values]
     ks_KK, tv_KK = ks_matrix(labels), tv_matrix(labels)
-    path = make_folder(out, "the folder for pictures") / PICTURE
-    write_atomic(path, _picture(dataset, part, names, counts_KC, {"KS": ks_KK, "total variation": tv_KK}))
-
     used = sum(map(len, part.train))
     unused = len(dataset.train) - used - part.dropped
     lines = [
@@ -70,6 +67,10 @@ def show(dataset: Dataset, part: Partition, out: Path) -> str:
     tables = [_histogram(part, names, counts_KC)]
     if len(part.names) <= WIDEST:
         tables += [_matrix("KS", part, ks_KK), _matrix("total variation", part, tv_KK)]
+    if out is None:
+        return "\n".join([*lines, *tables])
+    path = make_folder(out, "--out") / PICTURE
+    write_atomic(path, _picture(dataset, part, names, counts_KC, {"KS": ks_KK, "total variation": tv_KK}))
     return "\n".join([*lines, *tables, f"picture: {path}"])
 
 

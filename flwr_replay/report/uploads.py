@@ -39,9 +39,8 @@ def upload_advice(uploads: str, sizes: Mapping[str, int], cut: str, rows: int, r
     total = rows * sizes[cut]
     if not 0 < raw_bytes < total:
         return ""
-    said = (
-        f"{uploads} will be {shown_bytes(total)}, {total / raw_bytes:.2g} times the raw data ({shown_bytes(raw_bytes)})"
-    )
+    times = float(f"{total / raw_bytes:.2g}")
+    said = f"{uploads} will be {shown_bytes(total)}, {times:g} times the raw data ({shown_bytes(raw_bytes)})"
     deeper = list(sizes)[list(sizes).index(cut) + 1 :]
     smaller = next((name for name in deeper if rows * sizes[name] <= raw_bytes), "")
     if not smaller:

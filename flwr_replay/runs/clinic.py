@@ -104,9 +104,12 @@ def _versions(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     here = versions()
     for name, _, there in (word.partition("=") for word in own["VERSIONS"].split()):
         if here.get(name) != there:
-            raise RunError(
-                f"{name} is {here.get(name, 'absent')} here and {there} at the coordinator: pip install {name}=={there}"
+            get = (
+                "install it from where the coordinator says"
+                if name == "flwr-replay"
+                else f"pip install {name}=={there}"
             )
+            raise RunError(f"{name} is {here.get(name, 'absent')} here and {there} at the coordinator: {get}")
         yield f"{name} {there}, as at the coordinator"
 
 

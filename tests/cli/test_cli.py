@@ -299,6 +299,10 @@ def test_data_show_prints_and_plots(flwr_replay, tmp_path):
     assert code == 0
     assert "institution-1" in out
     assert list((tmp_path / "plots").glob("*.png"))
+    before = sorted(tmp_path.rglob("*"))
+    code, without, _ = flwr_replay("data", "show", "task=digits", "partition=ks", "ks=0.6")
+    assert (code, without.splitlines()) == (0, out.splitlines()[:-1])
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_classes_that_starve_are_said_after_a_run_and_in_its_result(flwr_replay):

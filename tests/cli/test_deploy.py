@@ -105,7 +105,9 @@ def test_the_doctor_names_what_is_wrong(written, tmp_path):
     (line,) = changed(written, "policy.yaml", rb"kinds", b"kind")
     assert "unknown key 'kind'" in line
     (line,) = changed(written, "clinic.env", rb"flwr-replay=[^ ]+", b"flwr-replay=99")
-    assert "pip install flwr-replay==99" in line
+    assert "and 99 at the coordinator: install it from where the coordinator says" in line
+    (line,) = changed(written, "clinic.env", rb" flwr=[\d.]+", b" flwr=99")
+    assert "pip install flwr==99" in line
     (line,) = changed(written, "clinic.env", rb"localhost:", b"127.0.0.2:")
     assert "nothing answers at 127.0.0.2" in line or "no certificate of this study for that address" in line
     (line,) = changed(written, "clinic.env", rb"DATA=data", b"DATA=nothing")
