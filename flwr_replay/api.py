@@ -225,7 +225,7 @@ def compare(
     options, **named
         For all methods; `seeds=3` are the seeds 0, 1 and 2.
     against : str
-        The method that the others are compared with; empty: the last.
+        The method that the others are compared with; empty: the last, of one method's values the first.
     metric : str
         Empty: the task's main one.
     jobs : int

@@ -134,7 +134,11 @@ def compare(
     strategies: Annotated[str, typer.Argument()],
     options: Options = None,
     against: Annotated[
-        str | None, typer.Option("--against", help="The method that the others are compared with; default: the last.")
+        str | None,
+        typer.Option(
+            "--against",
+            help="What the others are compared with; default: the last method, of one method's values the first.",
+        ),
     ] = None,
     metric: Annotated[
         str | None, typer.Option("--metric", help="accuracy, loss, …; default: the task's main metric.")
@@ -149,7 +153,8 @@ def compare(
     STRATEGIES are separated by commas. A method's own options follow a colon: fedavg,cwt,fedreplay:cut=layer2.
 
     All other options hold for every method. seeds=3 means the seeds 0, 1 and 2. fedreplay.cut=layer2 holds for
-    FedReplay only. lr=0.1|0.3 makes two methods of each; so do partition=iid|ks and alpha=0.1|0.5.
+    FedReplay only. lr=0.1|0.3 makes two methods of each; so do partition=iid|ks and alpha=0.1|0.5. Of one method this
+    compares the values, seed by seed, with the first.
 
     Exit code 1: some runs failed. The table says why.
     """

@@ -56,7 +56,8 @@ def compare_strategies(
         Options for all methods, as `flwr-replay run` takes them; `seeds=3` (0, 1, 2) or `seeds=0,5,7`; and
         `fedreplay.cut=layer2` for every method of that strategy.
     against : str
-        The method that the others are compared with; empty: the last.
+        The method that the others are compared with; empty: the last, and of one method with several values of an
+        option the first value.
     jobs : int
         How many cells run at the same time, each in its own process; 1: one after another in this process.
     runs_dir : Path
@@ -102,11 +103,12 @@ def planned(
 
     `part` is the part of a study that it belongs to.
     """
+    first = len(strategies) == 1  # values of one method's options: the first is the reference
     strategies, options = swept(strategies, options)
     shared, own, seeds = options_of(options, [named(name)[1].partition(":")[0] for name in strategies])
     methods = methods_of(strategies, own)
     labels = [method.label for method in methods]
-    against = against or labels[-1]
+    against = against or labels[0 if first else -1]
     if against not in labels:
         raise ConfigError(f"--against must be one of the methods compared; got {against!r}: {nearest(against, labels)}")
     folder, config, cells = _plan(methods, shared, seeds, runs_dir)

@@ -319,6 +319,13 @@ def test_methods_on_several_partitions_are_compared_on_the_same_one(tmp_path, mo
         assert difference == pytest.approx(mean[f"fedavg:partition={way}"] - mean[f"local:partition={way}"])
         assert report["strategies"][f"local:partition={way}"]["difference"] is None
         assert f"training labels with partition={way}, means over seeds" in text
+    assert "a difference is to the method on the same partition: local:partition=iid, local:partition=ks" in text
+    alone, report = compare_strategies(["fedavg"], options, "", 1, tmp_path)
+    assert report["against"] == "fedavg:partition=iid"
+    difference = report["strategies"]["fedavg:partition=ks"]["difference"]
+    assert difference["mean"] == pytest.approx(mean["fedavg:partition=ks"] - mean["fedavg:partition=iid"])
+    assert difference["seeds"] == [0]
+    assert "where partitions differ, so do the data" in alone
 
 
 def test_a_swept_comparison_is_written_in_every_format(tmp_path, monkeypatch, capsys):
@@ -330,7 +337,10 @@ def test_a_swept_comparison_is_written_in_every_format(tmp_path, monkeypatch, ca
         app([*words, "--format", form], standalone_mode=False)
         found[form] = capsys.readouterr().out
         assert "lr=0.1" in found[form]
-    mean = json.loads(found["json"])["strategies"]["cwt:lr=0.01"]["mean"]
+    rows = json.loads(found["json"])["strategies"]
+    mean = rows["cwt:lr=0.01"]["mean"]
+    assert rows["cwt:lr=0.1"]["against"] == "cwt:lr=0.01"
+    assert rows["cwt:lr=0.1"]["difference"]["mean"] == pytest.approx(rows["cwt:lr=0.1"]["mean"] - mean)
     assert f"cwt:lr=0.01,{mean}" in found["csv"]
     assert f"| cwt:lr=0.01 | {mean:.4f} |" in found["md"]
     assert r"\begin{tabular}" in found["latex"]
