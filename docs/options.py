@@ -8,7 +8,7 @@ import click
 import typer
 
 from flwr_replay.cli.main import app
-from flwr_replay.config.compose import choices, conf_dir
+from flwr_replay.config.catalogue import choices, conf_path
 from flwr_replay.runs.described import Described, Option, comments, described, key, read, shown
 
 HEAD = """# Options
@@ -75,7 +75,7 @@ def section(name: str, one: Described) -> str:
 def preset(name: str) -> str:
     """Describe what a preset changes, task by task."""
     lines = []
-    for path in sorted((conf_dir() / "preset" / name).glob("*.yaml")):
+    for path in sorted(conf_path("preset", name).glob("*.yaml")):
         values = read(path)
         chosen = []
         for one in values.pop("defaults", []):

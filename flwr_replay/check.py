@@ -30,7 +30,8 @@ from flwr.app import Error, Message
 from safetensors.numpy import load_file
 
 from flwr_replay.client_app import app
-from flwr_replay.config.compose import compose, load_client, load_strategy, overrides_of, own_options
+from flwr_replay.config.catalogue import own_options
+from flwr_replay.config.compose import compose, load_client, load_strategy, overrides_of
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.files.atomic import home, read_lines
 from flwr_replay.files.tensors import digest, nested, unnested

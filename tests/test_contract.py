@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from flwr_replay.check import check_strategy
-from flwr_replay.config.compose import choices
+from flwr_replay.config.catalogue import choices
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "partition.size=100"  # several batches of each institution

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from flwr_replay.config.compose import choices, compose, to_yaml
+from flwr_replay.config.catalogue import choices
+from flwr_replay.config.compose import compose, to_yaml
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = (DOCS / "options.md").read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ from flwr_replay.cli.privacy import app as privacy
 from flwr_replay.cli.rehearse import rehearse
 from flwr_replay.cli.runs import app as runs
 from flwr_replay.cli.runs import watch
-from flwr_replay.config.compose import choices
+from flwr_replay.config.catalogue import choices
 from flwr_replay.errors import ConfigError, FlwrReplayError
 
 __all__ = ["app", "main"]

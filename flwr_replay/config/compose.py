@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from flwr_replay.config.catalogue import check_choice, choices, conf_dir, conf_path, own_options
 from flwr_replay.config.parts import OWN, is_part
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.quoting import quoted
@@ -40,7 +41,6 @@ from flwr_replay.errors import ConfigError, nearest
 __all__ = [
     "GROUPS",
     "SECTIONS",
-    "choices",
     "compose",
     "from_run_config",
     "load_client",
@@ -74,16 +74,6 @@ SECTIONS: dict[str, type] = {
 SPELLED_OUT = ("generator", "prior")  # sections whose options need the full name if another section has the same one
 
 
-def conf_dir() -> Path:
-    """Return the folder of YAML files, in a checkout, in Flower's app bundle or in a wheel."""
-    return Path(next(iter(importlib.import_module("flwr_replay.conf").__path__)))
-
-
-def choices(group: str) -> list[str]:
-    """List the choices of a config group: `choices("strategy")`."""
-    return sorted({path.stem for path in (conf_dir() / group).iterdir() if path.is_dir() or path.suffix == ".yaml"})
-
-
 def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Return the chosen groups as Hydra overrides, with the preset's file for the task, or its default file.
 
@@ -91,10 +81,9 @@ def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
     """
     chosen = {key: value for key, value in pairs if key in GROUPS}
     for group, choice in chosen.items():
-        if choice not in choices(group):
-            raise ConfigError(f"unknown {group} {choice!r}: {nearest(choice, choices(group))}")
+        check_choice(group, choice)
     preset, task = chosen.pop("preset", "quick"), chosen.get("task", "digits")
-    known = [path.stem for path in (conf_dir() / "preset" / preset).glob("*.yaml")]
+    known = [path.stem for path in conf_path("preset", preset).glob("*.yaml")]
     if not {task, DEFAULT} & set(known):
         raise ConfigError(f"preset={preset} has values for task={', '.join(sorted(known))}; got task={task}")
     groups = [f"{group}={choice}" for group, choice in chosen.items()]
@@ -219,8 +208,7 @@ def model_named(name: str) -> ModelConfig:
     ConfigError
         If no model has this name.
     """
-    if name not in choices("model"):
-        raise ConfigError(f"unknown model {name!r}: {nearest(name, choices('model'))}")
+    check_choice("model", name)
     config: ModelConfig = _build(ModelConfig, _hydra([f"model={name}"])["model"], "model")
     return config
 
@@ -330,15 +318,6 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
             raise ConfigError(f"{said}{', '.join(found)}; got {group}={ours}")
     near = nearest(key.replace("_", "-"), shown)
     raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {near}; docs/options.md has all")
-
-
-@cache
-def own_options(strategy: str) -> frozenset[str]:
-    """Return the names of a strategy's options."""
-    import yaml
-
-    values = yaml.safe_load((conf_dir() / "strategy" / f"{strategy}.yaml").read_text(encoding="utf-8"))
-    return frozenset(values) - {"name"}
 
 
 @lru_cache(maxsize=256)  # a study composes hundreds of times, and each takes Hydra 0.1 s

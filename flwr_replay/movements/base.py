@@ -26,7 +26,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flwr_replay.config.compose import choices, load_strategy
+from flwr_replay.config.catalogue import choices
+from flwr_replay.config.compose import load_strategy
 from flwr_replay.config.sections import require
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RefusedError, RunError

@@ -14,7 +14,8 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from flwr_replay.config.compose import SECTIONS, choices, compose, conf_dir, load_generator, load_strategy
+from flwr_replay.config.catalogue import choices, conf_dir, conf_path
+from flwr_replay.config.compose import SECTIONS, compose, load_generator, load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.runs.forecast import describe_strategies
 
@@ -128,7 +129,7 @@ def _default(by_choice: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def _group(name: str, cls: type, chosen: str) -> Described:
     """Describe a group: its choices, and the options that any of them has."""
-    paths = {choice: conf_dir() / name / f"{choice}.yaml" for choice in choices(name)}
+    paths = {choice: conf_path(name, choice) for choice in choices(name)}
     values, texts = {c: read(path) for c, path in paths.items()}, {c: comments(path) for c, path in paths.items()}
     classes = [load_generator(choice) for choice in paths] if name == "generator" else [cls]
     hints = {option: hint for one in classes for option, hint in get_type_hints(one).items()}
@@ -155,7 +156,7 @@ def _group(name: str, cls: type, chosen: str) -> Described:
 
 def _of_strategy(name: str) -> tuple[Option, ...]:
     """Describe a method's own options."""
-    path, config = conf_dir() / "strategy" / f"{name}.yaml", load_strategy(name)[1]
+    path, config = conf_path("strategy", name), load_strategy(name)[1]
     texts = {option: text for option, text in comments(path).items() if text}
     own = {option: value for option, value in read(path).items() if option != "name"}
     return _plain("strategy.", config, own, {f"strategy.{k}": v for k, v in (field_comments(config) | texts).items()})

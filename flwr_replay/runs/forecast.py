@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from flwr_replay.config.compose import choices, load_strategy
+from flwr_replay.config.catalogue import choices
+from flwr_replay.config.compose import load_strategy
 from flwr_replay.data.dealt import loaded
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone

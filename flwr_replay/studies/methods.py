@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 
-from flwr_replay.config.compose import SECTIONS, choices, load_generator, load_strategy
+from flwr_replay.config.catalogue import check_choice, choices
+from flwr_replay.config.compose import SECTIONS, load_generator, load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.studies.cells import Method
@@ -68,10 +69,9 @@ def _ending(name: str, ends: Sequence[str]) -> list[str]:
 
 def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, list[str]], tuple[int, ...]]:
     """Return the options of all methods, those of each strategy (`fedreplay.cut=layer2`), and the seeds."""
-    known, listed = choices("strategy"), list(dict.fromkeys(names))
+    listed = list(dict.fromkeys(names))
     for name in listed:
-        if name not in known:
-            raise ConfigError(f"unknown strategy {name!r}: {nearest(name, known)}")
+        check_choice("strategy", name)
     sections = [field.name for field in fields(RunConfig)]
     shared: list[str] = []
     own: dict[str, list[str]] = {name: [] for name in listed}

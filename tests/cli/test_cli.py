@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flwr_replay.cli.main import main
-from flwr_replay.config.compose import choices
+from flwr_replay.config.catalogue import choices
 from flwr_replay.files.atomic import alone, read_json
 from flwr_replay.memory import forget
 

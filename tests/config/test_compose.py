@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_replay.config.compose import choices, compose, conf_dir, from_run_config, overrides_of, to_yaml
+from flwr_replay.config.catalogue import choices, conf_dir
+from flwr_replay.config.compose import compose, from_run_config, overrides_of, to_yaml
 from flwr_replay.errors import ConfigError
 from flwr_replay.runs.options import resolve
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_replay.config.compose import choices, compose
+from flwr_replay.config.catalogue import choices
+from flwr_replay.config.compose import compose
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.clinical.subjects import divide
 from flwr_replay.errors import ConfigError, DataError

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flwr_replay.config.compose import choices, compose
+from flwr_replay.config.catalogue import choices
+from flwr_replay.config.compose import compose
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^flwr-replay run .*", PAGE, re.M)

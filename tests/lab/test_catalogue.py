@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 
 from flwr_replay.attacks.catalogue import ATTACKS
-from flwr_replay.config.compose import choices, load_client, load_strategy
+from flwr_replay.config.catalogue import choices
+from flwr_replay.config.compose import load_client, load_strategy
 from flwr_replay.payloads.common import Trained
 from flwr_replay.wire.fields import RECORD_OF, model, per_sample, synthetic
 from flwr_replay.wire.payload import REQUESTS, Request

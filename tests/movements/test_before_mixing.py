@@ -9,7 +9,8 @@ from hostile_server import HostileServer, refusal
 from peers import JOB, NAMES, hospitals, run
 
 from flwr_replay.check import check_strategy
-from flwr_replay.config.compose import choices, compose
+from flwr_replay.config.catalogue import choices
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.avgpush import EvaluatePeer

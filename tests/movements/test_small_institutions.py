@@ -7,7 +7,8 @@ import pytest
 from harness import fresh, node_configs
 
 from flwr_replay.client_app import app
-from flwr_replay.config.compose import choices, compose, load_strategy
+from flwr_replay.config.catalogue import choices
+from flwr_replay.config.compose import compose, load_strategy
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone

@@ -10,6 +10,7 @@ from harness import write_shards
 from hostile_server import HostileServer, refusal, weights
 
 from flwr_replay.check import check_strategy
+from flwr_replay.config import catalogue
 from flwr_replay.config import compose as composing
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
@@ -80,8 +81,9 @@ GROUP = ["dp=classifier", "model.norm=group", "noise=seeded"]
 def install(tmp_path, monkeypatch):
     """Return what installs a strategy of somebody else's under a name: in the packages' paths, and in conf/."""
     conf = tmp_path / "conf"
-    shutil.copytree(composing.conf_dir(), conf)
-    monkeypatch.setattr(composing, "conf_dir", lambda: conf)
+    shutil.copytree(catalogue.conf_dir(), conf)
+    for module in (catalogue, composing):
+        monkeypatch.setattr(module, "conf_dir", lambda: conf)
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     modules = []
 

@@ -14,7 +14,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from grid import Grid
 
 from flwr_replay.client_app import app
-from flwr_replay.config.compose import choices, compose
+from flwr_replay.config.catalogue import choices
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.payloads.common import Failure
 from flwr_replay.report.progress import Display
