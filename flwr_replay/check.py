@@ -31,7 +31,8 @@ from safetensors.numpy import load_file
 
 from flwr_replay.client_app import app
 from flwr_replay.config.catalogue import own_options
-from flwr_replay.config.compose import compose, load_client, load_strategy, overrides_of
+from flwr_replay.config.compose import compose, overrides_of
+from flwr_replay.config.halves import allow_strategy, load_client, load_strategy
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.files.atomic import home, read_lines
 from flwr_replay.files.tensors import digest, nested, unnested
@@ -137,6 +138,7 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
         At the first clause that does not hold; the message names it.
     """
     try:
+        allow_strategy(name)
         _check_declared(name)
         _check_mechanisms(name)
         with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:

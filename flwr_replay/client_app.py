@@ -6,7 +6,8 @@ import torch
 from flwr.app import Context
 
 from flwr_replay.config.binding import binding
-from flwr_replay.config.compose import load_client, model_named
+from flwr_replay.config.compose import model_named
+from flwr_replay.config.halves import load_client
 from flwr_replay.config.run import RunConfig
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan

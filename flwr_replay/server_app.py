@@ -7,8 +7,7 @@ import logging
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from flwr_replay.config.compose import from_run_config
-from flwr_replay.config.parts import allow
+from flwr_replay.config.compose import compose_own, overrides_in
 from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.report.progress import LogDisplay
 from flwr_replay.report.run_page import write_run_page
@@ -34,8 +33,7 @@ def main(grid: Grid, context: Context) -> None:
     It must end with an `Exception`: if the process just exits, Flower waits for it and reports no reason.
     """
     try:
-        config = from_run_config(context.run_config)
-        allow(config.own_parts)  # of whoever started the run
+        config = compose_own(overrides_in(context.run_config))  # of whoever started the run
         result, folder = execute(grid, config, LogDisplay())
     except (KeyboardInterrupt, SystemExit):  # so Flower ends the process whose token it refuses, or that was stopped
         logging.getLogger("flwr").error("error: %s", ENDED)

@@ -14,7 +14,8 @@ from flwr.superlink.grid import HttpGrid
 from grid import Grid
 
 from flwr_replay.config.catalogue import choices
-from flwr_replay.config.compose import compose, load_client, load_strategy
+from flwr_replay.config.compose import compose
+from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.sections import PriorConfig, ReplayConfig, TrainingConfig
 from flwr_replay.errors import ConfigError, RunError, WireError

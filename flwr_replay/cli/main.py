@@ -19,6 +19,7 @@ from click.exceptions import Abort, ClickException, NoArgsIsHelpError
 from flwr_replay import __version__
 from flwr_replay.cli.deploy import app as deploy
 from flwr_replay.cli.model import export, predict
+from flwr_replay.cli.new import app as new
 from flwr_replay.cli.options import options
 from flwr_replay.cli.privacy import app as privacy
 from flwr_replay.cli.rehearse import rehearse
@@ -43,6 +44,7 @@ app.add_typer(data, name="data")
 app.add_typer(privacy, name="privacy")
 app.add_typer(runs, name="runs")
 app.add_typer(deploy, name="deploy")
+app.add_typer(new, name="new")
 
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]

@@ -1,6 +1,7 @@
-"""What can be chosen in each group of options, and in which file of `conf/` a choice has its values.
+"""What can be chosen in each group of options, and in which file a choice has its values.
 
-The names are those of the files, so that listing them imports nothing.
+The names are those of the files in `conf/`, and of the strategies that other installed packages bring. Listing them
+imports nothing.
 """
 
 from __future__ import annotations
@@ -9,19 +10,24 @@ import importlib
 from functools import cache
 from pathlib import Path
 
+from flwr_replay.config.brought import Brought, brought
 from flwr_replay.errors import ConfigError, nearest
 
-__all__ = ["check_choice", "choices", "conf_dir", "conf_path", "own_options"]
+__all__ = ["check_choice", "choices", "conf_dir", "conf_dir_of", "conf_path", "own_options", "package_of"]
 
 
 def conf_dir() -> Path:
-    """Return the folder of YAML files, in a checkout, in Flower's app bundle or in a wheel."""
+    """Return our folder of YAML files, in a checkout, in Flower's app bundle or in a wheel."""
     return Path(next(iter(importlib.import_module("flwr_replay.conf").__path__)))
 
 
 def choices(group: str) -> list[str]:
     """List the choices of a config group: `choices("strategy")`."""
-    return sorted({path.stem for path in (conf_dir() / group).iterdir() if path.is_dir() or path.suffix == ".yaml"})
+    others = brought() if group == "strategy" else ()
+    places = _conf_dirs() if group == "preset" else [conf_dir()]
+    folders = [conf / group for conf in places if (conf / group).is_dir()]
+    files = [path for folder in folders for path in folder.iterdir() if path.is_dir() or path.suffix == ".yaml"]
+    return sorted({*(path.stem for path in files), *others})
 
 
 def check_choice(group: str, choice: str) -> None:
@@ -30,20 +36,76 @@ def check_choice(group: str, choice: str) -> None:
     Raises
     ------
     ConfigError
-        With the nearest valid names.
+        For an unknown name, with the nearest valid names; for one that several packages have, or a broken package.
     """
     if choice not in choices(group):
         raise ConfigError(f"unknown {group} {choice!r}: {nearest(choice, choices(group))}")
+    conf_dir_of(group, choice)
+
+
+def package_of(strategy: str) -> Brought | None:
+    """Return the package of a strategy that is not ours.
+
+    Raises
+    ------
+    ConfigError
+        If several have a strategy of this name.
+    """
+    others = brought().get(strategy, ())
+    owners = [other.distribution for other in others]
+    if owners and (conf_dir() / "strategy" / f"{strategy}.yaml").exists():
+        owners.append("flwr-replay")
+    if len(owners) > 1:
+        raise ConfigError(f"a strategy's name must be one package's; {strategy} is of {_listed(owners)}")
+    return others[0] if others else None
+
+
+def conf_dir_of(group: str, choice: str) -> Path:
+    """Return the folder of YAML files that has a choice: ours, or another package's.
+
+    Raises
+    ------
+    ConfigError
+        If several packages have it, or the one that has it is broken.
+    """
+    if group == "strategy":
+        package = package_of(choice)
+        return package.conf if package else conf_dir()
+    if group != "preset":
+        return conf_dir()
+    having = [conf for conf in _conf_dirs() if (conf / group / choice).is_dir()]
+    if len(having) > 1:
+        raise ConfigError(f"a preset's name must be one package's; {choice} is in {_listed(list(map(str, having)))}")
+    return having[0]
 
 
 def conf_path(group: str, choice: str) -> Path:
     """Return the file with a choice's values; of a preset, its folder."""
-    return conf_dir() / group / (choice if group == "preset" else f"{choice}.yaml")
+    return conf_dir_of(group, choice) / group / (choice if group == "preset" else f"{choice}.yaml")
 
 
 @cache
 def own_options(strategy: str) -> frozenset[str]:
-    """Return the names of a strategy's options."""
+    """Return the names of a strategy's options; none if another package's file cannot be read."""
     import yaml
 
-    return frozenset(yaml.safe_load(conf_path("strategy", strategy).read_text(encoding="utf-8"))) - {"name"}
+    try:
+        values = yaml.safe_load(conf_path("strategy", strategy).read_text(encoding="utf-8"))
+    except (ConfigError, yaml.YAMLError):
+        return frozenset()
+    return frozenset(values) - {"name"}
+
+
+def _conf_dirs() -> list[Path]:
+    """Return all folders of YAML files: ours, and those of other packages that are not broken."""
+    found = [conf_dir()]
+    for package in (package for packages in brought().values() for package in packages):
+        try:
+            found.append(package.conf)
+        except ConfigError:  # said when its strategy is chosen
+            continue
+    return list(dict.fromkeys(found))
+
+
+def _listed(owners: list[str]) -> str:
+    return f"{' and '.join(owners)}: uninstall one, or ask its author for another name"

@@ -10,7 +10,6 @@ Of Hydra's grammar, an option's value may be a number, a text or a list; interpo
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -18,11 +17,20 @@ from copy import deepcopy
 from dataclasses import asdict, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from flwr_replay.config.catalogue import check_choice, choices, conf_dir, conf_path, own_options
-from flwr_replay.config.parts import OWN, is_part
+from flwr_replay.config.catalogue import (
+    check_choice,
+    choices,
+    conf_dir,
+    conf_dir_of,
+    conf_path,
+    own_options,
+    package_of,
+)
+from flwr_replay.config.halves import load_generator, load_strategy
+from flwr_replay.config.parts import OWN, allow, is_part
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.quoting import quoted
 from flwr_replay.config.run import RunConfig
@@ -35,20 +43,18 @@ from flwr_replay.config.sections import (
     TaskConfig,
     TrainingConfig,
 )
-from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, nearest
 
 __all__ = [
     "GROUPS",
     "SECTIONS",
     "compose",
+    "compose_own",
     "from_run_config",
-    "load_client",
-    "load_generator",
-    "load_strategy",
     "model_named",
     "overrides_in",
     "overrides_of",
+    "strategy_part",
     "to_yaml",
 ]
 
@@ -90,58 +96,6 @@ def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
     return [f"preset={preset}/{task if task in known else DEFAULT}", *groups]
 
 
-@cache
-def load_strategy(name: str) -> tuple[type[Any], type[StrategyConfig]]:
-    """Return a strategy's class and its config dataclass, found by name in `flwr_replay.strategies`.
-
-    Raises
-    ------
-    ConfigError
-        If the config is not a `StrategyConfig`, which declares what its options mean.
-    """
-    strategy, module = _half("strategies", name, "")
-    config = vars(module).get(f"{strategy.__name__}Config")
-    if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
-        raise ConfigError(
-            f"strategy={name} must declare what its options mean: let {strategy.__name__}Config in "
-            f"flwr_replay/strategies/{name}.py extend flwr_replay.config.StrategyConfig"
-        )
-    return strategy, config
-
-
-@cache
-def load_generator(name: str) -> type[GeneratorConfig]:
-    """Return a generator's config dataclass, found by name in `flwr_replay.generators`."""
-    module = importlib.import_module(f"flwr_replay.generators.{name}")
-    config: type[GeneratorConfig] = next(value for key, value in vars(module).items() if key.lower() == f"{name}config")
-    return config
-
-
-@cache
-def load_client(name: str) -> type[Any]:
-    """Return the institution's half of a strategy, found by name in `flwr_replay.clients`."""
-    return _half("clients", name, "client")[0]
-
-
-def _half(package: str, name: str, suffix: str) -> tuple[type[Any], ModuleType]:
-    """Return one half of a method, found by its name, and its module."""
-    full = f"flwr_replay.{package}.{name}"
-    try:
-        module = importlib.import_module(full)
-    except ModuleNotFoundError as error:
-        if error.name != full:
-            raise
-        raise ConfigError(
-            f"a method {name!r} has a file {package}/{name}.py: {nearest(name, choices('strategy'))}"
-        ) from None
-    found: list[type[Any]] = [value for key, value in vars(module).items() if key.lower() == f"{name}{suffix}"]
-    if not found:
-        raise ConfigError(
-            f"{package}/{name}.py must have a class of the file's name; got none called {name}{suffix}, in any case"
-        )
-    return found[0], module
-
-
 def from_run_config(run_config: Mapping[str, Any]) -> RunConfig:
     """Compose from Flower's run config, as `overrides_in` reads it."""
     return compose(overrides_in(run_config))
@@ -159,6 +113,27 @@ def overrides_in(run_config: Mapping[str, Any]) -> list[str]:
     unset = [key for key, value in run_config.items() if value == "" or (key in COUNTS and value == 0)]
     plain = [f"{key}={value}" for key, value in run_config.items() if key not in ("overrides", *unset)]
     return [*plain, *further]
+
+
+def strategy_part(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the part that must be allowed if the overrides choose another package's strategy; none for ours."""
+    chosen = dict(pair for override in overrides for pair in _pairs(override)).get("strategy", "")
+    package = package_of(chosen)
+    return (package.part,) if package else ()
+
+
+def compose_own(overrides: Sequence[str]) -> RunConfig:
+    """Compose the user's own words, and let this process import the parts that they name.
+
+    Raises
+    ------
+    ConfigError
+        As `compose` does.
+    """
+    allow(strategy_part(overrides))
+    config = compose(overrides)
+    allow(config.own_parts)
+    return config
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
@@ -332,11 +307,15 @@ def _hydra(overrides: list[str]) -> dict[str, Any]:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
+    pairs = (override.partition("=") for override in overrides)
+    folders = {conf_dir_of(group, choice.partition("/")[0]) for group, _, choice in pairs} - {conf_dir()}
+    search = f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in sorted(folders))}]"
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            composed = OmegaConf.to_container(hydra_compose("config", overrides=overrides), resolve=False)
-    except (HydraException, OmegaConfBaseException) as error:
+            composed = OmegaConf.to_container(hydra_compose("config", overrides=[*overrides, search]), resolve=False)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(f"options must be Hydra overrides; got {' '.join(overrides)!r}: {first}") from None
     assert isinstance(composed, dict)

@@ -1,4 +1,4 @@
-"""Models and data of the user's own, named as `mypkg.nets:build`: found by import, at an institution only if it allows.
+"""Models, data and strategies of others, named as `mypkg.nets:build`: imported at an institution only if it allows.
 
 A name in a run's options comes from the server, or from a study's folder that came by mail. So a process imports only
 what was allowed in it: by an institution's own node config (`own-parts="mypkg.nets:build"`), by the words of a command
@@ -12,11 +12,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 from flwr_replay.errors import ConfigError, RefusedError
 
-__all__ = ["OWN", "VARIABLE", "allow", "check_allowed", "import_part", "is_part"]
+__all__ = ["OWN", "VARIABLE", "allow", "check_allowed", "import_allowed", "import_part", "is_part"]
 
 OWN = {"model": "build", "task": "load"}  # groups in which `own` is a choice, and the option that names the function
 VARIABLE = "FLWR_REPLAY_OWN_PARTS"  # the parts that a process may import, with spaces between
@@ -78,20 +79,41 @@ def import_part(option: str, part: str) -> Callable[..., Any]:
     ConfigError
         If there is no such module or function.
     """
-    check_allowed([part], os.environ.get(VARIABLE, ""), f"export {VARIABLE}='{part}' if you trust its author")
     module, _, name = part.partition(":")
     if os.getcwd() not in sys.path:  # the command `flwr-replay` lies elsewhere
         sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{option}={part} cannot be imported: {error}: install the package, or start in its folder"
-        ) from None
-    except AttributeError:
-        raise ConfigError(f"{option}={part}: {module} has no function {name}: write one, or correct the name") from None
-    except Exception as error:  # the module is the user's
-        raise ConfigError(f"{option}={part} fails when it is imported: {type(error).__name__}: {error}") from None
+    found = getattr(import_allowed(part, module, f"{option}={part}"), name, None)
+    if found is None:
+        raise ConfigError(f"{option}={part}: {module} has no function {name}: write one, or correct the name")
     if not callable(found):
         raise ConfigError(f"{option}={part} must be a function; got {type(found).__name__}")
     return found  # type: ignore[no-any-return]
+
+
+def import_allowed(part: str, module: str, what: str) -> ModuleType:
+    """Import a module of a part that was allowed in this process.
+
+    Parameters
+    ----------
+    part : str
+        `package.module:function`, or `package:strategy`.
+    module : str
+        The module's dotted name.
+    what : str
+        What needs it, for errors: `model=mypkg.nets:build`.
+
+    Raises
+    ------
+    RefusedError
+        If the part was not allowed.
+    ConfigError
+        If the module cannot be imported.
+    """
+    check_allowed([part], os.environ.get(VARIABLE, ""), f"export {VARIABLE}='{part}' if you trust its author")
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{what} cannot be imported: {error}: install the package, or start in its folder") from None
+    except Exception as error:  # the module is not ours
+        detail = " ".join(str(error).split())
+        raise ConfigError(f"{what} fails when it is imported: {type(error).__name__}: {detail}") from None

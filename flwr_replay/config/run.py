@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from flwr_replay.config.catalogue import package_of
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.sections import (
     NODES,
@@ -88,8 +89,10 @@ class RunConfig:
 
     @property
     def own_parts(self) -> tuple[str, ...]:
-        """The user's own functions that the run imports: of its model, and of its data."""
-        return tuple(part for part in (self.model.build, self.task.load) if part)
+        """What the run imports that is not ours: functions of its model and its data, another package's strategy."""
+        package = package_of(self.strategy.name)
+        parts = (self.model.build, self.task.load, package.part if package else "")
+        return tuple(part for part in parts if part)
 
     @property
     def draws_images(self) -> bool:

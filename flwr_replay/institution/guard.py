@@ -19,7 +19,7 @@ from typing import Any
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
-from flwr_replay.config.compose import load_client
+from flwr_replay.config.halves import load_client
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import (
     ConfigError,

@@ -12,7 +12,7 @@ from typing import Any
 
 from flwr.app import Context
 
-from flwr_replay.config.compose import from_run_config
+from flwr_replay.config.compose import from_run_config, overrides_in, strategy_part
 from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH
@@ -53,9 +53,12 @@ def institution_of(context: Context) -> tuple[Institution, RunConfig]:
 def _institution(
     run_config: tuple[tuple[str, Any], ...], node: tuple[tuple[str, str], ...]
 ) -> tuple[Institution, RunConfig]:
-    config = from_run_config(dict(run_config))
     owned = dict(node)
-    if "data" in owned or "name" in owned:
+    deployed = "data" in owned or "name" in owned
+    if deployed:
+        _allow(strategy_part(overrides_in(dict(run_config))), owned)  # composing imports the strategy
+    config = from_run_config(dict(run_config))
+    if deployed:
         return _deployed(config, owned), _with_own_files(config, owned)
     if "partition-id" not in owned:
         raise ConfigError(
@@ -75,10 +78,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
                 f"a SuperNode must have both name and data; {key} is missing: start it with "
                 """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
             )
-    check_allowed(
-        config.own_parts, owned.get("own-parts", ""), """--node-config '… own-parts="package.module:function"'"""
-    )
-    allow(config.own_parts)
+    _allow(config.own_parts, owned)
     # The server must not make a node download data, nor choose by a column or by sizes who is trained or tested on.
     task = replace(config.task, data_dir=owned["data"], download=False, site_column="site")
     task = replace(task, train_size=0, val_size=0, test_size=0)
@@ -100,6 +100,12 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         record_mb=_record_mb(owned),
         durable=True,
     )
+
+
+def _allow(parts: tuple[str, ...], owned: Mapping[str, str]) -> None:
+    """Refuse what the institution's own configuration does not allow; let this process import the rest."""
+    check_allowed(parts, owned.get("own-parts", ""), f"""--node-config '… own-parts="{" ".join(parts)}"'""")
+    allow(parts)
 
 
 def _batch_size(config: RunConfig, owned: Mapping[str, str]) -> int:

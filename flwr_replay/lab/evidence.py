@@ -10,8 +10,8 @@ from typing import Any, Self
 from numpy.typing import NDArray
 from torch import nn
 
-from flwr_replay.config.compose import compose, load_strategy, overrides_of
-from flwr_replay.config.parts import allow
+from flwr_replay.config.compose import compose_own, overrides_of
+from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import read_lines
@@ -106,7 +106,6 @@ class Evidence:
         """
         lines = read_lines(folder / "ledger.jsonl")
         config, run = _options(folder, lines, run)
-        allow(config.own_parts)
         load_strategy(config.strategy.name)  # declares the method's payloads
         names = [
             line[key] for line in lines if line.get("run", run) == run for key in ("request", "message") if key in line
@@ -175,8 +174,8 @@ def _options(folder: Path, lines: Sequence[dict[str, Any]], run: str) -> tuple[R
     """Return the options of a run; at an institution those to which its recorded run was bound, and its id."""
     recorded = [str(line["run"]) for line in lines if "message" in line and "run" in line]
     if (folder / "config.yaml").exists() or not recorded:
-        return compose(run_overrides(folder)), ""
+        return compose_own(run_overrides(folder)), ""
     run = run or recorded[-1]
     if run not in recorded:
         raise RunError(f"--run must be one that was recorded; got {run!r}: {nearest(run, sorted(set(recorded)))}")
-    return compose(overrides_of(folder / RUNS / run / "options.json")), run
+    return compose_own(overrides_of(folder / RUNS / run / "options.json")), run

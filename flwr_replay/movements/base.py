@@ -26,8 +26,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from flwr_replay.config.brought import brought
 from flwr_replay.config.catalogue import choices
-from flwr_replay.config.compose import load_strategy
+from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.sections import require
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RefusedError, RunError
@@ -108,7 +109,8 @@ class Movement(Exchanging):
             If an option does not fit.
         """
         if (settings.replay_plan or (settings.synthesis and settings.synthesis.replays)) and not cls.supports_replay:
-            methods = [name for name in choices("strategy") if load_strategy(name)[0].supports_replay]
+            ours = [name for name in choices("strategy") if name not in brought()]
+            methods = [name for name in ours if load_strategy(name)[0].supports_replay]
             raise ConfigError(
                 f"replay is for serial and parallel methods; got strategy={cls.name}: choose replay=none, or strategy="
                 f"{', '.join(methods)}"

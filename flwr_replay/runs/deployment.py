@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from flwr_replay.config.compose import compose
+from flwr_replay.config.compose import compose_own
 from flwr_replay.config.quoting import toml_text
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
@@ -83,7 +83,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
         require(key not in OWN, f"deploy init sets {key.replace('_', '-')} itself: leave it out")
     task = [] if any(option.partition("=")[0] == "task" for option in options) else ["task=folder"]
     given = [*task, *options, "partition=natural"]
-    config = compose([*given, f"nodes={len(clinics)}"])
+    config = compose_own([*given, f"nodes={len(clinics)}"])
     if config.own_parts:
         raise ConfigError(
             f"`deploy init` writes no start scripts for code of your own, {config.own_parts[0]}: a clinic must install "

@@ -14,8 +14,10 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from flwr_replay.config.brought import brought
 from flwr_replay.config.catalogue import choices, conf_dir, conf_path
-from flwr_replay.config.compose import SECTIONS, compose, load_generator, load_strategy
+from flwr_replay.config.compose import SECTIONS, compose
+from flwr_replay.config.halves import load_generator, load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.runs.forecast import describe_strategies
 
@@ -69,7 +71,7 @@ def described() -> dict[str, Described]:
             found[name] = _group(name, cls, getattr(compose([]), name).name)
     ideas = {name: idea[:1].upper() + idea[1:] for name, (idea, _) in describe_strategies().items()}
     found["strategy"] = Described("Methods", choices=ideas, chosen=compose([]).strategy.name)
-    return found | {f"strategy={name}": Described(idea, _of_strategy(name)) for name, idea in ideas.items()}
+    return found | {f"strategy={name}": _method(name, idea) for name, idea in ideas.items()}
 
 
 def comments(path: Path) -> dict[str, str]:
@@ -152,6 +154,16 @@ def _group(name: str, cls: type, chosen: str) -> Described:
                 )
 
     return Described(TITLES[name], tuple(rows()), {choice: texts[choice][""] for choice in paths}, chosen)
+
+
+def _method(name: str, idea: str) -> Described:
+    """Describe a method; a broken one of another package must not hide the others."""
+    try:
+        return Described(idea, _of_strategy(name))
+    except Exception as error:
+        if name not in brought():
+            raise
+        return Described(f"{idea} Its options cannot be shown: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _of_strategy(name: str) -> tuple[Option, ...]:

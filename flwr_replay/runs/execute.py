@@ -11,7 +11,8 @@ import torch
 from flwr.serverapp import Grid
 from torch import nn
 
-from flwr_replay.config.compose import load_strategy, model_named
+from flwr_replay.config.compose import model_named
+from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
 from flwr_replay.files.atomic import alone

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 
 from flwr_replay.config.catalogue import choices
-from flwr_replay.config.compose import load_strategy
+from flwr_replay.config.halves import allow_strategy, load_strategy
 from flwr_replay.data.dealt import loaded
+from flwr_replay.errors import ConfigError
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Exchange, Movement
@@ -186,8 +187,15 @@ def _row(field: str, kind: str, messages: str, size: int, protection: str) -> li
 
 
 def describe_strategies() -> dict[str, tuple[str, str]]:
-    """Return each method's idea and what it sends, as its file states them."""
-    return {name: idea_of(name) for name in choices("strategy")}
+    """Return each method's idea and what it sends, as its file states them; of a broken package, what is wrong."""
+    found = {}
+    for name in choices("strategy"):
+        try:
+            allow_strategy(name)
+            found[name] = idea_of(name)
+        except ConfigError as error:
+            found[name] = (str(error), "")
+    return found
 
 
 def idea_of(name: str) -> tuple[str, str]:

@@ -16,7 +16,8 @@ from typing import Any
 
 from flwr.app import Message
 
-from flwr_replay.config.compose import compose, load_client, overrides_in, to_yaml
+from flwr_replay.config.compose import compose, overrides_in, to_yaml
+from flwr_replay.config.halves import load_client
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import PartitionConfig
 from flwr_replay.data.dealt import dealt, loaded

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from flwr_replay.config.compose import COMMAND_LINE, compose, overrides_of
-from flwr_replay.config.parts import allow
+from flwr_replay.config.compose import COMMAND_LINE, compose, compose_own, overrides_of
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError, RunError
@@ -55,8 +54,7 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
         overrides.append(f"resume={_quoted(Path(resume).expanduser().absolute())}")
     else:
         overrides = [*options, f"runs_dir={_quoted(Path(runs_dir).expanduser().absolute())}"]
-    config = compose(overrides)
-    allow(config.own_parts)  # the user has named them
+    config = compose_own(overrides)
     own = asdict(config.strategy)
     files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights}
     files |= {f"strategy.{name}": own[name] for name in config.strategy.files}

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.config.compose import compose
+from flwr_replay.config.compose import compose_own
 from flwr_replay.config.quoting import node_config, quoted
 from flwr_replay.data.folder import folder_rows
 from flwr_replay.data.manifest import INTEGER, Row
@@ -102,7 +102,7 @@ def rehearse(
     policies = {name: _policy(policy, name) for name in set(names)} if policy else {}
     runs = [f"nodes={len(set(names))}", f"runs_dir={quoted(place / 'runs')}", "run_name=rehearsal"]
     overrides = ["task=folder", *task, *options, *runs]
-    config = compose(overrides)  # a wrong option is reported before anything is written
+    config = compose_own(overrides)  # a wrong option is reported before anything is written
     shared = {"record": "all"} if record else {}
     shared |= {"own-parts": " ".join(config.own_parts)} if config.own_parts else {}
     if place.exists():

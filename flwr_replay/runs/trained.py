@@ -13,8 +13,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from flwr_replay.config.compose import compose, model_named, overrides_of
-from flwr_replay.config.parts import allow
+from flwr_replay.config.compose import compose_own, model_named, overrides_of
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.errors import RunError, nearest
@@ -111,8 +110,7 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
     if best and (institution or not (folder / "config.yaml").exists()):
         raise RunError("only a run's global model has a best round: give the run directory, and no institution")
     if (folder / "config.yaml").exists():
-        config = compose(run_overrides(folder))
-        allow(config.own_parts)
+        config = compose_own(run_overrides(folder))
         if best:
             network = _network(config, read_with_texts(BestModel(folder).file())[0])
         else:
@@ -120,8 +118,7 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
         scale = _label_scale(folder, config)
     elif (folder / RUNS).is_dir():
         of_run = _chosen(folder / RUNS, run)
-        config, scale = compose(overrides_of(of_run / "options.json")), None
-        allow(config.own_parts)
+        config, scale = compose_own(overrides_of(of_run / "options.json")), None
         network = _private(of_run, config)
         if isinstance(make_task(config.task), Regression):
             raise RunError(

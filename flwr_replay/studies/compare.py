@@ -26,7 +26,8 @@ from typing import Any
 
 import yaml
 
-from flwr_replay.config.compose import compose, load_strategy, to_yaml
+from flwr_replay.config.compose import compose, to_yaml
+from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
 from flwr_replay.files.atomic import alone, make_folder, write_atomic

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from flwr_replay.config.catalogue import check_choice, choices
-from flwr_replay.config.compose import SECTIONS, load_generator, load_strategy
+from flwr_replay.config.compose import SECTIONS
+from flwr_replay.config.halves import allow_strategy, load_generator, load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.studies.cells import Method
@@ -72,6 +73,7 @@ def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str],
     listed = list(dict.fromkeys(names))
     for name in listed:
         check_choice("strategy", name)
+        allow_strategy(name)
     sections = [field.name for field in fields(RunConfig)]
     shared: list[str] = []
     own: dict[str, list[str]] = {name: [] for name in listed}

@@ -183,6 +183,8 @@ class Request(Payload):
 
     def __init_subclass__(cls, *, stage: str, answer: type[Payload], message_type: str = "train") -> None:
         cls.stage_name, cls.answer, cls.message_type = stage, answer, message_type
+        if (known := REQUESTS.setdefault(stage, cls)).__module__ != cls.__module__:
+            raise WireError(f"every stage is one request's; {cls.__module__} declares {stage!r} of {known.__module__}")
         REQUESTS[stage] = cls
 
     def __post_init__(self) -> None:

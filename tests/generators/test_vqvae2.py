@@ -10,7 +10,7 @@ import torch
 import yaml
 from sklearn.datasets import load_digits
 
-from flwr_replay.config.compose import load_generator
+from flwr_replay.config.halves import load_generator
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.generators.base import by_level
 from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator

@@ -5,7 +5,8 @@ import pytest
 from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 
-from flwr_replay.config.compose import compose, load_client, load_strategy
+from flwr_replay.config.compose import compose
+from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.payloads.avgpush import Push

@@ -6,7 +6,7 @@ import pytest
 
 from flwr_replay.attacks.catalogue import ATTACKS
 from flwr_replay.config.catalogue import choices
-from flwr_replay.config.compose import load_client, load_strategy
+from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.payloads.common import Trained
 from flwr_replay.wire.fields import RECORD_OF, model, per_sample, synthetic
 from flwr_replay.wire.payload import REQUESTS, Request

@@ -8,7 +8,8 @@ from harness import fresh, node_configs
 
 from flwr_replay.client_app import app
 from flwr_replay.config.catalogue import choices
-from flwr_replay.config.compose import compose, load_strategy
+from flwr_replay.config.compose import compose
+from flwr_replay.config.halves import load_strategy
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone

@@ -8,7 +8,7 @@ from hostile_server import HostileServer, metrics, refusal, weights
 
 from flwr_replay.clients.feder import FedERClient
 from flwr_replay.config.catalogue import choices
-from flwr_replay.config.compose import load_client, load_strategy
+from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.payloads.avgpush import Push
 from flwr_replay.payloads.common import Evaluate, Train, Trained
 from flwr_replay.payloads.feder import TrainWithBuffers

@@ -9,7 +9,8 @@ from grid import Grid
 from harness import fresh, node_configs, write_shards
 
 from flwr_replay.client_app import app
-from flwr_replay.config.compose import compose, load_strategy
+from flwr_replay.config.compose import compose
+from flwr_replay.config.halves import load_strategy
 from flwr_replay.errors import DivergedError
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone

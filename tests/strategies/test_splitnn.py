@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app
-from flwr_replay.config.compose import compose, load_strategy, overrides_of
+from flwr_replay.config.compose import compose, overrides_of
+from flwr_replay.config.halves import load_strategy
 from flwr_replay.errors import DivergedError, FlwrReplayError, RunError
 from flwr_replay.models import placed
 from flwr_replay.models.zoo import backbone

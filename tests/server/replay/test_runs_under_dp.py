@@ -12,7 +12,8 @@ from harness import node_configs, same, write_shards
 from replay_runs import FEW, JOB, B, broken, run, simulated
 
 from flwr_replay.client_app import app
-from flwr_replay.config.compose import compose, load_strategy, overrides_of
+from flwr_replay.config.compose import compose, overrides_of
+from flwr_replay.config.halves import load_strategy
 from flwr_replay.errors import ConfigError
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import CodeSampler

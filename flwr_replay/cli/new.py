@@ -1,0 +1,86 @@
+"""flwr-replay new: a strategy, a Flower app or a study of your own, as files that already run."""
+
+from __future__ import annotations
+
+import keyword
+import os
+import re
+import shutil
+from importlib import util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flwr_replay.config.catalogue import choices
+from flwr_replay.errors import ConfigError, RunError
+
+__all__ = ["app"]
+
+TEMPLATES = Path(__file__).parent.parent / "templates"
+NAME = re.compile(r"[a-z][a-z0-9]{0,39}")  # it becomes a folder, a module, a class and a word of a shell
+CALLED = {"strategy": "mymethod", "app": "myapp", "study": "mystudy"}  # what the templates call themselves
+NEXT = "README.md in it says what to do; python -m pytest tries it"
+
+app = typer.Typer(
+    help="Write a strategy, a Flower app or a study of your own, which runs as written.", no_args_is_help=True
+)
+
+Name = Annotated[str, typer.Argument(help="Small letters and digits.")]
+Into = Annotated[str, typer.Option("--into", help="The folder in which the new one is made.")]
+
+
+@app.command()
+def strategy(name: Name, into: Into = ".") -> None:
+    """Write a package with a strategy: both halves, payload, options and a test. Installed, it is strategy=NAME."""
+    _write("strategy", name, into)
+
+
+@app.command("app")
+def flower_app(name: Name, into: Into = ".") -> None:
+    """Write a Flower app with your own model, data and training, and a strategy from here."""
+    _write("app", name, into)
+
+
+@app.command()
+def study(name: Name, into: Into = ".") -> None:
+    """Write a study: the options that all agree on, with your own model and data."""
+    _write("study", name, into)
+
+
+def _write(kind: str, name: str, into: str) -> None:
+    """Copy a template under another name; the folder appears whole or not at all.
+
+    Raises
+    ------
+    ConfigError
+        If the name is not one for a module, or is taken.
+    RunError
+        If the folder exists already, or the one around it does not.
+    """
+    if not NAME.fullmatch(name) or keyword.iskeyword(name):
+        raise ConfigError(f"the name must be of small letters and digits, a letter first; got {name!r}")
+    if kind == "strategy" and name in choices("strategy"):
+        raise ConfigError(f"there is a strategy {name} already: choose another name")
+    if kind != "app" and util.find_spec(name):
+        raise ConfigError(f"a Python package or module is called {name} already: choose another name")
+    folder = Path(into).expanduser().absolute()
+    place = folder / name
+    if not folder.is_dir():
+        raise RunError(f"--into must be a folder that exists; got {folder}")
+    if place.exists():
+        raise RunError(f"the folder must be new; {place} exists: choose another name, or --into")
+    words = {CALLED[kind]: name, "MyMethod": name.capitalize()}
+    new = place.with_name(f".{name}.{os.getpid()}.tmp")
+    try:
+        for source in sorted((TEMPLATES / kind).rglob("*")):
+            if source.is_file() and "__pycache__" not in source.parts:
+                inside, text = str(source.relative_to(TEMPLATES / kind)), source.read_text(encoding="utf-8")
+                for old, own in words.items():
+                    inside, text = inside.replace(old, own), text.replace(old, own)
+                (new / inside).parent.mkdir(parents=True, exist_ok=True)
+                (new / inside).write_text(text, encoding="utf-8")
+        os.rename(new, place)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    print(f"{place}\n{NEXT}")

@@ -1,0 +1,79 @@
+"""The two halves of a method, found by its name among ours or in the package that brings it; a generator's options."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from flwr_replay.config.catalogue import choices, package_of
+from flwr_replay.config.parts import allow, import_allowed
+from flwr_replay.config.sections import GeneratorConfig
+from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.errors import ConfigError, nearest
+
+__all__ = ["allow_strategy", "load_client", "load_generator", "load_strategy"]
+
+OF_OTHERS = {"strategies": "strategy", "clients": "client"}  # modules in another package, by our packages
+
+
+def allow_strategy(name: str) -> None:
+    """Let this process import a strategy that the user has named, if it is another package's."""
+    package = package_of(name)
+    allow([package.part] if package else [])
+
+
+@cache
+def load_strategy(name: str) -> tuple[type[Any], type[StrategyConfig]]:
+    """Return a strategy's class and its config dataclass, found by name in `flwr_replay.strategies`.
+
+    Raises
+    ------
+    ConfigError
+        If the config is not a `StrategyConfig`, which declares what its options mean.
+    """
+    strategy, module = _half("strategies", name, "")
+    config = vars(module).get(f"{strategy.__name__}Config")
+    if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
+        raise ConfigError(
+            f"strategy={name} must declare what its options mean: let {strategy.__name__}Config in "
+            f"{module.__name__} extend flwr_replay.config.StrategyConfig"
+        )
+    return strategy, config
+
+
+@cache
+def load_generator(name: str) -> type[GeneratorConfig]:
+    """Return a generator's config dataclass, found by name in `flwr_replay.generators`."""
+    module = importlib.import_module(f"flwr_replay.generators.{name}")
+    config: type[GeneratorConfig] = next(value for key, value in vars(module).items() if key.lower() == f"{name}config")
+    return config
+
+
+@cache
+def load_client(name: str) -> type[Any]:
+    """Return the institution's half of a strategy, found by name in `flwr_replay.clients`."""
+    return _half("clients", name, "client")[0]
+
+
+def _half(package: str, name: str, suffix: str) -> tuple[type[Any], ModuleType]:
+    """Return one half of a method, found by its name, and its module."""
+    full, file = f"flwr_replay.{package}.{name}", f"{package}/{name}.py"
+    if other := package_of(name):
+        full = f"{other.package}.{OF_OTHERS[package]}"
+        file = f"{full} of the package {other.distribution}"
+        module = import_allowed(other.part, full, f"strategy={name}: {file}")
+    else:
+        try:
+            module = importlib.import_module(full)
+        except ModuleNotFoundError as error:
+            if error.name != full:
+                raise
+            raise ConfigError(f"a method {name!r} has a file {file}: {nearest(name, choices('strategy'))}") from None
+    found: list[type[Any]] = [value for key, value in vars(module).items() if key.lower() == f"{name}{suffix}"]
+    if not found:
+        raise ConfigError(
+            f"{file} must have a class of the strategy's name; got none called {name}{suffix}, in any case"
+        )
+    return found[0], module

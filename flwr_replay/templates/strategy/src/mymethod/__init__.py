@@ -1,0 +1,1 @@
+"""MyMethod, a strategy for flwr-replay."""
