@@ -7,6 +7,7 @@ imports nothing.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from flwr_replay.config.brought import Brought, brought
 from flwr_replay.errors import ConfigError, nearest
 
 __all__ = ["check_choice", "choices", "conf_dir", "conf_dir_of", "conf_path", "own_options", "package_of"]
+
+OURS = "flwr-replay"
 
 
 def conf_dir() -> Path:
@@ -54,7 +57,7 @@ def package_of(strategy: str) -> Brought | None:
     others = brought().get(strategy, ())
     owners = [other.distribution for other in others]
     if owners and (conf_dir() / "strategy" / f"{strategy}.yaml").exists():
-        owners.append("flwr-replay")
+        owners.append(OURS)
     if len(owners) > 1:
         raise ConfigError(f"a strategy's name must be one package's; {strategy} is of {_listed(owners)}")
     return others[0] if others else None
@@ -73,10 +76,10 @@ def conf_dir_of(group: str, choice: str) -> Path:
         return package.conf if package else conf_dir()
     if group != "preset":
         return conf_dir()
-    having = [conf for conf in _conf_dirs() if (conf / group / choice).is_dir()]
+    having = {conf: owner for conf, owner in _conf_dirs().items() if (conf / group / choice).is_dir()}
     if len(having) > 1:
-        raise ConfigError(f"a preset's name must be one package's; {choice} is in {_listed(list(map(str, having)))}")
-    return having[0]
+        raise ConfigError(f"a preset's name must be one package's; {choice} is of {_listed(having.values())}")
+    return next(iter(having))
 
 
 def conf_path(group: str, choice: str) -> Path:
@@ -96,16 +99,16 @@ def own_options(strategy: str) -> frozenset[str]:
     return frozenset(values) - {"name"}
 
 
-def _conf_dirs() -> list[Path]:
-    """Return all folders of YAML files: ours, and those of other packages that are not broken."""
-    found = [conf_dir()]
+def _conf_dirs() -> dict[Path, str]:
+    """Return all folders of YAML files with their packages: ours, and others that are not broken."""
+    found = {conf_dir(): OURS}
     for package in (package for packages in brought().values() for package in packages):
         try:
-            found.append(package.conf)
+            found[package.conf] = package.distribution
         except ConfigError:  # said when its strategy is chosen
             continue
-    return list(dict.fromkeys(found))
+    return found
 
 
-def _listed(owners: list[str]) -> str:
+def _listed(owners: Iterable[str]) -> str:
     return f"{' and '.join(owners)}: uninstall one, or ask its author for another name"

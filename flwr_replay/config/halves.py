@@ -38,7 +38,7 @@ def load_strategy(name: str) -> tuple[type[Any], type[StrategyConfig]]:
     if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
         raise ConfigError(
             f"strategy={name} must declare what its options mean: let {strategy.__name__}Config in "
-            f"{module.__name__} extend flwr_replay.config.StrategyConfig"
+            f"{module.__file__} extend flwr_replay.config.StrategyConfig"
         )
     return strategy, config
 

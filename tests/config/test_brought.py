@@ -1,0 +1,220 @@
+"""Strategies of other packages: found by entry point, imported where allowed; and what `flwr-replay new` writes."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from harness import command, node_configs, write_shards
+
+from flwr_replay.config import brought, catalogue, halves
+from flwr_replay.config.compose import compose, compose_own
+from flwr_replay.config.parts import VARIABLE
+from flwr_replay.errors import ConfigError, RefusedError
+from flwr_replay.institution.node import _institution
+from flwr_replay.memory import forget
+from flwr_replay.runs.described import described
+from flwr_replay.wire.payload import REQUESTS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "extend.md").read_text()
+WRITTEN = dict(re.findall(r"^flwr-replay new (\w+) (\w+)$", PAGE, re.M))  # kinds and names
+MINE, PART = WRITTEN["strategy"], f"{WRITTEN['strategy']}:{WRITTEN['strategy']}"
+RUN = f"strategy={MINE} task=digits rounds=2"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Return a folder in which the page's commands have written one of each."""
+    folder = tmp_path_factory.mktemp("written")
+    with pytest.MonkeyPatch.context() as patch:
+        assert [command(patch, "new", *one, "--into", str(folder)) for one in WRITTEN.items()] == [0, 0, 0]
+    point = tomllib.loads((folder / MINE / "pyproject.toml").read_text())["project"]["entry-points"][brought.GROUP]
+    ((name, package),) = point.items()
+    distribution(folder, MINE, f"{name} = {package}")
+    return folder
+
+
+def distribution(folder, name, point):
+    """Lay down what an installed distribution has beside its code."""
+    info = folder / f"{name}-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(f"[{brought.GROUP}]\n{point}\n")
+
+
+@pytest.fixture
+def path(monkeypatch, tmp_path):
+    """Return what puts folders on the path, as if their distributions were installed; nobody has allowed any."""
+    caches = (brought.brought, catalogue.own_options, halves.load_strategy, halves.load_client)
+
+    def clear():
+        for one in caches:
+            one.cache_clear()
+        forget()
+        for module in [module for module in sys.modules if module.partition(".")[0] in (MINE, "broken", "taken")]:
+            del sys.modules[module]
+
+    def put(*folders):
+        monkeypatch.setattr(sys, "path", [*map(str, folders), *sys.path])
+        clear()
+
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    yield put
+    monkeypatch.undo()
+    clear()
+
+
+@pytest.fixture
+def mine(path, written):
+    """Install the written strategy."""
+    path(written, written / MINE / "src")
+
+
+def package(folder, name, code="", conf="", point=""):
+    """Install a package with a strategy of this name in a folder."""
+    (folder / name / "conf" / "strategy").mkdir(parents=True)
+    (folder / name / "__init__.py").touch()
+    (folder / name / "strategy.py").write_text(code)
+    if conf:
+        (folder / name / "conf" / "strategy" / f"{conf}.yaml").write_text(f"name: {conf}\nspeed: 1  # of it\n")
+    distribution(folder, name, point or f"{name} = {name}")
+
+
+def test_what_is_written_passes_its_own_tests(written):
+    project, app, study = (written / name for name in WRITTEN.values())
+    path = [written, project / "src", app, study, ROOT]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "FLWR_REPLAY_HOME": str(written / "h")}
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project), str(app), str(study)]
+    done = subprocess.run(run, cwd=study, env=environment, capture_output=True, text=True, check=False)
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_written_app_is_the_example():
+    for name in ("task.py", "server_app.py", "client_app.py"):
+        template = ROOT / "flwr_replay" / "templates" / "app" / name
+        assert template.read_text() == (ROOT / "docs" / "examples" / "cwt" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("strategy", "Fed-mine", "small letters and digits"),
+        ("strategy", "class", "small letters and digits"),
+        ("strategy", "fedavg", "a strategy fedavg already"),
+        ("strategy", "numpy", "is called numpy already"),
+        ("study", "json", "is called json already"),
+        ("app", WRITTEN["app"], "must be new"),
+    ],
+)
+def test_a_wrong_name_is_one_line_and_nothing_is_written(written, kind, name, said, monkeypatch, capsys):
+    before = set(written.rglob("*"))
+    assert command(monkeypatch, "new", kind, name, "--into", str(written)) == 2
+    assert re.fullmatch(f"error: .*{said}.*\n", capsys.readouterr().err)
+    assert set(written.rglob("*")) == before
+
+
+def test_it_is_listed_without_being_imported(mine):
+    assert MINE in catalogue.choices("strategy")
+    with pytest.raises(ConfigError, match=f"bound is an option of strategy={MINE}; got strategy=fedavg"):
+        compose(["strategy=fedavg", "bound=3"])
+    assert MINE not in sys.modules
+
+
+def test_the_pages_commands_run(mine, tmp_path, monkeypatch, capsys):
+    assert f"flwr-replay run {RUN}\n" in PAGE
+    assert command(monkeypatch, "run", *RUN.split(), "--runs-dir", str(tmp_path)) == 0
+    assert command(monkeypatch, "options", f"strategy={MINE}") == 0
+    said = capsys.readouterr().out
+    assert f"{MINE} on digits: accuracy" in said
+    assert "strategy.bound  (number)\n    how far an institution may move the model" in said
+
+
+def test_a_presets_options_hold(mine, written):
+    presets = written / MINE / "src" / MINE / "conf" / "preset" / "careful"
+    presets.mkdir(parents=True)
+    (presets / "default.yaml").write_text("# @package _global_\nrounds: 7\n")
+    try:
+        assert compose_own([f"strategy={MINE}", "preset=careful"]).rounds == 7
+        assert compose(["strategy=fedavg", "preset=careful"]).rounds == 7
+    finally:
+        shutil.rmtree(presets.parent)
+
+
+def institution(folder, **node):
+    write_shards(folder, {"a": 9})
+    (owned,) = node_configs(folder, folder / "state", "a")
+    given = (("overrides", "task=medmnist task.size=8 classes=3 device=cpu"), ("strategy", MINE))
+    return _institution(given, tuple(sorted({**owned, **node}.items())))
+
+
+@pytest.mark.parametrize("allowed", ["", MINE, f"{MINE}:other", f"{MINE}.client:{MINE}"])
+def test_an_institution_imports_no_strategy_that_it_has_not_allowed(mine, tmp_path, allowed, monkeypatch):
+    monkeypatch.setenv(VARIABLE, PART)  # a deployed node does not heed it
+    with pytest.raises(RefusedError, match=f'{PART}, which has not been allowed here.*own-parts="{PART}"'):
+        institution(tmp_path, **{"own-parts": allowed})
+    assert MINE not in sys.modules
+
+
+def test_an_institution_takes_the_strategy_that_it_allows(mine, tmp_path):
+    _, config = institution(tmp_path, **{"own-parts": PART})
+    assert config.own_parts == (PART,)
+    assert halves.load_client(MINE).__module__ == f"{MINE}.client"
+
+
+def test_a_process_that_was_given_others_words_imports_none(mine):
+    with pytest.raises(RefusedError, match=f"export {VARIABLE}='{PART}'"):
+        compose([f"strategy={MINE}"])
+    assert MINE not in sys.modules
+
+
+def test_a_name_of_two_packages_is_refused(path, written, tmp_path):
+    package(tmp_path, "broken", conf=MINE, point=f"{MINE} = broken")
+    package(tmp_path, "taken", conf="fedavg", point="fedavg = taken")
+    path(tmp_path, written, written / MINE / "src")
+    for name, owners in ((MINE, f"broken and {MINE}"), ("fedavg", "taken and flwr-replay")):
+        with pytest.raises(ConfigError, match=f"{name} is of {owners}: uninstall one"):
+            compose_own([f"strategy={name}"])
+    assert compose(["strategy=cwt"]).strategy.name == "cwt"
+
+
+@pytest.mark.parametrize(
+    ("code", "conf", "point", "said"),
+    [
+        ("1 / 0", "broken", "", "strategy=broken.* of the package broken fails when it is imported: ZeroDivisionError"),
+        ("import nonesuch", "broken", "", "of the package broken cannot be imported: No module named 'nonesuch'"),
+        ("x = 1", "broken", "", "of the package broken must have a class of the strategy's name"),
+        ("", "", "", "of the package broken has no conf/strategy/broken.yaml in broken"),
+        ("", "broken", "broken = nonesuch.inner", "of the package broken has no conf/strategy/broken.yaml"),
+        ("", "Broken", "Broken = broken", "the package broken brings a strategy 'Broken'.* in lower case"),
+    ],
+)
+def test_a_broken_package_is_one_line_and_others_work(path, tmp_path, code, conf, point, said):
+    package(tmp_path, "broken", code, conf, point)
+    path(tmp_path)
+    name = conf or "broken"
+    with pytest.raises(ConfigError, match=said) as error:
+        compose_own([f"strategy={name}"])
+    assert "\n" not in str(error.value)
+    known = described()
+    assert re.search(said, known[f"strategy={name}"].title)
+    assert known["strategy=fedavg"].options
+    with pytest.raises(ConfigError, match="unknown option 'speedy'"):
+        compose(["speedy=1"])
+
+
+def test_a_stage_of_another_payload_is_refused(path, tmp_path):
+    code = """
+from flwr_replay.payloads.common import Train, Trained
+class Own(Train, stage="train", answer=Trained): pass
+"""
+    package(tmp_path, "broken", code, "broken")
+    path(tmp_path)
+    with pytest.raises(ConfigError, match=r"broken\.strategy declares 'train' of flwr_replay\.payloads\.common"):
+        compose_own(["strategy=broken"])
+    assert REQUESTS["train"].__module__ == "flwr_replay.payloads.common"
