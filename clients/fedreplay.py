@@ -18,15 +18,21 @@ from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.noisy import NoisyUpload
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.latents import BLOCK, pack, rows_per_chunk, shift_each
-from flwr_replay.learning.training import batches, learning_rate, make_optimizer, mean_loss, refuse_single_batches, step
+from flwr_replay.learning.training import (
+    batches,
+    held_out,
+    learning_rate,
+    make_optimizer,
+    mean_loss,
+    refuse_single_batches,
+    step,
+)
 from flwr_replay.models import split
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
 from flwr_replay.wire.weights import encoded, load_arrays, to_arrays
 
 __all__ = ["FedReplayClient"]
-
-HELD_OUT = 10  # without a validation split, one of so many training examples is held out
 
 
 class FedReplayClient(InstitutionClient):
@@ -95,9 +101,7 @@ class FedReplayClient(InstitutionClient):
         train = self.institution.train
         if self.institution.validation is not None:
             return train, self.institution.validation
-        order = torch.randperm(len(train), generator=self.shuffle("held out")).to(train.y.device)
-        cut = max(1, len(train) // HELD_OUT) if len(train) > 1 else 0
-        kept, held = order[cut:], order[: max(1, cut)]
+        kept, held = (rows.to(train.y.device) for rows in held_out(len(train), self.shuffle("held out")))
         return Shard(train.x[kept], train.y[kept], 0), Shard(train.x[held], train.y[held], 0)
 
     def extract(self, request: Extract) -> Latents:

@@ -163,8 +163,41 @@ class Attacker:
         counts_C = label_counts(bias_C, examples, shares_C)
         return torch.arange(len(counts_C)).repeat_interleave(counts_C).to(bias_C.device)
 
+    def likely_labels(self, classes: int, examples: int, told: Tensor | None) -> tuple[Tensor, str]:
+        """Guess the labels behind a change of weights that does not show the head's bias.
+
+        Parameters
+        ----------
+        classes, examples : int
+            C, and n.
+        told : Tensor or None
+            Labels that the institution has sent elsewhere.
+
+        Returns
+        -------
+        labels_n : Tensor
+            (n,), sorted, with the shares of `told`, else of the auxiliary data, else with equal ones.
+        source : str
+            Which of these.
+        """
+        if told is not None:
+            known, source = told, "the labels that the institution has sent in other messages"
+        elif self.auxiliary:
+            known, source = self.auxiliary.labels_m, "the labels of the attacker's own images"
+        else:
+            known, source = torch.arange(classes), "equal numbers of all classes"
+        shares_C = torch.bincount(known.long(), minlength=classes) / len(known)
+        counts_C = label_counts(torch.zeros(classes), examples, shares_C)
+        return torch.arange(classes).repeat_interleave(counts_C), source
+
     def changes(
-        self, model: nn.Module, loss: Loss, change: Arrays, labels_n: Tensor, local: LocalSteps
+        self,
+        model: nn.Module,
+        loss: Loss,
+        change: Arrays,
+        labels_n: Tensor,
+        local: LocalSteps,
+        at_cut: bool = False,
     ) -> Iterator[Attempt]:
         """Attack a gradient or a change of weights in turn: analytically where that is exact, then by matching.
 
@@ -175,11 +208,14 @@ class Attacker:
         loss : callable
             From outputs and labels to their mean loss.
         change : mapping of str to Tensor
-            θ sent − θ back by parameter name, or the gradient; and batch norm's statistics, if they came back.
+            θ sent − θ back by parameter name, or the gradient; and batch norm's statistics, if they came back. Of a
+            network that came back in part, that part.
         labels_n : Tensor
-            As they travelled, or from `labels`.
+            As they travelled, or from `labels` or `likely_labels`.
         local : LocalSteps
             The training that was asked for.
+        at_cut : bool
+            `labels_n` are not labels but the gradients at the cut that the server has sent, (n, ...).
         """
         if len(labels_n) == 1 and local.steps == 1 and has_linear_input(model):
             yield Attempt(ANALYTIC, lambda: (first_input(model, change, self.form), {}))
@@ -194,8 +230,10 @@ class Attacker:
             )
             search = candidates[len(candidates) // 2]
             if self.auxiliary and len(self.auxiliary.labels_m) >= len(labels_n):
-                few, own = (x[: len(labels_n)] for x in (self.auxiliary.images_mCHW, self.auxiliary.labels_m))
-                known = change_of(model, loss, as_input(few), own, local)
+                few = self.auxiliary.images_mCHW[: len(labels_n)]
+                own = labels_n if at_cut else self.auxiliary.labels_m[: len(labels_n)]
+                simulated = change_of(model, loss, as_input(few), own, local)
+                known = {name: array for name, array in simulated.items() if name in change}
                 search = _chosen(candidates, lambda one: attack(one, known, own), few)
             return attack(search), _settings(search)
 

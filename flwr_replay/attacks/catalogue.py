@@ -24,6 +24,7 @@ class Attack:
 
 
 MATCHING = Attack("gradient matching", "images", False, "Geiping et al. 2020; Qu et al. 2022, eq. 1", gradients.invert)
+LAST = Attack("gradient matching, last message", "images", False, MATCHING.source, gradients.invert)
 ANALYTIC = Attack("analytic inversion", "images", False, "Phong et al. 2018", gradients.first_input)
 COUNTS = Attack("label counts", "labels", False, "Zhao et al. 2020; Yin et al. 2021", gradients.label_counts)
 OPTIMISED = Attack("latent matching", "images", False, "He et al. 2019; Qu et al. 2022, eq. 2", latents.invert)
@@ -43,7 +44,7 @@ RELEASED = Attack("nearest released image", "members", True, "Chen et al. 2020",
 
 ATTACKS: dict[Meaning, tuple[Attack, ...] | str] = {
     "generator weights": (RECONSTRUCTED, PRIOR),
-    "weights": (COUNTS, ANALYTIC, MATCHING, LOSS, LIRA),
+    "weights": (COUNTS, ANALYTIC, MATCHING, LAST, LOSS, LIRA),
     "gradient": (COUNTS, ANALYTIC, MATCHING),
     "activations": (OPTIMISED, DECODER, NEAREST),
     "codes": (DECODED,),

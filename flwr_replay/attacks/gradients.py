@@ -9,6 +9,8 @@ same direction:
 This is Geiping et al. 2020 (arXiv 2003.14053, eq. 4, and section 6 for local steps). Labels are inferred first, from
 the head's bias (Zhao et al. 2020, arXiv 2001.02610; counts as in Yin et al. 2021, arXiv 2104.07586, section 3.1).
 
+Where only a part of the network comes back, Δ is the change of that part; the steps are of all of it.
+
 Where batch norm's statistics come back, they may join: ‖r(x̃) − r‖² / ‖r − r sent‖², summed over layers, where r are a
 layer's running means and variances (Yin et al. 2021, eq. 9, who match means and variances of a batch).
 
@@ -127,9 +129,9 @@ def invert(
         From outputs and labels to their mean loss.
     change : mapping of str to Tensor
         The gradient, or θ sent − θ back, by parameter name; with `search.statistics`, batch norm's running means and
-        variances as they came back.
+        variances as they came back. Of a network that came back in part, that part.
     labels_n : Tensor
-        The labels, as far as the attacker knows or infers them (`label_counts`).
+        The labels, as far as the attacker knows or infers them (`label_counts`), or what else the loss takes.
     form : tuple of int
         (C, H, W) of an image.
     local : LocalSteps
@@ -145,9 +147,13 @@ def invert(
         (n, C, H, W) in [0, 1]; in an order that has no meaning.
     """
     model = copy.deepcopy(model)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    names = [name for name, p in model.named_parameters() if p.requires_grad and name in change]
     wanted = torch.cat([change[name].flatten() for name in names])
-    sent = {name: b.clone() for name, b in model.named_buffers() if search.statistics and is_statistic(name)}
+    sent = {
+        name: b.clone()
+        for name, b in model.named_buffers()
+        if search.statistics and name in change and is_statistic(name)
+    }
 
     def objective(x_nCHW: Tensor) -> Tensor:
         found = change_of(model, loss, x_nCHW, labels_n, local, differentiable=True)

@@ -9,7 +9,7 @@ image of 10 dB may still point to one patient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import numpy as np
@@ -40,7 +40,7 @@ class ImageScores:
     psnr_sd: float  # dB, standard deviation; 0 for one reconstruction
     ssim: float | None  # mean; none: smaller than its window
     identified: Estimate  # share of reconstructions whose nearest original is the right one
-    chance: float  # what guessing identifies at most: B / N
+    chance: float  # what guessing identifies at most: B / N; N / (N + M) where M others' images join
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,24 @@ class Judge:
             claimed.append(torch.from_numpy(rng.choice(others, len(rows), replace=False)))
         return self.scores(reconstructions_nCHW, torch.cat(claimed), batch)
 
+    def some(self, reconstructions_nCHW: Tensor, others_MCHW: Tensor) -> tuple[ImageScores, Tensor]:
+        """Score reconstructions of originals of which nobody knows which they are.
+
+        Each is assigned to one of all N. Near to some of many images is any image. So one is identified only if none of
+        M other people's images is nearer either: guessing identifies N / (N + M).
+
+        Returns
+        -------
+        scores : ImageScores
+            PSNR and SSIM are of the assigned originals.
+        rows_n : Tensor
+            These originals.
+        """
+        found_nCHW, number = as_input(reconstructions_nCHW).cpu(), len(self.originals_NCHW)
+        rows_n = assigned(found_nCHW, self.originals_NCHW)
+        among = Judge(torch.cat([self.originals_NCHW, as_input(others_MCHW).cpu()]))
+        return replace(among.scores(found_nCHW, rows_n), chance=number / len(among.originals_NCHW)), rows_n
+
     def mean_image(self, auxiliary_MCHW: Tensor, rows_n: Tensor) -> ImageScores:
         """Score the mean auxiliary image, which is of nobody, as the reconstruction of every row."""
         mean_CHW = as_input(auxiliary_MCHW).mean(0)
@@ -165,7 +183,8 @@ def ssim(found_nCHW: Tensor, right_nCHW: Tensor) -> Tensor | None:
 def assigned(found_BCHW: Tensor, right_BCHW: Tensor) -> Tensor:
     """Return for each reconstruction the original that it counts for, (B,): the least sum of squared distances.
 
-    This is the Hungarian method's assignment (Kuhn 1955). Each original is taken once.
+    This is the Hungarian method's assignment (Kuhn 1955). Each original is taken at most once; there may be more of
+    them than reconstructions.
     """
     squared_BB = distances(found_BCHW, right_BCHW).square().nan_to_num(nan=FAR, posinf=FAR)
     return torch.from_numpy(linear_sum_assignment(squared_BB.numpy())[1])

@@ -5,8 +5,10 @@ Letters: N examples, C channels, H and W height and width in pixels.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,15 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of all images and labels in their order, with their dtypes and shapes; hexadecimal digits."""
+        found = hashlib.sha256()
+        for array in (self.x, self.y):
+            found.update(f"{array.dtype.str} {array.shape} ".encode())
+            found.update(np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()
 
     @property
     def labels(self) -> NDArray[np.int64] | NDArray[np.float32]:

@@ -98,6 +98,8 @@ def _answered(
     budget = PrivacyBudget(plan, institution, store, config.seed) if plan else None
     charged_before = budget.charged(run) if budget and dp_fields else ()
     reply = call_next(message, context)
+    if institution.digested and "data" in vars(institution):  # they were read
+        store.note_data(run)
     leaving = check_answer(reply, answer, policy, config)
     names = {row.field for row in leaving}
     if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):

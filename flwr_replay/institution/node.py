@@ -97,6 +97,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         classes=_classes(config, owned),
         private_model=_private_model(config, owned),
         record=_record(owned),
+        digested=_record(owned) != "none",
         record_mb=_record_mb(owned),
         durable=True,
     )
@@ -195,4 +196,5 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         batch_size=sizes[k % len(sizes)] if sizes else 0,
         classes=classes[k % len(classes)] if classes else "",
         private_model=private[k % len(private)] if private else "",
+        digested=config.record != "none",
     )

@@ -68,6 +68,7 @@ class Institution:
     private_model: str = ""  # in conf/model, of the private model φ; empty: like the common model
     record: str = "none"  # none | up | all: of its messages, those that it keeps in its state directory
     record_mb: float = inf  # the most that these may take
+    digested: bool = False  # messages are recorded, here or by a simulation: its state says which examples it had
     durable: bool = False  # ledger lines reach the disk before anything leaves
 
     @classmethod

@@ -17,16 +17,17 @@ from typing import NamedTuple
 
 from flwr_replay.config.binding import differing, digest_of
 from flwr_replay.errors import PrivacyError, WireError
-from flwr_replay.files.atomic import NAME, private_folder, stamp, write_once
+from flwr_replay.files.atomic import NAME, private_folder, read_text, stamp, write_atomic, write_once
 from flwr_replay.files.disk import opener
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.institution.owner import Institution
 from flwr_replay.memory import on_forget, remembered
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["StateStore"]
+__all__ = ["DATA", "RUNS", "StateStore"]
 
 RUNS = "runs"  # the folder of all runs: the server names them, so they must not meet the institution's own files
+DATA = "data.sha256"  # a run's file: digests of the training examples, a line each
 SUFFIX = ".safetensors"
 ORIGIN = "made-under"  # a file's note: the digest of the options under which it was made
 HELD = 256 * 2**20  # bytes of arrays in memory
@@ -69,6 +70,17 @@ class StateStore:
             If this run began under other options: its state here may depend on data without noise.
         """
         _bind(self.of_run(run), bound)
+
+    def note_data(self, run: str) -> None:
+        """Write down which training examples the institution has in a run: a digest, and another if they change.
+
+        A digest tells whoever has an image whether it is the institution's. So it is written only where messages are
+        recorded, which tell more, and never leaves.
+        """
+        file = private_folder(self.of_run(run)) / DATA
+        before = read_text(file) if file.exists() else ""
+        if (digest := self.institution.data.train.digest) not in before:
+            write_atomic(file, f"{before}{digest}\n", to_disk=self.institution.durable)
 
     def count_test(self, run: str) -> int:
         """Count a test in a run; return how many there were before."""

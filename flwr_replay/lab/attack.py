@@ -263,9 +263,9 @@ class Lab:
         if self.originals:
             yield from member_attacks(exhibit, self.evidence, self.originals, self.auxiliary, seed, self.seconds)
             yield from label_attacks(exhibit, self.evidence, trial, self.originals, attacker)
-        if trial:
-            for attempt in trial.attempts(attacker):
-                yield attempt.attack.name, partial(self.seen, exhibit, attempt, trial)
+        for one in filter(None, (trial, trial.last()) if trial else ()):
+            for attempt in one.attempts(attacker):
+                yield attempt.attack.name, partial(self.seen, exhibit, attempt, one)
 
     def seen(self, exhibit: Exhibit, attempt: Attempt, trial: Trial) -> dict[str, Any]:
         """Look for images; let the judge score them, and draw them below the originals."""
@@ -279,21 +279,26 @@ class Lab:
             "messages": 1,
             "bytes": exhibit.bytes_of(trial.answer),
             "batch": trial.mixed,
+            "note": trial.note,
         }
         pictured: dict[str, Tensor] = {"reconstruction": images[:SHOWN]}
         if originals:
             try:
-                rows = trial.rows(originals)[trial.places_n[: len(images)]]
-                own = rows >= 0  # behind the others are images of other institutions, which replay has put there
-                if not bool(own.any()):
-                    raise DataError(
-                        "all images that were attacked are of other institutions, which replay has put there"
-                    )
-                images, rows = images[own], rows[own]
-                result |= self.scores(images, rows, trial.mixed, originals)
-                result["values-per-pixel"] = trial.values_per_pixel
-                if trial.mixed > 1:
-                    rows = rows[assigned(images, originals.x_NCHW[rows])]
+                rows = trial.rows(originals)
+                if rows is None:
+                    found, rows = self.scores_of_some(images, originals)
+                else:
+                    rows = rows[trial.places_n[: len(images)]]
+                    own = rows >= 0  # behind the others are images of other institutions, which replay has put there
+                    if not bool(own.any()):
+                        raise DataError(
+                            "all images that were attacked are of other institutions, which replay has put there"
+                        )
+                    images, rows = images[own], rows[own]
+                    found = self.scores(images, rows, trial.mixed, originals)
+                    if trial.mixed > 1:
+                        rows = rows[assigned(images, originals.x_NCHW[rows])]
+                result |= {**found, "values-per-pixel": trial.values_per_pixel}
                 pictured = {"original": originals.x_NCHW[rows[:SHOWN]], "reconstruction": images[:SHOWN]}
             except DataError as error:
                 why = str(error)
@@ -312,6 +317,17 @@ class Lab:
             scores["mean-image"] = judge.mean_image(self.auxiliary.images_mCHW, rows)
             scores["nearest-image"] = judge.nearest_auxiliary(self.auxiliary.images_mCHW, rows)
         return {name: None if one is None else _finite(asdict(one)) for name, one in scores.items()}
+
+    def scores_of_some(self, images: Tensor, originals: Originals) -> tuple[dict[str, Any], Tensor]:
+        """Score images of which nobody knows whose they are, among the originals and as many others; name the nearest.
+
+        Which examples were in the batches of DP-SGD is a secret.
+        """
+        judge, others = Judge(originals.x_NCHW), originals.others_NCHW[: len(originals.y_N)]
+        scores, rows = judge.some(images, others)
+        control, _ = judge.some(self.anything(images), others)
+        found = {"scores": _finite(asdict(scores)), "control": _finite(asdict(control))}
+        return {**found, "among": {"own": len(originals.y_N), "others": len(others)}}, rows
 
     def anything(self, images: Tensor) -> Tensor:
         """Return as many images of other people, or without auxiliary images of noise: a control without a message."""

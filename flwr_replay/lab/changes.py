@@ -6,23 +6,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Self
 
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from flwr_replay.attacks.attacker import Attacker, Attempt
+from flwr_replay.attacks.catalogue import LAST, MATCHING
 from flwr_replay.attacks.gradients import LocalSteps, change_of, is_statistic
 from flwr_replay.errors import DataError, RunError
-from flwr_replay.lab.evidence import UNKNOWN_NETWORK, Answer, Evidence, Exhibit
-from flwr_replay.lab.judge import NEAR, OTHERS, Originals, OtherOriginals, check_replay
-from flwr_replay.lab.trials import Trial
+from flwr_replay.files.tensors import StateDict
+from flwr_replay.lab.begun import begun_with
+from flwr_replay.lab.evidence import NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit
+from flwr_replay.lab.judge import NEAR, OTHERS, Originals, OtherOriginals, check_replay, same_data
+from flwr_replay.lab.trials import Trial, drawn_rows
 from flwr_replay.learning.tasks import make_task
-from flwr_replay.learning.training import at_once, batches, iterations, make_optimizer, step, torch_rng
+from flwr_replay.learning.training import at_once, iterations, make_optimizer, step, torch_rng
 from flwr_replay.wire.recording import Recorded
-from flwr_replay.wire.weights import load_arrays, to_arrays
+from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["OfChange"]
 
@@ -30,35 +33,42 @@ MOST_BEHIND = 128  # images behind one answer that a search looks for
 PLAIN = ("fedavg", "fedavgm", "fedsgd", "cwt")  # methods whose first visit is nothing but the steps simulated here
 BLOCK = 256  # examples whose gradient FedSGD computes at once
 MOST_STEPS = 64  # of local training that are simulated
+UNKNOWN_TEACHER = (
+    "What the private model adds to the loss, the attacker does not know; it has simulated the cross entropy alone."
+)
 
 
 class OfChange(Trial):
-    """A gradient, or weights that came back: eq. 1 of Qu et al., with local steps simulated."""
+    """A gradient, or weights that came back: eq. 1 of Qu et al., with local steps simulated.
 
-    def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
+    Parameters
+    ----------
+    exhibit, evidence : Exhibit, Evidence
+        As of every trial.
+    last : bool
+        Whether the last answer is attacked whose training began with weights that the server knows; else the first.
+    """
+
+    plain = True  # trained as simulated here, if the method is one of `PLAIN`
+
+    def __init__(self, exhibit: Exhibit, evidence: Evidence, last: bool = False) -> None:
         super().__init__(exhibit, evidence)
-        config = evidence.config
-        self.answer, self.request, self.begun = self._begun(exhibit, evidence)
-        request, self.training = self.request, config.training
-        self.model, self.task = evidence.model(), make_task(config.task)
-        parameters = dict(self.model.named_parameters())
+        self.last_one = last
+        self.answer, self.request, self.begun = self._begun(reversed(exhibit.answers) if last else exhibit.answers)
+        self.training = evidence.config.training
+        self.task, self.model = make_task(evidence.config.task), self.network()
         back = {name: torch.from_numpy(array) for name, array in exhibit.arrays(self.answer).items()}
-        if not parameters.keys() <= self.begun.keys():
+        sent = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        if not sent.keys() & back.keys():
             raise RunError(UNKNOWN_NETWORK)
-        if not parameters.keys() <= back.keys():
-            raise RunError(
-                "only a part of the network came back; a search needs the change of all of it. What the part makes of "
-                "the same images travels, too, and is attacked"
-            )
-        load_arrays(self.model, {name: self.begun[name] for name in self.model.state_dict()})
-        self.model.train()
-        sent = {name: parameter.detach() for name, parameter in parameters.items()}
         self.gradient = exhibit.declared.means == "gradient"
-        self.change = {name: back[name] if self.gradient else sent[name] - back[name] for name in sent}
+        self.change = {name: back[name] if self.gradient else sent[name] - back[name] for name in sent if name in back}
+        self.whole = len(self.change) == len(sent)  # so that it shows the head's bias
         self.statistics = {name: array for name, array in back.items() if is_statistic(name)}
         self.examples = int(self.answer.content.scalars["num-examples"])
-        self.lr = float(request.scalars.get("lr", 1.0))
-        self.passes = int(request.scalars.get("local-epochs", 1))
+        self.server_round = int(self.request.scalars.get("server-round", 0))
+        self.lr = float(self.request.scalars.get("lr", 1.0))
+        self.passes = self.passes_made()
         size = min(self.training.batch_size, self.examples)
         self.local = LocalSteps()
         self.mixed = self.examples  # all of them in one gradient
@@ -74,17 +84,30 @@ class OfChange(Trial):
             )
         self.places_n = torch.arange(self.mixed)
 
-    def _begun(self, exhibit: Exhibit, evidence: Evidence) -> tuple[Answer, Recorded, Mapping[str, NDArray[Any]]]:
-        """Return an answer with its request and the weights with which its training began.
+    def _begun(self, answers: Iterable[Answer]) -> tuple[Answer, Recorded, StateDict]:
+        """Return the first of these answers with its request and the weights with which its training began."""
+        asked = [(answer, answer.request) for answer in answers if answer.request is not None]
+        for answer, request in asked:
+            if begun := begun_with(answer, self.evidence):
+                return answer, request, begun
+        raise RunError(UNKNOWN_NETWORK if asked else NO_MODEL)
 
-        The request brings them; an institution of a gossip begins its first training with fresh ones, whose seed the
-        server has told it.
-        """
-        first = exhibit.answers[0]
-        if first.request and not first.request.arrays and not first.request.scalars.get("continues", True):
-            return first, first.request, to_arrays(evidence.model(int(first.request.scalars["init-seed"])))
-        answer, request = self.with_network()
-        return answer, request, request.arrays
+    def network(self) -> nn.Module:
+        """Return what trained, with the weights with which it began, in training mode."""
+        model = self.evidence.model()
+        if not model.state_dict().keys() <= self.begun.keys():
+            raise RunError(UNKNOWN_NETWORK)
+        load_arrays(model, {name: self.begun[name] for name in model.state_dict()})
+        return model.train()
+
+    def passes_made(self) -> int:
+        """Return how many passes over the examples are behind the answer."""
+        return int(self.request.scalars.get("local-epochs", 1))
+
+    def last(self) -> Self | None:
+        """Return the trial of the last answer; None if there is only one that can be attacked."""
+        other = type(self)(self.exhibit, self.evidence, last=True) if self.exhibit.means == "weights" else self
+        return None if other.answer.file == self.answer.file else other
 
     @property
     def values_per_pixel(self) -> float:
@@ -104,7 +127,14 @@ class OfChange(Trial):
         """
         if self.evidence.config.task.kind != "classification":
             raise RunError(f"labels are inferred for classes; the task's kind is {self.evidence.config.task.kind}")
-        return attacker.labels(self.model, self.change, self.mixed, self.local)
+        if self.whole:
+            return attacker.labels(self.model, self.change, self.mixed, self.local)
+        sent = [one for one in self.evidence.sent if one.institution == self.exhibit.institution]
+        told = [one for one in sent if one.means == "labels" and one.declared.kind != "synthetic"]
+        known = torch.cat([torch.tensor(told[0].array(one)) for one in told[0].answers]) if told else None
+        labels_n, source = attacker.likely_labels(self.evidence.config.task.classes, self.mixed, known)
+        self.note = f"The head did not come back; labels were guessed by {source}."
+        return labels_n
 
     def attempts(self, attacker: Attacker) -> Iterator[Attempt]:
         """Solve a linear first layer exactly where one image is behind the answer, and search.
@@ -119,38 +149,65 @@ class OfChange(Trial):
                 f"{self.mixed} images and {self.local.steps} steps are behind each answer; a search looks for at most "
                 f"{MOST_BEHIND} images and {MOST_STEPS} steps. That none was tried proves nothing"
             )
-        labels_n = self.labels_n(attacker)
-        yield from attacker.changes(self.model, self.task.loss, self.change | self.statistics, labels_n, self.local)
+        for attempt in self.tried(attacker, self.change | self.statistics):
+            if not self.last_one:
+                yield attempt
+            elif attempt.attack is MATCHING:
+                yield replace(attempt, attack=LAST)
 
-    def rows(self, originals: Originals) -> Tensor:
+    def tried(self, attacker: Attacker, change: dict[str, Tensor]) -> Iterator[Attempt]:
+        """Yield the attacks on the change and batch norm's statistics."""
+        if self.request.scalars.get("beta"):
+            self.note = UNKNOWN_TEACHER
+        labels_n = self.labels_n(attacker)
+        yield from attacker.changes(self.model, self.task.loss, change, labels_n, self.local)
+
+    def rows(self, originals: Originals) -> Tensor | None:
         """Train on the originals anew, and return those that were used.
+
+        Where that gives something else, or noise is secret, a digest that was written during the run must be theirs.
 
         Raises
         ------
         DataError
-            If that gives something else, or cannot: noise is secret.
+            If there is none.
         """
-        x, y = originals.x_NCHW, originals.y_N
-        if self.evidence.config.privacy.mechanisms:
-            raise DataError("the answer has secret noise, so originals cannot be checked by computing it anew")
-        check_replay(self.evidence.config)
-        plain = self.evidence.config.strategy.name in PLAIN
-        if len(y) != self.examples:
-            number = f"{len(y)} examples, the message says {self.examples}"
+        config, number = self.evidence.config, len(originals.y_N)
+        same = same_data(originals, self.evidence.digests(self.exhibit.institution))
+        check_replay(config)
+        if config.privacy.mechanisms:
+            if not same:
+                raise DataError("the answer has secret noise, so originals cannot be checked by computing it anew")
+            return torch.arange(number) if self.local.batch_size == number else None  # else Poisson batches
+        plain = self.plain and config.strategy.name in PLAIN and not self.last_one
+        kept_n = self.kept(number)
+        if len(kept_n) != self.examples:
+            said = f"{len(kept_n)} examples, the message says {self.examples}"
             if plain:
-                raise OtherOriginals(f"{OTHERS}: {number}")
-            raise DataError(f"{OTHERS}, or others' examples were added: {number}")
-        if self.gradient:
-            anew, rows = self._gradient_anew(x, y), torch.arange(len(y))
-        else:
-            anew, rows = self._trained_anew(x, y)
-        names = list(self.change)
-        right, found = (torch.cat([one[name].flatten() for name in names]) for one in (self.change, anew))
-        if not bool((found - right).norm() <= NEAR * right.norm()):
-            if plain and self.training.augment == "none" and not self.training.batch_sizes:
-                raise OtherOriginals(f"{OTHERS}: give the data of the run, as they were when it ran")
-            raise DataError(f"{OTHERS}, or {self.evidence.config.strategy.name} trains otherwise than FedAvg")
-        return rows
+                raise OtherOriginals(f"{OTHERS}: {said}")
+            raise DataError(f"{OTHERS}, or others' examples were added: {said}")
+        x, y = originals.x_NCHW[kept_n], originals.y_N[kept_n]
+        for anew, rows in self.anew(x, y):
+            if self._near(anew):
+                return kept_n[rows]
+        if plain and self.training.augment == "none" and not self.training.batch_sizes:
+            raise OtherOriginals(f"{OTHERS}: give the data of the run, as they were when it ran")
+        if not same:
+            raise DataError(f"{OTHERS}, or {config.strategy.name} trains otherwise than FedAvg")
+        return kept_n if self.mixed == len(kept_n) else None
+
+    def _near(self, anew: dict[str, Tensor]) -> bool:
+        """Say whether a change that was computed anew is the one that came back."""
+        right, found = (torch.cat([one[name].flatten() for name in self.change]) for one in (self.change, anew))
+        return bool((found - right).norm() <= NEAR * right.norm())
+
+    def kept(self, number: int) -> Tensor:
+        """Return which of an institution's examples it trains on."""
+        return torch.arange(number)
+
+    def anew(self, x: Tensor, y: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """Yield what may have come back, computed anew from all examples, and the rows that were used."""
+        yield (self._gradient_anew(x, y), torch.arange(len(y))) if self.gradient else self._trained_anew(x, y)
 
     def _gradient_anew(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Add up the gradients of blocks, as FedSGD's institutions do."""
@@ -161,18 +218,19 @@ class OfChange(Trial):
 
     def _trained_anew(self, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Train as FedAvg's and CWT's institutions do; return the change of weights, and the rows of the first pass."""
-        model, seed = self.evidence.model(), self.evidence.config.seed
-        load_arrays(model, {name: self.begun[name] for name in model.state_dict()})
-        optimizer = make_optimizer(model.train(), self.training, self.lr)
-        server_round = int(self.request.scalars.get("server-round", 0))
-        shuffle = torch_rng(seed, self.exhibit.institution, server_round)
-        numbered = torch.arange(len(y))
+        model, shuffle = self.network(), self.shuffle(self.server_round)
+        optimizer = make_optimizer(model, self.training, self.lr)
         seen: list[Tensor] = []
         for _ in range(self.passes):
-            for rows, _ in batches(numbered[:, None], numbered, self.training.batch_size, shuffle):
-                chosen = rows[:, 0].long()
+            for chosen in drawn_rows(len(y), self.training.batch_size, shuffle):
                 seen.append(chosen)
                 step(model, optimizer, self.task.loss(model(x[chosen]), y[chosen]))
-        sent = {name: torch.from_numpy(self.begun[name]) for name, _ in model.named_parameters()}
-        anew = {name: sent[name] - parameter.detach() for name, parameter in model.named_parameters()}
-        return anew, torch.cat(seen)[: self.mixed]
+        return self.changed(model), torch.cat(seen)[: self.mixed]
+
+    def shuffle(self, *purpose: object) -> torch.Generator:
+        """Return the institution's own random stream for a purpose, as its client draws it."""
+        return torch_rng(self.evidence.config.seed, self.exhibit.institution, *purpose)
+
+    def changed(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the change of a network's weights since the training began."""
+        return {name: torch.from_numpy(self.begun[name]) - p.detach() for name, p in model.named_parameters()}

@@ -14,10 +14,10 @@ from flwr_replay.config.compose import compose_own, overrides_of
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError, nearest
-from flwr_replay.files.atomic import read_lines
+from flwr_replay.files.atomic import read_lines, read_text
 from flwr_replay.files.tensors import StateDict
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.institution.state import RUNS
+from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.models.zoo import backbone
 from flwr_replay.runs.options import run_overrides
 from flwr_replay.wire.fields import Field, Meaning
@@ -79,11 +79,26 @@ class Exhibit:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that a run's server has recorded, and what it knows anyway: options and networks."""
+    """All that a run's server has recorded, and what it knows anyway: options and networks.
+
+    Attributes
+    ----------
+    exhibits : sequence of Exhibit
+        What is attacked.
+    sent : sequence of Exhibit
+        All fields that the institutions of these have sent.
+    answers : sequence of Answer
+        All of their answers, in the order in which they came; those without a field to attack, too.
+    run : str
+        At an institution, the run's id; else empty.
+    """
 
     folder: Path
     config: RunConfig
     exhibits: Sequence[Exhibit]
+    sent: Sequence[Exhibit]
+    answers: Sequence[Answer]
+    run: str
 
     @classmethod
     def of(cls, folder: Path, institution: str = "", field: str = "", run: str = "") -> Self:
@@ -116,6 +131,7 @@ class Evidence:
                 "images show can be measured without: flwr-replay privacy synthetic"
             )
         exhibits: dict[tuple[str, str, str], list[Answer]] = {}
+        answered: list[Answer] = []
         declared: dict[tuple[str, str], Field] = {}
         asked: dict[tuple[str, str], Recorded] = {}
         institutions: set[str] = set()
@@ -131,12 +147,14 @@ class Evidence:
             if "failure" in message.scalars:
                 continue
             answer = Answer(name, message, asked.pop((who, stage), None))
+            answered.append(answer)
             for key, known in request.answer.by_key().items():
                 present = message.arrays if known.shape == "state dict" else message.arrays.keys() & {key}
                 if known.means and present:
                     declared[stage, key] = known
                     exhibits.setdefault((who, stage, key), []).append(answer)
-        chosen = {key: answers for key, answers in exhibits.items() if field in ("", key[2])}
+        sent = [Exhibit(*key, declared[key[1], key[2]], answers) for key, answers in exhibits.items()]
+        chosen = [one for one in sent if field in ("", one.field)]
         if not chosen:
             known_fields = sorted({key[2] for key in exhibits})
             if institution and institution not in institutions:
@@ -151,9 +169,17 @@ class Evidence:
             raise RunError(
                 f"there is nothing to attack in {folder}: no recorded answer has weights, images or the like{full}"
             )
-        return cls(
-            folder, config, [Exhibit(*key, declared[key[1], key[2]], answers) for key, answers in chosen.items()]
-        )
+        return cls(folder, config, chosen, sent, answered, run)
+
+    def of_institution(self, name: str) -> Sequence[Answer]:
+        """Return all answers of an institution."""
+        return [answer for answer in self.answers if answer.content.about["institution"] == name]
+
+    def digests(self, institution: str) -> list[str]:
+        """Return the digests of all training data that an institution had in the run; none of a run without them."""
+        own = self.folder / RUNS / self.run / DATA
+        file = own if self.run else self.folder / FOLDER / f"{institution}.sha256"
+        return read_text(file).split() if file.exists() else []
 
     def model(self, seed: int = 0) -> nn.Module:
         """Build the network that institutions exchange, with fresh weights."""

@@ -2,14 +2,15 @@
 
 In a simulation originals are dealt anew from the run's options; at an institution they are its own data. A data folder
 that has gained a file deals other images. So the judge computes what was sent anew from the originals, and refuses them
-where that gives something else.
+where that gives something else. What has secret noise cannot be computed anew: there a digest of the data decides,
+which was written during the run.
 
 `N` all images of an institution, `n` those behind an answer, `C` channels, `H` height, `W` width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "originals_of",
     "rows_behind",
     "rows_in_order",
+    "same_data",
 ]
 
 NEAR = 1e-3  # the largest distance from what was sent, as a part of its length; other threads give other last bits
@@ -50,12 +52,15 @@ class Originals:
         Its training images in [0, 1], and their labels.
     others_NCHW, other_y : Tensor
         Test examples of the same source: non-members for attacks on membership.
+    digest : str
+        Of the training examples, as `Examples.digest`.
     """
 
     x_NCHW: Tensor
     y_N: Tensor
     others_NCHW: Tensor
     other_y: Tensor
+    digest: str
 
 
 def originals_of(config: RunConfig, institution: str, data: str = "") -> Originals:
@@ -89,7 +94,30 @@ def originals_of(config: RunConfig, institution: str, data: str = "") -> Origina
         raise DataError("the run was deployed; only an institution can judge: give its own data with --data")
     sides = [(torch.tensor(part.x), torch.tensor(part.y)) for part in (own.train, own.test)]
     (x, y), (other_x, other_y) = sides
-    return Originals(as_input(x), y, as_input(other_x), other_y)
+    return Originals(as_input(x), y, as_input(other_x), other_y, own.train.digest)
+
+
+def same_data(originals: Originals, digests: Sequence[str]) -> bool:
+    """Say whether a run's digests prove that these are its data; False if it has none, or its data changed meanwhile.
+
+    Parameters
+    ----------
+    originals : Originals
+        The judge's.
+    digests : sequence of str
+        Of all training data that the institution had in the run.
+
+    Raises
+    ------
+    OtherOriginals
+        If it had others.
+    """
+    if digests and originals.digest not in digests:
+        raise OtherOriginals(
+            "originals must be the run's: their digest is not that of its data: give the data of the run, as they were "
+            "when it ran"
+        )
+    return list(digests) == [originals.digest]
 
 
 def check_replay(config: RunConfig) -> None:

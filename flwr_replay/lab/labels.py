@@ -22,6 +22,7 @@ from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["label_attacks"]
 
+SECRET = "which of the institution's examples are behind the answer is its secret, so labels are not judged"
 ROW_BY_ROW = ("activations", "codes", "images")  # numbers with a row for each image
 
 
@@ -39,17 +40,18 @@ def label_attacks(
         yield SHOWN.name, lambda: _read(exhibit, evidence, originals)
     elif exhibit.means == "gradients at a cut":
         yield AT_CUT.name, lambda: _at_cut(exhibit, evidence, originals)
-    elif isinstance(trial, OfChange):
+    elif isinstance(trial, OfChange) and trial.whole:
         yield COUNTS.name, lambda: _counted(trial, originals, attacker)
 
 
 def _read(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[str, Any]:
     """Read labels of the answer whose images the judge knows; under local DP some are not those of the images."""
-    beside = [one for one in evidence.exhibits if (one.institution, one.stage) == (exhibit.institution, exhibit.stage)]
+    beside = [one for one in evidence.sent if (one.institution, one.stage) == (exhibit.institution, exhibit.stage)]
     trials = [TRIALS[one.means](one, evidence) for one in beside if one.means in ROW_BY_ROW]
     if not trials:
         raise RunError("they are sent as they are; which image each is of, the judge cannot see")
-    rows_n = trials[0].rows(originals)
+    if (rows_n := trials[0].rows(originals)) is None:
+        raise RunError(SECRET)
     sent_n = torch.from_numpy(exhibit.array(trials[0].answer))[: len(rows_n)]
     own_n = rows_n >= 0
     return _right(int((sent_n[own_n] == originals.y_N[rows_n[own_n]]).sum()), int(own_n.sum()))
@@ -57,7 +59,9 @@ def _read(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[st
 
 def _counted(trial: OfChange, originals: Originals, attacker: Attacker) -> dict[str, Any]:
     """Infer how many examples of each class are behind an answer."""
-    sides = (trial.labels_n(attacker), originals.y_N[trial.rows(originals)].long())
+    if (rows_n := trial.rows(originals)) is None:
+        raise RunError(SECRET)
+    sides = (trial.labels_n(attacker), originals.y_N[rows_n].long())
     counts_C, true_C = (torch.bincount(one, minlength=trial.evidence.config.task.classes) for one in sides)
     classes = trial.evidence.config.task.classes
     even_C = torch.bincount(torch.arange(trial.mixed) % classes, minlength=classes)
@@ -72,7 +76,7 @@ def _at_cut(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[
     are.
     """
     first = exhibit.answers[0]
-    begun = [one for one in evidence.exhibits if one.institution == exhibit.institution and one.field == "activations"]
+    begun = [one for one in evidence.sent if one.institution == exhibit.institution and one.field == "activations"]
     entered = next((one.answers[0] for one in begun if one.stage.startswith("enter")), None)
     if first.request is None or entered is None or entered.request is None:
         raise RunError(NO_MODEL)

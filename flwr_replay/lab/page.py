@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.files.atomic import read_bytes, write_atomic
-from flwr_replay.lab.sentences import DOES_NOT_SHOW
+from flwr_replay.lab.sentences import AMONG, DOES_NOT_SHOW
 from flwr_replay.report.pages import render
 
 __all__ = ["write_page"]
@@ -84,7 +84,7 @@ def _image_row(one: dict[str, Any]) -> list[str]:
     beside = [one.get(name) for name in ("mean-image", "nearest-image")]
     return [
         f"{one['institution']}, {one['stage']} {one['field']}",
-        one["attack"],
+        one["attack"] + AMONG * ("among" in one),
         str(scores["number"]),
         f"{_shown(scores['psnr'])} ± {_shown(scores['psnr_sd'])}",
         "" if scores["ssim"] is None else _shown(scores["ssim"], 2),

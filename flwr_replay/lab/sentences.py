@@ -7,7 +7,7 @@ from typing import Any
 from flwr_replay.lab.verified import NUMBER
 from flwr_replay.report.progress import shown_bytes
 
-__all__ = ["DOES_NOT_SHOW", "sentence"]
+__all__ = ["AMONG", "DOES_NOT_SHOW", "sentence"]
 
 DOES_NOT_SHOW = (
     "A failed attack proves nothing: a better one may succeed. Only an epsilon from an institution's account bounds "
@@ -16,12 +16,15 @@ DOES_NOT_SHOW = (
     "weights or options can learn more; that is not tested.",
     "Where one message is of all of an institution's images, reconstructions are assigned to them as well as possible. "
     "Other people's images then seem to identify many, too: compare with the control.",
+    "Where batches are an institution's secret, as under DP-SGD, nobody can say whose image a reconstruction is of. It "
+    "then counts as identified if it is nearer to one of the institution's images than to any of other people's.",
     "How many are identified depends on the data, the model and the images that the attacker has. It is a figure of "
     "this run, and of no other.",
     "With fewer than 1,000 others, 'found at 0.1 % false alarms' means without any; with fewer than 100 so does 1 %.",
     "Images of other patients may look alike. The control says how often reconstructions of other patients point to "
     "the right one.",
 )
+AMONG = ", among its own and others' images"  # in tables, of an attack on batches that are a secret
 TIMES = ((90, "second", 1), (5400, "minute", 60), (10**9, "hour", 3600))
 
 
@@ -47,20 +50,26 @@ def sentence(result: dict[str, Any]) -> str:
         )
     if "picture" not in result:
         return f"{sent} {result['attack'][0].upper()}{result['attack'][1:]} was not tried: {result['not-judged']}"
-    tried = f"in {_time(result['seconds'])}, by {result['attack']}"
+    tried, note = f"in {_time(result['seconds'])}, by {result['attack']}", result["note"] and f" {result['note']}"
     if not result.get("scores"):
         return f"{sent} There are pictures, {tried}; nobody judged them: {result['not-judged']}"
-    scores = result["scores"]
-    tries, images = scores["number"], round(result["batch"] / scores["chance"])
-    right = round(scores["identified"]["value"] * tries)
-    control = result.get("control")
+    scores, control = result["scores"], result.get("control")
+    tries, right = scores["number"], round(scores["identified"]["value"] * scores["number"])
     beside = f" As a control, other images: {control['identified']['value']:.1%}." if control else ""
+    if "among" in result:
+        own, others = result["among"]["own"], result["among"]["others"]
+        return (
+            f"{sent} Which of its {own:,} images are behind that, only the institution knows. Of what someone with "
+            f"{_with(result['auxiliary'])} found {tried}, {right} of {tries} are nearer to one of these than to any of "
+            f"{others:,} other people's; PSNR to the nearest {_number(scores['psnr'])}.{beside}{note}"
+        )
+    images = round(result["batch"] / scores["chance"])
     beside += (
         " Which reconstruction is of which image, the judge chose as well as possible." if result["batch"] > 1 else ""
     )
     return (
         f"{sent} From that, someone with {_with(result['auxiliary'])} found the right one of its {images:,} images in "
-        f"{right} of {tries} tries, {tried}; PSNR {_number(scores['psnr'])}.{beside}"
+        f"{right} of {tries} tries, {tried}; PSNR {_number(scores['psnr'])}.{beside}{note}"
     )
 
 

@@ -25,7 +25,7 @@ from flwr_replay.attacks.latents import latents_of, mixes
 from flwr_replay.errors import RunError
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.lab.evidence import NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit
-from flwr_replay.lab.judge import Originals, check_anew, check_replay, rows_behind, rows_in_order
+from flwr_replay.lab.judge import Originals, check_anew, check_replay, rows_behind, rows_in_order, same_data
 from flwr_replay.learning.latents import unpack
 from flwr_replay.learning.training import batches, torch_rng
 from flwr_replay.models import split
@@ -33,7 +33,7 @@ from flwr_replay.models.layers import as_input
 from flwr_replay.wire.recording import Recorded
 from flwr_replay.wire.weights import load_arrays
 
-__all__ = ["OfActivations", "OfCodes", "OfImages", "Question", "Trial"]
+__all__ = ["OfActivations", "OfCodes", "OfImages", "Question", "Trial", "drawn_rows"]
 
 MOST = 50  # images that a search looks for: as many as the paper's (Qu et al. 2022, section 4.4.2)
 AT_ONCE = 500  # images that are decoded or looked up
@@ -58,9 +58,12 @@ class Trial(ABC):
         How many images are mixed in what was sent, so that their order is unknown; 1: none.
     places_n : Tensor
         The images behind the answer that are attacked: those that an attempt returns are the first of these.
+    note : str
+        A sentence on what the attacker had to guess or leave out; empty: nothing.
     """
 
     mixed = 1
+    note = ""
     places_n: Tensor
     answer: Answer  # the one that is attacked
 
@@ -72,14 +75,18 @@ class Trial(ABC):
         """Yield the attacks that can be tried."""
 
     @abstractmethod
-    def rows(self, originals: Originals) -> Tensor:
-        """Return which original is behind each image of the answer.
+    def rows(self, originals: Originals) -> Tensor | None:
+        """Return which original is behind each image of the answer; None: some of them, and which is a secret.
 
         Raises
         ------
         DataError
             If what was sent, computed anew from the originals, is something else.
         """
+
+    def last(self) -> Trial | None:
+        """Return a trial of the last answer; None where the first is as good, or the only one."""
+        return None
 
     @property
     @abstractmethod
@@ -104,6 +111,13 @@ class Trial(ABC):
         """Return the places of some images, drawn at random."""
         rng = torch_rng(self.evidence.config.seed, "attacked", self.exhibit.institution)
         return torch.randperm(number, generator=rng)[:AT_ONCE]
+
+
+def drawn_rows(number: int, batch_size: int, shuffle: torch.Generator, only: slice = slice(None)) -> Iterator[Tensor]:
+    """Yield the rows of the batches of one pass over so many examples, as `flwr_replay.learning.training.batches`."""
+    numbered = torch.arange(number)
+    for rows, _ in batches(numbered[:, None], numbered, batch_size, shuffle, only):
+        yield rows[:, 0].long()
 
 
 class OfActivations(Trial):
@@ -136,6 +150,8 @@ class OfActivations(Trial):
         if "latents" in self.evidence.config.privacy.mechanisms:
             scalars = self.answer.content.scalars
             first, number = int(scalars["first"]), int(scalars["num-examples"])
+            if same_data(originals, self.evidence.digests(self.exhibit.institution)):
+                return first + torch.arange(len(self.sent_n))
             return rows_in_order(
                 self.sent_n, first, number, partial(latents_of, self.encoder, originals.x_NCHW, "float32")
             )
@@ -148,9 +164,8 @@ class OfActivations(Trial):
         check_replay(self.evidence.config)
         config, server_round = self.evidence.config, int(self.request.scalars.get("server-round", 0))
         shuffle = torch_rng(config.seed, self.exhibit.institution, server_round)
-        numbered, size = torch.arange(len(originals.y_N)), config.training.batch_size
         first = slice(0, int(self.request.scalars["micro-batches"]))
-        drawn = [rows.long()[:, 0] for rows, _ in batches(numbered[:, None], numbered, size, shuffle, only=first)]
+        drawn = list(drawn_rows(len(originals.y_N), config.training.batch_size, shuffle, first))
         with torch.no_grad():
             anew = torch.cat([copy.deepcopy(self.encoder)(originals.x_NCHW[rows]) for rows in drawn])
         check_anew(self.sent_n, anew[: len(self.sent_n)])

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.lab.changes import OfChange
-from flwr_replay.lab.evidence import Evidence
-from flwr_replay.lab.judge import OTHERS, Originals, OtherOriginals
+from flwr_replay.lab.evidence import Evidence, Exhibit
+from flwr_replay.lab.judge import OTHERS, Originals, OtherOriginals, same_data
+from flwr_replay.lab.parts import of_weights
 from flwr_replay.lab.trials import OfActivations, OfCodes, OfImages, Trial
 
 __all__ = ["ANEW", "NUMBER", "TRIALS", "checked"]
 
 ANEW = "what was sent was computed anew from them"
+DIGEST = "their digest is that which was written during the run"
 NUMBER = "by their number only"  # how originals were checked
 
-TRIALS: dict[str, type[Trial]] = {  # by what the numbers are; images that a generator drew are of nobody
+TRIALS: dict[
+    str, Callable[[Exhibit, Evidence], Trial]
+] = {  # by what the numbers are; images that a generator drew are of nobody
     "activations": OfActivations,
     "codes": OfCodes,
     "gradient": OfChange,
     "images": OfImages,
-    "weights": OfChange,
+    "weights": of_weights,
 }
 
 
 def checked(institution: str, evidence: Evidence, originals: Originals) -> str:
     """Say how the originals were checked.
 
-    What any field of its answers says, computed anew, decides. Where nothing can be computed anew, as under secret
-    noise, the number of examples in an answer must be theirs; more cannot be checked, and results say so.
+    A digest that was written during the run decides. In a run without one, what any field of its answers says,
+    computed anew, does. Where nothing can be computed anew, as under secret noise, the number of examples in an answer
+    must be theirs; more cannot be checked, and results say so.
 
     Raises
     ------
@@ -35,6 +42,8 @@ def checked(institution: str, evidence: Evidence, originals: Originals) -> str:
     """
     if evidence.config.strategy.pooled:
         raise OtherOriginals("the examples of all institutions were trained on together; the judge has those of one")
+    if same_data(originals, evidence.digests(institution)):
+        return DIGEST
     own = [one for one in evidence.exhibits if one.institution == institution]
     for exhibit in own:
         trial_type = TRIALS.get(exhibit.means) if exhibit.declared.kind != "synthetic" else None

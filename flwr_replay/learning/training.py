@@ -35,6 +35,7 @@ __all__ = [
 
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 GATHERED = 8  # batches taken from a shard at a time
+HELD_OUT = 10  # without a validation split, one of so many training examples is held out
 
 
 def torch_rng(*purpose: object) -> torch.Generator:
@@ -137,6 +138,16 @@ def batches(
     for first in range(chosen.start, chosen.stop, together):  # several at a time, which is faster
         rows = order[first * size : min(first + together, chosen.stop) * size]
         yield from zip(torch.split(as_input(x.index_select(0, rows)), size), torch.split(y[rows], size), strict=True)
+
+
+def held_out(examples: int, shuffle: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Hold out a tenth of the examples, at least one: return the rows that are kept and those that are held out.
+
+    A single example is both.
+    """
+    order = torch.randperm(examples, generator=shuffle)
+    cut = max(1, examples // HELD_OUT) if examples > 1 else 0
+    return order[cut:], order[: max(1, cut)]
 
 
 def refuse_single_batches(model: nn.Module, examples: int, batch_size: int) -> None:

@@ -12,7 +12,8 @@
 - `shared/`, `latents/`: examples or latents that institutions uploaded; they stay until the directory is deleted
 - `privacy.jsonl`: a line per answer that states an epsilon, with its exchange
 - `ledger.jsonl`: a line per message and field sent, repeated messages included
-- `messages/`: with `record`, what travelled, a file for each message; lines of the ledger name them
+- `messages/`: with `record`, what travelled, a file for each message; lines of the ledger name them;
+  in a simulation, when it has ended, digests of each institution's training data
 - `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`
 - `generator.jsonl`, `generator.png`, `prior.png`: the losses of replay's generator and priors
 - `mailbox/`: in gossip, models that their recipients have not fetched yet

@@ -22,9 +22,9 @@ from flwr_replay.data import Partition
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.data.skew import is_continuous, label_histogram
 from flwr_replay.errors import PrivacyError, RunError
-from flwr_replay.files.atomic import home, write_json
+from flwr_replay.files.atomic import home, read_text, write_atomic, write_json
 from flwr_replay.institution.pictures import gather
-from flwr_replay.institution.state import RUNS
+from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
@@ -32,6 +32,7 @@ from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import Job, run_job
 from flwr_replay.runs.opening import default_name, read_result, read_run_id, resumable
 from flwr_replay.runs.superlink import flwr_run, superlink
+from flwr_replay.wire.recording import FOLDER
 
 __all__ = ["Simulation", "run_inline", "run_ray", "simulate"]
 
@@ -139,9 +140,13 @@ def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str,
 
 
 def _with_skew(result: dict[str, Any], folder: Path, simulation: Simulation) -> tuple[dict[str, Any], Path]:
-    """Add the skew and the pictures of a simulated run's institutions, which a deployment's server does not know."""
+    """Add what a deployment's server does not know of its institutions: skew, pictures, digests of recorded data."""
     run_id, part = read_run_id(folder), simulation.part
-    gather({name: home() / "state" / "simulation" / name / RUNS / run_id for name in part.names}, folder)
+    states = {name: home() / "state" / "simulation" / name / RUNS / run_id for name in part.names}
+    gather(states, folder)
+    for name, state in states.items():
+        if (state / DATA).exists() and (folder / FOLDER).is_dir():  # not where somebody has removed the messages
+            write_atomic(folder / FOLDER / f"{name}.sha256", read_text(state / DATA))
     labels = loaded(simulation.job.config.task).train.labels
     values, counts_KC = label_histogram([labels[own] for own in part.train])
     named = [f">= {value:.3g}" if is_continuous(labels) else str(value) for value in values]

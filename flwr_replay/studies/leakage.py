@@ -12,6 +12,7 @@ from typing import Any
 
 from flwr_replay.attacks.intervals import share
 from flwr_replay.lab.attack import Only, attack_run
+from flwr_replay.lab.sentences import AMONG
 from flwr_replay.runs.processes import end_with_parent
 
 __all__ = ["attacked", "leakage"]
@@ -61,7 +62,8 @@ def leakage(found: list[dict[str, Any]], metric: str) -> list[str]:
             groups.setdefault((one["label"], f"{one['stage']} {one['field']}", one["attack"]), []).append(one)
     lines = [HEAD.format(metric=metric), "|---|---|---|---|---|---|---|---|---|"]
     for (label, field, attack), results in groups.items():
-        cells = [label, f"{fmean(one['metric'] for one in results):.4f}", field, attack]
+        tried = attack + AMONG * ("among" in results[0])
+        cells = [label, f"{fmean(one['metric'] for one in results):.4f}", field, tried]
         if "membership" in results[0]:
             cells += ["", "", "", f"{fmean(one['membership']['auc']['value'] for one in results):.2f}", ""]
         else:

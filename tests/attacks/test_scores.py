@@ -121,3 +121,11 @@ def test_non_members_have_the_members_label_shares() -> None:
     assert len(set(members)) == len(members)
     with pytest.raises(ConfigError, match="share a label"):
         equal_label_shares(own, own + 7, seed=0)
+
+
+def test_of_unknown_originals_those_nearer_than_other_peoples_count() -> None:
+    own, others = torch.rand(2, 6, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    found = torch.cat([own[[4, 1]] + 0.01, others[[2]]])
+    scores, rows_n = Judge(own).some(found, others)
+    assert rows_n.tolist()[:2] == [4, 1]
+    assert (scores.number, scores.identified.value, scores.chance) == (3, pytest.approx(2 / 3), 0.5)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from attacked_runs import DIGITS, attacked, recorded_runs, without_digests
 from harness import command, node_configs, run, write_shards
 
 from flwr_replay.attacks.attacker import Auxiliary
@@ -20,7 +21,6 @@ from flwr_replay.lab.trials import OfActivations
 from flwr_replay.memory import forget
 from flwr_replay.wire.recording import FOLDER
 
-DIGITS = ["task=digits", "nodes=2", "rounds=1", "partition=iid", "device=cpu", "record=all"]
 RUNS = {
     "latents": ["strategy=fedreplay", "encoder=random", "partition.size=60", "model.width=16"],
     "gradient": ["strategy=fedsgd", "model=mlp", "partition.size=4", "partition.test=mirror"],
@@ -43,21 +43,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Run once for each kind of numbers; return the folder with the run directories."""
-    folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLWR_REPLAY_HOME", str(folder / "home"))
-        for name, options in RUNS.items():
-            command(patch, "run", *DIGITS, *options, f"run_name={name}", "--runs-dir", str(folder))
-    return folder
-
-
-def attacked(monkeypatch, capsys, run, *options, whom="institution-1"):
-    """Attack one without time for more than the fewest steps; return exit code, results and error."""
-    words = ("privacy", "attack", str(run), "--minutes", "0.001", "--institution", whom, *options)
-    code = command(monkeypatch, *words)
-    file = run / "attacks" / "attacks.json"
-    results = read_json(file)["attacks"] if file.exists() else []
-    return code, {(one["field"], one["attack"]): one for one in results}, capsys.readouterr().err
+    return recorded_runs(tmp_path_factory.mktemp("runs"), RUNS)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +168,8 @@ def test_local_dp_hides_images_and_labels(runs, monkeypatch, capsys):
     assert 0 < labels["right"] < labels["number"] // 2
 
 
-def test_others_images_are_not_behind_noise(runs, monkeypatch, capsys):
-    evidence = Evidence.of(runs / "noisy", "institution-1", "latents")
+def test_others_images_are_not_behind_noise(runs, tmp_path):
+    evidence = Evidence.of(without_digests(runs / "noisy", tmp_path), "institution-1", "latents")
     trial = OfActivations(evidence.exhibits[0], evidence)
     own = originals_of(evidence.config, "institution-1")
     assert trial.rows(own).tolist() == list(range(60))
@@ -193,8 +179,9 @@ def test_others_images_are_not_behind_noise(runs, monkeypatch, capsys):
         trial.rows(replace(own, x_NCHW=own.x_NCHW[1:], y_N=own.y_N[1:]))
 
 
-def test_secret_noise_cannot_be_computed_anew(runs, monkeypatch, capsys):
-    _, results, _ = attacked(monkeypatch, capsys, runs / "private", "--aux", "undealt", "--field", "arrays")
+def test_secret_noise_cannot_be_computed_anew(runs, tmp_path, monkeypatch, capsys):
+    run = without_digests(runs / "private", tmp_path)
+    _, results, _ = attacked(monkeypatch, capsys, run, "--aux", "undealt", "--attack", "gradient matching")
     assert "secret noise" in results["arrays", "gradient matching"]["not-judged"]
     assert "scores" not in results["arrays", "gradient matching"]
 

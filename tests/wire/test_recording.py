@@ -107,7 +107,7 @@ def test_every_ledger_line_names_its_message_at_the_server_and_at_the_institutio
     folder, nodes = hospitals
     nodes[0] |= {"record": "true"}
     ran = run(folder, [*JOB, "record=all"], nodes, name="kept")
-    kept = {path.name: read_message(path) for path in (ran.folder / FOLDER).iterdir()}
+    kept = {path.name: read_message(path) for path in (ran.folder / FOLDER).glob("*.safetensors")}
     assert {line["message"] for line in ran.ledger} == kept.keys()
     for line in ran.ledger:
         assert kept[line["message"]].about.items() <= line.items()
@@ -131,9 +131,9 @@ def test_a_run_that_is_broken_off_keeps_what_travelled_before(hospitals):
     options = [*JOB, "record=up"]
     with pytest.raises(KeyboardInterrupt):
         run(folder, options, nodes, name="broken", stop_after=1)
-    before = {path.name: path.read_bytes() for path in (folder / "runs" / "broken" / FOLDER).iterdir()}
+    before = {path.name: path.read_bytes() for path in (folder / "runs" / "broken" / FOLDER).glob("*.safetensors")}
     ran = run(folder, options, nodes, resume=str(folder / "runs" / "broken"))
-    after = {path.name: path.read_bytes() for path in (ran.folder / FOLDER).iterdir()}
+    after = {path.name: path.read_bytes() for path in (ran.folder / FOLDER).glob("*.safetensors")}
     assert before.items() < after.items()
     assert {line["message"] for line in ran.ledger if line["direction"] == "up"} == after.keys()
     assert "message" not in json.dumps([line for line in ran.ledger if line["direction"] == "down"])
@@ -170,5 +170,5 @@ def test_forecast_and_summary_say_what_is_kept(tmp_path, monkeypatch, capsys):
         assert said in out
         assert "patients' data" in out
     expected = sum(line.bytes for line in forecast(Simulation.of(compose(options))) if line.direction == "up")
-    kept = [read_message(path) for path in (tmp_path / "run" / FOLDER).iterdir()]
+    kept = [read_message(path) for path in (tmp_path / "run" / FOLDER).glob("*.safetensors")]
     assert sum(sum(array.nbytes for array in one.arrays.values()) for one in kept) == pytest.approx(expected, rel=0.2)

@@ -1,0 +1,37 @@
+"""Recorded runs on digits, and the command that attacks them."""
+
+import shutil
+
+import pytest
+from harness import command
+
+from flwr_replay.files.atomic import read_json
+from flwr_replay.wire.recording import FOLDER
+
+DIGITS = ["task=digits", "nodes=2", "rounds=1", "partition=iid", "device=cpu", "record=all"]
+
+
+def recorded_runs(folder, runs):
+    """Run with the options of each name; return the folder with the run directories."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLWR_REPLAY_HOME", str(folder / "home"))
+        for name, options in runs.items():
+            assert command(patch, "run", *DIGITS, *options, f"run_name={name}", "--runs-dir", str(folder)) == 0, name
+    return folder
+
+
+def attacked(monkeypatch, capsys, run, *options, whom="institution-1"):
+    """Attack one without time for more than the fewest steps; return exit code, results and error."""
+    words = ("privacy", "attack", str(run), "--minutes", "0.001", "--institution", whom, *options)
+    code = command(monkeypatch, *words)
+    file = run / "attacks" / "attacks.json"
+    results = read_json(file)["attacks"] if file.exists() else []
+    return code, {(one["field"], one["attack"]): one for one in results}, capsys.readouterr().err
+
+
+def without_digests(run, folder):
+    """Copy a run as older versions left it: without digests of the data, and not attacked yet."""
+    copy = shutil.copytree(run, folder / run.name, ignore=shutil.ignore_patterns("attacks"))
+    for file in (copy / FOLDER).glob("*.sha256"):
+        file.unlink()
+    return copy
