@@ -12,6 +12,7 @@ import pytest
 from harness import command, node_configs, write_shards
 
 from flwr_replay.config import brought, catalogue, halves
+from flwr_replay.config import compose as composing
 from flwr_replay.config.compose import compose, compose_own
 from flwr_replay.config.parts import VARIABLE
 from flwr_replay.errors import ConfigError, RefusedError
@@ -50,7 +51,8 @@ def distribution(folder, name, point):
 @pytest.fixture
 def path(monkeypatch, tmp_path):
     """Return what puts folders on the path, as if their distributions were installed; nobody has allowed any."""
-    caches = (brought.brought, catalogue.own_options, halves.load_strategy, halves.load_client)
+    caches = [brought.brought, catalogue.own_options, halves.load_strategy, halves.load_client]
+    caches += [composing._compose, composing._unset]
 
     def clear():
         for one in caches:
