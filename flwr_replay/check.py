@@ -1,6 +1,6 @@
 """The contract of every strategy: `check_strategy("cwt")` raises `AssertionError` if it is broken.
 
-Third parties call it on their own strategy, installed as `flwr_replay.strategies.<name>` with its client and its YAML.
+Third parties call it on their own strategy, which an installed package brings (`flwr-replay new strategy` writes one).
 It runs small jobs in process, and checks:
 
 - two runs with one seed are equal, and a resumed run equals an uninterrupted one

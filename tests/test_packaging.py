@@ -25,7 +25,7 @@ def test_every_source_file_is_in_the_wheel(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder in ("flwr_replay", *MAPPED):
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".yaml", ".toml", ".typed") and "__pycache__" not in path.parts:
+            if path.suffix in (".py", ".yaml", ".toml", ".md", ".typed") and "__pycache__" not in path.parts:
                 inside = path.relative_to(ROOT).as_posix()
                 assert (inside if folder == "flwr_replay" else f"flwr_replay/{inside}") in names
 

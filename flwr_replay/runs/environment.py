@@ -8,6 +8,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
+from flwr_replay.config.catalogue import package_of
 from flwr_replay.config.run import RunConfig
 
 __all__ = ["PACKAGES", "environment", "versions"]
@@ -22,8 +23,9 @@ def versions() -> dict[str, str]:
 
 def environment(config: RunConfig) -> dict[str, Any]:
     """Return what stands in a run's `environment.json`."""
+    package = package_of(config.strategy.name)
     return {
-        "versions": versions(),
+        "versions": versions() | ({package.distribution: _version(package.distribution)} if package else {}),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "threads": config.threads,

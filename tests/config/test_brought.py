@@ -16,6 +16,7 @@ from flwr_replay.config import compose as composing
 from flwr_replay.config.compose import compose, compose_own
 from flwr_replay.config.parts import VARIABLE
 from flwr_replay.errors import ConfigError, RefusedError
+from flwr_replay.files.atomic import read_json
 from flwr_replay.institution.node import _institution
 from flwr_replay.memory import forget
 from flwr_replay.runs.described import described
@@ -134,6 +135,8 @@ def test_the_pages_commands_run(mine, tmp_path, monkeypatch, capsys):
     assert command(monkeypatch, "options", f"strategy={MINE}") == 0
     said = capsys.readouterr().out
     assert f"{MINE} on digits: accuracy" in said
+    (folder,) = tmp_path.glob(f"*-{MINE}-*")
+    assert read_json(folder / "environment.json")["versions"][MINE] == "0.1.0"
     assert "strategy.bound  (number)\n    how far an institution may move the model" in said
 
 
