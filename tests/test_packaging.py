@@ -1,5 +1,6 @@
 """The built wheel: it works in an environment of its own, and puts nothing but flwr_replay at the top."""
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -69,3 +70,24 @@ def test_versions_that_were_tested_satisfy_the_project(wheel):
     for requirement in wanted:
         name = requirement.split(">")[0].split("[")[0].strip().lower()
         assert name in pinned, f"constraints.txt lacks {name}"
+
+
+def test_flower_installs_no_development_tools(tmp_path):
+    """By the command of flwr's dependency_installer.py, before every run of an app."""
+    words = [
+        "uv",
+        "sync",
+        "--python",
+        sys.executable,
+        "--no-install-project",
+        "--no-install-package",
+        "flwr",
+        "--inexact",
+    ]
+    place = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(tmp_path / "env")}
+    done = subprocess.run(
+        [*words, "--frozen", "--dry-run"], cwd=ROOT, env=place, capture_output=True, text=True, check=True
+    )
+    named = {line.split()[1].partition("==")[0] for line in done.stderr.splitlines() if line.startswith(" + ")}
+    assert {"torch", "hydra-core"} <= named
+    assert not {"pytest", "ruff", "mlflow-skinny", "onnx"} & named

@@ -22,7 +22,7 @@ from flwr_replay.runs.simulate import run_inline
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-ELSEWHERE = ("pip install uv", "uv run pytest")  # the set-up itself, and what runs this test
+ELSEWHERE = ("pip install uv", "uv run --group dev pytest")  # the set-up itself, and what runs this test
 SMALLER = {"compare": ["rounds=1", "partition.size=60"]}  # all its cells, of fewer examples
 OWN = {
     "UV_NO_SYNC": "1",  # this environment has all that the app needs
@@ -57,7 +57,7 @@ def environment(tmp_path_factory):
 def test_the_first_screen_has_the_two_commands():
     blocks = re.findall(r"```sh\n(.*?)```", README, re.S)
     lines = [line.split("  #")[0].strip() for line in blocks[0].splitlines()]
-    assert lines[:3] == ["pip install uv", "uv run flwr-replay run", "uv run pytest"]
+    assert lines[:3] == ["pip install uv", "uv run flwr-replay run", "uv run --group dev pytest"]
     assert {*OURS, FIRST, *VARIANTS} == {*commands()}  # a test for each
 
 
