@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers do not fight over the cores
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes of tests share what one has compiled
@@ -19,6 +20,23 @@ LONGEST = (
 )
 
 
+gc.disable()  # until all is imported
+
+
+class Examples:
+    """Leaves out the package's modules without a doctest: every worker would import them for nothing."""
+
+    def pytest_ignore_collect(self, collection_path: Path):
+        tests = Path(__file__).parent
+        if collection_path.suffix == ".py" and tests not in collection_path.parents:
+            return ">>> " not in collection_path.read_text(encoding="utf-8") or None
+        return None
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Examples())  # a hook in this file would be asked about tests/ only
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
@@ -27,6 +45,7 @@ def pytest_collection_finish():
     """What is imported by now stays; the garbage collector would look at it again and again, a tenth of all time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish():
