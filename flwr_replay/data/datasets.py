@@ -100,7 +100,7 @@ class Examples:
         found = hashlib.sha256()
         for array in (self.x, self.y):
             found.update(f"{array.dtype.str} {array.shape} ".encode())
-            found.update(np.ascontiguousarray(array).tobytes())
+            found.update(np.ascontiguousarray(array).data)
         return found.hexdigest()
 
     @property

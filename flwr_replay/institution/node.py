@@ -15,7 +15,7 @@ from flwr.app import Context
 from flwr_replay.config.compose import from_run_config, overrides_in, strategy_part
 from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.run import RECORD, RunConfig
-from flwr_replay.config.sections import BATCH
+from flwr_replay.config.sections import BATCH, TaskConfig
 from flwr_replay.data import institution_name, load
 from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.errors import ConfigError, nearest
@@ -25,7 +25,7 @@ from flwr_replay.institution.policy import read_policy
 from flwr_replay.learning.training import select_device
 from flwr_replay.memory import remembered
 
-__all__ = ["institution_of"]
+__all__ = ["institution_of", "own_task"]
 
 FILES = {"checkpoint": "generator-checkpoint", "perceptual_weights": "perceptual-weights"}  # options, and a node's keys
 NODE_KEYS = (
@@ -68,6 +68,15 @@ def _institution(
     return _simulated(config, int(owned["partition-id"]), int(owned["num-partitions"]), owned), config
 
 
+def own_task(task: TaskConfig, data: str) -> TaskConfig:
+    """Return a run's task on an institution's own data, all of them.
+
+    A server must not make a node download data, nor choose by a column or by sizes who is trained or tested on.
+    """
+    own = replace(task, data_dir=data, download=False, site_column="site")
+    return replace(own, train_size=0, val_size=0, test_size=0)
+
+
 def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
     for key in owned:
         if key not in NODE_KEYS:  # a mistyped `policy` must not mean no policy
@@ -79,9 +88,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
                 """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
             )
     _allow(config.own_parts, owned)
-    # The server must not make a node download data, nor choose by a column or by sizes who is trained or tested on.
-    task = replace(config.task, data_dir=owned["data"], download=False, site_column="site")
-    task = replace(task, train_size=0, val_size=0, test_size=0)
+    task = own_task(config.task, owned["data"])
     # Flower silently drops a key with spaces around =, so the SuperNode's log shows the policy in force.
     rules = owned.get("policy") or "none: everything may leave"
     logging.getLogger("flwr").info("%s: data %s, policy %s", owned["name"], owned["data"], rules)

@@ -14,6 +14,7 @@ from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.attacks.catalogue import nothing_tried
 from flwr_replay.errors import DataError
 from flwr_replay.files.atomic import read_json
+from flwr_replay.institution.state import DATA
 from flwr_replay.lab.auxiliary import without
 from flwr_replay.lab.evidence import Evidence
 from flwr_replay.lab.judge import OtherOriginals, originals_of
@@ -316,6 +317,10 @@ def test_an_institution_attacks_its_own_record(tmp_path, monkeypatch, capsys):
     run(tmp_path, [*task, "strategy=fedreplay", "encoder=random"], nodes, name="deployed")
     capsys.readouterr()
     own, data = tmp_path / "state" / "a", str(tmp_path / "a.npz")
+    (digests,) = (tmp_path / "state").glob(f"*/runs/*/{DATA}")  # b records nothing
+    evidence = Evidence.of(own)
+    assert digests.parents[2] == own
+    assert evidence.digests("a") == [originals_of(evidence.config, "a", data).digest]
     words = ["privacy", "attack", str(own), "--minutes", "0.001", "--field", "latents"]
     assert command(monkeypatch, *words, "--data", data) == 0
     (one,) = read_json(own / "attacks" / "attacks.json")["attacks"]
