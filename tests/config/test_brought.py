@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from harness import command, node_configs, write_shards
+from harness import command, node_configs, run, write_shards
 
 from flwr_replay.config import brought, catalogue, halves
 from flwr_replay.config import compose as composing
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extend.md").read_text()
 WRITTEN = dict(re.findall(r"^flwr-replay new (\w+) (\w+)$", PAGE, re.M))  # kinds and names
 MINE, PART = WRITTEN["strategy"], f"{WRITTEN['strategy']}:{WRITTEN['strategy']}"
+SMALL = ["task=medmnist", "task.size=8", "classes=3", "device=cpu"]
 RUN = f"strategy={MINE} task=digits rounds=2"
 
 
@@ -93,8 +94,8 @@ def test_what_is_written_passes_its_own_tests(written):
     project, app, study = (written / name for name in WRITTEN.values())
     path = [written, project / "src", app, study, ROOT]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "FLWR_REPLAY_HOME": str(written / "h")}
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project), str(app), str(study)]
-    done = subprocess.run(run, cwd=study, env=environment, capture_output=True, text=True, check=False)
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project), str(app), str(study)]
+    done = subprocess.run(words, cwd=study, env=environment, capture_output=True, text=True, check=False)
     assert "4 passed" in done.stdout, done.stdout + done.stderr
 
 
@@ -102,6 +103,20 @@ def test_the_written_app_is_the_example():
     for name in ("task.py", "server_app.py", "client_app.py"):
         template = ROOT / "flwr_replay" / "templates" / "app" / name
         assert template.read_text() == (ROOT / "docs" / "examples" / "cwt" / name).read_text()
+
+
+def test_the_written_studys_options_fit_its_data(written, monkeypatch):
+    folder = written / WRITTEN["study"]
+    (line,) = re.findall(
+        r"^flwr-replay compare fedavg,cwt,local (.*) seeds=3$", (folder / "README.md").read_text(), re.M
+    )
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv(VARIABLE, "")
+    assert [command(monkeypatch, "run", "--dry-run", f"strategy={one}", *line.split()) for one in ("cwt", "local")] == [
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +169,7 @@ def test_a_presets_options_hold(mine, written):
 def institution(folder, **node):
     write_shards(folder, {"a": 9})
     (owned,) = node_configs(folder, folder / "state", "a")
-    given = (("overrides", "task=medmnist task.size=8 classes=3 device=cpu"), ("strategy", MINE))
+    given = (("overrides", " ".join(SMALL)), ("strategy", MINE))
     return _institution(given, tuple(sorted({**owned, **node}.items())))
 
 
@@ -170,6 +185,16 @@ def test_an_institution_takes_the_strategy_that_it_allows(mine, tmp_path):
     _, config = institution(tmp_path, **{"own-parts": PART})
     assert config.own_parts == (PART,)
     assert halves.load_client(MINE).__module__ == f"{MINE}.client"
+
+
+def test_whoever_does_not_allow_it_is_left_out_and_the_run_goes_on(mine, tmp_path):
+    halves.allow_strategy(MINE)
+    write_shards(tmp_path, dict.fromkeys("abc", 20))
+    nodes = [{**node, "own-parts": PART if node["name"] != "b" else ""} for node in node_configs(tmp_path, tmp_path)]
+    ran = run(tmp_path, [f"strategy={MINE}", "nodes=3", "rounds=1", "model=mlp", "model.width=4", *SMALL], nodes)
+    (failure,) = ran.result["failures"]
+    assert f"{PART}, which has not been allowed here" in failure["reason"]
+    assert {line["institution"] for line in ran.ledger if line["stage"] == "train-fedmine"} == {"a", "c"}
 
 
 def test_a_process_that_was_given_others_words_imports_none(mine):
