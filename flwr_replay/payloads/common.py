@@ -207,9 +207,9 @@ class Trained(Spent):
         for record in content.metric_records.values():
             metrics |= record
         n, steps = (metrics.get(name, 1) for name in ("num-examples", "num-steps"))
-        for name, number in {"num-examples": n, "num-steps": steps}.items():
-            if isinstance(number, list) or not 1 <= number <= MOST or number != int(number):  # NaN too
-                raise WireError(f"{name} must be a whole number from 1 to {MOST:,}; got {number}")
+        for name, number, least in (("num-examples", n, 1), ("num-steps", steps, 0)):  # FedSGD takes no step here
+            if isinstance(number, list) or not least <= number <= MOST or number != int(number):  # NaN too
+                raise WireError(f"{name} must be a whole number from {least} to {MOST:,}; got {number}")
         loss = metrics.get("train-loss", metrics.get("train_loss"))
         if loss is not None and (isinstance(loss, list) or not math.isfinite(loss)):
             raise WireError(f"train-loss must be a finite number; got {loss}")
