@@ -20,9 +20,6 @@ LONGEST = (
 )
 
 
-gc.disable()  # until all is imported
-
-
 class Examples:
     """Leaves out the package's modules without a doctest: every worker would import them for nothing."""
 
@@ -35,6 +32,10 @@ class Examples:
 
 def pytest_configure(config):
     config.pluginmanager.register(Examples())  # a hook in this file would be asked about tests/ only
+
+
+def pytest_collectstart():
+    gc.disable()  # while a worker imports; the process that deals out the tests never gets here
 
 
 def pytest_collection_modifyitems(items):
