@@ -88,7 +88,7 @@ def superlink(scratch: Path, simulation: bool = True, secured: bool = False) -> 
         "FLWR_HOME": str(scratch),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25",  # seconds; each poll costs a few milliseconds in two processes
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     command = [flower("flower-superlink"), *security, "--host", "127.0.0.1", "--port", str(port)]
