@@ -180,8 +180,8 @@ class Classification(Task):
     def pooled(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
         """Compute the metrics from the summed confusion matrices and histograms.
 
-        Balanced accuracy and macro-F1 average over the classes that the pooled shards hold; there is no AUC where they
-        hold one class only.
+        Balanced accuracy averages over the classes that the pooled shards hold, macro-F1 over those that they hold or
+        the model predicts (one that is only predicted has F1 0), as scikit-learn does. There is no AUC of one class.
 
         >>> a = Evaluation(num_examples=4, loss=0.5, confusion=[3, 0, 1, 0])
         >>> b = Evaluation(num_examples=1, loss=1.0, confusion=[0, 0, 0, 1])
@@ -191,11 +191,11 @@ class Classification(Task):
         C = self.classes
         confusion_CC = _summed(evaluations, "confusion", C * C).reshape(C, C)
         hits_C, labels_C, guesses_C = confusion_CC.diagonal(), confusion_CC.sum(1), confusion_CC.sum(0)
-        held = labels_C > 0
+        held, met = labels_C > 0, labels_C + guesses_C > 0
         metrics = {
             "accuracy": float(hits_C.sum() / confusion_CC.sum()),
             "balanced-accuracy": float((hits_C[held] / labels_C[held]).mean()),
-            "macro-f1": float((2 * hits_C[held] / (labels_C + guesses_C)[held]).mean()),
+            "macro-f1": float((2 * hits_C[met] / (labels_C + guesses_C)[met]).mean()),
         }
         if self.groups:
             metrics["subtype-accuracy"] = _hits_in_group(evaluations) / float(confusion_CC.sum())

@@ -49,6 +49,8 @@ def imbalance_lines(metrics: Mapping[str, float], confusion: Confusion) -> list[
     if not (found := beside(metrics, confusion)):
         return []
     labels = label_counts(pooled_counts(confusion))
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+    guessing = {"balanced-accuracy": 1 / sum(map(bool, labels)), "auc": 0.5}
+    shown = " and ".join(f"{name} {value:.4f} (guessing: {guessing[name]:.4f})" for name, value in found.items())
     share = max(labels) / sum(labels)
-    return [f"labels are unequal: always naming the most frequent one has accuracy {share:.4f}; {shown}"]
+    guessed = f"always naming the most frequent one would have accuracy {share:.4f}"
+    return [f"labels are unequal: {guessed}; this model has {shown}"]

@@ -29,7 +29,7 @@ class Display:
         """Show that a run begins."""
 
     def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
-        """Show that an exchange has ended; `metrics` are the latest pooled ones."""
+        """Show that an exchange has ended; `metrics` are the pooled ones, none if nobody evaluated after it."""
 
     def close(self) -> None:
         """Show that the run has ended."""
@@ -47,7 +47,7 @@ def shown_metrics(metrics: dict[str, float]) -> str:
     epsilon = [name for name in metrics if name.startswith("epsilon")]
     return (
         ", ".join(f"{name} {metrics[name]:.4f}" for name in [*leading, "loss", *epsilon] if name in metrics)
-        or "not yet evaluated"
+        or "not evaluated"
     )
 
 
@@ -69,29 +69,36 @@ def shown_time(seconds: float) -> str:
 class LogDisplay(Display):
     """A line in Flower's log for every exchange, as `flwr run --stream` shows it."""
 
+    first: tuple[int, float] | None = None  # this process's first exchange, and when it ended
+
     def begin(self, progress: Progress) -> None:
         """Log the strategy and the number of rounds."""
-        self.progress, self.start = progress, time.monotonic()
+        self.progress = progress
         logging.getLogger("flwr").info("%s: %s", progress.strategy, shown_rounds(progress))
 
     def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
         """Log the round, metric, bytes and times."""
         progress = self.progress
         logging.getLogger("flwr").info(
-            "round %.3g/%s  %s  %s  elapsed %s  remaining %s",
+            "round %.3g/%s  %s  %s  elapsed %s%s",
             server_round / progress.per_round,
             progress.rounds,
             shown_metrics(metrics),
             shown_bytes(total_bytes),
             shown_time(seconds),
-            shown_time(self.remaining(server_round)),
+            self.remaining(server_round),
         )
 
-    def remaining(self, server_round: int) -> float:
-        """Estimate the seconds left from the pace since this process began."""
-        done = server_round - self.progress.done
+    def remaining(self, server_round: int) -> str:
+        """Estimate the time left, from the pace since the first exchange, which may prepare for all others."""
+        now = time.monotonic()
+        if server_round > self.progress.done and self.first is None:
+            self.first = server_round, now
+        done = server_round - self.first[0] if self.first else 0
+        if not self.first or not done:
+            return ""
         left = self.progress.rounds * self.progress.per_round - server_round
-        return (time.monotonic() - self.start) / done * left if done else 0.0
+        return f"  remaining {shown_time((now - self.first[1]) / done * left)}"
 
 
 class TerminalDisplay(LogDisplay):
@@ -103,7 +110,7 @@ class TerminalDisplay(LogDisplay):
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        self.progress, self.start = progress, time.monotonic()
+        self.progress = progress
         self.console = Console(stderr=True, highlight=False)
         self.console.print(f"{progress.strategy}: {shown_rounds(progress)}")
         self.bar = Bar(
@@ -128,14 +135,14 @@ class TerminalDisplay(LogDisplay):
         progress = self.progress
         where = f"round {server_round / progress.per_round:.3g}/{progress.rounds}"
         known = f"{where}  {shown_metrics(metrics)}  {shown_bytes(total_bytes)}"
-        elapsed, left = shown_time(seconds), f"remaining {shown_time(self.remaining(server_round))}"
+        elapsed, left = shown_time(seconds), self.remaining(server_round)
         if not self.console.is_terminal:
-            self.console.print(f"{known}  elapsed {elapsed}  {left}", soft_wrap=True)
+            self.console.print(f"{known}  elapsed {elapsed}{left}", soft_wrap=True)
             return
         if server_round % progress.per_round == 0:
             whole = f"{known}  {elapsed}"  # the bar has the time, too
             self.console.print(whole if len(whole) <= self.console.width else known)
-        self.bar.update(self.line, completed=server_round, description=where, left=left)
+        self.bar.update(self.line, completed=server_round, description=where, left=left.strip())
 
     def close(self) -> None:
         """Take the bar away, if there is one."""

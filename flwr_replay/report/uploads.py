@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from flwr_replay.report.progress import shown_bytes
 
-__all__ = ["upload_advice"]
+__all__ = ["RECONSTRUCT", "upload_advice"]
+
+RECONSTRUCT = "Anyone who holds them and the part of the model that computed them may try to reconstruct the images."
 
 
 def upload_advice(uploads: str, sizes: Mapping[str, int], cut: str, rows: int, raw_bytes: int, but: str) -> str:

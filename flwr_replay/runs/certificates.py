@@ -27,7 +27,7 @@ CA, SERVER, SERVER_KEY = "ca.crt", "server.crt", "server.key"
 EARLIER = timedelta(hours=1)  # for clocks that are behind
 
 
-def write_certificates(folder: Path, hosts: Sequence[str], days: int) -> None:
+def write_certificates(folder: Path, hosts: Sequence[str], days: int) -> datetime:
     """Make a certificate authority and the server's certificate, and write them into a folder of their owner's.
 
     Parameters
@@ -38,6 +38,11 @@ def write_certificates(folder: Path, hosts: Sequence[str], days: int) -> None:
         IP addresses and host names by which the server is reached.
     days : int
         How long they are valid.
+
+    Returns
+    -------
+    datetime
+        When they end, UTC.
 
     Raises
     ------
@@ -76,6 +81,7 @@ def write_certificates(folder: Path, hosts: Sequence[str], days: int) -> None:
     write_atomic(folder / SERVER_KEY, pem)
     write_atomic(folder / SERVER, server.public_bytes(serialization.Encoding.PEM))
     write_atomic(folder / CA, ca.public_bytes(serialization.Encoding.PEM))
+    return ends
 
 
 def write_key(path: Path) -> None:

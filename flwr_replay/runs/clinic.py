@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -124,8 +125,20 @@ def _names(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
         raise ConfigError(f"PORT in clinic.env must be from 1 to 65535; got {port!r}")
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", int(port))) == 0:
-            raise RunError(f"port {port} is in use here; end the SuperNode that runs, or change PORT in clinic.env")
+            if not (process := _supernode(folder)):
+                raise RunError(f"port {port} is in use here by another program: change PORT in clinic.env")
+            yield f"this is {own['NAME']}; its SuperNode runs, as process {process}"
+            return
     yield f"this is {own['NAME']}; local port {port} is free"
+
+
+def _supernode(folder: Path) -> int:
+    """Return the process that start.sh has become, as `supernode.pid` has it; 0: there is none."""
+    try:
+        process = psutil.Process(int(read_text(folder / "supernode.pid")))
+        return process.pid if Path(process.cwd()).samefile(folder) else 0
+    except (OSError, ValueError, psutil.Error):
+        return 0
 
 
 def _policy(folder: Path, own: Mapping[str, str]) -> Iterator[str]:

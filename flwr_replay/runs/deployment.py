@@ -12,10 +12,8 @@ from __future__ import annotations
 import math
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Sequence
-from datetime import date, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -33,9 +31,11 @@ from flwr_replay.runs.certificates import CA, write_certificates
 from flwr_replay.runs.deployment_texts import (
     CLINIC,
     COORDINATOR,
+    LEAVES,
     POLICY,
     SCRIPTS_OF_CLINIC,
     SCRIPTS_OF_COORDINATOR,
+    STAYS,
     STUDY,
 )
 from flwr_replay.runs.environment import versions
@@ -89,15 +89,17 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             f"`deploy init` writes no start scripts for code of your own, {config.own_parts[0]}: a clinic must install "
             "and allow it by hand, as docs/extend.md says"
         )
-    policy = _policy(config, clinics)
+    policy, kinds = _policy(config, clinics)
     require(not set(str(place)) & set('"\\\n'), f"--out must have no double quotes or backslashes; got {place}")
     if place.exists():
         raise RunError(f"a deployment's folder must be new; {place} exists: choose another --out, or delete it")
     new = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
         known = versions()
-        overrides = shlex.join(one for one in given if one.partition("=")[0] != "rounds")
-        study = STUDY.format(overrides=toml_text(overrides), nodes=len(clinics), rounds=config.rounds)
+        pairs = [one.partition("=") for one in given]
+        named = {key.replace("_", "-"): value for key, _, value in pairs if key != "rounds"}
+        lines = "\n".join(f"{toml_text(key)} = {toml_text(value)}" for key, value in named.items())
+        study = STUDY.format(options=lines, nodes=len(clinics), rounds=config.rounds)
         words = {
             "clinics": ", ".join(clinics),
             "names": " ".join(clinics),
@@ -107,12 +109,12 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             "task": config.task.name,
             "versions": f"flwr-replay={known['flwr-replay']} flwr={known['flwr']}",
             "replay_version": known["flwr-replay"],
-            "ends": date.today() + timedelta(days=DAYS - 1),
             "days": DAYS,
+            "leaves": next((LEAVES[kind] for kind in LEAVES if kind in kinds), STAYS),
         }
         home = private_folder(new / COORDINATOR_FOLDER)
         hosts = dict.fromkeys([host.strip("[]"), "localhost", "127.0.0.1"])
-        write_certificates(home / "certificates", list(hosts), DAYS)
+        words["ends"] = write_certificates(home / "certificates", list(hosts), DAYS).date()
         private_folder(home / "keys")
         _write(home, study, {"README.md": COORDINATOR, **SCRIPTS_OF_COORDINATOR}, words)
         for k, name in enumerate(clinics):
@@ -167,8 +169,11 @@ def _check_names(clinics: Sequence[str]) -> None:
         )
 
 
-def _policy(config: RunConfig, clinics: Sequence[str]) -> str:
-    """Propose the narrowest policy under which a clinic can take part: the method, its kinds, its largest message."""
+def _policy(config: RunConfig, clinics: Sequence[str]) -> tuple[str, set[str]]:
+    """Propose the narrowest policy under which a clinic can take part: the method, its kinds, its largest message.
+
+    The kinds are returned, too.
+    """
     job = Job.of(config, clinics)
     sums = make_task(config.task).label_sums(torch.arange(EXAMPLES))
     known = {"num_examples": EXAMPLES, "raw_bytes": EXAMPLES, **sums}
@@ -179,13 +184,14 @@ def _policy(config: RunConfig, clinics: Sequence[str]) -> str:
         kinds |= {row.kind: None for row in found if row.kind != "notice"}  # type: ignore[misc]
         largest = max(largest, sum(row.bytes for row in found))
         tests += one.times * isinstance(one.answer, Evaluation)
-    return POLICY.format(
+    text = POLICY.format(
         strategy=config.strategy.name,
         kinds=", ".join(kinds),
         upload=max(UPLOAD_MB, math.ceil(1.1 * largest / 1e6)),
         metrics="exact" if config.task.kind == "regression" else "counted",
         tests=max(TESTS, 2 * tests),
     )
+    return text, set(kinds)
 
 
 def _write(folder: Path, study: str, files: dict[str, str], words: dict[str, object]) -> None:

@@ -1,6 +1,24 @@
 """The texts of a deployment's files; `<<name>>` stands for a value. They are Python since a bundle holds no scripts."""
 
-__all__ = ["CLINIC", "COORDINATOR", "POLICY", "SCRIPTS_OF_CLINIC", "SCRIPTS_OF_COORDINATOR", "STUDY"]
+from flwr_replay.report.uploads import RECONSTRUCT
+
+__all__ = [
+    "CLINIC",
+    "COORDINATOR",
+    "LEAVES",
+    "POLICY",
+    "SCRIPTS_OF_CLINIC",
+    "SCRIPTS_OF_COORDINATOR",
+    "STAYS",
+    "STUDY",
+]
+
+STAYS = "Your images stay in this building."
+LEAVES = {  # by the kind of field, the gravest first
+    "per-sample-raw": "Some of your images leave this building as they are, with their labels, for all the others.",
+    "per-sample": f"Your images stay in this building. Numbers that were computed from every single one leave. {RECONSTRUCT}",
+    "synthetic": "Your images stay in this building. Images leave that a generator drew after them; they may resemble yours.",
+}
 
 STUDY = """\
 # One study: the whole of what the institutions agree on. It holds no code: server and institutions run the
@@ -25,7 +43,8 @@ rounds = {rounds}
 runs-dir = ""
 run-name = ""
 resume = ""
-overrides = {overrides}
+overrides = ""
+{options}
 """
 
 POLICY = """\
@@ -45,8 +64,9 @@ COORDINATOR = """\
 
 The study is between <<clinics>>. They reach this machine at <<address>>. This folder is for you alone.
 
-1. Install flwr-replay <<replay_version>> here (from a checkout: `pip install .`), and see that its programs are on the
-   PATH: `flwr-replay doctor`. Tell the clinics where to get the same version.
+1. Install flwr-replay <<replay_version>> here. From a checkout: `pip install .`; or `uv sync` there, and then, in every
+   new terminal, `. .venv/bin/activate`. `flwr-replay doctor` shows whether its programs are found. Tell the clinics where
+   to get the same version.
 2. Send each clinic its folder, which lies beside this one. It holds no secret. Let the clinics check with you, by
    telephone, the SHA-256 of `ca.crt`: `sha256sum certificates/ca.crt`.
 3. Each clinic makes its own key, and sends you the public half, `NAME.pub`. Put these files into `keys/`, and compare
@@ -55,6 +75,11 @@ The study is between <<clinics>>. They reach this machine at <<address>>. This f
 5. Register the keys that have come. This can be repeated: `./register.sh`
 6. When all clinics have started, `./run.sh` starts the run and shows it. It ends with a summary; the results are
    in `runs/`. Ctrl-C ends the output, not the run.
+7. Ctrl-C in the SuperLink's terminal stops it, between runs. Registered keys and finished runs are still there when you
+   start it again. To end a run: `. ./connect.sh`, `flwr list superlink`, `flwr stop RUN_ID superlink`.
+
+Other options, for one run: `./run.sh --run-config "rounds=15 overrides=\"lr=0.01 wait=600\""`. What `study/pyproject.toml`
+names is changed by its name, all else goes into `overrides`.
 
 `certificates/server.key` is this server's secret: it stays here. The certificates are valid for <<days>> days, until
 <<ends>>. The key that signed them was thrown away; for another address, or later, make a new folder.
@@ -69,6 +94,8 @@ SCRIPTS_OF_COORDINATOR = {
 set -eu
 cd "$(dirname "$0")"
 umask 077
+export FLWR_HOME="$PWD/flower"
+mkdir -p "$FLWR_HOME"
 exec flower-superlink --host <<listen>> --port <<port>> --database superlink.db \\
   --ssl-ca-certfile certificates/ca.crt --ssl-certfile certificates/server.crt --ssl-keyfile certificates/server.key \\
   --enable-supernode-auth --disable-runtime-dependency-installation
@@ -118,13 +145,17 @@ flwr run study superlink --stream --run-config "runs-dir=\\"$PWD/runs\\"" "$@"
 CLINIC = """\
 # At <<name>>
 
-With this folder <<name>> takes part in a study with others (<<clinics>>). Your images stay in this building. What leaves
-instead, and what your own policy says to it, you can see before you start.
+With this folder <<name>> takes part in a study with others (<<clinics>>). <<leaves>> What leaves, and what your own
+policy says to it, you can see before you start: step 5.
 
 1. Install flwr-replay <<replay_version>> here, on a machine that can read the images and reach <<address>>. The
-   coordinator says where to get it; from a checkout: `pip install .`. It opens no port to the outside.
+   coordinator says where to get it. From a checkout: `pip install .`; or `uv sync` there, and then, in every new
+   terminal, `. .venv/bin/activate`. It opens no port to the outside.
 2. Put your images where `data` in this folder points: `ln -s /path/to/your/images data`. Or write the path into
-   `clinic.env`, after `DATA=`. docs/data.md says how the folder has to look.
+   `clinic.env`, after `DATA=`. The images lie in that folder or below it, all of one size, with 8 bits per channel.
+   Beside them is `manifest.csv`: a line `image,label,patient`, then one for each image, such as
+   `scans/0001.png,Normal,P017`. Of each patient's images all train or all test: a column `split` with `train` or `test`
+   says which; without it one patient in five tests. Labels are written as in the study, with the same capitals.
 3. Read the scripts here; they are short, and came by mail. Ask the coordinator, by telephone, for the SHA-256 of `ca.crt`, and compare: `sha256sum ca.crt`.
 4. Make your key. It never leaves this folder: `./make-key.sh`. Send the coordinator the file `<<name>>.pub` only,
    and compare its fingerprint by telephone: `ssh-keygen -l -f <<name>>.pub`.
@@ -135,7 +166,8 @@ instead, and what your own policy says to it, you can see before you start.
    flwr-replay run --dry-run --study study --policy policy.yaml --clinics <<name>> data_dir=data
    ```
 
-6. Check that all is there. Each line says what is right, or what to do: `flwr-replay doctor --clinic .`
+6. Check that all is there. Each line says what is right, or what to do: `flwr-replay doctor --clinic .` The line
+   `connection` needs the coordinator's SuperLink to run.
 7. Once the coordinator has registered your key, start, and leave it running: `./start.sh`. If it should come back by
    itself after an interruption: `until ./start.sh; do sleep 10; done`. Ctrl-C ends it.
 
@@ -176,6 +208,7 @@ umask 077
 data=$(cd "$DATA" && pwd -P)
 export FLWR_HOME="$PWD/flower"
 mkdir -p "$FLWR_HOME"
+echo $$ > supernode.pid
 exec flower-supernode --superlink "$ADDRESS" --port "$PORT" --root-certificates ca.crt \\
   --auth-supernode-private-key key \\
   --node-config "name=\\"$NAME\\" data=\\"$data\\" state=\\"$PWD/state\\" policy=\\"$PWD/policy.yaml\\""

@@ -230,8 +230,10 @@ class RunDirectory(Recorder):
         first = partial(self._best.write, snapshot.server_round, snapshot.arrays) if best else None
         self._checkpoints.write(snapshot.server_round, named, values, first)
         self._best.settle(snapshot.server_round - 2)  # a resumed run may begin at the checkpoint before the last
-        metrics = without_beside(self.history[-1][1], confusion_of(self.path)) if self.history else {}
-        self.display.exchange(snapshot.server_round, metrics | self.spent_then, sum(self.bytes.values()), seconds)
+        metrics = {}
+        if self.history and self.history[-1][0] == snapshot.server_round:
+            metrics = without_beside(self.history[-1][1], confusion_of(self.path)) | self.spent_then
+        self.display.exchange(snapshot.server_round, metrics, sum(self.bytes.values()), seconds)
 
     def restore(self) -> Snapshot | None:
         """Return the last checkpoint of a resumed run, and drop the metrics written after it.

@@ -20,10 +20,12 @@ from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.payloads.common import Present
 from flwr_replay.report.progress import shown_bytes
+from flwr_replay.report.uploads import RECONSTRUCT
 from flwr_replay.runs.execute import Job, claim
 from flwr_replay.runs.opening import new_run_id
 from flwr_replay.runs.simulate import Simulation
 from flwr_replay.server.members import Member
+from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.payload import Payload, Request, rows
 from flwr_replay.wire.recording import DIRECTIONS
 from flwr_replay.wire.records import metrics_in
@@ -44,6 +46,13 @@ class Line:
     messages: int
     bytes: int
     protection: str
+
+
+class Silent(Recorder):
+    """Keeps its notes to itself: what a run would log stands on the forecast's page, and may need real data."""
+
+    def log(self, text: str) -> None:
+        """Say nothing."""
 
 
 class Expected(NamedTuple):
@@ -73,7 +82,7 @@ def expected(simulation: Simulation) -> tuple[Movement, list[Expected]]:
 def exchanged(job: Job, present: Sequence[Present]) -> tuple[Movement, list[Expected]]:
     """Return a run's strategy, and what it would exchange with institutions of which only their roll call is known."""
     config, strategy = job.config, job.strategy(new_run_id(job.config))
-    plan = strategy.settings.privacy
+    strategy.recorder, plan = Silent(), strategy.settings.privacy
     for k, one in enumerate(present):
         sums = one.label_sum, one.label_squares
         strategy.members.add(Member(one.name, k, one.num_examples, one.raw_bytes, *sums))
@@ -166,8 +175,8 @@ def forecast_page(simulation: Simulation) -> str:
     text += ["", f"The raw training data of all institutions are {shown_bytes(raw)}.{stay}."]
     if samples:
         text.append(
-            f"{shown_bytes(samples)} of what is sent up are functions of single patients (kind per-sample). Anyone who "
-            "holds them and the part of the model that computed them may try to reconstruct the images."
+            f"{shown_bytes(samples)} of what is sent up are functions of single patients (kind per-sample). "
+            f"{RECONSTRUCT}"
         )
     if advice := strategy.recorder.notes.get("upload-advice"):
         text.append(f"The {advice}.")

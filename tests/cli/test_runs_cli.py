@@ -96,5 +96,5 @@ def test_a_live_run_is_followed_to_its_end(runs, tmp_path):
     lines = list(watch(folder))
     worker.join()
     assert len(lines) == len(timings)
-    assert lines[0].startswith("exchange 1  not yet evaluated")
+    assert lines[0].startswith("exchange 1  not evaluated")
     assert "accuracy 0." in lines[-1]

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 from flwr_replay.files.atomic import read_json
 from flwr_replay.report.progress import LogDisplay
+from flwr_replay.runs.clinic import examine_clinic
 from flwr_replay.runs.opening import read_run_id
 from flwr_replay.runs.simulate import FAILED, run_inline
 
@@ -63,6 +64,9 @@ def test_the_doctor_knows_at_a_clinic_what_will_work(deployment: Any) -> None:
         healthy, said = deployment.checked[clinic]
         assert healthy, said
         assert "with the certificate of this study" in said
+    healthy, again = examine_clinic(deployment.place / CLINICS[0])  # while its own SuperNode runs
+    assert healthy, again
+    assert "its SuperNode runs, as process" in again
     healthy, said = deployment.checked[REFUSES]
     assert not healthy
     (line,) = [line for line in said.splitlines() if line.startswith("NO")]
