@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flwr_replay.files.atomic import private_folder
-from flwr_replay.report.officer_page import verdict, write_officer_page
+from flwr_replay.report.officer_page import sums, verdict, write_officer_page
 from flwr_replay.runs.officer import findings, planned, study_options
 
 __all__ = ["page"]
@@ -23,5 +23,5 @@ def page(options: Sequence[str], study: str, policy: str, clinics: str, out: str
         print(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         reasons = dict.fromkeys(one["reason"] for one in [*found["rules"], *found["fields"]] if one["reason"])
-        print("\n".join([verdict(found), *reasons, f"the page: {html}", f"the same as JSON: {data}"]))
+        print("\n".join([verdict(found), *reasons, *sums(found), f"the page: {html}", f"the same as JSON: {data}"]))
     return 0 if found["allowed"] else 1

@@ -11,8 +11,9 @@ from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.pages import render
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.run_page import KINDS
+from flwr_replay.report.uploads import RECONSTRUCT
 
-__all__ = ["verdict", "write_officer_page"]
+__all__ = ["sums", "verdict", "write_officer_page"]
 
 PAGE = "officer"
 RULES = {
@@ -65,10 +66,11 @@ def write_officer_page(folder: Path, found: Mapping[str, Any]) -> tuple[Path, Pa
         },
         fields=[_fields(name, [one for one in lines if one["institution"] == name], number) for name in names],
         reasons=reasons,
-        sums=[_sums(name, found) for name in names],
+        sums=sums(found),
+        samples=_samples(lines),
         kinds=[f"{kind}: {KINDS[kind]}." for kind in dict.fromkeys(one["kind"] for one in lines)],
         claim=found["claim"],
-        protected=[*dict.fromkeys(map(_protected, filter(_is_private, lines)))],
+        protected=_protected(lines),
         unprotected=_unprotected(lines),
         pinned=_joined(found["pinned"]),
         enforced=ENFORCED[: len(ENFORCED) if found["private"] else -1],
@@ -130,32 +132,56 @@ def _fields(name: str, lines: Sequence[Mapping[str, Any]], number: Mapping[str, 
         for one in lines
     ]
     heads = ["field", "verdict", "stage", "kind", "messages", "size", "(ε, δ) and mechanism"]
-    return {"caption": f"Every field that {name} would be asked to send", "heads": heads, "rows": rows}
+    one = ". An (ε, δ) that stands at several fields of a stage holds for them together" * any(map(_is_private, lines))
+    return {"caption": f"Every field that {name} would be asked to send{one}", "heads": heads, "rows": rows}
 
 
 def _said(one: Mapping[str, str], number: Mapping[str, str]) -> str:
     return f"{one['verdict']}, reason {number[one['reason']]}" if one["reason"] else one["verdict"]
 
 
+def sums(found: Mapping[str, Any]) -> list[str]:
+    """Say for each institution how much would be allowed to leave, beside its raw data."""
+    return [_sums(name, found) for name in found["institutions"]]
+
+
 def _sums(name: str, found: Mapping[str, Any]) -> str:
-    own, sums = found["institutions"][name], dict.fromkeys(("allowed", "refused", "kept here"), 0)
+    own, by_verdict = found["institutions"][name], dict.fromkeys(("allowed", "refused", "kept here"), 0)
+    samples, raw = 0, own["raw-bytes"]
     for one in found["fields"]:
         if one["institution"] == name:
-            sums[one["verdict"]] += one["bytes"]
-    rest = [f"{shown_bytes(size)} {word}" for word, size in sums.items() if size and word != "allowed"]
+            by_verdict[one["verdict"]] += one["bytes"]
+            samples += one["bytes"] * (one["verdict"] == "allowed" and one["kind"] == "per-sample")
+    rest = [f"; {shown_bytes(size)} {word}" for word, size in by_verdict.items() if size and word != "allowed"]
+    times = f", {float(f'{samples / raw:.2g}'):g} times the raw data" if samples > raw else ""
+    single = f", of which {shown_bytes(samples)} are functions of single patients{times}" if samples else ""
     return (
-        f"{name} has {own['examples']:,} training examples of {shown_bytes(own['raw-bytes'])}. "
-        f"{shown_bytes(sums['allowed'])} would be allowed to leave{''.join(f'; {one}' for one in rest)}. "
+        f"{name} has {own['examples']:,} training examples of {shown_bytes(raw)}. "
+        f"{shown_bytes(by_verdict['allowed'])} would be allowed to leave{single}{''.join(rest)}. "
         f"{shown_bytes(own['comes-down'])} come down."
     )
+
+
+def _samples(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Say what can be made of fields of single patients that may leave; empty if there are none."""
+    found = [one for one in lines if one["kind"] == "per-sample" and one["verdict"] == "allowed"]
+    names = [*dict.fromkeys(one["field"] for one in found)]
+    return f"{_joined(names)} are functions of single patients. {RECONSTRUCT}" if names else ""
 
 
 def _is_private(one: Mapping[str, Any]) -> bool:
     return bool(one["mechanism"])
 
 
-def _protected(one: Mapping[str, Any]) -> str:
-    return f"{one['field']} of stage {one['stage']}: {one['protection']}, by {one['mechanism']}."
+def _protected(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name what leaves under an (ε, δ): fields of one stage, which share it, in one line."""
+    found: dict[tuple[str, str, str], dict[str, None]] = {}
+    for one in filter(_is_private, lines):
+        found.setdefault((one["stage"], one["protection"], one["mechanism"]), {})[one["field"]] = None
+    return [
+        f"{_joined(list(names))} of stage {stage}{', together' * (len(names) > 1)}: {protection}, by {mechanism}."
+        for (stage, protection, mechanism), names in found.items()
+    ]
 
 
 def _unprotected(lines: Sequence[Mapping[str, Any]]) -> list[str]:

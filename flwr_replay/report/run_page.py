@@ -28,7 +28,7 @@ KINDS = {
     "synthetic": "images that a generator drew",
     "statistic": "counts and sums over an institution's examples",
     "instruction": "what to do, and with which options",
-    "notice": "refusals and other sentences",
+    "notice": "the institution's name, proof that it is the same one as before, and why it refuses",
     "not received": "answers that an interruption lost; only the institutions' own ledgers have their fields",
 }
 UNKNOWN_SKEW = (

@@ -196,7 +196,7 @@ OFFICER = """\
 {% endfor %}
 <p{% if not allowed %} class="warning"{% endif %}><strong>{{ verdict }}</strong></p>
 {% for line in sums %}<p>{{ line }}</p>
-{% endfor %}
+{% endfor %}{% if samples %}<p><strong>{{ samples }}</strong></p>{% endif %}
 <h2>The verdict, line by line</h2>
 <p>{% if policy %}The policy is {{ policy }}, as it stands at the end of this page.{% else %}Without a policy only the built-in limits hold.{% endif %} An institution that refuses sends its name and one line that says why; the study goes on without it.</p>
 {{ draw.table(rules) }}

@@ -80,3 +80,21 @@ def test_json_alone_can_be_had(hospitals, tmp_path, monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)
     assert list(found["institutions"]) == ["b.npz"]
     assert found == json.loads((tmp_path / "out" / "officer.json").read_text())
+
+
+def test_the_page_says_what_can_be_made_of_latents_and_whose_sizes_these_are(hospitals, tmp_path, monkeypatch, capsys):
+    words = ["--study", str(hospitals / "study"), f"data_dir={hospitals / 'b.npz'}", "--out", str(tmp_path)]
+    assert command(monkeypatch, "run", "--dry-run", *words, "--clinics", "b", "model.width=200") == 0
+    said = capsys.readouterr()
+    found = json.loads((tmp_path / "officer.json").read_text())
+    own = sum(line["bytes"] for line in found["fields"] if line["kind"] == "per-sample")
+    times = float(f"{own / found['institutions']['b']['raw-bytes']:.2g}")
+    page = (tmp_path / "officer.html").read_text()
+    for text in (page, said.out):
+        assert f"functions of single patients, {times:g} times the raw data" in text
+    assert "latents and labels are functions of single patients. Anyone who holds them" in page
+    assert "proof that it is the same one as before" in page
+    assert "uploads will be" not in said.out + said.err
+    noise = ["dp=latents", "latent-clip=10", "latent-epsilon=50", "label-epsilon=5", "delta=1e-5"]
+    assert command(monkeypatch, "run", "--dry-run", *words, *noise) == 0
+    assert "latents and labels of stage extract, together: (55, " in (tmp_path / "officer.html").read_text()
