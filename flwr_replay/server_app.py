@@ -13,6 +13,7 @@ from flwr_replay.report.progress import LogDisplay
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.execute import execute
+from flwr_replay.terminal import wrapped
 
 __all__ = ["app"]
 
@@ -21,6 +22,7 @@ ENDED = (
     "of life from this process; if nobody stopped it, run fewer processes on this machine, and resume it with "
     "resume=RUN-DIRECTORY"
 )
+SHOWN = 80  # columns of the summary: `flwr run --stream` shows it on some terminal
 REFUSED = (401, 403)  # HTTP's codes for a token that is not, or no longer, valid
 
 app = ServerApp()
@@ -45,7 +47,7 @@ def main(grid: Grid, context: Context) -> None:
         logging.getLogger("flwr").error("error: %s", " ".join(str(fault).split()))
         raise fault.with_traceback(None) from None
     write_run_page(folder)
-    print(summary(result, folder))
+    print(wrapped(summary(result, folder), SHOWN))
 
 
 def token_refused(error: BaseException) -> bool:

@@ -56,10 +56,10 @@ def fitted(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def wrapped(text: str) -> str:
-    """Break lines between words where they are wider than the terminal."""
+def wrapped(text: str, columns: int = 0) -> str:
+    """Break lines between words where they are wider than so many columns; 0: than the terminal."""
     return "\n".join(
-        fill(line, _columns(), break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
+        fill(line, columns or _columns(), break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
     )
 
 

@@ -28,16 +28,16 @@ def rehearse(
 ) -> None:
     """Deploy on this machine: a SuperLink, a SuperNode for each institution with data of its own, one run; then stop.
 
-    Shows the run, the end of each institution's log, and the summary. Ctrl-C stops everything.
+    Shows the run with its summary, and the end of an institution's log if it refused or failed. Every test takes half a
+    minute or more here: evaluate-every=N makes fewer. Ctrl-C stops everything.
     """
     print("loading …", file=sys.stderr, flush=True)
-    from flwr_replay.report.summary import summary
     from flwr_replay.runs.rehearsal import rehearse
 
     place = Path(out or f"rehearsal-{time.strftime('%Y%m%d-%H%M%S')}").expanduser().absolute()
     own = Path(policy).expanduser().absolute() if policy else None
     source = Path(data).expanduser().absolute()
     say = partial(print, flush=True)
-    result, folder = rehearse(options or [], source, institutions, own, place, say, tls, record)
-    print(summary(result, folder))
-    print(f"each institution's own ledger: {place / 'state'}\nthe run's page: {folder / 'report.html'}")
+    _, folder = rehearse(options or [], source, institutions, own, place, say, tls, record)
+    print(f"each institution's images: {place / 'data'}; its own ledger: {place / 'state'}; its log: {place / 'logs'}")
+    print(f"the run's page: {folder / 'report.html'}")

@@ -13,7 +13,15 @@ from flwr_replay.report.charts import Curves, bars, curves
 from flwr_replay.report.imbalance import beside, label_counts, pooled_counts
 from flwr_replay.report.pages import render
 from flwr_replay.report.progress import shown_bytes
-from flwr_replay.report.summary import best_lines, confusion_of, recorded_lines, sample_lines, skew_lines, warnings
+from flwr_replay.report.summary import (
+    best_lines,
+    classes_of,
+    confusion_of,
+    recorded_lines,
+    sample_lines,
+    skew_lines,
+    warnings,
+)
 
 __all__ = ["PAGE", "write_run_page"]
 
@@ -50,20 +58,20 @@ def write_run_page(folder: Path) -> Path:
         If the run has not finished, or a file of its directory is damaged.
     """
     result = read_json(folder / "result.json")
-    found = confusion_of(folder)
+    found, classes = confusion_of(folder), classes_of(folder)
     pictures, left_out = _pictures(folder)
     text = render(
         "run",
         title=f"{result['strategy']} on {result['task']}, seed {result['seed']}",
         question=_question(result),
         answer=_answer(result, found),
-        warnings=warnings(result, found),
+        warnings=warnings(result, found, classes),
         curves=_curves(folder, result, list(beside(result["final"]["global"], found))),
         bars=_bars(result, found),
         bars_caption=_bars_caption(result, found),
         metrics=_metrics(result),
         notes=[*filter(None, [result.get("metrics-note", "")]), *map(_sentence, best_lines(result))],
-        confusion=_confusion(result, found),
+        confusion=_confusion(result, found, classes),
         skew=[*map(_sentence, skew_lines(result.get("skew")))] or [UNKNOWN_SKEW],
         labels=_labels(result.get("skew") or {}),
         claim=[result["privacy-claim"], *map(_sentence, sample_lines(result))],
@@ -107,11 +115,14 @@ def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> st
     said = f"At the end {metric} is {result['final']['global'][metric]:.3f}{unit} over all test examples"
     if len(own) > 1:
         low, high = min(own, key=lambda name: own[name]), max(own, key=lambda name: own[name])
-        said += f", from {own[low]:.3f} at {low} to {own[high]:.3f} at {high}"
+        guess = {name: f" ({_majority(counts):.3f})" for name, counts in found.items()} if metric == "accuracy" else {}
+        said += f", from {own[low]:.3f}{guess.get(low, '')} at {low} to {own[high]:.3f}{guess.get(high, '')} at {high}"
+        said += " (in brackets: always naming its most frequent label)" if guess else ""
     if metric == "accuracy" and found:
-        said += f"; always the most frequent label would have {_majority(pooled_counts(found)):.3f}"
+        said += f"; always the most frequent label of all would have {_majority(pooled_counts(found)):.3f}"
     if more := beside(result["final"]["global"], found):
-        said += f". Labels are unequal: {' and '.join(f'{name} is {value:.3f}' for name, value in more.items())}"
+        shown = " and ".join(f"{name} is {value:.3f}" for name, value in more.items())
+        said += f". Labels are unequal; this model's {shown}"
     return f"{said}."
 
 
@@ -161,7 +172,9 @@ def _metrics(result: Mapping[str, Any]) -> dict[str, Any]:
     return {"caption": "All metrics after the last round", "heads": ["institution", *heads], "rows": shown}
 
 
-def _confusion(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
+def _confusion(
+    result: Mapping[str, Any], found: Mapping[str, Sequence[int]], classes: Sequence[str]
+) -> dict[str, Any] | None:
     """Return the pooled confusion matrix; None for regression, and for many classes."""
     if not found:
         return None
@@ -171,7 +184,7 @@ def _confusion(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) ->
         return None
     rows = [counts[at * size : (at + 1) * size] for at in range(size)]
     what = "Pixels" if "dice" in result["final"]["global"] else "Test examples"
-    classes = list(map(str, range(size)))
+    classes = classes or list(map(str, range(size)))
     caption = f"{what} of all institutions: a row for each label, a column for each prediction"
     return _shaded(caption, "label", classes, rows, classes)
 

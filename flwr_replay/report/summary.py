@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.data import class_counts
-from flwr_replay.files.atomic import read_json
+from flwr_replay.files.atomic import read_json, read_text
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.report.imbalance import beside, imbalance_lines, label_counts, pooled_counts
 from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import shown_bytes
+from flwr_replay.report.uploads import RECONSTRUCT
 
 __all__ = [
     "CONFUSION",
     "best_lines",
+    "classes_of",
     "confusion_of",
     "recorded_lines",
     "sample_lines",
@@ -60,7 +62,7 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
             known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
             lines.append(f"  {name}: {known}{one['mechanism']}")
     lines += recorded_lines(result, folder)
-    lines += [f"warning: {line}" for line in warnings(result, confusion)]
+    lines += [f"warning: {line}" for line in warnings(result, confusion, classes_of(folder))]
     lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])
 
@@ -95,7 +97,8 @@ def sample_lines(result: Mapping[str, Any]) -> list[str]:
             one and one["epsilon"] is not None and one.get("dp") == "latents" for one in result["privacy"].values()
         )
         said = "each with noise of its own" if noisy else "not differentially private"
-        lines.append(f"of single patients: {shown_bytes(count)} went up{place}; {said}")
+        show = f". {RECONSTRUCT}" if up.get("per-sample") else ""
+        lines.append(f"of single patients: {shown_bytes(count)} went up{place}; {said}{show}")
     if count := up.get("synthetic", 0):
         # A run with synthetic images has an epsilon only if its generators are trained under DP.
         bounded = all(one and one["epsilon"] is not None for one in result["privacy"].values())
@@ -109,6 +112,14 @@ def confusion_of(folder: Path) -> dict[str, list[int]]:
     """Return each institution's test examples by label and prediction, row by row; nothing if none told."""
     found = read_json(folder / CONFUSION)["institutions"] if (folder / CONFUSION).exists() else {}
     return dict(found)
+
+
+def classes_of(folder: Path) -> list[str]:
+    """Return the names of the classes as far as the run's options have them; else none."""
+    import yaml
+
+    file = folder / "config.yaml"
+    return list(yaml.safe_load(read_text(file))["task"]["class_names"]) if file.exists() else []
 
 
 def recorded_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
@@ -135,7 +146,7 @@ def skew_lines(skew: Mapping[str, Any] | None) -> list[str]:
     return [f"training labels: {known}", *counts, *class_counts.warnings(skew)]
 
 
-def warnings(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]]) -> list[str]:
+def warnings(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]], classes: Sequence[str]) -> list[str]:
     """Say what makes a run worthless although its metric may look well.
 
     Parameters
@@ -144,6 +155,8 @@ def warnings(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]]) 
         The content of `result.json`.
     confusion : Mapping
         By institution: examples by label and prediction, row by row; empty if unknown.
+    classes : sequence of str
+        Their names; empty: they have numbers only.
     """
     lines = []
     if confusion:
@@ -151,7 +164,11 @@ def warnings(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]]) 
         size = round(len(counts) ** 0.5)
         guessed = [at for at in range(size) if sum(counts[at::size])]
         if len(guessed) == 1 < sum(map(bool, label_counts(counts))):
-            lines.append(f"The model predicts class {guessed[0]} for every test example. It has learned nothing.")
+            always = classes[guessed[0]] if classes else guessed[0]
+            lines.append(
+                f"The model predicts class {always} for every test example. It has learned nothing: try more rounds, "
+                "another lr or model, and where there is a cut an earlier one."
+            )
     loss = result["final"]["global"].get("loss", 0.0)
     if not loss < EXPLODED:
         lines.append(f"The loss on the test examples is {loss:.3g}. Training diverged, or almost: try a smaller lr.")

@@ -72,7 +72,8 @@ def rehearse(
     place : Path
         A new folder for data, state, logs and the run.
     say : callable
-        Receives the run's log, line by line, and at the end the last lines of each institution's.
+        Receives the run's log with its summary, line by line; then the last lines of the log of each institution that
+        refused or failed, of all if there is no result.
     tls : bool
         Deploy with TLS, and with a key for each SuperNode.
     record : bool
@@ -118,16 +119,17 @@ def rehearse(
         for line in flwr_run(link, overrides):
             say(line.rstrip("\n"))
     folder = place / "runs" / "rehearsal"
-    well = (folder / "result.json").exists()
+    result = read_result(folder) if (folder / "result.json").exists() else None
+    failed = {one["institution"] for one in result["failures"]} if result else set()
     for log in sorted((place / "logs").glob("*.log")):
-        if not well or log.stem in names:  # the SuperLink's matters if something went wrong
+        if not result or log.stem in failed:
             lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
             say("\n".join([f"--- the end of {log}", *lines[-SHOWN:]]))
-    if not well:
+    if not result:
         raise RunError(
             f"the rehearsal ended without a result; its reason is above, and all logs are in {place / 'logs'}"
         )
-    return read_result(folder), folder
+    return result, folder
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from flwr_replay.runs.processes import MARK, family
 
 __all__ = ["SuperLink", "flower", "flwr_run", "free_port", "streamed", "superlink"]
 
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in Flower's log
 DAYS = 7  # that the certificates of one run are valid
 APP = """\
 [project]
@@ -124,7 +126,7 @@ def streamed(link: SuperLink, app: Path, *arguments: str) -> Iterator[str]:
         command, env=link.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert stream.stdout is not None
-    yield from stream.stdout
+    yield from (COLOUR.sub("", line) for line in stream.stdout)
     stream.wait()
 
 

@@ -56,7 +56,9 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
     result = read_json(place / "runs" / "rehearsal" / "result.json")
     assert set(result["final"]["institutions"]) == {"clinic-a", "clinic-b"}
     assert f"cwt on folder: accuracy {result['final']['global']['accuracy']:.4f}" in said
-    assert "--- the end of" in said
+    assert said.count("cwt on folder: accuracy") == 1
+    assert "--- the end of" not in said
+    assert "\x1b[" not in said
     for clinic, number in (("clinic-a", 96), ("clinic-b", 80)):
         with open(place / "data" / clinic / "manifest.csv", newline="") as file:
             assert len(list(csv.DictReader(file))) == number
