@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Comparison", "Run", "check_engine", "compare", "plot", "run", "start"]
 
 ENGINES = ("inline", "ray")
-SHOWN = ("mean", "sd", "worst-institution", "bytes-up", "bytes-down", "seconds")  # columns of a comparison's table
 
 
 @dataclass(frozen=True)
@@ -98,16 +97,12 @@ class Comparison:
 
     @property
     def table(self) -> DataFrame:
-        """A line for each method: mean, standard deviation, the paired difference with its interval, bytes, seconds."""
+        """A line for each method: mean, the paired difference with its interval, epsilon and delta, bytes, seconds."""
         import pandas
 
-        rows = {}
-        for label, row in self.report["strategies"].items():
-            difference = row["difference"] or {"mean": None, "interval": None}
-            low, high = difference["interval"] or (None, None)
-            shown = {name: row[name] for name in SHOWN}
-            rows[label] = {**shown, "difference": difference["mean"], "low": low, "high": high}
-        return pandas.DataFrame.from_dict(rows, orient="index")
+        from flwr_replay.report.exports import rows_of
+
+        return pandas.DataFrame.from_dict(rows_of(self.report), orient="index")
 
     @property
     def runs(self) -> dict[tuple[str, int], Run]:
@@ -118,14 +113,19 @@ class Comparison:
     def shown(self, form: str) -> str:
         """Write the comparison as text, md, csv, latex or json."""
         if form == "md":
-            from flwr_replay.report.comparison import markdown, notes
+            from flwr_replay.report.comparison import markdown
+            from flwr_replay.report.notes import notes
 
             return "\n".join([*markdown(self.report), "", *(f"- {note}" for note in notes(self.report))])
         if form == "csv":
-            return str(self.table.to_csv()).rstrip()
+            from flwr_replay.report.exports import as_csv
+
+            return as_csv(self.report)
         if form == "latex":
-            return str(self.table.to_latex(float_format="%.4g", escape=True)).rstrip()
-        return json.dumps(self.report, indent=2) if form == "json" else self.text
+            from flwr_replay.report.exports import as_latex
+
+            return as_latex(self.report)
+        return json.dumps(self.report, indent=2, default=asdict) if form == "json" else self.text
 
     def __str__(self) -> str:
         return self.text

@@ -155,8 +155,8 @@ def compare(
     STRATEGIES are separated by commas. A method's own options follow a colon: fedavg,cwt,fedreplay:cut=layer2.
 
     All other options hold for every method. seeds=3 means the seeds 0, 1 and 2. fedreplay.cut=layer2 holds for
-    FedReplay only. lr=0.1|0.3 makes two methods of each; so do partition=iid|ks and alpha=0.1|0.5. Of one method this
-    compares the values, seed by seed, with the first.
+    FedReplay only. lr=0.1|0.3 makes two methods of each; so do partition=iid|ks and partition.alpha=0.1|0.5. Of one
+    method this compares the values, seed by seed, with the first.
 
     Exit code 1: some runs failed. The table says why.
     """
@@ -185,17 +185,21 @@ def study(
     quick: Annotated[
         bool, typer.Option("--quick", help="One seed and two rounds of each part: does all of it run?")
     ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the study's parts, and run nothing.")] = False,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Run one of the studies in simulations/: a paper's table as several comparisons.
 
-    Finished runs are not repeated. Exit code 1: some runs failed.
+    --list names its parts. Finished runs are not repeated. Exit code 1: some runs failed.
     """
     _refuse_empty(runs_dir=runs_dir, data=data, only=only)
     _say("loading …")
-    from flwr_replay.studies.study import run_study
+    from flwr_replay.studies.study import parts_of, run_study
 
+    if listed:
+        print("\n".join(f"{part.name}: {part.about}" for part in parts_of(name)))
+        return
     parts = [part for part in (only or "").split(",") if part]
     text, whole = run_study(name, data or "", jobs, Path(runs_dir), parts, quick)
     print(text)

@@ -9,8 +9,9 @@ from typing import Any
 
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.charts import bars, curves
-from flwr_replay.report.comparison import cells_of, notes
+from flwr_replay.report.comparison import cells_of
 from flwr_replay.report.histories import by_round
+from flwr_replay.report.notes import notes
 from flwr_replay.report.pages import render
 from flwr_replay.report.run_page import PAGE
 

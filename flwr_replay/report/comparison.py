@@ -1,4 +1,4 @@
-"""The report of a comparison: means, paired differences with intervals, a table, and notes that explain it.
+"""The report of a comparison: means, paired differences with intervals, and a table.
 
 Letters: S seeds.
 """
@@ -12,21 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from flwr_replay.data.class_counts import starving, summary, warnings
 from flwr_replay.report.epsilon import largest, shown_epsilon
 from flwr_replay.report.progress import shown_bytes
-from flwr_replay.terminal import fitted
 
 __all__ = [
     "cells_of",
     "interval",
     "markdown",
-    "notes",
+    "mean_of",
     "of_partition",
     "overview",
     "paired_difference",
+    "shown_difference",
     "summarise",
-    "table",
 ]
 
 CONFIDENCE = 0.95
@@ -109,7 +107,8 @@ def summarise(
         By label: `values` by seed, `mean`, `sd`, `interval`, `difference` to the method `against` (None if it is that
         method; see `references`), `worst-institution` (mean over seeds),
         `bytes-up`, `bytes-down`, `examples-seen`, `seconds` (means over seeds); `epsilon`: the largest that any
-        institution states, and whether it is proven. A value is None if no run finished or no epsilon is stated.
+        institution states, with the largest delta, and whether it is proven. A value is None if no run finished or no
+        epsilon is stated.
     """
     worst, reference = min if higher_is_better else max, references(cells, labels, against)
     done: dict[str, dict[int, Mapping[str, Any]]] = {label: {} for label in labels}
@@ -130,7 +129,7 @@ def summarise(
         numbers = list(values[label].values())
         summary[label] = {
             "values": values[label],
-            "mean": _mean(numbers),
+            "mean": mean_of(numbers),
             "sd": float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None,
             "interval": interval(numbers),
             "against": reference[label],
@@ -138,11 +137,11 @@ def summarise(
             if label != reference[label]
             else None,
             "epsilon": largest(one for result in results for one in result.get("privacy", {}).values()),
-            "worst-institution": _mean(worsts),
-            "bytes-up": _mean([r["bytes"]["up"] for r in results]),
-            "bytes-down": _mean([r["bytes"]["down"] for r in results]),
-            "examples-seen": _mean([r["examples-seen"] for r in results]),
-            "seconds": _mean([r["wall-seconds"] for r in results]),
+            "worst-institution": mean_of(worsts),
+            "bytes-up": mean_of([r["bytes"]["up"] for r in results]),
+            "bytes-down": mean_of([r["bytes"]["down"] for r in results]),
+            "examples-seen": mean_of([r["examples-seen"] for r in results]),
+            "seconds": mean_of([r["wall-seconds"] for r in results]),
         }
     return summary
 
@@ -179,17 +178,6 @@ def references(cells: Sequence[Mapping[str, Any]], labels: Sequence[str], agains
     return {label: found.get((*filter(of_partition, own[label][1]),), against) for label in labels}
 
 
-def table(report: Mapping[str, Any]) -> str:
-    """Write a comparison as plain text: a row for each method, then notes on the columns and on failures.
-
-    Parameters
-    ----------
-    report : Mapping
-        As `flwr_replay.studies.compare.compare_strategies` returns it.
-    """
-    return "\n".join([fitted(report["title"], *cells_of(report)), *notes(report)])
-
-
 def markdown(report: Mapping[str, Any]) -> list[str]:
     """Write a comparison as the lines of a Markdown table."""
     columns, rows = cells_of(report)
@@ -208,7 +196,7 @@ def overview(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
     rows = []
     for label in labels:
         shown = [report["strategies"].get(label) for report in reports.values()]
-        rows.append([label, *(_mean_sd(row) if row and row["mean"] is not None else "–" for row in shown)])
+        rows.append([label, *(_with_epsilon(row) if row and row["mean"] is not None else "–" for row in shown)])
     headings = [f"{name} ({report['metric']})" for name, report in reports.items()]
     return _markdown(["method", *headings], rows)
 
@@ -222,8 +210,9 @@ def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows of a table, as text."""
     compared = {row.get("against", report["against"]) for row in report["strategies"].values()}
     less = "difference, 95 %" if len(compared) > 1 else f"less {report['against']}, 95 %"
-    columns = ["method", report["metric"], less, "worst institution", "up", "down"]
-    columns += ["examples", "s"]
+    private = any(row["epsilon"] for row in report["strategies"].values())
+    columns = ["method", report["metric"], *(["privacy"] if private else []), less, "worst institution"]
+    columns += ["up", "down", "examples", "s"]
     rows = []
     for label, row in report["strategies"].items():
         failed = sum(cell["label"] == label and "error" in cell for cell in report["cells"])
@@ -235,7 +224,8 @@ def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             [
                 name,
                 _mean_sd(row),
-                _shown_difference(row["difference"]) if label not in compared else "",
+                *([shown_epsilon([row["epsilon"]]) or "no epsilon"] if private else []),
+                shown_difference(row["difference"]) if label not in compared else "",
                 f"{row['worst-institution']:.4f}",
                 shown_bytes(row["bytes-up"]),
                 shown_bytes(row["bytes-down"]),
@@ -247,93 +237,20 @@ def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _mean_sd(row: Mapping[str, Any]) -> str:
-    text = f"{row['mean']:.4f}" + (f" ± {row['sd']:.4f}" if row["sd"] is not None else "")
-    return f"{text}, {shown_epsilon([row['epsilon']])}" if row["epsilon"] else text
+    return f"{row['mean']:.4f}" + (f" ± {row['sd']:.4f}" if row["sd"] is not None else "")
 
 
-def notes(report: Mapping[str, Any]) -> list[str]:
-    """Explain the columns, say how the methods differ, and list failures."""
-    over = ", [ ] a 95 % t interval" if len(report["seeds"]) >= FEWEST else ""
-    lines = [
-        f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is the standard deviation over seeds{over}; worst "
-        "institution, bytes, examples (with repetitions) and seconds are means over seeds"
-    ]
-    lines += _skews(report)
-    if (seeds := len(report["seeds"])) < FEWEST:
-        lines.append(f"no intervals: {seeds} seed{'s' * (seeds > 1)} cannot show the variation by chance, {FEWEST} can")
-    said = (cell.get("result", {}).get("metrics-note", "") for cell in report["cells"])
-    lines += [note for note in dict.fromkeys(said) if note]
-    lines += [f"{label}: {claim}" for label, claim in _claims(report).items()]
-    lines += _agreements(report)
-    for cell in report["cells"]:
-        where = f"{cell['label']} seed {cell['seed']}"
-        if "error" in cell:
-            lines.append(f"{where} failed: {cell['error']}")
-        absent = {f["institution"]: f["reason"] for f in cell.get("result", {}).get("failures", [])}
-        lines += [f"{where}: {name} did not always take part: {reason}" for name, reason in absent.items()]
-    found = {tuple(sorted(cell["result"]["versions"].items())) for cell in report["cells"] if "result" in cell}
-    if len(found) > 1:
-        differing = sorted({n for pairs in found for n, _ in pairs if len({dict(p).get(n) for p in found}) > 1})
-        lines.append(f"the runs used different versions of {', '.join(differing)}: see compare.json")
-    return lines
+def _with_epsilon(row: Mapping[str, Any]) -> str:
+    return ", ".join(filter(None, [_mean_sd(row), shown_epsilon([row["epsilon"]])]))
 
 
-def _skews(report: Mapping[str, Any]) -> list[str]:
-    """Say how the training labels differ, for every way in which the methods' data are dealt."""
-    found: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for cell in report["cells"]:
-        if "skew" in cell.get("result", {}):
-            dealt = " ".join(filter(of_partition, cell["options"]))
-            found.setdefault(dealt, {})[cell["seed"]] = cell["result"]["skew"]
-    lines = []
-    for dealt, skews in found.items():
-        ks, tv, dropped = (sum(skew[key] for skew in skews.values()) / len(skews) for key in ("ks", "tv", "dropped"))
-        lines.append(
-            f"training labels{dealt and f' with {dealt}'}, means over seeds: KS {ks:.3f} and TV {tv:.3f} between two "
-            f"institutions, {dropped:,.0f} examples left out"
-        )
-        seed, worst = max(skews.items(), key=lambda one: starving(one[1]))
-        lines += [f"seed {seed}: {line}" for line in (*summary(worst), *warnings(worst))]
-    if len(found) > 1:
-        against = list(dict.fromkeys(row["against"] for row in report["strategies"].values()))
-        lines.append(
-            f"a difference is to the method on the same partition: {', '.join(against)}"
-            if len(against) > 1
-            else f"a difference to {against[0]} pairs runs of one seed; where partitions differ, so do the data, and "
-            "pairing takes out less chance than on the same data"
-        )
-    return lines
-
-
-def _claims(report: Mapping[str, Any]) -> dict[str, str]:
-    """Return the privacy claim of the runs with differential privacy, by method."""
-    found: dict[str, str] = {}
-    for label in dict.fromkeys(cell["label"] for cell in report["cells"]):
-        results = [cell["result"] for cell in report["cells"] if cell["label"] == label and "result" in cell]
-        if any(one for result in results for one in result.get("privacy", {}).values()):
-            found[label] = results[0]["privacy-claim"]
-    return found
-
-
-def _agreements(report: Mapping[str, Any]) -> list[str]:
-    """Say how far the models of runs with `agreement=true` differ at the institutions, by method."""
-    found: dict[str, list[str]] = {}
-    for cell in report["cells"]:
-        if agreement := cell.get("result", {}).get("agreement"):
-            spread = _mean([*agreement["standard-deviation"].values()])
-            found.setdefault(cell["label"], []).append("–" if spread is None else f"{spread:.3f}")
-    return [
-        f"{label}: standard deviation of balanced accuracy over all models, mean over institutions, by seed: "
-        f"{', '.join(shown)}"
-        for label, shown in found.items()
-    ]
-
-
-def _mean(values: Sequence[float]) -> float | None:
+def mean_of(values: Sequence[float]) -> float | None:
+    """Return the mean; None of no values."""
     return float(np.mean(values)) if values else None
 
 
-def _shown_difference(difference: Mapping[str, Any] | None) -> str:
+def shown_difference(difference: Mapping[str, Any] | None) -> str:
+    """Write a paired difference with its interval, if it has one: `+0.0123 [-0.0100, +0.0346]`."""
     if difference is None:
         return "–"
     if difference["interval"] is None:

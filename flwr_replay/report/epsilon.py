@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from flwr_replay.privacy.accounting import rounded_up
 
 __all__ = ["Stated", "epsilon_suffix", "largest", "shown_epsilon"]
 
 
-class Stated(NamedTuple):
-    """An epsilon, whether it is proven, and what it covers."""
+@dataclass(frozen=True)
+class Stated:
+    """An epsilon with its delta, whether it is proven, and what it covers."""
 
     epsilon: float | None  # None: not known, or the noise is not secret
     proven: bool
     dp: str  # the mechanisms it covers, as in the option dp=: proxy, generator+prior, …
+    delta: float
 
 
 def largest(stated: Iterable[Mapping[str, Any] | None]) -> Stated | None:
-    """Return the largest epsilon that institutions state.
+    """Return the largest epsilon and the largest delta that institutions state; together they hold for each of them.
 
     Parameters
     ----------
@@ -36,7 +39,8 @@ def largest(stated: Iterable[Mapping[str, Any] | None]) -> Stated | None:
     if not given:
         return None
     epsilons = [one["epsilon"] for one in given]
-    return Stated(None if None in epsilons else max(epsilons), all(map(_proven, given)), given[0].get("dp", ""))
+    most = None if None in epsilons else max(epsilons)
+    return Stated(most, all(map(_proven, given)), given[0].get("dp", ""), max(one["delta"] for one in given))
 
 
 def _proven(one: Mapping[str, Any]) -> bool:
@@ -45,7 +49,11 @@ def _proven(one: Mapping[str, Any]) -> bool:
 
 
 def shown_epsilon(found: Sequence[Stated | None]) -> str:
-    """Write one epsilon, or several in order unless all are equal: `epsilon 28.6, none (dp=proxy), no proof`.
+    """Write one epsilon with its delta, or several in order unless all are equal.
+
+    >>> shown_epsilon([Stated(28.6, False, "proxy", 1e-5), None])
+    'epsilon 28.6, none at delta 1e-05 (dp=proxy), no proof'
+
 
     None is a run without differential privacy. If all are None, the text is empty.
     """
@@ -56,10 +64,11 @@ def shown_epsilon(found: Sequence[Stated | None]) -> str:
     covered = " and ".join(dict.fromkeys(f"dp={one.dp}" for one in stated if one.dp))
     proof = "" if all(one.proven for one in stated) else ", no proof"
     shown = ", ".join(values if len(set(values)) > 1 else values[:1])
-    return f"epsilon {shown}{f' ({covered})' if covered else ''}{proof}"
+    deltas = dict.fromkeys(rounded_up(one.delta, 2) for one in stated)
+    return f"epsilon {shown} at delta {', '.join(deltas)}{f' ({covered})' if covered else ''}{proof}"
 
 
 def epsilon_suffix(result: Mapping[str, Any]) -> str:
-    """Return the suffix of a run's metric: `, epsilon 7.97 (dp=proxy)`; empty without differential privacy."""
+    """Return a run's `, epsilon 7.97 at delta 1e-05 (dp=proxy)`; empty without differential privacy."""
     found = largest(result.get("privacy", {}).values())
     return f", {shown_epsilon([found])}" if found else ""

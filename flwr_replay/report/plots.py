@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ def points(report: Mapping[str, Any]) -> bytes:
     from matplotlib.figure import Figure
 
     labels, seeds = list(report["strategies"]), list(report["seeds"])
+    said = {shown_epsilon([row["epsilon"]]) for row in report["strategies"].values() if row["mean"] is not None}
+    alike = len(said) == 1 and len(labels) > 1  # then the title says it once
     figure = Figure(figsize=(max(4.8, 1.25 * len(labels) + 1.2), 4.2), layout="constrained")
     axes = figure.subplots()
     shown: list[float] = []
@@ -52,6 +55,7 @@ def points(report: Mapping[str, Any]) -> bytes:
         middle = place + 0.17
         if row["interval"]:
             low, high = row["interval"]
+            shown += [low, high]
             axes.plot([middle, middle], [low, high], color=colour, linewidth=2, zorder=2)
         axes.plot([middle - 0.1, middle + 0.1], [row["mean"]] * 2, color=colour, linewidth=3, zorder=4)
         axes.annotate(
@@ -62,11 +66,11 @@ def points(report: Mapping[str, Any]) -> bytes:
             va="center",
             fontsize="small",
         )
-    axes.set_xticks(range(len(labels)), [_named(label, [report]).replace(":", "\n") for label in labels])
+    axes.set_xticks(range(len(labels)), [_broken(label if alike else _named(label, [report])) for label in labels])
     axes.set_xlim(-0.6, len(labels) - 0.25)
     _scale(axes, shown)
     axes.set(ylabel=report["metric"])
-    axes.set_title(report["title"], fontsize="medium")
+    axes.set_title("\n".join(filter(None, [report["title"], *(said if alike else [])])), fontsize="medium")
     mean = "bar: mean" + (
         ", line: its 95 % interval" if any(row["interval"] for row in report["strategies"].values()) else ""
     )
@@ -279,12 +283,17 @@ def _named(label: str, reports: Sequence[Mapping[str, Any]]) -> str:
     return f"{label}\n{epsilon}" if epsilon else label
 
 
+def _broken(label: str) -> str:
+    """Break a label that stands under a tick, between its parts."""
+    return re.sub(r":(?!=)| (?=at delta|\(dp=)|, (?=no proof)", "\n", label)
+
+
 def _look(place: int) -> tuple[str, str]:
     return COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
 
 
 def _scale(axes: Axes, shown: Sequence[float]) -> None:
-    """Fit the y axis to the points; a metric between 0 and 1 stays there, though an interval may reach beyond."""
+    """Fit the y axis to points and intervals; where all of them lie between 0 and 1, it does, too."""
     if not shown:
         return
     low, high = min(shown), max(shown)

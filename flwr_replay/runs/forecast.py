@@ -19,6 +19,7 @@ from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.payloads.common import Present
+from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.uploads import RECONSTRUCT
 from flwr_replay.runs.execute import Job, claim
@@ -158,6 +159,15 @@ def forecast_page(simulation: Simulation) -> str:
         own = [line for line in lines if line.institution == name]
         up, down = (sum(line.bytes for line in own if line.direction == way) for way in ("up", "down"))
         text.append(f"  {name}: up {shown_bytes(up)}, down {shown_bytes(down)}")
+    if (plan := strategy.settings.privacy) and plan.config.noise == "secret":
+        counts = {member.name: member.num_examples for member in strategy.members}
+        whole = sum(counts.values())
+        text += ["", "Privacy by institution, at the end of the run"]
+        for name, count in counts.items():
+            examples = whole if plan.pooled else count
+            epsilon, delta = plan.planned(examples)
+            shown = f"epsilon {rounded_up(epsilon)} at delta {rounded_up(delta, 2)}"
+            text.append(f"  {name}: {shown}{', no proof' if plan.unproven else ''}; {plan.noise(examples)}")
     if recorded := sum(line.bytes for line in lines if line.direction in DIRECTIONS[config.record]):
         text += [
             "",

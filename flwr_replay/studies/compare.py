@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
 from flwr_replay.files.atomic import alone, make_folder, write_atomic
 from flwr_replay.learning.tasks import ERRORS, make_task
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.runs.opening import check_unchanged
 from flwr_replay.runs.options import resolve
 from flwr_replay.runs.simulate import Simulation
@@ -112,7 +113,7 @@ def planned(
     against = against or labels[0 if first else -1]
     if against not in labels:
         raise ConfigError(f"--against must be one of the methods compared; got {against!r}: {nearest(against, labels)}")
-    folder, config, cells = _plan(methods, shared, seeds, runs_dir)
+    folder, config, cells, noise = _plan(methods, shared, seeds, runs_dir)
     task = make_task(config.task)
     metric = metric or task.metric
     reported = [load_strategy(method.strategy)[0].evaluated.metrics(task) for method in methods]
@@ -128,6 +129,7 @@ def planned(
         "higher-is-better": re.sub("^(external-|before-mixing-)?(proxy-)?", "", metric) not in ERRORS,
         "against": against,
         "seeds": list(seeds),
+        "noise": noise,
         "options": shared,
         "folder": str(folder),
     }
@@ -165,22 +167,43 @@ def run_comparisons(comparisons: Sequence[Comparison], jobs: int) -> list[tuple[
 
 def _plan(
     methods: Sequence[Method], shared: Sequence[str], seeds: Sequence[int], runs_dir: Path
-) -> tuple[Path, RunConfig, list[Cell]]:
-    """Resolve and check every cell; nothing is written yet."""
+) -> tuple[Path, RunConfig, list[Cell], dict[str, str]]:
+    """Resolve and check every cell, and say with which noise each method trains; nothing is written yet."""
     given = [f"strategy={methods[0].strategy}", *shared]
     _, common = resolve(given, ".", "")  # the shared options, without any method's own
     alike = {key: value for key, value in asdict(common).items() if key not in NOT_THE_RESULT}
     name = f"compare-{common.task.name}-{common.partition.name}-{short_hash(alike)}"
     folder = runs_dir.expanduser().absolute() / name
-    resolved = [resolve([f"strategy={m.strategy}", *shared, *m.options], str(folder), "") for m in methods]
+    resolved = []
+    for method in methods:
+        with _naming(method, methods):
+            resolved.append(resolve([f"strategy={method.strategy}", *shared, *method.options], str(folder), ""))
+    noise: dict[str, str] = {}
     cells = []
     for seed in seeds:  # seed by seed, so that an interrupted comparison has complete pairs
         for method, (overrides, config) in zip(methods, resolved, strict=True):
             place = folder / f"{method.slug}-seed{seed}"
             _refuse_other(place, replace(config, seed=seed))
-            Simulation.of(replace(config, seed=seed))
+            with _naming(method, methods):
+                simulation = Simulation.of(replace(config, seed=seed))
+            noise.setdefault(method.label, _noise(simulation))
             cells.append(Cell(method, seed, place, (*overrides, f"seed={seed}", f"run_name='{place.name}'")))
-    return folder, common, cells
+    return folder, common, cells, noise
+
+
+@contextmanager
+def _naming(method: Method, methods: Sequence[Method]) -> Iterator[None]:
+    """Say of which of several methods a refusal is."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{method.label}: {error}") if len(methods) > 1 else error from None
+
+
+def _noise(simulation: Simulation) -> str:
+    """Say with which noise the smallest institution trains; empty without differential privacy."""
+    plan, counts = PrivacyPlan.of(simulation.job.config), [len(own) for own in simulation.part.train]
+    return f"at the smallest institution, {plan.noise(sum(counts) if plan.pooled else min(counts))}" if plan else ""
 
 
 def _refuse_other(folder: Path, config: RunConfig) -> None:
@@ -213,8 +236,9 @@ def _dealt(config: RunConfig, methods: Sequence[Method]) -> str:
 def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Collect the cells with their statistics; write table, data and pictures."""
     from flwr_replay.report.compare_page import write_compare_page
-    from flwr_replay.report.comparison import summarise, table
+    from flwr_replay.report.comparison import summarise
     from flwr_replay.report.histories import by_epsilon, by_round
+    from flwr_replay.report.notes import table
     from flwr_replay.report.plots import curves, points
 
     report, labels, folder = dict(comparison.about), comparison.labels, comparison.folder
@@ -244,8 +268,9 @@ def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) ->
     }
     if any(map(any, spending.values())):
         pictures["epsilon.png"] = curves(report, spending, "largest epsilon so far")
-    write_atomic(folder / "compare.json", json.dumps(report, indent=2) + "\n")
+    write_atomic(folder / "compare.json", json.dumps(report, indent=2, default=asdict) + "\n")
     for name, picture in pictures.items():
         write_atomic(folder / name, picture)
     page = write_compare_page(folder, report)
-    return f"{table(report)}\n{', '.join([str(folder / 'compare.json'), *pictures, page.name])}", report
+    written = f"{folder}: compare.json, {', '.join(pictures)}\n{page}"
+    return f"{table(report)}\n{written}", report

@@ -72,6 +72,8 @@ def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str],
     """Return the options of all methods, those of each strategy (`fedreplay.cut=layer2`), and the seeds."""
     listed = list(dict.fromkeys(names))
     for name in listed:
+        if "=" in name:
+            raise ConfigError(f"the methods come first, without a name: compare fedavg,cwt rounds=5; got {name!r}")
         check_choice("strategy", name)
         allow_strategy(name)
     sections = [field.name for field in fields(RunConfig)]
@@ -82,6 +84,9 @@ def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str],
         key, equals, value = option.partition("=")
         key = key.replace("-", "_")
         prefix, dot, rest = key.partition(".")
+        if option in choices("strategy"):
+            together = ",".join([*listed, option])
+            raise ConfigError(f"methods are separated by commas, without blanks; got {option!r}: write {together}")
         if not equals or not key:
             raise ConfigError(f"an option is written key=value; got {option!r}")
         if key in OURS:
@@ -165,6 +170,10 @@ def _own_option(strategy: str, option: str) -> tuple[str, str]:
     """Return an option of one method under its full name with its section, and its value."""
     key, _, value = option.partition("=")
     plain = key.replace("-", "_")
+    if plain == "preset":
+        raise ConfigError(
+            f"a preset holds for a whole comparison; got preset={value}: run a comparison for each preset"
+        )
     classes = {name: [SECTIONS[name]] for name in OF_A_METHOD}
     classes["generator"] = [load_generator(name) for name in choices("generator")]
     sections = {

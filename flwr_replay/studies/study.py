@@ -17,14 +17,15 @@ from typing import Any
 
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files.atomic import make_folder, write_atomic
-from flwr_replay.report.comparison import markdown, notes, overview
+from flwr_replay.report.comparison import markdown, overview
 from flwr_replay.report.gaps import gaps
+from flwr_replay.report.notes import notes
 from flwr_replay.report.plots import lines
 from flwr_replay.report.study_page import write_study_page
 from flwr_replay.studies.compare import planned, run_comparisons
 from flwr_replay.studies.leakage import attacked, leakage
 
-__all__ = ["Part", "run_study", "studies"]
+__all__ = ["Part", "parts_of", "run_study", "studies"]
 
 MINUTES = 0.5  # for all attacks on one run, about
 
@@ -48,6 +49,14 @@ def studies() -> list[str]:
     """List the names of all studies."""
     package = importlib.import_module("flwr_replay.simulations")
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+
+
+def parts_of(name: str) -> list[Part]:
+    """Return a study's parts; a name that is no study's is refused."""
+    if name not in studies():
+        raise ConfigError(f"unknown study {name!r}: {nearest(name, studies())}")
+    parts: list[Part] = importlib.import_module(f"flwr_replay.simulations.{name}").PARTS
+    return parts
 
 
 def run_study(
@@ -84,14 +93,12 @@ def run_study(
     DataError
         If a part's data are missing; nothing has run by then.
     """
-    if name not in studies():
-        raise ConfigError(f"unknown study {name!r}: {nearest(name, studies())}")
-    module = importlib.import_module(f"flwr_replay.simulations.{name}")
-    parts: list[Part] = module.PARTS
+    parts = parts_of(name)
+    document = importlib.import_module(f"flwr_replay.simulations.{name}").__doc__ or ""
     known = [part.name for part in parts]
     for wanted in only:
         if wanted not in known:
-            raise ConfigError(f"unknown part {wanted!r} of study {name}: {nearest(wanted, known)}")
+            raise ConfigError(f"unknown part {wanted!r} of study {name}: {nearest(wanted, known)}; --list names all")
     chosen = [_shortened(part) if quick else part for part in parts if not only or part.name in only]
     places = {part.name: _data_option(part, data) for part in chosen}
     folder = make_folder(runs_dir.expanduser().absolute(), "--runs-dir")
@@ -107,7 +114,9 @@ def run_study(
         for part in chosen
         if part.attack
     }
-    text = _report(name, module.__doc__ or "", chosen, reports, leaks)
+    some = f" --only {','.join(only)}" if only else ""
+    command = f"flwr-replay study {name.replace('-quick', ' --quick')} --data DIR{some}"
+    text = _report(name, document, command, chosen, reports, leaks)
     for group, members in _groups(chosen, reports).items():
         write_atomic(folder / _picture(name, group), lines(members, group))
     write_atomic(folder / f"study-{name}.md", text)
@@ -137,13 +146,15 @@ def _data_option(part: Part, data: str) -> list[str]:
 def _report(
     name: str,
     document: str,
+    command: str,
     parts: Sequence[Part],
     reports: dict[str, dict[str, Any]],
     leaks: dict[str, list[str]],
 ) -> str:
     """Write all tables as Markdown: an overview of each group, then part by part."""
-    command = f"flwr-replay study {name.replace('-quick', ' --quick')} --data DIR --jobs 2"
     text = [f"# Study: {name}", "", document.strip(), "", f"Written by `{command}`.", ""]
+    if name.endswith("-quick"):
+        text += ["Two rounds and one seed show only that all of it runs. The figures mean nothing.", ""]
     for group, members in _groups(parts, reports).items():
         text += [f"## {group}", "", *overview(members), "", f"![{group}]({_picture(name, group)})", ""]
     for part in parts:

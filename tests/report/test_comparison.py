@@ -1,6 +1,6 @@
 """What a comparison says under its table."""
 
-from flwr_replay.report.comparison import notes
+from flwr_replay.report.notes import notes
 
 
 def test_the_agreement_of_models_is_shown_by_seed():

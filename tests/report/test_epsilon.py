@@ -21,10 +21,10 @@ def reported_before(epsilon):
     [
         ([], ""),
         ([None, None], ""),
-        ([reported(7.971), None, reported(3.0)], ", epsilon 7.98 (dp=proxy)"),
-        ([reported(93.11, proven=False), reported(1.0)], ", epsilon 93.2 (dp=proxy), no proof"),
-        ([reported(None), reported(1.0)], ", epsilon inf (dp=proxy)"),  # noise from the run's seed
-        ([reported_before(7.971)], ", epsilon 7.98 (dp=proxy), no proof"),
+        ([reported(7.971), None, reported(3.0)], ", epsilon 7.98 at delta 1e-05 (dp=proxy)"),
+        ([reported(93.11, proven=False), reported(1.0)], ", epsilon 93.2 at delta 1e-05 (dp=proxy), no proof"),
+        ([reported(None), reported(1.0)], ", epsilon inf at delta 1e-05 (dp=proxy)"),  # noise from the run's seed
+        ([reported_before(7.971)], ", epsilon 7.98 at delta 1e-05 (dp=proxy), no proof"),
     ],
 )
 def test_the_largest_of_a_run_stands_behind_its_metric(stated, shown):
@@ -32,12 +32,14 @@ def test_the_largest_of_a_run_stands_behind_its_metric(stated, shown):
 
 
 def test_several_stand_in_order_unless_they_are_equal():
-    assert shown_epsilon([Stated(12.14, True, ""), Stated(28.6, True, "")]) == "epsilon 12.2, 28.6"
-    assert shown_epsilon([Stated(28.6, True, "proxy"), None]) == "epsilon 28.6, none (dp=proxy)"
+    assert shown_epsilon([Stated(12.14, True, "", 1e-5), Stated(28.6, True, "", 2e-5)]) == (
+        "epsilon 12.2, 28.6 at delta 1e-05, 2e-05"
+    )
+    assert shown_epsilon([Stated(28.6, True, "proxy", 1e-5), None]) == "epsilon 28.6, none at delta 1e-05 (dp=proxy)"
     assert shown_epsilon([None, None]) == ""
     assert (
-        shown_epsilon([Stated(28.6, True, "proxy"), Stated(28.6, False, "proxy")])
-        == "epsilon 28.6 (dp=proxy), no proof"
+        shown_epsilon([Stated(28.6, True, "proxy", 1e-5), Stated(28.6, False, "proxy", 1e-5)])
+        == "epsilon 28.6 at delta 1e-05 (dp=proxy), no proof"
     )
 
 
@@ -54,10 +56,10 @@ def test_tables_have_it_beside_every_mean():
 
     cells = [cell("x", reported(7.971)), cell("y", reported(28.6, proven=False)), cell("z", None)]
     rows = summarise(cells, ["x", "y", "z"], "z", "accuracy", True)
-    assert largest([reported(7.971)]) == rows["x"]["epsilon"] == Stated(7.971, True, "proxy")
+    assert largest([reported(7.971)]) == rows["x"]["epsilon"] == Stated(7.971, True, "proxy", 1e-5)
     assert overview({"part": {"strategies": rows, "metric": "accuracy"}})[2:] == [
-        "| x | 0.5000, epsilon 7.98 (dp=proxy) |",
-        "| y | 0.5000, epsilon 28.6 (dp=proxy), no proof |",
+        "| x | 0.5000, epsilon 7.98 at delta 1e-05 (dp=proxy) |",
+        "| y | 0.5000, epsilon 28.6 at delta 1e-05 (dp=proxy), no proof |",
         "| z | 0.5000 |",
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import shutil
@@ -18,7 +19,8 @@ from scipy.special import gamma
 from flwr_replay.cli.main import app
 from flwr_replay.errors import ConfigError, DivergedError, RunError
 from flwr_replay.files.atomic import alone
-from flwr_replay.report.comparison import interval, paired_difference, summarise, table
+from flwr_replay.report.comparison import interval, paired_difference, summarise
+from flwr_replay.report.notes import table
 from flwr_replay.report.plots import curves, points
 from flwr_replay.studies import cells as cells_module
 from flwr_replay.studies.compare import compare_strategies
@@ -248,6 +250,10 @@ def test_a_summary_and_its_pictures_stand_one_seed_and_no_result() -> None:
     [
         ("fedavg,fedreplya", [], {}, "did you mean fedreplay"),
         ("fedavg,", [], {}, "unknown strategy"),
+        ("strategies=fedavg,cwt", [], {}, "the methods come first, without a name"),
+        ("fedreplay", ["fedavg"], {}, "write fedreplay,fedavg"),
+        ("proxyfl", ["preset=paper|sound"], {}, "a comparison for each preset"),
+        ("fedavg,proxyfl:dp=classifier", [], {}, "^proxyfl:dp=classifier: "),
         ("fedavg,cwt", ["strategy=local"], {}, "name the strategies before the options"),
         ("fedavg,cwt", ["seed=3"], {}, "seeds=3"),
         ("fedavg,cwt", ["runs-dir=x"], {}, "--runs-dir"),
@@ -341,8 +347,13 @@ def test_a_swept_comparison_is_written_in_every_format(tmp_path, monkeypatch, ca
     mean = rows["cwt:lr=0.01"]["mean"]
     assert rows["cwt:lr=0.1"]["against"] == "cwt:lr=0.01"
     assert rows["cwt:lr=0.1"]["difference"]["mean"] == pytest.approx(rows["cwt:lr=0.1"]["mean"] - mean)
-    assert f"cwt:lr=0.01,{mean}" in found["csv"]
+    columns, first, _ = csv.reader(found["csv"].splitlines())
+    assert {"method", "against", "epsilon", "delta", "proven", "seeds"} <= {*columns}
+    read = dict(zip(columns, first, strict=True))
+    assert (read["mean"], read["against"], read["epsilon"], read["seeds"]) == (str(mean), "", "", "1")
     assert f"| cwt:lr=0.01 | {mean:.4f} |" in found["md"]
-    assert r"\begin{tabular}" in found["latex"]
+    assert r"\toprule" in found["latex"]
+    assert "less cwt:lr=0.01" in found["latex"]
+    assert "% no intervals: 1 seed" in found["latex"]
     with pytest.raises(ConfigError, match="--format must be one of text, md"):
         app([*words, "--format", "html"], standalone_mode=False)

@@ -1,0 +1,73 @@
+"""A comparison's table for papers and spreadsheets: LaTeX with booktabs, and CSV.
+
+Both state epsilon, delta and whether they are proven beside every metric.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flwr_replay.report.comparison import cells_of
+from flwr_replay.report.notes import notes
+
+__all__ = ["as_csv", "as_latex", "rows_of"]
+
+SHOWN = ("mean", "sd", "worst-institution", "bytes-up", "bytes-down", "examples-seen", "seconds")
+SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
+SPECIAL |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
+
+
+def rows_of(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return a comparison's numbers by method; None where there is none.
+
+    Returns
+    -------
+    dict
+        By label: `against` (None of the reference itself), `mean`, `sd`, `worst-institution`, bytes, examples and
+        seconds (means over seeds), `difference` with the ends of its interval, `low` and `high`, `epsilon`, `delta`
+        and `proven` (None without differential privacy), and `seeds` that finished.
+    """
+    found = {}
+    for label, row in report["strategies"].items():
+        difference = row["difference"] or {"mean": None, "interval": None}
+        low, high = difference["interval"] or (None, None)
+        stated = row["epsilon"]
+        found[label] = {
+            "against": row["against"] if row["against"] != label else None,
+            **{name: row[name] for name in SHOWN},
+            "difference": difference["mean"],
+            "low": low,
+            "high": high,
+            "epsilon": stated and (float("inf") if stated.epsilon is None else stated.epsilon),
+            "delta": stated and stated.delta,
+            "proven": stated and stated.proven,
+            "seeds": len(row["values"]),
+        }
+    return found
+
+
+def as_csv(report: Mapping[str, Any]) -> str:
+    """Write the numbers as CSV, a line for each method; a cell is empty where there is no number."""
+    text, rows = io.StringIO(), rows_of(report)
+    writer = csv.DictWriter(text, ["method", *next(iter(rows.values()))], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({"method": label, **row} for label, row in rows.items())
+    return text.getvalue().rstrip()
+
+
+def as_latex(report: Mapping[str, Any]) -> str:
+    """Write the table for LaTeX with the package booktabs; the notes follow as comments."""
+    columns, rows = cells_of(report)
+    body = [" & ".join(map(_escaped, row)) + r" \\" for row in (columns, *rows)]
+    lines = [r"\begin{tabular}{l" + "r" * (len(columns) - 1) + "}", r"\toprule", body[0], r"\midrule", *body[1:]]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in notes(report))])
+
+
+def _escaped(text: str) -> str:
+    """Return a cell for LaTeX, with a sign of its own where a number is negative or positive."""
+    escaped = "".join(SPECIAL.get(sign, sign) for sign in text)
+    return re.sub(r"(?<![\w.])[-+](?=\d)", lambda sign: f"${sign[0]}$", escaped)

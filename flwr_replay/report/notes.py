@@ -1,0 +1,124 @@
+"""What a comparison says under its table: how to read it, how the methods differ, and what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flwr_replay.data.class_counts import starving, summary, warnings
+from flwr_replay.report.comparison import FEWEST, cells_of, mean_of, of_partition
+from flwr_replay.terminal import fitted
+
+__all__ = ["notes", "table"]
+
+DELTAS = ("delta=", "privacy.delta=")
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """Write a comparison as plain text: a row for each method, then notes on the columns and on failures.
+
+    Parameters
+    ----------
+    report : Mapping
+        As `flwr_replay.studies.compare.compare_strategies` returns it.
+    """
+    return "\n".join([fitted(report["title"], *cells_of(report)), *notes(report)])
+
+
+def notes(report: Mapping[str, Any]) -> list[str]:
+    """Explain the columns, say how the methods differ, and list failures."""
+    over = ", [ ] a 95 % t interval" if len(report["seeds"]) >= FEWEST else ""
+    lines = [
+        f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is the standard deviation over seeds{over}; worst "
+        "institution, bytes, examples (with repetitions) and seconds are means over seeds"
+    ]
+    lines += _skews(report)
+    if (seeds := len(report["seeds"])) < FEWEST:
+        lines.append(f"no intervals: {seeds} seed{'s' * (seeds > 1)} cannot show the variation by chance, {FEWEST} can")
+    said = (cell.get("result", {}).get("metrics-note", "") for cell in report["cells"])
+    lines += [note for note in dict.fromkeys(said) if note]
+    lines += _claims(report)
+    lines += _agreements(report)
+    for cell in report["cells"]:
+        where = f"{cell['label']} seed {cell['seed']}"
+        if "error" in cell:
+            lines.append(f"{where} failed: {cell['error']}")
+        absent = {f["institution"]: f["reason"] for f in cell.get("result", {}).get("failures", [])}
+        lines += [f"{where}: {name} did not always take part: {reason}" for name, reason in absent.items()]
+    found = {tuple(sorted(cell["result"]["versions"].items())) for cell in report["cells"] if "result" in cell}
+    if len(found) > 1:
+        differing = sorted({n for pairs in found for n, _ in pairs if len({dict(p).get(n) for p in found}) > 1})
+        lines.append(f"the runs used different versions of {', '.join(differing)}: see compare.json")
+    return lines
+
+
+def _skews(report: Mapping[str, Any]) -> list[str]:
+    """Say how the training labels differ, for every way in which the methods' data are dealt."""
+    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for cell in report["cells"]:
+        if "skew" in cell.get("result", {}):
+            dealt = " ".join(filter(of_partition, cell["options"]))
+            found.setdefault(dealt, {})[cell["seed"]] = cell["result"]["skew"]
+    lines = []
+    for dealt, skews in found.items():
+        ks, tv, dropped = (sum(skew[key] for skew in skews.values()) / len(skews) for key in ("ks", "tv", "dropped"))
+        lines.append(
+            f"training labels{dealt and f' with {dealt}'}, means over seeds: KS {ks:.3f} and TV {tv:.3f} between two "
+            f"institutions, {dropped:,.0f} examples left out"
+        )
+        seed, worst = max(skews.items(), key=lambda one: starving(one[1]))
+        lines += [f"seed {seed}: {line}" for line in (*summary(worst), *warnings(worst))]
+    if len(found) > 1:
+        against = list(dict.fromkeys(row["against"] for row in report["strategies"].values()))
+        lines.append(
+            f"a difference is to the method on the same partition: {', '.join(against)}"
+            if len(against) > 1
+            else f"a difference to {against[0]} pairs runs of one seed; where partitions differ, so do the data, and "
+            "pairing takes out less chance than on the same data"
+        )
+    return lines
+
+
+def _claims(report: Mapping[str, Any]) -> list[str]:
+    """Return each privacy claim of runs with differential privacy, with the methods that it holds for, and on delta."""
+    found: dict[str, list[str]] = {}
+    chosen = True
+    for label in dict.fromkeys(cell["label"] for cell in report["cells"]):
+        results = [cell["result"] for cell in report["cells"] if cell["label"] == label and "result" in cell]
+        if any(one for result in results for one in result.get("privacy", {}).values()):
+            found.setdefault(results[0]["privacy-claim"], []).append(label)
+            chosen &= any(option.startswith(DELTAS) for option in [*report["options"], *_options(report, label)])
+    lines = [f"{', '.join(labels)}: {claim}" for claim, labels in found.items()]
+    noise = {label: how for label, how in report.get("noise", {}).items() if how}  # older versions wrote none
+    lines += [f"{', '.join(same)}: {how}" for how, same in _grouped(noise).items()]
+    if found:
+        lines.append("epsilon is the largest of any institution and seed, delta too; they hold for each institution")
+    if not chosen:
+        lines.append("delta is one over the number of examples, the least one can ask: choose delta= far smaller")
+    return lines
+
+
+def _options(report: Mapping[str, Any], label: str) -> list[str]:
+    return next(list(cell["options"]) for cell in report["cells"] if cell["label"] == label)
+
+
+def _grouped(said: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the methods of which the same is said, by what is said."""
+    found: dict[str, list[str]] = {}
+    for label, text in said.items():
+        found.setdefault(text, []).append(label)
+    return found
+
+
+def _agreements(report: Mapping[str, Any]) -> list[str]:
+    """Say how far the models of runs with `agreement=true` differ at the institutions, by method."""
+    found: dict[str, list[str]] = {}
+    for cell in report["cells"]:
+        if agreement := cell.get("result", {}).get("agreement"):
+            spread = mean_of([*agreement["standard-deviation"].values()])
+            found.setdefault(cell["label"], []).append("–" if spread is None else f"{spread:.3f}")
+    return [
+        f"{label}: standard deviation of balanced accuracy over all models, mean over institutions, by seed: "
+        f"{', '.join(shown)}"
+        for label, shown in found.items()
+    ]
