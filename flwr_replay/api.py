@@ -136,6 +136,7 @@ def run(
     /,
     *,
     engine: str = "inline",
+    workers: int = 1,
     runs_dir: str | Path = "runs",
     resume: str | Path = "",
     progress: bool = False,
@@ -149,6 +150,9 @@ def run(
         As on the command line: strategy, task, rounds, …
     engine : str
         inline: in this process. ray: with Flower's Ray simulation.
+    workers : int
+        With inline: processes that serve the institutions. From 2 on, a script must call this function under
+        ``if __name__ == "__main__":``.
     runs_dir : str or Path
         The folder for run directories.
     resume : str or Path
@@ -170,7 +174,7 @@ def run(
     from flwr_replay.report.progress import Display, TerminalDisplay
 
     display = TerminalDisplay() if progress else Display()
-    result, folder = start(_words(options, named), engine, str(runs_dir), str(resume), display)
+    result, folder = start(_words(options, named), engine, workers, str(runs_dir), str(resume), display)
     return Run(folder, result)
 
 
@@ -246,23 +250,30 @@ def compare(
 
 
 def start(
-    options: Sequence[str], engine: str, runs_dir: str, resume: str, display: Display
+    options: Sequence[str], engine: str, workers: int, runs_dir: str, resume: str, display: Display
 ) -> tuple[dict[str, Any], Path]:
     """Run a command line's options; return the content of `result.json` and the run directory."""
-    check_engine(engine)
+    check_engine(engine, workers)
     from flwr_replay.runs.options import resolve
 
     overrides, config = resolve(options, runs_dir, resume)  # reports a wrong option before PyTorch loads
-    from flwr_replay.runs.simulate import Simulation, run_ray, simulate
+    from flwr_replay.runs.simulate import Simulation, run_ray, simulate, simulate_by
 
     planned = Simulation.of(config)
-    return run_ray(planned, overrides) if engine == "ray" else simulate(planned, overrides, display)
+    if engine == "ray":
+        return run_ray(planned, overrides)
+    return simulate_by(workers, planned, overrides, display) if workers > 1 else simulate(planned, overrides, display)
 
 
-def check_engine(engine: str) -> None:
-    """Refuse an unknown engine."""
+def check_engine(engine: str, workers: int) -> None:
+    """Refuse an unknown engine, and workers that it does not have."""
     if engine not in ENGINES:
         raise ConfigError(f"--engine must be inline or ray; got {engine!r}")
+    if workers < 1 or (workers > 1 and engine != "inline"):
+        raise ConfigError(
+            f"--workers must be at least 1, and belongs to --engine inline; got {workers} with {engine}: on Ray the "
+            "cores and threads say how many there are"
+        )
 
 
 def _label(run: Run, runs: Sequence[Run]) -> str:

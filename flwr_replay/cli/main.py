@@ -72,6 +72,7 @@ def version(
 def run(
     options: Options = None,
     engine: Engine = "inline",
+    workers: Annotated[int, typer.Option("--workers", help="With inline: processes that serve the institutions.")] = 1,
     runs_dir: RunsDir = "runs",
     resume: Annotated[str | None, typer.Option("--resume", help="Continue the run in this directory.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be sent, and train nothing.")] = False,
@@ -100,7 +101,7 @@ def run(
         raise ConfigError("--study, --policy and --clinics belong to --dry-run, without --resume; --clinics to either")
     from flwr_replay.api import check_engine, start
 
-    check_engine(engine)
+    check_engine(engine, workers)
     _say("loading …")
     if officer:
         from flwr_replay.cli.officer import page
@@ -113,7 +114,7 @@ def run(
     from flwr_replay.report.summary import summary
     from flwr_replay.terminal import wrapped
 
-    result, folder = start(options or [], engine, runs_dir, resume or "", TerminalDisplay())
+    result, folder = start(options or [], engine, workers, runs_dir, resume or "", TerminalDisplay())
     print(json.dumps(result, indent=2) if as_json else wrapped(summary(result, folder)))
 
 

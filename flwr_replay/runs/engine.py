@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.wire.payload import CLIENT_APP_RAISED
 
-__all__ = ["InlineGrid", "identify_process"]
+__all__ = ["InlineGrid", "identify_process", "partitions"]
 
 RUN_ID = 1
 EXPIRED = 4  # Flower's code for an answer that has expired
@@ -53,7 +53,7 @@ class InlineGrid(Grid):
     @classmethod
     def simulated(cls, app: ClientApp, run_config: Mapping[str, Any], nodes: int, **node_config: Any) -> Self:
         """Make a grid whose nodes each own one partition."""
-        return cls(app, run_config, [{"partition-id": k, "num-partitions": nodes, **node_config} for k in range(nodes)])
+        return cls(app, run_config, partitions(nodes, **node_config))
 
     def set_run(self, run: Any) -> None:
         """Nothing to set: this grid serves one run."""
@@ -103,6 +103,11 @@ class InlineGrid(Grid):
         if (took := time.monotonic() - began) > message.metadata.ttl:
             return Message(Error(EXPIRED, f"answered after {took:.3g} s"), reply_to=message)
         return reply
+
+
+def partitions(nodes: int, **node_config: Any) -> list[Mapping[str, Any]]:
+    """Return the configurations of nodes that each own one partition."""
+    return [{"partition-id": k, "num-partitions": nodes, **node_config} for k in range(nodes)]
 
 
 def identify_process() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -28,13 +29,14 @@ from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
-from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.runs.engine import InlineGrid, partitions
 from flwr_replay.runs.execute import Job, run_job
 from flwr_replay.runs.opening import default_name, read_result, read_run_id, resumable
 from flwr_replay.runs.superlink import flwr_run, superlink
+from flwr_replay.runs.workers import WorkerGrid
 from flwr_replay.wire.recording import FOLDER
 
-__all__ = ["Simulation", "run_inline", "run_ray", "simulate"]
+__all__ = ["Simulation", "run_inline", "run_ray", "simulate", "simulate_by"]
 
 FAILED = re.compile(r"\W*(?:\[\d+m)?ERROR\W.*?: +error: (.*)")  # how Flower prints the ServerApp's last error
 
@@ -102,6 +104,17 @@ def simulate(
     """
     grid = InlineGrid.simulated(served_by, {"overrides": shlex.join(overrides)}, simulation.job.config.nodes)
     return _with_skew(*run_job(grid, simulation.job, display), simulation)
+
+
+def simulate_by(
+    workers: int, simulation: Simulation, overrides: Sequence[str], display: Display
+) -> tuple[dict[str, Any], Path]:
+    """Run in this process, with several worker processes for the institutions; the results have the same bits."""
+    config = simulation.job.config
+    if (wanted := workers * config.threads) > (cores := os.cpu_count() or 1):
+        logging.getLogger("flwr").warning("workers x threads are %s, cores %s: fewer may be faster", wanted, cores)
+    with WorkerGrid({"overrides": shlex.join(overrides)}, partitions(config.nodes), workers) as grid:
+        return _with_skew(*run_job(grid, simulation.job, display), simulation)
 
 
 def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:

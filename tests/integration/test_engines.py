@@ -1,4 +1,4 @@
-"""Flower's Ray simulation leaves the same bits at the institutions as this process does."""
+"""Flower's Ray simulation and worker processes leave the same bits at the institutions as this process does."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from flwr_replay.config.compose import compose
 from flwr_replay.files.tensors import read_tensors
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.opening import read_run_id
-from flwr_replay.runs.simulate import Simulation, run_inline, run_ray
+from flwr_replay.runs.simulate import Simulation, run_inline, run_ray, simulate_by
 
 JOB = ["strategy=proxyfl", "task=digits", "partition=iid", "partition.size=60", "nodes=3", "rounds=2", "batch_size=20"]
 JOB += ["model=mlp", "width=8", "private-models=[mlp,lenet5]", "topology=complete", "device=cpu", "threads=1"]
@@ -24,6 +24,8 @@ def at(tmp_path, monkeypatch):
         options = [*JOB, f"runs_dir='{home / 'runs'}'"]
         if engine == "ray":
             result, folder = run_ray(Simulation.of(compose(options)), options)
+        elif engine == "workers":
+            result, folder = simulate_by(2, Simulation.of(compose(options)), options, Display())
         else:
             result, folder = run_inline(options, Display())
         run, found = read_run_id(folder), {}
@@ -34,11 +36,12 @@ def at(tmp_path, monkeypatch):
     return at
 
 
-def test_proxyfl_leaves_the_same_proxies_optimizers_and_private_models(at):
-    (inline, ours), (ray, theirs) = at("inline"), at("ray")
+@pytest.mark.parametrize("engine", ["workers", "ray"])
+def test_proxyfl_leaves_the_same_proxies_optimizers_and_private_models(at, engine):
+    (inline, ours), (other, theirs) = at("inline"), at(engine)
     kinds = {name.rpartition("-")[0] for _, name in ours}
     assert kinds == {"pair", "released", "mixed"}
     assert ours.keys() == theirs.keys()
     assert {institution for institution, _ in ours} == {"institution-1", "institution-2", "institution-3"}
     assert ours == theirs
-    assert inline == ray
+    assert inline == other
