@@ -12,7 +12,9 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.superlink.grid import HttpGrid
 from grid import Grid
+from torch import nn
 
+from flwr_replay.clients.proxyfl import ProxyFLClient
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose
 from flwr_replay.config.halves import load_client, load_strategy
@@ -30,6 +32,9 @@ from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import execute
 from flwr_replay.serve import serve, serving
 from flwr_replay.server.answers import check_foreign
+from flwr_replay.strategies.cwt import CWT
+from flwr_replay.strategies.fedprox import FedProx
+from flwr_replay.strategies.proxyfl import ProxyFL
 
 DOCS = Path(__file__).parent.parent / "docs"
 ROWS = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", (DOCS / "flower.md").read_text(), re.M))
@@ -158,6 +163,50 @@ def test_fedprox_says_once_what_an_app_must_add(own, caplog):
     caplog.set_level(logging.INFO, "flwr")
     start(strategy_of("fedprox", own), own, served("fedprox", own, ANY))
     assert sum("if it ignores proximal-mu" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("mistaken", "said"),
+    [
+        (lambda: CWT(Settings(nodes=2)), r"CWT takes its options, .*got Settings as its options: give CWTConfig"),
+        (lambda: CWT(fraction_evaluate=1.0), r"CWT takes options, settings= .*got fraction_evaluate: write CWT"),
+        (lambda: ProxyFL(min_available_nodes=2), r"got min_available_nodes: write ProxyFL\(ProxyFLConfig"),
+        (lambda: FedProx(0.01), r"got float as its options: give FedProxConfig"),
+        (lambda: CWT(settings={"nodes": 2}), r"got settings=dict: give Settings"),
+        (lambda: Settings(nodes="2"), r"nodes=…\) must be of type int; got '2' of type str"),
+        (lambda: Settings(training={"lr": 1}), "must be of type TrainingConfig; got"),
+        (lambda: Settings(model=Net), "function of a seed .*got Net: write"),
+        (lambda: ProxyFLClient(None, Net, TASK), r"function of a seed .*got Net: write .*return Net\(\)"),
+    ],
+)
+def test_a_mistaken_argument_is_refused_at_once(mistaken, said):
+    with pytest.raises(ConfigError, match=said):
+        mistaken()
+
+
+class Net(nn.Module):
+    """As in every quickstart: built without arguments."""
+
+    def __init__(self):
+        super().__init__()
+
+
+def test_training_that_differs_is_refused_before_anyone_trains(own):
+    other = TrainingConfig(optimizer="adam", lr=0.05, batch_size=64)
+    with pytest.raises(RunError, match=r"must have the same training; .*optimizer='sgd'.*: give the same"):
+        start(strategy_of("fedavg", own, roll_call=True, training=other), own, served("fedavg", own, SERVE))
+
+
+def test_proxies_without_noise_and_a_replaced_learning_rate_are_said_once(own, caplog):
+    caplog.set_level(logging.INFO, "flwr")
+    strategy = strategy_of("fml", own, roll_call=True)
+    grid = Grid.simulated(served("fml", own, SERVE), {}, NODES)
+    strategy.start(grid, ArrayRecord(own[0].net().state_dict()), num_rounds=1, train_config=ConfigRecord({"lr": 0.01}))
+    for said in (
+        "they are trained without noise, and have no epsilon",
+        "lr=0.01 of train_config replaces training.lr=0.05",
+    ):
+        assert sum(said in record.message for record in caplog.records) == 1
 
 
 def test_a_deployment_says_how_many_institutions_it_has(own):

@@ -17,6 +17,7 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from torch import nn
 
+from flwr_replay.config.binding import digest_of
 from flwr_replay.config.sections import TrainingConfig
 from flwr_replay.errors import ConfigError, TrainingError, WireError
 from flwr_replay.files.tensors import digest
@@ -35,6 +36,7 @@ from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches, torch_rng
 from flwr_replay.memory import remembered
 from flwr_replay.models import placed
+from flwr_replay.models.seeding import require_builder
 from flwr_replay.payloads.common import (
     DPRequest,
     Evaluate,
@@ -110,6 +112,8 @@ class InstitutionClient(NumPyClient):
         bound: str = "",
         synthesis: SynthesisPlan | None = None,
     ) -> None:
+        for builder in (model, private_model or model):
+            require_builder(builder)
         self.institution = institution
         self.fresh = model
         self.fresh_private = private_model or model
@@ -195,13 +199,19 @@ class InstitutionClient(NumPyClient):
         Raises
         ------
         WireError
-            If its model has another form than those that institutions exchange.
+            If its model has another form than those that institutions exchange, or its training other options than the
+            server's.
         """
         train = self.institution.train
         if request.form and form_of(to_arrays(self.fresh(0))) != request.form:
             raise WireError(
                 "institutions exchange models of one form; this one's has other names or shapes than the server's: use "
                 " the same model.*, task.channels, task.size and task.classes everywhere"
+            )
+        if request.training and request.training != digest_of(repr(self.training)):
+            raise WireError(
+                f"server and institution must have the same training; this institution's is {self.training}, the "
+                "server's another: give the same TrainingConfig to both"
             )
         if self.budget:
             self.budget.plan.check_first_passes(self.budget.examples)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
-__all__ = ["seeded"]
+from flwr_replay.errors import ConfigError
+
+__all__ = ["require_builder", "seeded"]
 
 CPU = torch.device("cpu")
 
@@ -30,3 +34,21 @@ def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
         for gpu in gpus:
             torch.cuda.default_generators[gpu.index].manual_seed(seed)
         yield
+
+
+def require_builder(model: Callable[[int], nn.Module]) -> None:
+    """Refuse what cannot be called with a seed alone, such as a network's class without arguments.
+
+    Raises
+    ------
+    ConfigError
+        If it is no function of one argument.
+    """
+    name = getattr(model, "__name__", type(model).__name__)
+    try:
+        inspect.signature(model).bind(0)
+    except TypeError:
+        raise ConfigError(
+            f"a model must be a function of a seed that returns an nn.Module; got {name}: write "
+            f"def net(seed): torch.manual_seed(seed); return {name}(), and give net"
+        ) from None

@@ -15,14 +15,13 @@ pass may take several. `observers.py` has what observes the loop.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from math import ceil
 from typing import Any, ClassVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
@@ -33,14 +32,13 @@ from flwr_replay.config.sections import require
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RefusedError, RunError
 from flwr_replay.learning.training import learning_rate, refuse_single_batches
-from flwr_replay.movements.observers import UNMIXED, Forgetting, FurtherTests, Observer, TestOn
+from flwr_replay.movements.evaluating import Evaluating
+from flwr_replay.movements.observers import UNMIXED, Forgetting, FurtherTests, Observer
 from flwr_replay.movements.run import EvaluateFn, Run
-from flwr_replay.payloads.common import Evaluate, Evaluation, ExpectsReplay
+from flwr_replay.payloads.common import ExpectsReplay
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.server.asking import refuse_unsaid_nodes, wait_for_nodes
-from flwr_replay.server.evaluation import Pooled, pool_answers
-from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
 from flwr_replay.server.replay_base import Replay
@@ -49,20 +47,19 @@ from flwr_replay.server.replay_codes import GenerativeReplay
 from flwr_replay.server.replay_forecast import exchanges_of
 from flwr_replay.server.settings import Settings
 from flwr_replay.wire.payload import Payload, Request
-from flwr_replay.wire.records import StateDict, Weights, array_record, opened
+from flwr_replay.wire.records import StateDict, array_record, opened
 
 __all__ = ["Exchange", "Movement", "Settings"]
 
 Exchange = tuple[Member, Request, Payload, int]
 
 
-class Movement(Exchanging):
+class Movement(Evaluating):
     """Base of the four movements."""
 
     mixes: ClassVar[bool] = False  # whether trained models are averaged or mixed, so that they can be tested before
     supports_replay: ClassVar[bool] = False  # whether institutions may train on replayed examples
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what DP-SGD can train here; each subclass must state its own
-    evaluated: ClassVar[type[Evaluation]] = Evaluation  # the answer to an evaluation
     begins_at_server: ClassVar[bool] = True  # whether the server draws the fresh weights
     global_model: ClassVar[bool] = True  # whether the server has a model that it could test
 
@@ -71,8 +68,9 @@ class Movement(Exchanging):
         config: StrategyConfig | None = None,
         settings: Settings | None = None,
         recorder: Recorder | None = None,
+        **unknown: object,
     ) -> None:
-        super().__init__(config, settings, recorder)
+        super().__init__(config, settings, recorder, **unknown)
         self.replay = self.new_replay()
         further = {"external": self.settings.external, UNMIXED: self.settings.evaluate_before_mixing}
         self.observers: list[Observer] = [FurtherTests(split) for split, asked in further.items() if asked]
@@ -129,10 +127,6 @@ class Movement(Exchanging):
 
     # --- what a movement or a method defines --------------------------------------------------------------------------
 
-    @abstractmethod
-    def exchanges_per_round(self) -> int:
-        """Return how many exchanges make one pass over the institutions' data."""
-
     def exchanges(self, num_rounds: int) -> Iterator[int]:
         """Yield the numbers of all exchanges of a run, from 1."""
         yield from range(1, num_rounds * self.exchanges_per_round() + 1)
@@ -150,19 +144,6 @@ class Movement(Exchanging):
     def data_of(self, answered: list[str]) -> list[str]:
         """Return the institutions whose data an exchange has trained on, given those that answered."""
         return answered
-
-    def evaluation(self, server_round: int, arrays: Weights) -> Request:
-        """Return the request to evaluate."""
-        return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
-
-    def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
-        """Return the request to evaluate on another split than the test shard: train or external; or before mixing."""
-        request = self.evaluation(server_round, arrays)
-        return request if split == UNMIXED else replace(request, split=split)  # type: ignore[call-arg]
-
-    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
-        """Return the weights that an institution is to test on a split; None: it has nothing to test there."""
-        return arrays
 
     @abstractmethod
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
@@ -293,9 +274,24 @@ class Movement(Exchanging):
         self.scale_labels(snapshot.label_scale if snapshot else self.members.label_scale())
         if snapshot:
             arrays, done = self.resumed(snapshot, initial_arrays), snapshot.server_round
+        self.say_what_differs(run)
         self.begin_run()
         self.recorder.begin(self.name, run.num_rounds, self.exchanges_per_round(), done)
         return arrays, done
+
+    def say_what_differs(self, run: Run) -> None:
+        """Log a learning rate that replaces the settings', and proxies without noise."""
+        lr, privacy = run.train_config.get("lr"), self.settings.privacy
+        if lr is not None and lr != self.settings.training.lr and self.members.ours:
+            self.recorder.log(
+                f"lr={lr!r} of train_config replaces training.lr={self.settings.training.lr:g} in all training at the "
+                "institutions, generators for replay included: leave lr out of train_config if this is not meant"
+            )
+        if "proxy" in self.dp_mechanisms and not (privacy and privacy.covers("proxy")):
+            self.recorder.log(
+                f"{type(self).__name__}: no privacy= that covers proxies: they are trained without noise, and have no "
+                "epsilon"
+            )
 
     def resumed(self, snapshot: Snapshot, initial_arrays: ArrayRecord) -> ArrayRecord:
         """Restore what a checkpoint holds; return its weights."""
@@ -323,63 +319,6 @@ class Movement(Exchanging):
         for observer in self.observers:
             observer.after_exchange(server_round, data_of, self.tester(run, server_round, arrays))
         return arrays
-
-    def evaluate_if_due(self, run: Run, server_round: int, arrays: ArrayRecord) -> None:
-        """Have every institution evaluate, every `evaluate_every` rounds and after the last."""
-        completed, rest = divmod(server_round, self.exchanges_per_round())
-        last = completed == run.num_rounds
-        if rest or not (last or completed % self.settings.evaluate_every == 0):
-            return
-        for observer in self.observers:
-            observer.before_evaluation(self.tester(run, server_round, arrays))
-        messages = self.configure_evaluate(server_round, arrays, run.evaluate_config, run.grid)
-        replies = self.exchange(run.grid, server_round, messages, needed=False)
-        metrics = self.aggregate_evaluate(server_round, replies)
-        if metrics is not None:
-            run.result.evaluate_metrics_clientapp[completed] = metrics
-        elif last and self.members.ours:
-            raise RunError(
-                f"no institution could evaluate the last round; {self.recorder.failures_line()}: resume the run"
-            )
-        if run.evaluate_fn and (central := run.evaluate_fn(completed, arrays)) is not None:
-            run.result.evaluate_metrics_serverapp[completed] = central
-
-    # --- Flower's hooks that all movements share ----------------------------------------------------------------------
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Ask every institution to evaluate on its test shard."""
-        request = self.evaluation(server_round, arrays)
-        return [self.message(member, request, config) for member in self.members]
-
-    def tester(self, run: Run, server_round: int, arrays: ArrayRecord) -> TestOn:
-        """Return a function that has every institution test these weights on the examples of a split."""
-
-        def test_on(split: str) -> Pooled | None:
-            tested = [(member, self.tested_on(split, member, arrays)) for member in self.members if member.ours]
-            asked = [(member, self.evaluation_on(split, server_round, w)) for member, w in tested if w is not None]
-            messages = [self.message(member, request, run.evaluate_config) for member, request in asked]
-            return self.pooled(server_round, self.exchange(run.grid, server_round, messages, needed=False))
-
-        return test_on
-
-    def pooled(self, server_round: int, replies: Iterable[Message]) -> Pooled | None:
-        """Pool the answers to an evaluation; an invalid one counts as its sender's failure."""
-        refuse, settings = partial(self.recorder.failed, server_round), self.settings
-        answers = self.answers(replies)
-        return pool_answers(answers, settings.task, refuse, self.evaluated, settings.input_shape, self.recorder.tested)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Pool the metrics over the test shards: by sums, or by weighted means for a user's own ClientApp."""
-        found = self.pooled(server_round, replies)
-        if found is None:
-            return None
-        for observer in self.observers:
-            found = observer.completed(found)
-        pooled, own = found
-        self.recorder.evaluated(server_round, pooled, own)
-        return MetricRecord(dict(pooled))
 
     def lr(self, server_round: int) -> float:
         """Return the learning rate of the pass that this exchange belongs to."""

@@ -145,6 +145,7 @@ class RollCall(Request, stage="roll-call", answer=Present, message_type="query")
     stages: Sequence[str] = instruction("all stages that the run will request", default=())
     record: str = instruction("which messages the server keeps for attacks: up or all; empty: none", default="")
     form: str = instruction("digest of names, shapes and dtypes of the model that institutions exchange", default="")
+    training: str = instruction("digest of the server's optimizer, batch size and so on", default="")
 
 
 @dataclass(frozen=True, kw_only=True)

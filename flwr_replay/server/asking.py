@@ -56,7 +56,7 @@ def wait_for_nodes(grid: Grid, minimum: int, seconds: float, say: Callable[[str]
     RunError
         If fewer than `minimum` have joined after `seconds`.
     """
-    begun, due = time.monotonic(), SILENCE
+    begun, due = time.monotonic(), 0.0
     deadline = begun + seconds
     while (joined := len(set(grid.get_node_ids()))) < minimum:
         if time.monotonic() >= deadline:
@@ -66,7 +66,7 @@ def wait_for_nodes(grid: Grid, minimum: int, seconds: float, say: Callable[[str]
             )
         if (waited := time.monotonic() - begun) >= due:
             say(f"waiting for institutions to join: {joined} of {minimum}, {waited / 60:.0f} min")
-            due *= 2
+            due = max(SILENCE, 2 * due)
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
 
 

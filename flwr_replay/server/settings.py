@@ -9,13 +9,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from flwr_replay.config.sections import TrainingConfig
+from flwr_replay.config.sections import TrainingConfig, require
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import Task
+from flwr_replay.models.seeding import require_builder
 from flwr_replay.privacy.plan import PrivacyPlan
 
 __all__ = ["Settings"]
+
+KINDS: dict[str, type] = {  # of what a user's own app is likely to mistake
+    "nodes": int,
+    "training": TrainingConfig,
+    "task": Task,
+    "replay_plan": ReplayPlan,
+    "synthesis": SynthesisPlan,
+    "privacy": PrivacyPlan,
+}
 
 
 def new_id() -> str:
@@ -25,7 +35,13 @@ def new_id() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every strategy needs in addition to its own options."""
+    """What every strategy needs in addition to its own options.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is of another type, or `model` is no function of a seed.
+    """
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     nodes: int = 0  # institutions to wait for; 0: all that a simulation has
@@ -47,3 +63,14 @@ class Settings:
     replay_plan: ReplayPlan | None = None  # None: no replay
     synthesis: SynthesisPlan | None = None  # None: institutions draw no images
     privacy: PrivacyPlan | None = None  # None: nothing is trained by DP-SGD
+
+    def __post_init__(self) -> None:
+        for name, kind in KINDS.items():
+            value = getattr(self, name)
+            require(
+                isinstance(value, kind) or (value is None and name not in ("nodes", "training")),
+                f"Settings({name}=…) must be of type {kind.__name__}; got {value!r} of type {type(value).__name__}",
+            )
+        require(self.nodes >= 0, f"Settings(nodes=…) must be at least 0; got {self.nodes}")
+        if self.model is not None:
+            require_builder(self.model)

@@ -1,0 +1,103 @@
+"""How a movement has its weights tested: by whom, when, and what its observers ask in addition."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+
+from flwr_replay.errors import RunError
+from flwr_replay.movements.observers import UNMIXED, Observer, TestOn
+from flwr_replay.movements.run import Run
+from flwr_replay.payloads.common import Evaluate, Evaluation
+from flwr_replay.server.evaluation import Pooled, pool_answers
+from flwr_replay.server.exchange import Exchanging
+from flwr_replay.server.members import Member
+from flwr_replay.wire.payload import Request
+from flwr_replay.wire.records import Weights
+
+__all__ = ["Evaluating"]
+
+
+class Evaluating(Exchanging):
+    """Has institutions test weights, and pools what they answer."""
+
+    evaluated: ClassVar[type[Evaluation]] = Evaluation  # the answer to an evaluation
+    observers: list[Observer]
+
+    @abstractmethod
+    def exchanges_per_round(self) -> int:
+        """Return how many exchanges make one pass over the institutions' data."""
+
+    def evaluation(self, server_round: int, arrays: Weights) -> Request:
+        """Return the request to evaluate."""
+        return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
+
+    def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
+        """Return the request to evaluate on another split than the test shard: train or external; or before mixing."""
+        request = self.evaluation(server_round, arrays)
+        return request if split == UNMIXED else replace(request, split=split)  # type: ignore[call-arg]
+
+    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
+        """Return the weights that an institution is to test on a split; None: it has nothing to test there."""
+        return arrays
+
+    def evaluate_if_due(self, run: Run, server_round: int, arrays: ArrayRecord) -> None:
+        """Have every institution evaluate, every `evaluate_every` rounds and after the last."""
+        completed, rest = divmod(server_round, self.exchanges_per_round())
+        last = completed == run.num_rounds
+        if rest or not (last or completed % self.settings.evaluate_every == 0):
+            return
+        for observer in self.observers:
+            observer.before_evaluation(self.tester(run, server_round, arrays))
+        messages = self.configure_evaluate(server_round, arrays, run.evaluate_config, run.grid)
+        replies = self.exchange(run.grid, server_round, messages, needed=False)
+        metrics = self.aggregate_evaluate(server_round, replies)
+        if metrics is not None:
+            run.result.evaluate_metrics_clientapp[completed] = metrics
+        elif last and self.members.ours:
+            raise RunError(
+                f"no institution could evaluate the last round; {self.recorder.failures_line()}: resume the run"
+            )
+        if run.evaluate_fn and (central := run.evaluate_fn(completed, arrays)) is not None:
+            run.result.evaluate_metrics_serverapp[completed] = central
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask every institution to evaluate on its test shard."""
+        request = self.evaluation(server_round, arrays)
+        return [self.message(member, request, config) for member in self.members]
+
+    def tester(self, run: Run, server_round: int, arrays: ArrayRecord) -> TestOn:
+        """Return a function that has every institution test these weights on the examples of a split."""
+
+        def test_on(split: str) -> Pooled | None:
+            tested = [(member, self.tested_on(split, member, arrays)) for member in self.members if member.ours]
+            asked = [(member, self.evaluation_on(split, server_round, w)) for member, w in tested if w is not None]
+            messages = [self.message(member, request, run.evaluate_config) for member, request in asked]
+            return self.pooled(server_round, self.exchange(run.grid, server_round, messages, needed=False))
+
+        return test_on
+
+    def pooled(self, server_round: int, replies: Iterable[Message]) -> Pooled | None:
+        """Pool the answers to an evaluation; an invalid one counts as its sender's failure."""
+        refuse, settings = partial(self.recorder.failed, server_round), self.settings
+        answers = self.answers(replies)
+        return pool_answers(answers, settings.task, refuse, self.evaluated, settings.input_shape, self.recorder.tested)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Pool the metrics over the test shards: by sums, or by weighted means for a user's own ClientApp."""
+        found = self.pooled(server_round, replies)
+        if found is None:
+            return None
+        for observer in self.observers:
+            found = observer.completed(found)
+        pooled, own = found
+        self.recorder.evaluated(server_round, pooled, own)
+        return MetricRecord(dict(pooled))

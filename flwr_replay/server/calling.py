@@ -1,0 +1,241 @@
+"""Who takes part: a strategy's members, the messages to them, the roll call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from flwr_replay.config.binding import digest_of
+from flwr_replay.config.sections import require
+from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.errors import ConfigError, WireError
+from flwr_replay.files.atomic import NAME
+from flwr_replay.learning.tasks import Task
+from flwr_replay.payloads.common import Failure, LabelScale, Present, RollCall
+from flwr_replay.server.answers import legible
+from flwr_replay.server.asking import ask, failure_of, reason_of
+from flwr_replay.server.members import Member, Members, present
+from flwr_replay.server.recorder import Recorder
+from flwr_replay.server.settings import Settings
+from flwr_replay.wire.payload import CLIENT_APP_RAISED, Request, Row, rows
+from flwr_replay.wire.weights import form_of, to_arrays
+
+__all__ = ["Calling"]
+
+OURS = "flwr_replay.errors."  # an error of this package's client; an app that knows no roll call raises another
+MOST_NAMED = 8  # institutions in a line of the log
+
+
+class Calling(Strategy):
+    """Knows who takes part, and writes a message to each.
+
+    Parameters
+    ----------
+    config : StrategyConfig | None
+        The strategy's own options, its `<Name>Config`; None means the defaults.
+    settings : Settings | None
+        What every strategy needs; None means the defaults.
+    recorder : Recorder | None
+        Writes metrics, ledger and checkpoints; None only logs through Flower.
+    **unknown : object
+        Arguments that only Flower's strategies have, such as `fraction_evaluate`: refused.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is unknown or of another type.
+    """
+
+    name: ClassVar[str]
+    config_type: ClassVar[type[StrategyConfig]]
+    config: StrategyConfig
+    min_nodes: ClassVar[int] = 1
+    stages: tuple[str, ...] = ("train", "evaluate")  # all stages that a run requests
+    timeout: float  # seconds to wait for an answer
+    needs_roll_call: ClassVar[bool] = False  # whether every institution must run this package's client, for all stages
+    ours_only: bool  # whether this run needs that, for its options
+    one_form: ClassVar[bool] = False  # whether all institutions' models must have the same names, shapes and dtypes
+    extra: frozenset[str]  # keys that a user's own ServerApp adds to requests
+
+    def __init__(
+        self,
+        config: StrategyConfig | None = None,
+        settings: Settings | None = None,
+        recorder: Recorder | None = None,
+        **unknown: object,
+    ) -> None:
+        name, options = type(self).__name__, self.config_type
+        require(
+            not unknown,
+            f"{name} takes options, settings= and recorder=; got {', '.join(unknown)}: write {name}("
+            f"{options.__name__}(…), settings=Settings(nodes=…)). All institutions train and evaluate in every round",
+        )
+        known_as = f"{name} takes its options, then settings=Settings(…); got"
+        require(
+            config is None or isinstance(config, options),
+            f"{known_as} {type(config).__name__} as its options: give {options.__name__}(…), or name settings=",
+        )
+        require(
+            settings is None or isinstance(settings, Settings),
+            f"{known_as} settings={type(settings).__name__}: give Settings(…)",
+        )
+        self.config = self.config_type() if config is None else config
+        self.settings = settings or Settings()
+        self.recorder = recorder or Recorder()
+        known = self.one_form and self.settings.model is not None
+        self.form = form_of(to_arrays(self.settings.model(0))) if known else ""  # type: ignore[misc]
+        self.members = Members()
+        self.unfit = False  # whether an institution was refused for its answer to the roll call
+        self.trained: set[str] = set()  # names of those that have answered a training request and may have state
+        self.answered: list[str] = []  # names of those that gave a valid answer in the last exchange
+        self.diverged: list[str] = []  # failures in the last exchange by weights or losses that are not finite
+        self.faults: Counter[str] = Counter()  # of the machine: how often, by Flower's text
+        self.label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of all labels
+
+    @property
+    def task(self) -> Task:
+        """The task.
+
+        Raises
+        ------
+        ConfigError
+            If the settings have none.
+        """
+        if self.settings.task is None:
+            raise ConfigError(f"{type(self).__name__} needs the task: give Settings(task=...)")
+        return self.settings.task
+
+    def blank_labels(self, n: int) -> NDArray[Any]:
+        """Return n blank labels of the task, as large as real ones."""
+        return self.task.blank_labels(n, self.settings.input_shape or ())
+
+    def scale_labels(self, scale: tuple[float, float] | None) -> None:
+        """Use this mean and standard deviation for all labels from now on, here and at the institutions."""
+        self.label_scale = scale
+        if scale is not None:
+            self.settings = replace(self.settings, task=self.task.scaled(*scale))
+
+    def addressed(self, member: Member, request: Request) -> Request:
+        """Add to a request the fields that depend on the institution, or on all institutions' labels."""
+        if "continues" in request.declared():
+            request = replace(request, continues=member.name in self.trained)  # type: ignore[call-arg]
+        if "stated" in request.declared() and (released := self.recorder.released.get(member.name)):
+            request = replace(request, stated=released["epsilon"] or 0.0)  # type: ignore[call-arg]
+        if isinstance(request, LabelScale) and self.label_scale is not None:
+            mean, scale = self.label_scale
+            request = replace(request, label_mean=mean, label_scale=scale)  # type: ignore[call-arg]
+        return request
+
+    def message(self, member: Member, request: Request, extra: ConfigRecord | None = None) -> Message:
+        """Encode a request to one institution; every message has records of its own."""
+        content = self.addressed(member, request).encode()
+        if extra:
+            content.config_records["config"].update(extra)
+        group = str(request.server_round)
+        return Message(content, member.node_id, request.message_type, group_id=group, ttl=self.timeout)
+
+    @property
+    def needs(self) -> str:
+        """What a method needs of a user's own app if a ClientApp that trains and evaluates is not enough."""
+        name = type(self).__name__
+        return (
+            f"{name} needs {name}Client at every institution, app = serve(make_client), and "
+            "Settings(roll_call=True) at the server: docs/flower.md shows both"
+        )
+
+    def all_stages(self) -> list[str]:
+        """Return all stages that the whole run requests."""
+        return list(self.stages)
+
+    # --- the roll call ------------------------------------------------------------------------------------------------
+
+    def roll_call(self, server_round: int = 0) -> RollCall:
+        """Return the request to a node that joins or returns."""
+        return RollCall(
+            strategy=self.name,
+            run=self.settings.run,
+            stages=self.all_stages(),
+            form=self.form,
+            training=digest_of(repr(self.settings.training)),
+            record=self.settings.record,
+            server_round=server_round,
+        )
+
+    def call_roll(self, grid: Grid, server_round: int) -> None:
+        """Call the roll for nodes that join or return; report and leave out those that refuse or answer invalidly.
+
+        In a user's own app nobody is asked, since a ClientApp that lacks the query would log an error.
+        """
+        if not self.settings.roll_call:
+            for member in self.members.unasked(grid.get_node_ids()):
+                self.recorder.log(f"{member.name} is Flower's node {member.node_id}")
+            return
+        request = self.roll_call(server_round)
+        newcomers = self.members.newcomers(grid.get_node_ids())
+        asked = [self.message(Member(str(node_id), node_id), request) for node_id in newcomers]
+        calls = {message.metadata.dst_node_id: message for message in asked}
+        pairs = ask(grid, asked, self.timeout, silent=self.silent)
+        replies = {message.metadata.dst_node_id: reply for message, reply in pairs}
+        arrived: list[Member] = []
+        faults: dict[int, str] = {}
+        names: dict[int, str] = {}  # by node id, the names of those that refuse
+        for node_id, reply in replies.items():
+            try:
+                with legible():
+                    refusal = failure_of(reply) if reply is not None else None
+                    if refusal:
+                        faults[node_id], names[node_id] = refusal.failure, refusal.name
+                    elif reply is not None and reply.has_error() and OURS in (reply.error.reason or ""):
+                        raise WireError(reason_of(calls[node_id], reply))
+                    elif reply is None or (reply.has_error() and reply.error.code != CLIENT_APP_RAISED):
+                        faults[node_id] = (
+                            f"no answer to the roll call ({reason_of(calls[node_id], reply)}); it is asked again"
+                        )
+                        self.members.ask_again(node_id)
+                    else:
+                        member = present(node_id, reply)
+                        if self.ours_only and not member.ours:
+                            raise WireError(f"runs a ClientApp of its own, and {self.needs}")
+                        arrived.append(member)
+            except WireError as error:
+                faults[node_id], self.unfit = str(error), True
+        refused = self.members.admit(sorted(arrived, key=lambda member: member.node_id))
+        self.unfit |= bool(refused)
+        faults |= refused
+        taken = {member.name for member in self.members.known}
+        for message in asked:
+            node_id = message.metadata.dst_node_id
+            claimed = names.get(node_id, "")  # the name in a refusal, which is not proven
+            name = claimed if NAME.fullmatch(claimed) and claimed not in taken else str(node_id)
+            member = self.members.by_node(node_id) or Member(name, node_id)
+            reply = replies[node_id]
+            asking, answer = list(rows(message.content, RollCall)), self.roll_answer(reply)
+            came = reply.content if answer and reply is not None else None
+            self.recorder.travelled(server_round, member, "down", asking, "roll-call", content=message.content)
+            self.recorder.travelled(server_round, member, "up", answer, "roll-call", content=came)
+            if node_id in faults:
+                self.recorder.failed(server_round, member.name, faults[node_id])
+        self.recorder.flush()
+
+    def roll_answer(self, reply: Message | None) -> list[Row]:
+        """Return the fields of any answer to the roll call, as the ledger counts them."""
+        for declared in (Failure, Present, None) if reply is not None and reply.has_content() else ():
+            try:
+                with legible():
+                    found = list(rows(reply.content, declared))  # type: ignore[union-attr]
+                    return self.settings.privacy.protected(found, declared, {}) if self.settings.privacy else found
+            except WireError:
+                continue
+        return []
+
+    def silent(self, nodes: list[int], seconds: float) -> None:
+        """Say in the log for whose answers the run waits."""
+        names = sorted(getattr(self.members.by_node(node), "name", f"node {node}") for node in nodes)
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        self.recorder.log(f"waiting for {', '.join(names[:MOST_NAMED])}{more}, {seconds / 60:.0f} min")
