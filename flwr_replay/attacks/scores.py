@@ -9,7 +9,7 @@ image of 10 dB may still point to one patient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -25,9 +25,20 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_rng
 
-__all__ = ["ImageScores", "Judge", "MembershipScores", "assigned", "equal_label_shares", "membership", "psnr", "ssim"]
+__all__ = [
+    "ImageScores",
+    "Judge",
+    "MembershipScores",
+    "NearerScores",
+    "assigned",
+    "equal_label_shares",
+    "membership",
+    "psnr",
+    "ssim",
+]
 
 WINDOW = 11  # pixels; SSIM's Gaussian window (Wang et al. 2004, doi 10.1109/TIP.2003.819861)
+EXCHANGES = 999  # of own and other images
 FAR = 1e30  # in place of a distance that is not a number
 
 
@@ -40,7 +51,22 @@ class ImageScores:
     psnr_sd: float  # dB, standard deviation; 0 for one reconstruction
     ssim: float | None  # mean; none: smaller than its window
     identified: Estimate  # share of reconstructions whose nearest original is the right one
-    chance: float  # what guessing identifies at most: B / N; N / (N + M) where M others' images join
+    chance: float  # what guessing identifies at most: B / N
+
+
+@dataclass(frozen=True)
+class NearerScores:
+    """How many reconstructions are nearer to an institution's images than to as many of other people's."""
+
+    number: int  # reconstructions
+    psnr: float  # dB, mean, to the nearest of the institution's; infinite if one of them is exact
+    psnr_sd: float  # dB, standard deviation; 0 for one reconstruction
+    ssim: float | None  # mean, to the nearest of the institution's; none: smaller than its window
+    nearer: int  # how many
+    own: int  # images of the institution that were compared, and as many of other people's
+    by_chance: float  # mean of the same count with own and others exchanged at random
+    by_chance_95: int  # no more than that in 95 % of the exchanges
+    p: float  # share of exchanges, the real one among them, with at least as many
 
 
 @dataclass(frozen=True)
@@ -88,13 +114,12 @@ class Judge:
         if batch > 1:
             parts = zip(torch.split(found_nCHW, batch), torch.split(rows_n, batch), strict=True)
             rows_n = torch.cat([rows[assigned(found, self.originals_NCHW[rows])] for found, rows in parts])
-        right_nCHW = self.originals_NCHW[rows_n]
-        decibels_n, likeness_n = psnr(found_nCHW, right_nCHW), ssim(found_nCHW, right_nCHW)
+        decibels_n, likeness = self._likeness(found_nCHW, rows_n)
         return ImageScores(
             number=len(found_nCHW),
             psnr=float(decibels_n.mean()),
             psnr_sd=float(decibels_n.std()) if len(decibels_n) > 1 else 0.0,
-            ssim=None if likeness_n is None else float(likeness_n.mean()),
+            ssim=likeness,
             identified=share(int(self._hits(found_nCHW, rows_n).sum()), len(found_nCHW)),
             chance=min(1.0, batch / len(self.originals_NCHW)),
         )
@@ -115,23 +140,54 @@ class Judge:
             claimed.append(torch.from_numpy(rng.choice(others, len(rows), replace=False)))
         return self.scores(reconstructions_nCHW, torch.cat(claimed), batch)
 
-    def some(self, reconstructions_nCHW: Tensor, others_MCHW: Tensor) -> tuple[ImageScores, Tensor]:
-        """Score reconstructions of originals of which nobody knows which they are.
+    def nearer(
+        self, reconstructions_nCHW: Tensor, labels_N: Tensor, others_NCHW: Tensor, other_labels_N: Tensor, seed: int = 0
+    ) -> NearerScores:
+        """Count reconstructions that are nearer to one of the institution's images than to any of other people's.
 
-        Each is assigned to one of all N. Near to some of many images is any image. So one is identified only if none of
-        M other people's images is nearer either: guessing identifies N / (N + M).
+        For reconstructions of which nobody knows whose they are. Where nothing was learned, an own image and another
+        person's of the same label are exchangeable. So the same count is taken with own and others exchanged at random
+        within each label, which holds for reconstructions that are alike, blurred or nothing but noise, too.
+
+        Parameters
+        ----------
+        reconstructions_nCHW : Tensor
+            In [0, 1].
+        labels_N : Tensor
+            Labels of the institution's images.
+        others_NCHW, other_labels_N : Tensor
+            Other people's images and labels, drawn by `equal_label_shares`: as many of each label.
+        seed : int
+            Of the exchanges.
 
         Returns
         -------
-        scores : ImageScores
-            PSNR and SSIM are of the assigned originals.
-        rows_n : Tensor
-            These originals.
+        NearerScores
+            An image that is as near to both sides counts as nearer to none.
         """
-        found_nCHW, number = as_input(reconstructions_nCHW).cpu(), len(self.originals_NCHW)
-        rows_n = assigned(found_nCHW, self.originals_NCHW)
-        among = Judge(torch.cat([self.originals_NCHW, as_input(others_MCHW).cpu()]))
-        return replace(among.scores(found_nCHW, rows_n), chance=number / len(among.originals_NCHW)), rows_n
+        found_nCHW, own = as_input(reconstructions_nCHW).cpu(), self.originals_NCHW
+        distances_nM = distances(found_nCHW, torch.cat([own, as_input(others_NCHW).cpu()]))
+        nearest_nM = distances_nM <= distances_nM.amin(1, keepdim=True)
+        labels_M = torch.cat([labels_N, other_labels_N]).numpy()
+        other_M, rng = torch.arange(len(labels_M)) >= len(own), derived_rng(seed, "exchanged")
+        counts = [_nearer_to_own(nearest_nM, other_M)]
+        for _ in range(EXCHANGES):
+            exchanged_M = torch.empty_like(other_M)
+            order = np.lexsort((rng.random(len(labels_M)), labels_M))  # random within each label, of which it is even
+            exchanged_M[order] = torch.arange(len(order)) % 2 == 1
+            counts.append(_nearer_to_own(nearest_nM, exchanged_M))
+        decibels_n, likeness = self._likeness(found_nCHW, distances_nM[:, : len(own)].argmin(1))
+        return NearerScores(
+            number=len(found_nCHW),
+            psnr=float(decibels_n.mean()),
+            psnr_sd=float(decibels_n.std()) if len(decibels_n) > 1 else 0.0,
+            ssim=likeness,
+            nearer=counts[0],
+            own=len(own),
+            by_chance=float(np.mean(counts[1:])),
+            by_chance_95=int(np.quantile(counts, 0.95, method="higher")),
+            p=float(np.mean(np.array(counts) >= counts[0])),
+        )
 
     def mean_image(self, auxiliary_MCHW: Tensor, rows_n: Tensor) -> ImageScores:
         """Score the mean auxiliary image, which is of nobody, as the reconstruction of every row."""
@@ -144,10 +200,21 @@ class Judge:
         nearest_n = distances(self.originals_NCHW[rows_n.cpu()], auxiliary).argmin(1)
         return self.scores(auxiliary[nearest_n], rows_n)
 
+    def _likeness(self, found_nCHW: Tensor, rows_n: Tensor) -> tuple[Tensor, float | None]:
+        """Return the PSNR of each image to its original, and the mean SSIM; None for images smaller than its window."""
+        right_nCHW = self.originals_NCHW[rows_n]
+        likeness_n = ssim(found_nCHW, right_nCHW)
+        return psnr(found_nCHW, right_nCHW), None if likeness_n is None else float(likeness_n.mean())
+
     def _hits(self, found_nCHW: Tensor, rows_n: Tensor) -> Tensor:
         """Say for each reconstruction whether no original is nearer than its own; another copy of it may be as near."""
         distances_nN = distances(found_nCHW, self.originals_NCHW)
         return distances_nN.gather(1, rows_n[:, None])[:, 0] <= distances_nN.amin(1)
+
+
+def _nearer_to_own(nearest_nM: Tensor, other_M: Tensor) -> int:
+    """Count rows all of whose nearest images are the institution's own; a row without numbers has none."""
+    return int((nearest_nM.any(1) & ~(nearest_nM & other_M).any(1)).sum())
 
 
 def psnr(found_nCHW: Tensor, right_nCHW: Tensor) -> Tensor:

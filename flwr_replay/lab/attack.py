@@ -14,31 +14,38 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flwr_replay.attacks.attacker import Attacker, Attempt, Auxiliary
 from flwr_replay.attacks.catalogue import ATTACKS, nothing_tried
-from flwr_replay.attacks.scores import ImageScores, Judge, assigned
+from flwr_replay.attacks.distances import distances
+from flwr_replay.attacks.scores import ImageScores, Judge, assigned, equal_label_shares
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError, nearest
 from flwr_replay.files.atomic import private_folder, read_json, write_json
 from flwr_replay.institution.pictures import SHOWN, draw_grid
 from flwr_replay.lab.auxiliary import auxiliary_of, without
 from flwr_replay.lab.evidence import Evidence, Exhibit
-from flwr_replay.lab.judge import Originals, originals_of
+from flwr_replay.lab.judge import Originals, OtherOriginals, originals_of
 from flwr_replay.lab.labels import label_attacks
 from flwr_replay.lab.membership import member_attacks
 from flwr_replay.lab.sentences import sentence
 from flwr_replay.lab.trials import Question, Trial
-from flwr_replay.lab.verified import TRIALS, checked
-from flwr_replay.learning.training import torch_rng
+from flwr_replay.lab.verified import DIGEST, TRIALS, checked
+from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import Job, claim
 
 __all__ = ["FOLDER", "Only", "attack_run"]
 
 FOLDER = "attacks"
+FEWEST = 8  # images of an institution, and others, below which nobody says to whom a picture is nearer
+NOT_ANEW = (
+    "the originals are the run's, by their digest, but what was sent could not be computed anew from them: other "
+    "threads and many steps give other digits"
+)
 RESULTS = {"attacks": list, "options": dict}
 
 
@@ -286,7 +293,7 @@ class Lab:
             try:
                 rows = trial.rows(originals)
                 if rows is None:
-                    found, rows = self.scores_of_some(images, originals)
+                    found, rows = self.nearer(images, originals)
                 else:
                     rows = rows[trial.places_n[: len(images)]]
                     own = rows >= 0  # behind the others are images of other institutions, which replay has put there
@@ -300,6 +307,8 @@ class Lab:
                         rows = rows[assigned(images, originals.x_NCHW[rows])]
                 result |= {**found, "values-per-pixel": trial.values_per_pixel}
                 pictured = {"original": originals.x_NCHW[rows[:SHOWN]], "reconstruction": images[:SHOWN]}
+            except OtherOriginals as error:
+                why = NOT_ANEW if self.checked == DIGEST else str(error)
             except DataError as error:
                 why = str(error)
         path = self.place / f"{_plain(exhibit.institution, exhibit.stage, exhibit.field, attempt.attack.name)}.png"
@@ -311,29 +320,50 @@ class Lab:
         judge = Judge(originals.x_NCHW)
         scores: dict[str, ImageScores | None] = {
             "scores": judge.scores(images, rows, mixed),
-            "control": judge.control(images, rows, mixed) or judge.scores(self.anything(images), rows, mixed),
+            "control": judge.control(images, rows, mixed) or self.as_others(images, rows, mixed, originals),
         }
         if self.auxiliary is not None:
             scores["mean-image"] = judge.mean_image(self.auxiliary.images_mCHW, rows)
             scores["nearest-image"] = judge.nearest_auxiliary(self.auxiliary.images_mCHW, rows)
         return {name: None if one is None else _finite(asdict(one)) for name, one in scores.items()}
 
-    def scores_of_some(self, images: Tensor, originals: Originals) -> tuple[dict[str, Any], Tensor]:
-        """Score images of which nobody knows whose they are, among the originals and as many others; name the nearest.
+    def nearer(self, images: Tensor, originals: Originals) -> tuple[dict[str, Any], Tensor]:
+        """Score images of which nobody knows whose they are beside as many other people's; return rows of the nearest.
 
-        Which examples were in the batches of DP-SGD is a secret.
+        Raises
+        ------
+        DataError
+            If there are too few other people's images of the same labels.
         """
-        judge, others = Judge(originals.x_NCHW), originals.others_NCHW[: len(originals.y_N)]
-        scores, rows = judge.some(images, others)
-        control, _ = judge.some(self.anything(images), others)
-        found = {"scores": _finite(asdict(scores)), "control": _finite(asdict(control))}
-        return {**found, "among": {"own": len(originals.y_N), "others": len(others)}}, rows
+        own, others = self.with_others(originals)
+        if len(own) < FEWEST:
+            raise DataError(
+                f"which images are behind it is not known; beside other people's they are judged only if there are "
+                f"{FEWEST} or more of the same classes; there are {len(own)}"
+            )
+        judge, seed = Judge(originals.x_NCHW[own]), self.evidence.config.seed
+        sides = originals.y_N[own], originals.others_NCHW[others], originals.other_y[others]
+        rows = own[distances(as_input(images).cpu(), judge.originals_NCHW).argmin(1)]
+        found = {"scores": _finite(asdict(judge.nearer(images, *sides, seed))), "images": len(originals.y_N)}
+        return found | {"secret": bool(self.evidence.config.privacy.mechanisms)}, rows
 
-    def anything(self, images: Tensor) -> Tensor:
-        """Return as many images of other people, or without auxiliary images of noise: a control without a message."""
-        if self.auxiliary and len(self.auxiliary.labels_m) >= len(images):
-            return self.auxiliary.images_mCHW[: len(images)]
-        return torch.rand(images.shape, generator=torch_rng(self.evidence.config.seed, "control"))
+    def as_others(self, images: Tensor, rows: Tensor, mixed: int, originals: Originals) -> ImageScores | None:
+        """Score images as those of other people of the same labels, in their order; None if there are too few."""
+        own, others = self.with_others(originals)
+        if len(own) < len(originals.y_N):
+            return None
+        instead = torch.empty_like(originals.x_NCHW)
+        by_label, other_by_label = (y.argsort(stable=True) for y in (originals.y_N, originals.other_y[others]))
+        instead[by_label] = originals.others_NCHW[others[other_by_label]]
+        return Judge(instead).scores(images, rows, mixed)
+
+    def with_others(self, originals: Originals) -> tuple[Tensor, Tensor]:
+        """Return rows of an institution's images, and as many of other people's of each label; none without such."""
+        sides = originals.y_N.numpy(), originals.other_y.numpy()
+        if originals.y_N.ndim > 1 or not np.intersect1d(*sides).size:
+            return torch.arange(0), torch.arange(0)
+        own, others = equal_label_shares(*sides, self.evidence.config.seed)
+        return torch.from_numpy(own), torch.from_numpy(others)
 
 
 def _raise(error: RunError) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from flwr_replay.attacks.catalogue import LAST, MATCHING
 from flwr_replay.attacks.gradients import LocalSteps, change_of, is_statistic
 from flwr_replay.errors import DataError, RunError
 from flwr_replay.files.tensors import StateDict
+from flwr_replay.data.partitions import institution_name
 from flwr_replay.lab.begun import begun_with
 from flwr_replay.lab.evidence import NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit
 from flwr_replay.lab.judge import NEAR, OTHERS, Originals, OtherOriginals, check_replay, same_data
@@ -33,6 +34,11 @@ MOST_BEHIND = 128  # images behind one answer that a search looks for
 PLAIN = ("fedavg", "fedavgm", "fedsgd", "cwt")  # methods whose first visit is nothing but the steps simulated here
 BLOCK = 256  # examples whose gradient FedSGD computes at once
 MOST_STEPS = 64  # of local training that are simulated
+NOT_ANEW = (
+    "A digest proves the originals; what was sent could not be computed anew from them, for the method adds something, "
+    "or other threads and many steps give other digits."
+)
+OTHER_OPTIMIZER = "The institution's optimizer was {}; the search has simulated steps of plain SGD."
 UNKNOWN_TEACHER = (
     "What the private model adds to the loss, the attacker does not know; it has simulated the cross entropy alone."
 )
@@ -69,7 +75,7 @@ class OfChange(Trial):
         self.server_round = int(self.request.scalars.get("server-round", 0))
         self.lr = float(self.request.scalars.get("lr", 1.0))
         self.passes = self.passes_made()
-        size = min(self.training.batch_size, self.examples)
+        size = min(self.batch_size, self.examples)
         self.local = LocalSteps()
         self.mixed = self.examples  # all of them in one gradient
         if not self.gradient:
@@ -83,6 +89,20 @@ class OfChange(Trial):
                 weight_decay=self.training.weight_decay,
             )
         self.places_n = torch.arange(self.mixed)
+
+    @property
+    def batch_size(self) -> int:
+        """Return the institution's batch size; a simulation's options say which it was dealt."""
+        sizes, nodes = self.training.batch_sizes, self.evidence.config.nodes
+        names = [institution_name(k, nodes) for k in range(nodes)]
+        if not sizes or self.exhibit.institution not in names:
+            return self.training.batch_size
+        return sizes[names.index(self.exhibit.institution) % len(sizes)]
+
+    def add(self, note: str) -> None:
+        """Add a sentence to the note, once."""
+        if note not in self.note:
+            self.note = f"{self.note} {note}".strip()
 
     def _begun(self, answers: Iterable[Answer]) -> tuple[Answer, Recorded, StateDict]:
         """Return the first of these answers with its request and the weights with which its training began."""
@@ -133,7 +153,7 @@ class OfChange(Trial):
         told = [one for one in sent if one.means == "labels" and one.declared.kind != "synthetic"]
         known = torch.cat([torch.tensor(told[0].array(one)) for one in told[0].answers]) if told else None
         labels_n, source = attacker.likely_labels(self.evidence.config.task.classes, self.mixed, known)
-        self.note = f"The head did not come back; labels were guessed by {source}."
+        self.add(f"The head did not come back; labels were guessed by {source}.")
         return labels_n
 
     def attempts(self, attacker: Attacker) -> Iterator[Attempt]:
@@ -158,7 +178,9 @@ class OfChange(Trial):
     def tried(self, attacker: Attacker, change: dict[str, Tensor]) -> Iterator[Attempt]:
         """Yield the attacks on the change and batch norm's statistics."""
         if self.request.scalars.get("beta"):
-            self.note = UNKNOWN_TEACHER
+            self.add(UNKNOWN_TEACHER)
+        if self.training.optimizer != "sgd" and not self.gradient:
+            self.add(OTHER_OPTIMIZER.format(self.training.optimizer))
         labels_n = self.labels_n(attacker)
         yield from attacker.changes(self.model, self.task.loss, change, labels_n, self.local)
 
@@ -183,17 +205,18 @@ class OfChange(Trial):
         kept_n = self.kept(number)
         if len(kept_n) != self.examples:
             said = f"{len(kept_n)} examples, the message says {self.examples}"
-            if plain:
+            if plain and not same:
                 raise OtherOriginals(f"{OTHERS}: {said}")
             raise DataError(f"{OTHERS}, or others' examples were added: {said}")
         x, y = originals.x_NCHW[kept_n], originals.y_N[kept_n]
         for anew, rows in self.anew(x, y):
             if self._near(anew):
                 return kept_n[rows]
-        if plain and self.training.augment == "none" and not self.training.batch_sizes:
+        if plain and not same and self.training.augment == "none":
             raise OtherOriginals(f"{OTHERS}: give the data of the run, as they were when it ran")
         if not same:
             raise DataError(f"{OTHERS}, or {config.strategy.name} trains otherwise than FedAvg")
+        self.add(NOT_ANEW)
         return kept_n if self.mixed == len(kept_n) else None
 
     def _near(self, anew: dict[str, Tensor]) -> bool:
@@ -222,7 +245,7 @@ class OfChange(Trial):
         optimizer = make_optimizer(model, self.training, self.lr)
         seen: list[Tensor] = []
         for _ in range(self.passes):
-            for chosen in drawn_rows(len(y), self.training.batch_size, shuffle):
+            for chosen in drawn_rows(len(y), self.batch_size, shuffle):
                 seen.append(chosen)
                 step(model, optimizer, self.task.loss(model(x[chosen]), y[chosen]))
         return self.changed(model), torch.cat(seen)[: self.mixed]

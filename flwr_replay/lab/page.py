@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.files.atomic import read_bytes, write_atomic
-from flwr_replay.lab.sentences import AMONG, DOES_NOT_SHOW
+from flwr_replay.lab.sentences import DOES_NOT_SHOW, shown_nearer
 from flwr_replay.report.pages import render
 
 __all__ = ["write_page"]
@@ -53,7 +53,10 @@ def write_page(folder: Path, found: dict[str, Any]) -> Path:
         shown = {**one, "image": "", "alt": "", "caption": ""}
         if one.get("picture") and (folder / one["picture"]).exists():
             judged = bool(one.get("scores"))
-            rows = "Above the originals, below" if judged else "In the picture"
+            above = (
+                "the nearest of the institution's images" if judged and "nearer" in one["scores"] else "the originals"
+            )
+            rows = f"Above {above}, below" if judged else "In the picture"
             shown["image"] = base64.b64encode(read_bytes(folder / one["picture"])).decode()
             shown["caption"] = (
                 f"{one['field']} of stage {one['stage']}, {one['attack']}, attacker's images: {one['auxiliary']}. "
@@ -84,11 +87,11 @@ def _image_row(one: dict[str, Any]) -> list[str]:
     beside = [one.get(name) for name in ("mean-image", "nearest-image")]
     return [
         f"{one['institution']}, {one['stage']} {one['field']}",
-        one["attack"] + AMONG * ("among" in one),
+        one["attack"],
         str(scores["number"]),
         f"{_shown(scores['psnr'])} ± {_shown(scores['psnr_sd'])}",
         "" if scores["ssim"] is None else _shown(scores["ssim"], 2),
-        _estimate(scores["identified"]),
+        shown_nearer(scores) if "nearer" in scores else _estimate(scores["identified"]),
         _estimate(one["control"]["identified"]) if one.get("control") else "",
         *("" if other is None else _shown(other["psnr"]) for other in beside),
         _shown(one["values-per-pixel"], 2),

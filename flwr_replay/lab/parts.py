@@ -27,6 +27,9 @@ from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["of_weights"]
 
+AT_MOST = "Training did not stop early: the best weights may be of fewer epochs than the search has simulated."
+ONE_RATE = "The learning rate fell during the training; the search has simulated the first one."
+
 
 def of_weights(exhibit: Exhibit, evidence: Evidence) -> OfChange:
     """Return the trial of weights that came back: of all, of an encoder, or of SplitNN's half."""
@@ -44,6 +47,10 @@ class OfEncoder(OfChange):
     def passes_made(self) -> int:
         """Return the epochs behind the weights: where training stopped early, the last ones are not."""
         epochs, most = int(self.answer.content.scalars["epochs"]), int(self.request.scalars["max-epochs"])
+        if epochs == most > 1:
+            self.add(AT_MOST)
+        if self.training.lr_step and epochs > self.training.lr_step:
+            self.add(ONE_RATE)
         return epochs if epochs == most else epochs - int(self.request.scalars["patience"])
 
     def kept(self, number: int) -> Tensor:
@@ -59,7 +66,7 @@ class OfEncoder(OfChange):
         for epoch in range(int(self.answer.content.scalars["epochs"])):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(replace(self.training, lr=self.lr), epoch)
-            for chosen in drawn_rows(len(y), self.training.batch_size, self.shuffle("encoder", epoch)):
+            for chosen in drawn_rows(len(y), self.batch_size, self.shuffle("encoder", epoch)):
                 seen.append(chosen)
                 step(model, optimizer, self.task.loss(model(x[chosen]), y[chosen]))
             yield self.changed(model), torch.cat(seen)[: self.mixed]
@@ -100,7 +107,7 @@ class OfHalf(OfChange):
         """Step on the recorded gradients, batch by batch."""
         model, seen = self.network(), list[Tensor]()
         optimizer = make_optimizer(model, self.training, self.lr)
-        drawn = drawn_rows(len(y), self.training.batch_size, self.shuffle(self.server_round))
+        drawn = drawn_rows(len(y), self.batch_size, self.shuffle(self.server_round))
         for chosen, gradient in zip(drawn, self.gradients, strict=True):
             seen.append(chosen)
             late_steps(model, optimizer, [model(x[chosen])], [gradient])

@@ -7,7 +7,7 @@ from typing import Any
 from flwr_replay.lab.verified import NUMBER
 from flwr_replay.report.progress import shown_bytes
 
-__all__ = ["AMONG", "DOES_NOT_SHOW", "sentence"]
+__all__ = ["DOES_NOT_SHOW", "sentence", "shown_nearer"]
 
 DOES_NOT_SHOW = (
     "A failed attack proves nothing: a better one may succeed. Only an epsilon from an institution's account bounds "
@@ -15,16 +15,18 @@ DOES_NOT_SHOW = (
     "The attacker here reads what honest institutions send and follows the protocol. A server that sends crafted "
     "weights or options can learn more; that is not tested.",
     "Where one message is of all of an institution's images, reconstructions are assigned to them as well as possible. "
-    "Other people's images then seem to identify many, too: compare with the control.",
-    "Where batches are an institution's secret, as under DP-SGD, nobody can say whose image a reconstruction is of. It "
-    "then counts as identified if it is nearer to one of the institution's images than to any of other people's.",
+    "Any pictures then seem to identify many. The control scores the same reconstructions, assigned in the same way, "
+    "as those of other people with the same labels.",
+    "Where nobody can say which images are behind a message, as under DP-SGD, a reconstruction is only compared: is it "
+    "nearer to one of the institution's images than to any of as many other people's? By chance half of them are, and "
+    "several together, since one image may be near to all. How many chance gives is told beside them.",
+    "Those who were not in the training are test images of the same source. No digest proves that they are the run's.",
     "How many are identified depends on the data, the model and the images that the attacker has. It is a figure of "
     "this run, and of no other.",
     "With fewer than 1,000 others, 'found at 0.1 % false alarms' means without any; with fewer than 100 so does 1 %.",
     "Images of other patients may look alike. The control says how often reconstructions of other patients point to "
     "the right one.",
 )
-AMONG = ", among its own and others' images"  # in tables, of an attack on batches that are a secret
 TIMES = ((90, "second", 1), (5400, "minute", 60), (10**9, "hour", 3600))
 
 
@@ -54,15 +56,16 @@ def sentence(result: dict[str, Any]) -> str:
     if not result.get("scores"):
         return f"{sent} There are pictures, {tried}; nobody judged them: {result['not-judged']}"
     scores, control = result["scores"], result.get("control")
-    tries, right = scores["number"], round(scores["identified"]["value"] * scores["number"])
-    beside = f" As a control, other images: {control['identified']['value']:.1%}." if control else ""
-    if "among" in result:
-        own, others = result["among"]["own"], result["among"]["others"]
+    if "nearer" in scores:
+        unknown = "only the institution knows" if result["secret"] else "the judge could not compute"
         return (
-            f"{sent} Which of its {own:,} images are behind that, only the institution knows. Of what someone with "
-            f"{_with(result['auxiliary'])} found {tried}, {right} of {tries} are nearer to one of these than to any of "
-            f"{others:,} other people's; PSNR to the nearest {_number(scores['psnr'])}.{beside}{note}"
+            f"{sent} Which of its {result['images']:,} images are behind that, {unknown}. Of what someone with "
+            f"{_with(result['auxiliary'])} found {tried}, {shown_nearer(scores)}. PSNR to the nearest of its own "
+            f"{_number(scores['psnr'])}.{note}"
         )
+    tries, right = scores["number"], round(scores["identified"]["value"] * scores["number"])
+    share = f"{control['identified']['value']:.1%}" if control else ""
+    beside = f" As a control, the same scored as of other images: {share}." if control else ""
     images = round(result["batch"] / scores["chance"])
     beside += (
         " Which reconstruction is of which image, the judge chose as well as possible." if result["batch"] > 1 else ""
@@ -70,6 +73,15 @@ def sentence(result: dict[str, Any]) -> str:
     return (
         f"{sent} From that, someone with {_with(result['auxiliary'])} found the right one of its {images:,} images in "
         f"{right} of {tries} tries, {tried}; PSNR {_number(scores['psnr'])}.{beside}{note}"
+    )
+
+
+def shown_nearer(scores: dict[str, Any]) -> str:
+    """Say how many pictures are nearer to own images than to other people's, and how many chance gives."""
+    return (
+        f"{scores['nearer']} of {scores['number']} are nearer to one of {scores['own']:,} of its images than to any of "
+        f"as many other people's with the same labels; by chance {scores['by_chance']:.1f}, and in 95 % of cases at "
+        f"most {scores['by_chance_95']} (p = {scores['p']:.3f})"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from flwr_replay.attacks.intervals import share
 from flwr_replay.lab.attack import Only, attack_run
-from flwr_replay.lab.sentences import AMONG
+from flwr_replay.lab.sentences import shown_nearer
 from flwr_replay.runs.processes import end_with_parent
 
 __all__ = ["attacked", "leakage"]
@@ -62,15 +62,14 @@ def leakage(found: list[dict[str, Any]], metric: str) -> list[str]:
             groups.setdefault((one["label"], f"{one['stage']} {one['field']}", one["attack"]), []).append(one)
     lines = [HEAD.format(metric=metric), "|---|---|---|---|---|---|---|---|---|"]
     for (label, field, attack), results in groups.items():
-        tried = attack + AMONG * ("among" in results[0])
-        cells = [label, f"{fmean(one['metric'] for one in results):.4f}", field, tried]
+        cells = [label, f"{fmean(one['metric'] for one in results):.4f}", field, attack]
         if "membership" in results[0]:
             cells += ["", "", "", f"{fmean(one['membership']['auc']['value'] for one in results):.2f}", ""]
         else:
             controls = [one["control"] for one in results if one.get("control")]
             cells += [
                 _decibels([one["scores"]["psnr"] for one in results]),
-                _identified([one["scores"] for one in results]),
+                _found([one["scores"] for one in results]),
                 _identified(controls) if controls else "",
                 "",
                 f"{results[0]['values-per-pixel']:.2f}",
@@ -85,6 +84,11 @@ def _decibels(values: list[Any]) -> str:
     if len(numbers) < len(values):
         return "exact"
     return f"{fmean(numbers):.1f}" + (f" ± {stdev(numbers):.1f}" if numbers[1:] else "")
+
+
+def _found(scores: list[dict[str, Any]]) -> str:
+    compared = [shown_nearer(one) for one in scores if "nearer" in one]
+    return "; ".join(compared) or _identified(scores)
 
 
 def _identified(scores: list[dict[str, Any]]) -> str:

@@ -123,9 +123,37 @@ def test_non_members_have_the_members_label_shares() -> None:
         equal_label_shares(own, own + 7, seed=0)
 
 
-def test_of_unknown_originals_those_nearer_than_other_peoples_count() -> None:
-    own, others = torch.rand(2, 6, 1, 12, 12, generator=torch.Generator().manual_seed(0))
-    found = torch.cat([own[[4, 1]] + 0.01, others[[2]]])
-    scores, rows_n = Judge(own).some(found, others)
-    assert rows_n.tolist()[:2] == [4, 1]
-    assert (scores.number, scores.identified.value, scores.chance) == (3, pytest.approx(2 / 3), 0.5)
+def test_one_patients_image_in_all_places_counts_in_each() -> None:
+    own, others, labels = images(6), images(6, seed=1), torch.arange(6) % 3
+    scores = Judge(own).nearer(own[:1].expand(5, -1, -1, -1), labels, others, labels)
+    assert (scores.number, scores.nearer, scores.own) == (5, 5, 6)
+    assert scores.p > 0.05  # one image five times is one piece of evidence
+    found = Judge(own).nearer(torch.cat([own, others[:1]]), labels, others, labels)
+    assert (found.nearer, found.number) == (6, 7)
+    assert found.p < 0.1
+
+
+def test_strangers_of_ordered_classes_are_at_the_null() -> None:
+    labels, counts = torch.arange(20) // 10, []
+    for seed in range(40):
+        own, others, found = (0.3 * images(20, 3 * seed + i, 6) + 0.7 * labels[:, None, None, None] for i in range(3))
+        counts.append(Judge(own).nearer(found[:10], labels, others, labels, seed))
+    assert 0.35 < np.mean([one.nearer / 10 for one in counts]) < 0.65
+    assert all(3 < one.by_chance < 7 for one in counts)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_chance_holds_for_noise_and_for_mean_images(alike: bool) -> None:
+    labels, above = torch.arange(8) % 2, 0
+    for seed in range(200):
+        own, others, found = images(8, 3 * seed, 3), images(8, 3 * seed + 1, 3), images(6, 3 * seed + 2, 3)
+        found = torch.full_like(found, 0.5) if alike else found
+        scores = Judge(own).nearer(found, labels, others, labels, seed)
+        above += scores.nearer > scores.by_chance_95
+    assert above <= 10
+
+
+def test_originals_without_numbers_are_near_to_nothing() -> None:
+    labels = torch.zeros(8)
+    scores = Judge(images(8) * float("nan")).nearer(images(4), labels, images(8, seed=1), labels)
+    assert scores.nearer == 0

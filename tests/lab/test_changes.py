@@ -93,9 +93,10 @@ def test_the_server_computes_the_weights_with_which_a_later_training_begins(runs
 def test_a_digest_of_the_data_is_the_judges_under_noise(runs, tmp_path, monkeypatch, capsys):
     _, results, _ = attacked(monkeypatch, capsys, runs / "private", "--attack", "gradient matching")
     one = results["arrays", "gradient matching"]
-    assert one["among"] == {"own": 20, "others": 20}
-    assert one["scores"]["chance"] == 0.5
-    assert one["scores"]["number"] == one["control"]["number"] == 16
+    assert 8 <= one["scores"]["own"] <= one["images"] == 20
+    assert one["scores"]["number"] == 16
+    assert 5 < one["scores"]["by_chance"] < 11
+    assert one["secret"]
     assert "only the institution knows" in one["sentence"]
     run = shutil.copytree(runs / "private", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
     file = run / FOLDER / "institution-1.sha256"
