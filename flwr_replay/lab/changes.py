@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from flwr_replay.attacks.attacker import Attacker, Attempt
 from flwr_replay.attacks.catalogue import LAST, MATCHING
 from flwr_replay.attacks.gradients import LocalSteps, change_of, is_statistic
+from flwr_replay.data.partitions import institution_name
 from flwr_replay.errors import DataError, RunError
 from flwr_replay.files.tensors import StateDict
-from flwr_replay.data.partitions import institution_name
 from flwr_replay.lab.begun import begun_with
 from flwr_replay.lab.evidence import NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit
 from flwr_replay.lab.judge import NEAR, OTHERS, Originals, OtherOriginals, check_replay, same_data
