@@ -167,14 +167,14 @@ class Judge:
         """
         found_nCHW, own = as_input(reconstructions_nCHW).cpu(), self.originals_NCHW
         distances_nM = distances(found_nCHW, torch.cat([own, as_input(others_NCHW).cpu()]))
-        nearest_nM = distances_nM <= distances_nM.amin(1, keepdim=True)
+        nearest_nM = (distances_nM <= distances_nM.amin(1, keepdim=True)).numpy()
         labels_M = torch.cat([labels_N, other_labels_N]).numpy()
-        other_M, rng = torch.arange(len(labels_M)) >= len(own), derived_rng(seed, "exchanged")
+        other_M, rng = np.arange(len(labels_M)) >= len(own), derived_rng(seed, "exchanged")
         counts = [_nearer_to_own(nearest_nM, other_M)]
         for _ in range(EXCHANGES):
-            exchanged_M = torch.empty_like(other_M)
+            exchanged_M = np.empty_like(other_M)
             order = np.lexsort((rng.random(len(labels_M)), labels_M))  # random within each label, of which it is even
-            exchanged_M[order] = torch.arange(len(order)) % 2 == 1
+            exchanged_M[order] = np.arange(len(order)) % 2 == 1
             counts.append(_nearer_to_own(nearest_nM, exchanged_M))
         decibels_n, likeness = self._likeness(found_nCHW, distances_nM[:, : len(own)].argmin(1))
         return NearerScores(
@@ -212,7 +212,7 @@ class Judge:
         return distances_nN.gather(1, rows_n[:, None])[:, 0] <= distances_nN.amin(1)
 
 
-def _nearer_to_own(nearest_nM: Tensor, other_M: Tensor) -> int:
+def _nearer_to_own(nearest_nM: NDArray[np.bool_], other_M: NDArray[np.bool_]) -> int:
     """Count rows all of whose nearest images are the institution's own; a row without numbers has none."""
     return int((nearest_nM.any(1) & ~(nearest_nM & other_M).any(1)).sum())
 
