@@ -15,7 +15,7 @@ from flwr_replay.config.compose import model_named
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
-from flwr_replay.files.atomic import alone
+from flwr_replay.files.atomic import alone, sweep
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import make_task
@@ -153,6 +153,7 @@ def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Pat
     config, run_id = open_run(job.config)
     stored = Path(config.runs_dir) / config.run_name / "result.json"
     if stored.exists() and (result := read_result(stored.parent))["rounds"] >= config.rounds:
+        sweep(stored.parent)  # of a page that a killed process was writing
         return result, stored.parent  # a finished run is not run again
     fresh = job.settings.model
     assert fresh is not None
