@@ -20,7 +20,7 @@ class TrainedMyMethod(Trained):
     @classmethod
     def empty(cls, arrays: Weights) -> TrainedMyMethod:
         """Return the answer of a training without examples."""
-        return cls(arrays=arrays, num_examples=0, examples_seen=0, train_loss=0.0, moved=0.0)
+        return cls(arrays=arrays, num_examples=0, examples_seen=0, num_steps=0, train_loss=0.0, moved=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
