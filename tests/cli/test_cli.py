@@ -309,7 +309,7 @@ def test_classes_that_starve_are_said_after_a_run_and_in_its_result(flwr_replay)
     words = ["run", "strategy=local", "model=mlp", "model.width=4", "rounds=1", "partition=majority", "p=0.7"]
     code, out, err = flwr_replay(*words, "partition.size=200", "run-name=first")
     assert code == 0, err
-    [warning] = [line for line in out.splitlines() if line.startswith("warning: classes starve at ")]
+    assert "warning: classes starve at " in out
     assert len([line for line in out.splitlines() if ": largest 140 of class " in line]) == 4
     classes = json.loads(Path("runs/first/result.json").read_text())["skew"]["classes"]
     largest = classes["uniform-size"]
