@@ -17,7 +17,7 @@ def test_who_moves_too_far_is_drawn_back():
     steps = [1.0, -1.0, 1.0, 9.0]  # from θ = 0; the median distance is 1, so that the bound is 2
     method = MyMethod(MyMethodConfig(bound=2.0))
     method.sent = {"w": np.zeros(1, np.float32)}
-    counts = {"num_examples": 5, "examples_seen": 5}
+    counts = {"num_examples": 5, "examples_seen": 5, "num_steps": 1}
     answers = [
         TrainedMyMethod(arrays=array_record({"w": np.float32([step])}), moved=abs(step), **counts) for step in steps
     ]
