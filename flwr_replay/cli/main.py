@@ -286,6 +286,11 @@ def main() -> None:
     except NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
+    except Abort as error:  # a RuntimeError
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C in a command, not at a question
+            sys.exit(130)
+        print("nothing was changed", file=sys.stderr)
+        sys.exit(1)
     except (FlwrReplayError, OSError, ClickException) as error:
         text = error.format_message() if isinstance(error, ClickException) else str(error)
         print(f"error: {TWICE.sub('', ' '.join(text.split()))}", file=sys.stderr)
@@ -299,7 +304,7 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    except (KeyboardInterrupt, Abort):
+    except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
 

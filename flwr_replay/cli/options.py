@@ -10,7 +10,7 @@ import typer
 from flwr_replay.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from flwr_replay.runs.described import Described
+    from flwr_replay.runs.described import Described, Option
 
 __all__ = ["options"]
 
@@ -18,11 +18,17 @@ __all__ = ["options"]
 def options(
     group: Annotated[str, typer.Argument(metavar="[GROUP]", help="task, training, strategy=fedreplay, …")] = "",
 ) -> None:
-    """Explain the options of a run: their values, defaults and meaning. Without GROUP: what groups there are."""
+    """Explain the options of a run: their values, defaults and meaning. Without GROUP: what groups there are.
+
+    GROUP may also be one option: ks, partition.ks.
+    """
     from flwr_replay.runs.described import described
 
     known = described()
     if group and group not in known:
+        if found := _named(known, group):
+            print("\n".join(line for place, option in found for line in _option(option, place)))
+            return
         raise ConfigError(f"unknown group of options {group!r}: {nearest(group, list(known))}")
     lines = _explained(group, known[group]) if group else _overview(known)
     print("\n".join(lines))
@@ -44,19 +50,28 @@ def _explained(name: str, one: Described) -> Iterator[str]:
         yield f"{name}={choice}{'  (default)' if choice == one.chosen else ''}"
         yield from _filled(text, 4)
     for option in one.options:
-        yield ""
-        yield f"{option.name}  ({option.type})"
-        yield from _filled(option.text, 4)
-        several = len(option.default) > 1
-        values = [
-            (value or "empty") + (f" ({', '.join(having)})" if several else "")
-            for value, having in option.default.items()
-        ]
-        yield from _filled(f"default: {'; '.join(values)}", 4)
+        yield from _option(option)
     if name == "strategy":
         yield from ("", "flwr-replay options strategy=fedreplay explains a method's own options.")
     elif not one.options:
         yield from ("", "No options of its own.")
+
+
+def _named(known: Mapping[str, Described], name: str) -> list[tuple[str, Option]]:
+    """Find one option by its long or its short name, with its group; some groups have options of the same name."""
+    name = name.replace("_", "-")
+    return [(g, o) for g, one in known.items() for o in one.options if name in (o.name, o.name.rpartition(".")[2])]
+
+
+def _option(option: Option, group: str = "") -> Iterator[str]:
+    yield ""
+    yield f"{option.name}  ({option.type})" + (f"  of {group}" if "=" in group else "")
+    yield from _filled(option.text, 4)
+    several = len(option.default) > 1
+    values = [
+        (value or "empty") + (f" ({', '.join(having)})" if several else "") for value, having in option.default.items()
+    ]
+    yield from _filled(f"default: {'; '.join(values)}", 4)
 
 
 def _filled(text: str, indent: int = 0) -> list[str]:

@@ -85,15 +85,20 @@ def clean(
     places: Places,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
 ) -> None:
-    """Delete what finished runs no longer need: checkpoints, uploads, recorded messages. Results and models stay."""
+    """Delete what finished runs no longer need: checkpoints, uploads, recorded messages. Results and models stay.
+
+    RUN may be a comparison's directory, and means all runs in it. Delete whole runs by rm -r.
+    """
     from flwr_replay.report.progress import shown_bytes
-    from flwr_replay.runs.listing import SPARE, clean
+    from flwr_replay.runs.listing import clean, spare
 
     folders = [_folder(place) for place in places]
-    if not yes:
-        typer.confirm(f"Delete {', '.join(SPARE)} of {len(folders)} runs? They cannot be made longer then", abort=True)
-    gone = clean(folders)
-    print("\n".join(f"{place}  {shown_bytes(count)}" for place, count in gone) or "nothing to delete")
+    found = spare(folders)
+    print("\n".join(f"{place}  {shown_bytes(count)}" for place, count in found) or "nothing to delete")
+    if found and not yes:
+        total = shown_bytes(sum(count for _, count in found))
+        typer.confirm(f"Delete these, {total}? The runs cannot be made longer then", abort=True)
+    clean(folders)
 
 
 def watch(place: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")]) -> None:

@@ -16,7 +16,7 @@ from flwr_replay.report.progress import shown_metrics, shown_time
 from flwr_replay.report.summary import confusion_of
 from flwr_replay.runs.opening import read_result
 
-__all__ = ["SPARE", "Listed", "clean", "listed", "runs_in", "watch"]
+__all__ = ["SPARE", "Listed", "clean", "listed", "runs_in", "spare", "watch"]
 
 SPARE = ("checkpoints", "latents", "shared", "mailbox", "messages", "replay")  # a finished run's result needs none
 EVERY = 1.0  # seconds between two looks at a live run
@@ -73,28 +73,37 @@ def listed(folder: Path) -> Listed:
     return Listed(folder, result, max(0.0, time.time() - last), sum(path.stat().st_size for path in files))
 
 
-def clean(folders: Sequence[Path]) -> list[tuple[Path, int]]:
-    """Delete what finished runs no longer need; return each folder that is gone, with its bytes.
-
-    Metrics, ledger, result, page and models stay. Without checkpoints a run cannot be made longer.
+def spare(folders: Sequence[Path]) -> list[tuple[Path, int]]:
+    """Return what finished runs no longer need, each folder with its bytes; a comparison's folder means all its runs.
 
     Raises
     ------
     RunError
-        If a run has not finished, or a process works in it; nothing has been deleted then.
+        If there is no run, or one has not finished.
     """
-    for folder in folders:
-        if listed(folder).result is None:
-            raise RunError(
-                f"only finished runs are cleaned; {folder} has no result.json: resume it, or delete it yourself"
-            )
-    gone = []
-    for folder in folders:
-        with alone(folder):
+    found = []
+    for root in folders:
+        for folder in [root] if (root / "config.yaml").exists() or not root.is_dir() else runs_in(root):
+            if listed(folder).result is None:
+                raise RunError(
+                    f"only finished runs are cleaned; {folder} has no result.json: resume it, or delete it yourself"
+                )
             for place in (folder / name for name in SPARE if (folder / name).is_dir()):
-                gone.append((place, sum(path.stat().st_size for path in place.rglob("*") if path.is_file())))
-                shutil.rmtree(place)
-    return gone
+                found.append((place, sum(path.stat().st_size for path in place.rglob("*") if path.is_file())))
+    return found
+
+
+def clean(folders: Sequence[Path]) -> None:
+    """Delete what `spare` finds. Metrics, ledger, result, page and models stay; no run can be made longer then.
+
+    Raises
+    ------
+    RunError
+        If `spare` refuses, before anything is deleted, or a process works in a run.
+    """
+    for place, _ in spare(folders):
+        with alone(place.parent):
+            shutil.rmtree(place)
 
 
 def watch(folder: Path, wait: bool = True) -> Iterator[str]:

@@ -1,6 +1,8 @@
 """flwr-replay runs and watch."""
 
 import shutil
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,7 +12,7 @@ from flwr_replay import run
 from flwr_replay.api import Run, plot
 from flwr_replay.cli.main import app
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.runs.listing import clean, watch
+from flwr_replay.runs.listing import spare, watch
 from flwr_replay.runs.opening import read_result
 
 TINY = {"task": "digits", "nodes": 2, "rounds": 2, "model.width": 4}
@@ -76,7 +78,28 @@ def test_cleaning_keeps_what_a_result_needs(runs, capsys, tmp_path):
     assert not (folder / "messages").exists()
     assert (folder / "models" / "global.safetensors").exists()
     assert "cwt on digits" in said(capsys, "runs", "show", folder)
-    assert clean([folder]) == []
+    assert spare([folder]) == []
+    shutil.copytree(runs / "cwt", tmp_path / "compare-x" / "cwt-seed0")
+    asked = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from flwr_replay.cli.main import main; main()",
+            "runs",
+            "clean",
+            tmp_path / "compare-x",
+        ],
+        input="n\n",
+        capture_output=True,
+        text=True,
+    )
+    assert asked.returncode == 1
+    assert asked.stderr.splitlines()[-1] == "nothing was changed"
+    assert "cwt-seed0/checkpoints" in asked.stdout
+    assert "replay" not in asked.stdout.replace(str(tmp_path), "")
+    assert spare([tmp_path / "compare-x"])
+    assert "cwt-seed0" in said(capsys, "runs", "clean", "--yes", tmp_path / "compare-x")
+    assert not spare([tmp_path / "compare-x"])
 
 
 def test_a_live_run_is_followed_to_its_end(runs, tmp_path):
