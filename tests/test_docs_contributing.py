@@ -38,17 +38,25 @@ def test_the_five_files_are_shown():
 
 
 def test_the_example_runs(checkout):  # in one process, since importing torch takes most of the time
+    loose = (checkout / "strategies" / "mine.py").read_text().replace("frozen=True, kw_only=True", "")
+    (checkout / "strategies" / "loose.py").write_text(loose)
     script = """
 import sys, pytest
+from flwr_replay.config.halves import load_strategy
+from flwr_replay.errors import ConfigError
 from flwr_replay.check import check_strategy
 from flwr_replay.cli.main import strategies
 check_strategy("mine")
 strategies()
+with pytest.raises(ConfigError, match="strategies/loose.py: .*write @dataclass.frozen=True, kw_only=True"):
+    load_strategy("loose")
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/strategies/test_mine.py"]))
 """
     said = python(checkout, "-c", script)
-    assert "mine\n  all institutions train the same model at once; the server takes the median" in said
-    assert "1 passed" in said
+    assert "mine all institutions train the same model at once; the server averages every weight" in " ".join(
+        said.split()
+    )
+    assert "4 passed" in said
 
 
 def test_its_halves_are_well_formed(checkout):

@@ -221,16 +221,23 @@ def report(place: Annotated[str, typer.Argument(metavar="RUN|COMPARE|STUDY")]) -
 
 
 @app.command()
-def strategies(as_json: AsJson = False) -> None:
+def strategies(
+    name: Annotated[str, typer.Argument(help="One of them: its source, algorithm and deviations, too.")] = "",
+    as_json: AsJson = False,
+) -> None:
     """List the methods: what each does, and what it sends."""
-    from flwr_replay.runs.forecast import describe_strategies
+    from flwr_replay.runs.forecast import describe_strategies, document_of
+    from flwr_replay.terminal import wrapped
 
+    if name:
+        print(json.dumps({name: document_of(name)}, indent=2) if as_json else wrapped(document_of(name)))
+        return
     described = describe_strategies()
     if as_json:
         print(json.dumps(described, indent=2))
         return
     for name, (idea, travels) in described.items():
-        print(f"{name}\n  {idea}\n  Travels: {travels}\n")
+        print(wrapped(f"{name}\n  {idea}\n  Travels: {travels}\n"))
 
 
 @data.command("show")

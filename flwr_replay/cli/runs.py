@@ -46,6 +46,7 @@ def show(places: Places) -> None:
 @app.command("compare")
 def compare_runs(places: Places) -> None:
     """Print the metrics of finished runs side by side. For differences with intervals, use flwr-replay compare."""
+    from flwr_replay.runs.listing import same_bits
     from flwr_replay.terminal import fitted
 
     results = [(one.folder.name, one.result) for one in _finished(places, "compared")]
@@ -56,6 +57,8 @@ def compare_runs(places: Places) -> None:
         values = [f"{final[name]:.4f}" if name in final else "" for name in names]
         rows.append([folder, result["strategy"], result["task"], str(result["seed"]), *values])
     print(fitted("", ["run", "method", "task", "seed", *names], rows))
+    if len(places) > 1:
+        print(same_bits([_folder(place) for place in places]))
 
 
 @app.command()

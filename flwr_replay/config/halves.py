@@ -71,6 +71,10 @@ def _half(package: str, name: str, suffix: str) -> tuple[type[Any], ModuleType]:
             if error.name != full:
                 raise
             raise ConfigError(f"a method {name!r} has a file {file}: {nearest(name, choices('strategy'))}") from None
+        except TypeError as error:
+            if "frozen dataclass" not in str(error):
+                raise
+            raise ConfigError(f"{file}: {error}: write @dataclass(frozen=True, kw_only=True)") from None
     found: list[type[Any]] = [value for key, value in vars(module).items() if key.lower() == f"{name}{suffix}"]
     if not found:
         raise ConfigError(

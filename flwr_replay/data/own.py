@@ -44,7 +44,10 @@ def read_own(task: TaskConfig) -> dict[str, Raw]:
         splits = load(task.data_dir)
     except Exception as error:  # the user's code: any error, as one line
         said = str(error).partition("\n")[0]
-        raise DataError(f"{option} failed: {type(error).__name__}: {said}") from None
+        advice = (
+            ": set task.data-dir to the folder of the data" if isinstance(error, OSError) and not task.data_dir else ""
+        )
+        raise DataError(f"{option} failed: {type(error).__name__}: {said}{advice}") from None
     if not isinstance(splits, Mapping) or set(splits) not in SPLITS:
         got = ", ".join(map(str, splits)) if isinstance(splits, Mapping) else type(splits).__name__
         raise ConfigError(f'{option} must return {{"train": …, "test": …}}, perhaps with "val", or "all"; got {got}')

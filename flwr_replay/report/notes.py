@@ -32,6 +32,7 @@ def notes(report: Mapping[str, Any]) -> list[str]:
         f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is the standard deviation over seeds{over}; worst "
         "institution, bytes, examples (with repetitions) and seconds are means over seeds"
     ]
+    lines += [f"methods differ in {line}" for line in report.get("differ", [])]  # older versions did not say so
     lines += _skews(report)
     if (seeds := len(report["seeds"])) < FEWEST:
         lines.append(f"no intervals: {seeds} seed{'s' * (seeds > 1)} cannot show the variation by chance, {FEWEST} can")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from flwr_replay.config.catalogue import choices
+from flwr_replay.config.catalogue import check_choice, choices
 from flwr_replay.config.halves import allow_strategy, load_strategy
 from flwr_replay.data.dealt import loaded
 from flwr_replay.errors import ConfigError
@@ -32,7 +32,16 @@ from flwr_replay.wire.recording import DIRECTIONS
 from flwr_replay.wire.records import metrics_in
 from flwr_replay.wire.weights import to_arrays
 
-__all__ = ["Expected", "describe_strategies", "exchanged", "expected", "forecast", "forecast_page", "idea_of"]
+__all__ = [
+    "Expected",
+    "describe_strategies",
+    "document_of",
+    "exchanged",
+    "expected",
+    "forecast",
+    "forecast_page",
+    "idea_of",
+]
 
 
 @dataclass(frozen=True)
@@ -217,9 +226,22 @@ def describe_strategies() -> dict[str, tuple[str, str]]:
     return found
 
 
+def document_of(name: str) -> str:
+    """Return what a method's file says of it: source, idea, algorithm, deviations.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such method.
+    """
+    check_choice("strategy", name)
+    allow_strategy(name)
+    return (inspect.getmodule(load_strategy(name)[0]).__doc__ or "").strip()
+
+
 def idea_of(name: str) -> tuple[str, str]:
     """Return a method's idea and what it sends; empty where its file does not say so."""
-    document = inspect.getmodule(load_strategy(name)[0]).__doc__ or ""
+    document = document_of(name)
     return _paragraph(document, "Idea: "), _paragraph(document, "Travels: ")
 
 

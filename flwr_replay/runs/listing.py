@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -10,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import RunError
-from flwr_replay.files.atomic import alone, read_lines
+from flwr_replay.files.atomic import alone, read_bytes, read_lines
 from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.progress import shown_metrics, shown_time
 from flwr_replay.report.summary import confusion_of
 from flwr_replay.runs.opening import read_result
 
-__all__ = ["SPARE", "Listed", "clean", "listed", "runs_in", "spare", "watch"]
+__all__ = ["SPARE", "Listed", "clean", "listed", "runs_in", "same_bits", "spare", "watch"]
 
 SPARE = ("checkpoints", "latents", "shared", "mailbox", "messages", "replay")  # a finished run's result needs none
 EVERY = 1.0  # seconds between two looks at a live run
@@ -55,6 +56,25 @@ def runs_in(root: Path) -> list[Path]:
     if not found:
         raise RunError(f"{root} must be a folder with run directories; it has none: give --runs-dir")
     return sorted(found, key=lambda folder: (folder / "config.yaml").stat().st_mtime)
+
+
+def same_bits(folders: Sequence[Path]) -> str:
+    """Say whether finished runs have identical metrics of all rounds, and identical final global weights.
+
+    Parameters
+    ----------
+    folders : sequence of Path
+        Run directories, at least two.
+    """
+    files = [(folder / "metrics.jsonl", folder / "models" / "global.safetensors") for folder in folders]
+    said = []
+    for name, found in zip(("metrics", "final global weights"), zip(*files, strict=True), strict=True):
+        if not all(file.exists() for file in found):
+            said.append(f"{name}: not in every run")
+            continue
+        digests = {hashlib.sha256(read_bytes(file)).digest() for file in found}
+        said.append(f"{name}: {'identical' if len(digests) == 1 else 'different'}")
+    return "; ".join(said)
 
 
 def listed(folder: Path) -> Listed:

@@ -41,6 +41,16 @@ from flwr_replay.studies.methods import methods_of, named, options_of, swept
 
 __all__ = ["Comparison", "compare_strategies", "planned", "run_comparisons"]
 
+MAY_DIFFER = (  # what a preset sets for a method
+    ("model", "name"),
+    ("model", "norm"),
+    ("privacy", "dp"),
+    ("training", "optimizer"),
+    ("training", "lr"),
+    ("training", "momentum"),
+    ("training", "batch_size"),
+    ("replay", "name"),
+)
 NOT_THE_RESULT = ("strategy", "seed", "runs_dir", "run_name", "resume", "timeout", "wait")
 
 
@@ -113,7 +123,7 @@ def planned(
     against = against or labels[0 if first else -1]
     if against not in labels:
         raise ConfigError(f"--against must be one of the methods compared; got {against!r}: {nearest(against, labels)}")
-    folder, config, cells, noise = _plan(methods, shared, seeds, runs_dir)
+    folder, config, cells, more = _plan(methods, shared, seeds, runs_dir)
     task = make_task(config.task)
     metric = metric or task.metric
     reported = [load_strategy(method.strategy)[0].evaluated.metrics(task) for method in methods]
@@ -129,7 +139,7 @@ def planned(
         "higher-is-better": re.sub("^(external-|before-mixing-)?(proxy-)?", "", metric) not in ERRORS,
         "against": against,
         "seeds": list(seeds),
-        "noise": noise,
+        **more,
         "options": shared,
         "folder": str(folder),
     }
@@ -167,8 +177,8 @@ def run_comparisons(comparisons: Sequence[Comparison], jobs: int) -> list[tuple[
 
 def _plan(
     methods: Sequence[Method], shared: Sequence[str], seeds: Sequence[int], runs_dir: Path
-) -> tuple[Path, RunConfig, list[Cell], dict[str, str]]:
-    """Resolve and check every cell, and say with which noise each method trains; nothing is written yet."""
+) -> tuple[Path, RunConfig, list[Cell], dict[str, Any]]:
+    """Resolve and check every cell; say how methods differ, and their noise. Nothing is written yet."""
     given = [f"strategy={methods[0].strategy}", *shared]
     _, common = resolve(given, ".", "")  # the shared options, without any method's own
     alike = {key: value for key, value in asdict(common).items() if key not in NOT_THE_RESULT}
@@ -188,7 +198,23 @@ def _plan(
                 simulation = Simulation.of(replace(config, seed=seed))
             noise.setdefault(method.label, _noise(simulation))
             cells.append(Cell(method, seed, place, (*overrides, f"seed={seed}", f"run_name='{place.name}'")))
-    return folder, common, cells, noise
+    alone = {method.label: config for method, (_, config) in zip(methods, resolved, strict=True)}
+    return folder, common, cells, {"noise": noise, "differ": _differing(methods, alone)}
+
+
+def _differing(methods: Sequence[Method], configs: Mapping[str, RunConfig]) -> list[str]:
+    """Say in which options, not written by the user, methods differ: `model.norm: batch (cwt), group (proxyfl)`."""
+    written = {option.partition("=")[0] for method in methods for option in method.options}
+    sections = {label: asdict(config) for label, config in configs.items()}
+    lines = []
+    for section, option in MAY_DIFFER:
+        found: dict[str, list[str]] = {}
+        for label, values in sections.items():
+            found.setdefault(str(values[section].get(option, "none")), []).append(label)
+        if len(found) > 1 and f"{section}.{option}" not in written and section not in written:
+            shown = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in found.items())
+            lines.append(f"{section}.{option}: {shown}")
+    return lines
 
 
 @contextmanager

@@ -292,6 +292,10 @@ def test_strategies_lists_what_travels(flwr_replay):
     described = json.loads(out)
     assert set(described) == set(choices("strategy"))
     assert all(idea and travels for idea, travels in described.values())
+    code, out, _ = flwr_replay("strategies", "fedavg")
+    assert code == 0
+    assert "Deviations: A pass has" in out
+    assert flwr_replay("strategies", "fedavgg")[0] == 2
 
 
 def test_data_show_prints_and_plots(flwr_replay, tmp_path):

@@ -40,6 +40,9 @@ def test_runs_are_listed_and_shown(runs, capsys, tmp_path):
     assert "Nothing here is differentially private" in said(capsys, "runs", "show", runs / "cwt")
     table = said(capsys, "runs", "compare", runs / "cwt", runs / "fedavg")
     assert "fedavg" in table
+    assert table.endswith("metrics: different; final global weights: different\n")
+    same = said(capsys, "runs", "compare", runs / "cwt", runs / "cwt")
+    assert same.endswith("metrics: identical; final global weights: identical\n")
     assert all(max(map(len, one.splitlines())) <= 80 for one in (table, listed))
     with pytest.raises(RunError, match="it has none"):
         said(capsys, "runs", "list", "--runs-dir", tmp_path)

@@ -233,6 +233,11 @@ def test_wrong_data_are_one_line(own, function, said):
     assert said in str(error.value)
 
 
+def test_data_of_ones_own_without_a_folder_have_the_advice_to_name_one(own):
+    with pytest.raises(DataError, match=r"failed: OSError: nothing in : set task\.data-dir to the folder"):
+        load(composed("task=owndata:fails").task)
+
+
 def test_no_dp_on_data_that_nobody_has_checked(own):
     with pytest.raises(ConfigError, match="mixes patients without noise"):
         PrivacyPlan.of(composed("task=owndata:arrays", "dp=classifier", "target-epsilon=8"))

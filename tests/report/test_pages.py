@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flwr_replay.api import Comparison
 from flwr_replay.cli.main import app
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import read_json, write_json
@@ -236,6 +237,12 @@ def test_a_comparison_and_a_study_have_pages(tmp_path, monkeypatch, capsys):
     assert page.faults == []
     assert "Which of 2 methods has the best accuracy over 2 seeds" in page.text
     assert "less cwt, 95 %" in page.text
+    assert "at delta 0.001 (dp=classifier)" in page.text
+    assert "fedavg:dp=classifier:target-epsilon=9: at the smallest institution, classifier: sigma" in page.text
+    assert "choose delta=" not in page.text
+    text = Comparison(folder, report, "").shown("latex")
+    assert "epsilon " in text
+    assert "nan" not in text.lower()
     before = (folder / "report.html").read_bytes()
     assert write_page(folder).read_bytes() == before
     (tmp_path / "compare.png").write_bytes((folder / "compare.png").read_bytes())

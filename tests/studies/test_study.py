@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from flwr_replay.cli.main import app
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.generators.plan import ReplayPlan
@@ -13,7 +14,7 @@ from flwr_replay.report.gaps import gaps
 from flwr_replay.report.histories import by_epsilon
 from flwr_replay.simulations import feder, leakage, partitions, proxyfl, replay, skew
 from flwr_replay.studies.methods import methods_of, named, options_of
-from flwr_replay.studies.study import Part, run_study, studies
+from flwr_replay.studies.study import Part, parts_of, run_study, studies
 
 
 def test_every_part_composes():
@@ -64,6 +65,12 @@ def test_a_quick_study_has_every_method_with_the_first_seed_and_two_rounds(tmp_p
     assert text == (tmp_path / "study-skew-quick.md").read_text()
     results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
     assert [(found["rounds"], found["seed"]) for found in results] == [(2, 7), (2, 7)]
+
+
+def test_a_studys_parts_are_listed_with_what_they_are(capsys):
+    app(["study", "proxyfl", "--list"], standalone_mode=False)
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in listed] == [part.name for part in parts_of("proxyfl")]
 
 
 def test_what_is_not_there_is_reported_before_anything_runs(tmp_path):
