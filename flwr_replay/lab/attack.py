@@ -27,6 +27,7 @@ from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError
 from flwr_replay.files.atomic import private_folder, read_json, write_json
 from flwr_replay.institution.pictures import SHOWN, draw_grid
 from flwr_replay.lab.auxiliary import auxiliary_of, without
+from flwr_replay.lab.changes import NOT_ANEW
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals, OtherOriginals, originals_of
 from flwr_replay.lab.labels import label_attacks
@@ -42,10 +43,6 @@ __all__ = ["FOLDER", "Only", "attack_run"]
 
 FOLDER = "attacks"
 FEWEST = 8  # images of an institution, and others, below which nobody says to whom a picture is nearer
-NOT_ANEW = (
-    "the originals are the run's, by their digest, but what was sent could not be computed anew from them: other "
-    "threads and many steps give other digits"
-)
 RESULTS = {"attacks": list, "options": dict}
 
 

@@ -28,7 +28,7 @@ from flwr_replay.learning.training import at_once, iterations, make_optimizer, s
 from flwr_replay.wire.recording import Recorded
 from flwr_replay.wire.weights import load_arrays
 
-__all__ = ["OfChange"]
+__all__ = ["NOT_ANEW", "OfChange"]
 
 MOST_BEHIND = 128  # images behind one answer that a search looks for
 PLAIN = ("fedavg", "fedavgm", "fedsgd", "cwt")  # methods whose first visit is nothing but the steps simulated here
@@ -36,7 +36,7 @@ BLOCK = 256  # examples whose gradient FedSGD computes at once
 MOST_STEPS = 64  # of local training that are simulated
 NOT_ANEW = (
     "A digest proves the originals; what was sent could not be computed anew from them, for the method adds something, "
-    "or other threads and many steps give other digits."
+    "or other threads and many steps give other digits"
 )
 OTHER_OPTIMIZER = "The institution's optimizer was {}; the search has simulated steps of plain SGD."
 UNKNOWN_TEACHER = (
@@ -216,7 +216,7 @@ class OfChange(Trial):
             raise OtherOriginals(f"{OTHERS}: give the data of the run, as they were when it ran")
         if not same:
             raise DataError(f"{OTHERS}, or {config.strategy.name} trains otherwise than FedAvg")
-        self.add(NOT_ANEW)
+        self.add(f"{NOT_ANEW}.")
         return kept_n if self.mixed == len(kept_n) else None
 
     def _near(self, anew: dict[str, Tensor]) -> bool:
