@@ -40,11 +40,22 @@ LATENTS = "dp=latents:latent-clip=10:label-epsilon=20"
 FEW = ["task=mnist", "partition=iid", "nodes=2", "rounds=1"]
 
 
-def part(name: str, about: str, methods: Sequence[str], options: Sequence[str], data: str = "mnist-full") -> Part:
+def part(
+    name: str, about: str, methods: Sequence[str], options: Sequence[str], data: str = "mnist-full", field: str = ""
+) -> Part:
     """Return a part whose runs record their messages and are attacked."""
     against = methods[0].split(" := ")[0]
     recorded = [*options, "record=all", "seeds=3"]
-    return Part(name=name, about=about, methods=methods, options=recorded, against=against, data=data, attack="undealt")
+    return Part(
+        name=name,
+        about=about,
+        methods=methods,
+        options=recorded,
+        against=against,
+        data=data,
+        attack="undealt",
+        field=field,
+    )
 
 
 def latents(width: int) -> list[str]:
@@ -54,9 +65,9 @@ def latents(width: int) -> list[str]:
 
 
 def table() -> list[str]:
-    """Return the rows of Table 3: FedReplay, SplitNN behind the first and the last cut, FedAvg and FedSGD."""
+    """Return the rows of Table 3: FedReplay and SplitNN behind each cut, FedAvg and FedSGD."""
     own = RESNET.format(width=16, norm="batch")
-    halves = [f"splitnn, {cut} := splitnn:cut={cut}:{own}" for cut in (CUTS[0], CUTS[-1])]
+    halves = [f"splitnn, {cut} := splitnn:cut={cut}:{own}" for cut in CUTS]
     return [*latents(16), *halves, *(f"{name} := {name}:{own}" for name in ("fedavg", "fedsgd"))]
 
 
@@ -65,11 +76,28 @@ def gradients(examples: int, steps: int = 1) -> Part:
     kinds = ("fedavg", "fedsgd") if steps == 1 < examples else ("fedavg",)  # of one image they are the same
     models = list(MODELS.items())[: 3 if steps > 1 else 4]  # unrolled steps of a ResNet-18 take too long
     methods = [f"{name} {model} := {name}:{options}" for name in kinds for model, options in models]
-    methods += [f"fedavg mlp, epsilon 8 := fedavg:model=mlp:{PRIVATE}"] if examples == 8 else []
+    methods += [f"fedavg {model}, epsilon 8 := fedavg:{options}:{PRIVATE}" for model, options in models[:3]]
     size = examples * steps + examples - 1  # some images take no part in a training
     about = f"{steps} steps of {examples} of {size} images; gradients are of all of them."
     options = [*FEW, f"partition.size={size}", f"training.batch-size={examples}"]
     return part(f"gradient-{examples}" if steps == 1 else f"steps-{steps}", about, methods, options)
+
+
+def parts(examples: int) -> Part:
+    """Return a part of weights that are of a part of the network, or of proxies that have mixed."""
+    halves = {"lenet5, conv1": "lenet5:cut=conv1", "lenet5, hidden2": "lenet5:cut=hidden2", "mlp": "mlp"}
+    kinds = {"encoder": "fedreplay:encoder-epochs=1", "half": "splitnn"}
+    methods = [
+        f"{kind} {name} := {method}:model={own}" for kind, method in kinds.items() for name, own in halves.items()
+    ]
+    methods += [
+        f"proxy {name}, beta {beta} := proxyfl:rounds=3:dp=none:model={name}:beta={beta}"
+        for name in ("mlp", "lenet5")
+        for beta in (0, 0.5)
+    ]
+    options = [*FEW, f"partition.size={examples + max(1, examples // 9)}", f"training.batch-size={examples}"]
+    about = f"One step of {examples} images: what came back is a part of the network, or a proxy."
+    return part(f"parts-{examples}", about, methods, options, field="arrays")
 
 
 def local_dp() -> Part:
@@ -86,6 +114,7 @@ PARTS = [
     part("xrays", "Table 3 on chest X-rays.", table(), XRAYS, "pneumoniamnist.npz"),
     *map(gradients, (1, 8, 32)),
     *(gradients(8, steps) for steps in (4, 16)),
+    *map(parts, (8, 32)),
     local_dp(),
     part("codes", "Codes of a VQ-VAE-2, with CWT.", ["cwt, codes := cwt:replay=vqvae2"], [*MNIST, "model=cnn"]),
 ]

@@ -12,7 +12,6 @@ from typing import Any
 
 from flwr_replay.attacks.intervals import share
 from flwr_replay.lab.attack import Only, attack_run
-from flwr_replay.lab.sentences import shown_nearer
 from flwr_replay.runs.processes import end_with_parent
 
 __all__ = ["attacked", "leakage"]
@@ -20,7 +19,7 @@ __all__ = ["attacked", "leakage"]
 HEAD = "| method | {metric} | field | attack | PSNR, dB | identified | control | members, AUC | values per pixel |"
 
 
-def attacked(report: Mapping[str, Any], aux: str, minutes: float, jobs: int) -> list[dict[str, Any]]:
+def attacked(report: Mapping[str, Any], aux: str, field: str, minutes: float, jobs: int) -> list[dict[str, Any]]:
     """Attack the first institution's messages in every finished run of a comparison.
 
     Parameters
@@ -29,6 +28,8 @@ def attacked(report: Mapping[str, Any], aux: str, minutes: float, jobs: int) -> 
         As `flwr_replay.studies.compare.run_comparisons` returns it.
     aux : str
         The attacker's own images, as `flwr-replay privacy attack` takes them.
+    field : str
+        The only field that is attacked; empty: all.
     minutes : float
         For all attacks on one run, about.
     jobs : int
@@ -41,7 +42,7 @@ def attacked(report: Mapping[str, Any], aux: str, minutes: float, jobs: int) -> 
     """
     cells = [cell for cell in report["cells"] if "result" in cell]
     folders = [Path(report["folder"]) / cell["folder"] for cell in cells]
-    attack = partial(attack_run, only=Only("institution-1"), aux=aux, data="", minutes=minutes, say=print)
+    attack = partial(attack_run, only=Only("institution-1", field), aux=aux, data="", minutes=minutes, say=print)
     if jobs == 1:
         attacks = [attack(folder) for folder in folders]
     else:
@@ -87,8 +88,13 @@ def _decibels(values: list[Any]) -> str:
 
 
 def _found(scores: list[dict[str, Any]]) -> str:
-    compared = [shown_nearer(one) for one in scores if "nearer" in one]
-    return "; ".join(compared) or _identified(scores)
+    if any("nearer" in one for one in scores):
+        return "; ".join(_nearer(one) for one in scores)
+    return _identified(scores)
+
+
+def _nearer(one: dict[str, Any]) -> str:
+    return f"{one['nearer']} of {one['number']} nearer, by chance {one['by_chance']:.1f} (p = {one['p']:.3f})"
 
 
 def _identified(scores: list[dict[str, Any]]) -> str:

@@ -43,6 +43,7 @@ class Part:
     data: str = ""  # a folder or file under --data
     group: str = ""  # parts of one group share an overview
     attack: str = ""  # the attacker's own images, of a part whose recorded messages are attacked; empty: they are not
+    field: str = ""  # the only one that is attacked; empty: all
 
 
 def studies() -> list[str]:
@@ -110,7 +111,9 @@ def run_study(
     name = f"{name}-quick" if quick else name
     minutes = MINUTES / 60 if quick else MINUTES
     leaks = {
-        part.name: leakage(attacked(reports[part.name], part.attack, minutes, jobs), reports[part.name]["metric"])
+        part.name: leakage(
+            attacked(reports[part.name], part.attack, part.field, minutes, jobs), reports[part.name]["metric"]
+        )
         for part in chosen
         if part.attack
     }
