@@ -72,7 +72,7 @@ def nearest(value: str, known: Iterable[str]) -> str:
     >>> nearest("fedreplya", ["cwt", "fedreplay"])
     'did you mean fedreplay? known: cwt, fedreplay'
     """
-    names = sorted(known)
+    names = sorted(set(known))
     hint = near_matches(value, names)
     listed = f"known: {', '.join(names)}" if len(names) <= FEW else "" if hint else f"none of {len(names)} is near"
     return f"{hint} {listed}".strip()
@@ -80,5 +80,5 @@ def nearest(value: str, known: Iterable[str]) -> str:
 
 def near_matches(value: str, known: Iterable[str]) -> str:
     """Suggest near names, as a question; empty if none is near."""
-    close = difflib.get_close_matches(value, sorted(known), n=2)
+    close = difflib.get_close_matches(value, sorted(set(known)), n=2)
     return f"did you mean {' or '.join(close)}?" if close else ""

@@ -32,6 +32,7 @@ __all__ = [
     "NearerScores",
     "assigned",
     "equal_label_shares",
+    "image_metrics",
     "membership",
     "psnr",
     "ssim",
@@ -225,7 +226,7 @@ def psnr(found_nCHW: Tensor, right_nCHW: Tensor) -> Tensor:
     ConfigError
         If torchmetrics is missing.
     """
-    ratios: Tensor = _torchmetrics().peak_signal_noise_ratio(
+    ratios: Tensor = image_metrics().peak_signal_noise_ratio(
         found_nCHW, right_nCHW, data_range=1.0, reduction="none", dim=tuple(range(1, found_nCHW.ndim))
     )
     return ratios
@@ -241,7 +242,7 @@ def ssim(found_nCHW: Tensor, right_nCHW: Tensor) -> Tensor | None:
     """
     if min(found_nCHW.shape[2:]) < WINDOW:
         return None
-    likeness: Tensor = _torchmetrics().structural_similarity_index_measure(
+    likeness: Tensor = image_metrics().structural_similarity_index_measure(
         found_nCHW, right_nCHW, data_range=1.0, reduction="none", kernel_size=WINDOW
     )
     return likeness.reshape(len(found_nCHW))
@@ -314,7 +315,14 @@ def membership(member_scores_n: Tensor, other_scores_m: Tensor) -> MembershipSco
     )
 
 
-def _torchmetrics() -> ModuleType:
+def image_metrics() -> ModuleType:
+    """Import the library of PSNR and SSIM.
+
+    Raises
+    ------
+    ConfigError
+        If torchmetrics is missing.
+    """
     try:
         from torchmetrics.functional import image  # takes a second to import
     except ModuleNotFoundError:

@@ -21,7 +21,7 @@ from torch import Tensor
 from flwr_replay.attacks.attacker import Attacker, Attempt, Auxiliary
 from flwr_replay.attacks.catalogue import ATTACKS, nothing_tried
 from flwr_replay.attacks.distances import distances
-from flwr_replay.attacks.scores import ImageScores, Judge, assigned, equal_label_shares
+from flwr_replay.attacks.scores import ImageScores, Judge, assigned, equal_label_shares, image_metrics
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError, nearest
 from flwr_replay.files.atomic import private_folder, read_json, write_json
@@ -106,6 +106,7 @@ def attack_run(
     evidence = Evidence.of(folder, only.institution, only.field, run)
     config = evidence.config
     _refuse_no_images(config)
+    image_metrics()  # refused before anything is written
     about = {"about": _about(config), "claim": claim(Job.of(config).strategy(""))}
     auxiliary = auxiliary_of(config, aux)
     Attacker(evidence.form, auxiliary, 0)  # refuses images of another form

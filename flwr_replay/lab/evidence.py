@@ -130,6 +130,11 @@ class Evidence:
                 f"attacks are tried on recorded messages; {folder} has none: run again with record=all. What synthetic "
                 "images show can be measured without: flwr-replay privacy synthetic"
             )
+        if not (folder / FOLDER).exists():
+            raise RunError(
+                f"{folder} had recorded messages; its folder {FOLDER}/ is gone, as after runs clean: run again with "
+                "record=all"
+            )
         exhibits: dict[tuple[str, str, str], list[Answer]] = {}
         answered: list[Answer] = []
         declared: dict[tuple[str, str], Field] = {}

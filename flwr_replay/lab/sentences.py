@@ -65,7 +65,7 @@ def sentence(result: dict[str, Any]) -> str:
         )
     tries, right = scores["number"], round(scores["identified"]["value"] * scores["number"])
     share = f"{control['identified']['value']:.1%}" if control else ""
-    beside = f" As a control, the same scored as of other images: {share}." if control else ""
+    beside = f" As a control, the same pictures scored as if they were of other images: {share}." if control else ""
     images = round(result["batch"] / scores["chance"])
     beside += (
         " Which reconstruction is of which image, the judge chose as well as possible." if result["batch"] > 1 else ""
@@ -79,9 +79,9 @@ def sentence(result: dict[str, Any]) -> str:
 def shown_nearer(scores: dict[str, Any]) -> str:
     """Say how many pictures are nearer to own images than to other people's, and how many chance gives."""
     return (
-        f"{scores['nearer']} of {scores['number']} are nearer to one of {scores['own']:,} of its images than to any of "
-        f"as many other people's with the same labels; by chance {scores['by_chance']:.1f}, and in 95 % of cases at "
-        f"most {scores['by_chance_95']} (p = {scores['p']:.3f})"
+        f"{scores['nearer']} of {scores['number']} are nearer to an image of its own than to any of other people's "
+        f"({scores['own']:,} images on each side, with the same labels); by chance {scores['by_chance']:.1f}, and in "
+        f"95 % of cases at most {scores['by_chance_95']} (p = {scores['p']:.3f})"
     )
 
 

@@ -31,6 +31,7 @@ from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.state import RUNS
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.bounds import Guesses, auc, guessed, lower_bounds
+from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.canaries import Canaries, GradientCanaries
 from flwr_replay.runs.canary_images import ImageCanaries
@@ -124,13 +125,13 @@ def check(simulation: Simulation, kind: str) -> None:
     if kind == "gradients":
         require(
             plan is not None,
-            "canaries that are gradients test DP-SGD; got dp=none, which has no mechanism to audit: choose "
-            "dp=classifier or the like, or --kind images",
+            "canaries that are gradients test DP-SGD; got dp=none, which has no mechanism to audit: "
+            + _advice(simulation),
         )
         require(
             plan is None or bool(plan.passes),
-            f"canaries that are gradients test DP-SGD; dp={config.privacy.dp} takes no such step: choose dp=classifier "
-            "or the like",
+            f"canaries that are gradients test DP-SGD; dp={config.privacy.dp} takes no such step: "
+            + _advice(simulation),
         )
         return
     answers = [REQUESTS[stage].answer for stage in simulation.job.strategy("").all_stages()]
@@ -155,6 +156,14 @@ def check(simulation: Simulation, kind: str) -> None:
         "under DP canaries that are out are taken out of the batches of DP-SGD, and a private model with passes of its "
         "own has others: set private-epochs=0 and listen=loss, or choose --kind gradients",
     )
+
+
+def _advice(simulation: Simulation) -> str:
+    """Say which mechanisms the run's method can train by DP-SGD."""
+    known = [name for name in mechanisms_of(type(simulation.job.strategy(""))) if name != "latents"]
+    if not known:
+        return f"strategy={simulation.job.config.strategy.name} can have none: choose another strategy"
+    return f"choose dp={' or '.join(known)}, or --kind images or noise"
 
 
 def audited_app(name: str, probe: GradientCanaries | ImageCanaries) -> ClientApp:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flwr_replay.attacks.scores import image_metrics
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files.atomic import make_folder, write_atomic
 from flwr_replay.report.comparison import markdown, overview
@@ -102,6 +103,8 @@ def run_study(
             raise ConfigError(f"unknown part {wanted!r} of study {name}: {nearest(wanted, known)}; --list names all")
     chosen = [_shortened(part) if quick else part for part in parts if not only or part.name in only]
     places = {part.name: _data_option(part, data) for part in chosen}
+    if any(part.attack for part in chosen):
+        image_metrics()  # refused before anything runs
     folder = make_folder(runs_dir.expanduser().absolute(), "--runs-dir")
     comparisons = [
         planned(list(p.methods), [*p.options, *places[p.name]], p.against, runs_dir, p.metric, p.name) for p in chosen

@@ -103,7 +103,8 @@ LATENTS = ("dp=latents", "latent-clip=1", "latent-epsilon=8", "label-epsilon=1",
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["strategy=fedavg", *DIGITS], "no mechanism to audit"),
+        (["strategy=fedavg", *DIGITS], "no mechanism to audit: choose dp=generator or prior or classifier"),
+        (["strategy=splitnn", *DIGITS], "strategy=splitnn can have none: choose another strategy"),
         (["strategy=fedreplay", *DIGITS, *LATENTS], "takes no such step"),
         ([*FEDAVG, "--canaries", "5000"], "fewer than there are"),
         ([*FEDAVG, "--kind", "codes"], "--kind must be"),

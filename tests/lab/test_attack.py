@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -110,7 +111,7 @@ def test_where_a_message_is_of_all_images_other_peoples_are_the_control(runs, mo
     one = results["arrays", "gradient matching"]
     assert one["batch"] == 4
     assert 0 < one["control"]["identified"]["value"] <= 1  # the same reconstructions, assigned to four others
-    assert "scored as of other images" in one["sentence"]
+    assert "scored as if they were of other images" in one["sentence"]
 
 
 def test_an_institution_is_not_attacked_with_its_own_images(runs, tmp_path, monkeypatch, capsys):
@@ -265,6 +266,7 @@ def test_an_interrupted_command_goes_on_and_other_options_are_refused(runs, monk
         (["--field", "latent"], "did you mean latents"),
         (["--aux", "institution-7"], "--aux must be none, undealt, an institution"),
         (["--attack", "latent macthing"], "did you mean latent matching"),
+        (["--attack", "gradient matchin"], "did you mean gradient matching or gradient matching, last message?"),
         (["--minutes", "0"], "--minutes must be positive"),
     ],
 )
@@ -307,6 +309,20 @@ def test_a_damaged_message_is_named(runs, monkeypatch, capsys):
         file.write_bytes(whole)
     assert code == 2
     assert file.name in capsys.readouterr().err
+
+
+def test_messages_that_were_deleted_are_said_to_be_gone(runs, tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(runs / "raw", tmp_path / "run", ignore=shutil.ignore_patterns(FOLDER, "attacks"))
+    assert command(monkeypatch, "privacy", "attack", str(run)) == 2
+    assert "is gone, as after runs clean: run again with record=all" in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_the_library_of_scores_nothing_is_written(runs, tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(runs / "raw", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
+    monkeypatch.setitem(sys.modules, "torchmetrics.functional", None)
+    assert command(monkeypatch, "privacy", "attack", str(run)) == 2
+    assert "pip install flwr-replay[attacks]" in capsys.readouterr().err
+    assert not (run / "attacks").exists()
 
 
 def test_an_institution_attacks_its_own_record(tmp_path, monkeypatch, capsys):

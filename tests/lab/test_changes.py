@@ -30,6 +30,7 @@ RUNS = {
     "unlabelled": ["strategy=splitnn", "share-labels=false", "model.norm=batch", *FEW[1:]],
     "push": ["strategy=avgpush", "optimizer-state=reset", *GOSSIP],
     "proxy": ["strategy=proxyfl", "beta=0.5", *GOSSIP],
+    "unsure": ["strategy=proxyfl", "beta=0.5", "dp=none", "rounds=1", "model=mlp", "partition.size=20", *FEW[2:]],
     "private": ["strategy=fedavg", "dp=classifier", "model=mlp", "partition.size=20", "training.batch-size=8"],
 }
 
@@ -105,6 +106,15 @@ def test_a_digest_of_the_data_is_the_judges_under_noise(runs, tmp_path, monkeypa
     _, results, _ = attacked(monkeypatch, capsys, run, "--attack", "gradient matching")
     assert "digest" in results["arrays", "gradient matching"]["not-judged"]
     assert "scores" not in results["arrays", "gradient matching"]
+
+
+def test_what_the_judge_cannot_compute_is_compared_too(runs, monkeypatch, capsys):
+    """Which of 20 images are in the batch depends on what the private model adds to the proxy's loss."""
+    _, results, _ = attacked(monkeypatch, capsys, runs / "unsure", "--attack", "gradient matching")
+    one = results["arrays", "gradient matching"]
+    assert not one["secret"]
+    assert one["scores"]["own"] >= 8
+    assert "the judge could not compute" in one["sentence"]
 
 
 def test_data_that_change_during_a_run_prove_nothing(tmp_path, runs):
