@@ -35,7 +35,7 @@ MODELS = {  # batch norm refuses batches of one image
     "cnn": "model=cnn:model.norm=group",
     "resnet18": RESNET.format(width=16, norm="group"),
 }
-PRIVATE = "dp=classifier:target-epsilon=8"
+PRIVATE = "dp=classifier:target-epsilon=8:delta=1e-5"
 LATENTS = "dp=latents:latent-clip=10:label-epsilon=20"
 FEW = ["task=mnist", "partition=iid", "nodes=2", "rounds=1"]
 

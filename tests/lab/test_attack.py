@@ -266,7 +266,7 @@ def test_an_interrupted_command_goes_on_and_other_options_are_refused(runs, monk
         (["--field", "latent"], "did you mean latents"),
         (["--aux", "institution-7"], "--aux must be none, undealt, an institution"),
         (["--attack", "latent macthing"], "did you mean latent matching"),
-        (["--attack", "gradient matchin"], "did you mean gradient matching or gradient matching, last message?"),
+        (["--attack", "gradient matchin"], "did you mean gradient matching or latent matching?"),
         (["--minutes", "0"], "--minutes must be positive"),
     ],
 )
