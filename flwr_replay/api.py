@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from os.path import normpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ class Comparison:
     Attributes
     ----------
     folder : Path
-        Its folder, with a run directory for each method and seed.
+        Its folder; the run directories lie beside it.
     report : dict
         The content of `compare.json`.
     text : str
@@ -108,7 +109,10 @@ class Comparison:
     def runs(self) -> dict[tuple[str, int], Run]:
         """The finished runs by method and seed."""
         cells = [cell for cell in self.report["cells"] if "result" in cell]
-        return {(cell["label"], cell["seed"]): Run(self.folder / cell["folder"], cell["result"]) for cell in cells}
+        return {
+            (cell["label"], cell["seed"]): Run(Path(normpath(self.folder / cell["folder"])), cell["result"])
+            for cell in cells
+        }
 
     def shown(self, form: str) -> str:
         """Write the comparison as text, md, csv, latex or json."""

@@ -21,7 +21,8 @@ def write_page(place: Path) -> Path:
     Parameters
     ----------
     place : Path
-        The directory of a run or comparison, or a study's `study-<name>.md`.
+        The directory of a run or comparison, or a study's `study-<name>.md`. A folder of runs with one comparison
+        means that one.
 
     Raises
     ------
@@ -32,6 +33,11 @@ def write_page(place: Path) -> Path:
         return write_study_page(place)
     if (place / "result.json").exists():
         return write_run_page(place)
+    if len(found := [file.parent.name for file in sorted(place.glob("*/compare.json"))]) > 1:
+        raise RunError(
+            f"a report is of one comparison; {place} has {', '.join(found)}: give one of these folders in it"
+        )
+    place = place / found[0] if found else place
     if (place / "compare.json").exists():
         try:
             report = json.loads(read_text(place / "compare.json"))

@@ -6,12 +6,15 @@ FedReplay's primary, which the server trains, FML's private models, and ProxyFL'
 
 <runs-dir>/compare-<task>-<partition>-<hash of the shared options>/
 <method>-seed<k>/   a run directory
-compare.json        every cell's result, versions, options
-compare.png         a point per seed, means with intervals
-curves.png          the metric by round
-epsilon.png         the metric by the epsilon spent, if any is stated
+<methods>-<hash>/   a comparison of these runs: of methods with their options, seeds, metric and reference
+  compare.json        every cell's result, versions, options
+  compare.png         a point per seed, means with intervals
+  curves.png          the metric by round
+  epsilon.png         the metric by the epsilon spent, if any is stated
+  report.html         all of it on a page
 
 A cell with a result.json is finished and not repeated. One with a checkpoint is resumed. Any other starts from scratch.
+Comparisons with equal shared options use the same runs, and each has a folder of its own: none replaces another's.
 """
 
 from __future__ import annotations
@@ -98,7 +101,8 @@ def compare_strategies(
 class Comparison:
     """Methods and seeds, checked and ready to run; nothing has been written yet."""
 
-    folder: Path
+    runs: Path  # the folder of the runs; other comparisons may use them, too
+    folder: Path  # in it: of this comparison alone
     cells: Sequence[Cell]
     about: dict[str, Any]  # the report without the cells
 
@@ -123,7 +127,7 @@ def planned(
     against = against or labels[0 if first else -1]
     if against not in labels:
         raise ConfigError(f"--against must be one of the methods compared; got {against!r}: {nearest(against, labels)}")
-    folder, config, cells, more = _plan(methods, shared, seeds, runs_dir)
+    runs, config, cells, more = _plan(methods, shared, seeds, runs_dir)
     task = make_task(config.task)
     metric = metric or task.metric
     reported = [load_strategy(method.strategy)[0].evaluated.metrics(task) for method in methods]
@@ -132,6 +136,7 @@ def planned(
     known = [f"{prefix}{name}" for prefix in ["", *prefixes] for name in reported_by_all]
     if metric not in known:
         raise ConfigError(f"--metric must be one that all methods report; got {metric!r}: {nearest(metric, known)}")
+    folder = runs / _own_name(methods, seeds, metric, against)
     about = {
         "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config, methods)}: {config.model.name}, "
         f"{config.rounds} round{'s' * (config.rounds > 1)}",
@@ -143,7 +148,7 @@ def planned(
         "options": shared,
         "folder": str(folder),
     }
-    return Comparison(folder, [replace(cell, metric=metric, part=part) for cell in cells], about)
+    return Comparison(runs, folder, [replace(cell, metric=metric, part=part) for cell in cells], about)
 
 
 def run_comparisons(comparisons: Sequence[Comparison], jobs: int) -> list[tuple[str, dict[str, Any]]]:
@@ -152,7 +157,7 @@ def run_comparisons(comparisons: Sequence[Comparison], jobs: int) -> list[tuple[
         raise ConfigError(f"--jobs must be at least 1; got {jobs}")
     cells: dict[Path, Cell] = {}
     with ExitStack() as locks:
-        for folder in dict.fromkeys(comparison.folder for comparison in comparisons):
+        for folder in dict.fromkeys(comparison.runs for comparison in comparisons):
             make_folder(folder, "--runs-dir")
             locks.enter_context(alone(folder))
         for cell in (cell for comparison in comparisons for cell in comparison.cells):
@@ -200,6 +205,13 @@ def _plan(
             cells.append(Cell(method, seed, place, (*overrides, f"seed={seed}", f"run_name='{place.name}'")))
     alone = {method.label: config for method, (_, config) in zip(methods, resolved, strict=True)}
     return folder, common, cells, {"noise": noise, "differ": _differing(methods, alone)}
+
+
+def _own_name(methods: Sequence[Method], seeds: Sequence[int], metric: str, against: str) -> str:
+    """Name a comparison's own folder by its methods, and by a hash of all that makes it another comparison."""
+    slug = re.sub(r"[^a-z0-9]+", "-", "-".join(method.label for method in methods).lower()).strip("-")
+    told = [[method.label, method.strategy, *method.options] for method in methods]
+    return f"{slug[:60]}-{short_hash([told, list(seeds), metric, against])}".lstrip("-")
 
 
 def _differing(methods: Sequence[Method], configs: Mapping[str, RunConfig]) -> list[str]:
@@ -267,14 +279,14 @@ def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) ->
     from flwr_replay.report.notes import table
     from flwr_replay.report.plots import curves, points
 
-    report, labels, folder = dict(comparison.about), comparison.labels, comparison.folder
+    report, labels, folder = dict(comparison.about), comparison.labels, make_folder(comparison.folder, "--runs-dir")
     report["cells"] = [
         {
             "label": cell.method.label,
             "strategy": cell.method.strategy,
             "options": list(cell.method.options),
             "seed": cell.seed,
-            "folder": cell.folder.name,
+            "folder": f"../{cell.folder.name}",  # from the comparison's own
             **outcomes[cell.folder],
         }
         for cell in comparison.cells

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from os.path import normpath
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -41,7 +42,7 @@ def attacked(report: Mapping[str, Any], aux: str, field: str, minutes: float, jo
         A line for each attack and run: its result, with the method's `label` and the run's `metric`.
     """
     cells = [cell for cell in report["cells"] if "result" in cell]
-    folders = [Path(report["folder"]) / cell["folder"] for cell in cells]
+    folders = [Path(normpath(Path(report["folder"]) / cell["folder"])) for cell in cells]
     attack = partial(attack_run, only=Only("institution-1", field), aux=aux, data="", minutes=minutes, say=print)
     if jobs == 1:
         attacks = [attack(folder) for folder in folders]

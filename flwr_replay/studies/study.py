@@ -23,11 +23,13 @@ from flwr_replay.report.gaps import gaps
 from flwr_replay.report.notes import notes
 from flwr_replay.report.plots import lines
 from flwr_replay.report.study_page import write_study_page
+from flwr_replay.studies.cells import short_hash
 from flwr_replay.studies.compare import planned, run_comparisons
 from flwr_replay.studies.leakage import attacked, leakage
 
 __all__ = ["Part", "parts_of", "run_study", "studies"]
 
+MOST_TOLD = 60  # characters of the parts' names in a file's name
 MINUTES = 0.5  # for all attacks on one run, about
 
 
@@ -77,7 +79,7 @@ def run_study(
     runs_dir : Path
         The folder for the comparisons' folders and `study-<name>.md`.
     only : sequence of str
-        Names of parts; empty: all.
+        Names of parts; empty: all. Their report has a name of its own, so that it does not replace the whole one.
     quick : bool
         The first seed and two rounds of each part: whether all of it runs. Its figures say nothing.
 
@@ -122,11 +124,13 @@ def run_study(
     }
     some = f" --only {','.join(only)}" if only else ""
     command = f"flwr-replay study {name.replace('-quick', ' --quick')} --data DIR{some}"
-    text = _report(name, document, command, chosen, reports, leaks)
+    parts_told = "-".join(only) if len("-".join(only)) <= MOST_TOLD else short_hash(list(only))
+    stem = "-".join(filter(None, ["study", name, parts_told]))
+    text = _report(stem, name, document, command, chosen, reports, leaks)
     for group, members in _groups(chosen, reports).items():
-        write_atomic(folder / _picture(name, group), lines(members, group))
-    write_atomic(folder / f"study-{name}.md", text)
-    write_study_page(folder / f"study-{name}.md")
+        write_atomic(folder / _picture(stem, group), lines(members, group))
+    write_atomic(folder / f"{stem}.md", text)
+    write_study_page(folder / f"{stem}.md")
     failed = [cell for report in reports.values() for cell in report["cells"] if "error" in cell]
     return text, not failed
 
@@ -150,6 +154,7 @@ def _data_option(part: Part, data: str) -> list[str]:
 
 
 def _report(
+    stem: str,
     name: str,
     document: str,
     command: str,
@@ -162,7 +167,7 @@ def _report(
     if name.endswith("-quick"):
         text += ["Two rounds and one seed show only that all of it runs. The figures mean nothing.", ""]
     for group, members in _groups(parts, reports).items():
-        text += [f"## {group}", "", *overview(members), "", f"![{group}]({_picture(name, group)})", ""]
+        text += [f"## {group}", "", *overview(members), "", f"![{group}]({_picture(stem, group)})", ""]
     for part in parts:
         report = reports[part.name]
         text += [f"### {part.name}", "", f"{part.about} {report['title']}.", "", *markdown(report), ""]
@@ -180,8 +185,8 @@ def _groups(parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> dict[s
     return found
 
 
-def _picture(name: str, group: str) -> str:
-    return f"study-{name}-{group.split(',')[0].lower().replace(' ', '-')}.png"
+def _picture(stem: str, group: str) -> str:
+    return f"{stem}-{group.split(',')[0].lower().replace(' ', '-')}.png"
 
 
 def _forgotten(report: dict[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """Pages of runs, comparisons and studies: what they say, and that they are whole, accessible and escaped."""
 
 import json
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -245,6 +246,12 @@ def test_a_comparison_and_a_study_have_pages(tmp_path, monkeypatch, capsys):
     assert "nan" not in text.lower()
     before = (folder / "report.html").read_bytes()
     assert write_page(folder).read_bytes() == before
+    assert write_page(folder.parent) == folder / "report.html"  # the only comparison of these runs
+    for link in re.findall(r'<a href="([^"]+)"', before.decode()):
+        assert (folder / link).is_file()
+    shutil.copytree(folder, folder.with_name("other"))
+    with pytest.raises(RunError, match=f"one comparison; .* has {folder.name}, other: give one"):
+        write_page(folder.parent)
     (tmp_path / "compare.png").write_bytes((folder / "compare.png").read_bytes())
     file = tmp_path / "study-tiny.md"
     file.write_text("# Study: tiny\n\nText <script>.\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n![alt](compare.png)\n")

@@ -87,7 +87,7 @@ def test_finished_cells_are_not_repeated(
 def test_only_the_broken_cell_is_run_again_and_ends_alike(
     lost: str, runs: Path, first: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Path(first[1]["folder"]) / "local-seed1"
+    folder = Path(first[1]["folder"]).parent / "local-seed1"
     (folder / "result.json").unlink()
     if lost == "checkpoints":
         shutil.rmtree(folder / "checkpoints")
@@ -106,7 +106,7 @@ def test_only_the_broken_cell_is_run_again_and_ends_alike(
 
 def test_a_users_file_in_a_cell_without_checkpoint_stops_that_cell_only(runs: Path, tmp_path: Path) -> None:
     _, report = compare(tmp_path, "local,fedavg", "seeds=1", "rounds=1")
-    folder = Path(report["folder"]) / "local-seed0"
+    folder = Path(report["folder"]).parent / "local-seed0"
     (folder / "result.json").unlink()
     shutil.rmtree(folder / "checkpoints")
     (folder / "notes.txt").write_text("mine")
@@ -133,6 +133,36 @@ def test_one_failure_is_reported_and_the_others_go_on(tmp_path: Path, monkeypatc
     assert set(report["strategies"]["fedavg"]["values"]) == {0, 4}
 
 
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "more"),
+    [
+        ("central,cwt", ["seeds=1"], {}),
+        ("local,fedavg", ["seeds=2"], {}),
+        ("fedavg,local", ["seeds=1"], {}),
+        ("local,fedavg", ["seeds=1"], {"against": "local"}),
+        ("local,fedavg", ["seeds=1"], {"metric": "loss"}),
+        ("local,fedavg:lr=0.1", ["seeds=1"], {}),
+    ],
+)
+def test_another_comparison_replaces_nothing_of_the_first(
+    names: str, options: list[str], more: dict[str, Any], tmp_path: Path
+) -> None:
+    _, report = compare(tmp_path, "local,fedavg", "seeds=1", "rounds=1")
+    before = everything(tmp_path)
+    assert {"report.html", "compare.json", "compare.png", "curves.png"} <= {path.name for path in before}
+    _, other = compare(tmp_path, names, "rounds=1", *options, **more)
+    assert other["folder"] != report["folder"]
+    after = everything(tmp_path)
+    assert {path: after[path] for path in before} == before
+    _, again = compare(tmp_path, "local,fedavg", "seeds=1", "rounds=1")
+    assert again == report
+    assert everything(tmp_path).keys() == after.keys()  # the same comparison has the same folder
+
+
 def test_processes_give_the_same_bits_as_this_one(tmp_path: Path, first: tuple[str, dict[str, Any]]) -> None:
     _, apart = compare(tmp_path, "local,fedavg", "seeds=1", jobs=2)
     for label in ("local", "fedavg"):
@@ -140,7 +170,7 @@ def test_processes_give_the_same_bits_as_this_one(tmp_path: Path, first: tuple[s
 
 
 def test_two_comparisons_never_share_a_folder_at_the_same_time(runs: Path, first: tuple[str, dict[str, Any]]) -> None:
-    with alone(Path(first[1]["folder"])), pytest.raises(RunError, match="only one process"):
+    with alone(Path(first[1]["folder"]).parent), pytest.raises(RunError, match="only one process"):
         compare(runs, "local,fedavg", "seeds=2")
 
 
@@ -165,7 +195,7 @@ def test_options_of_one_method_reach_it_and_no_other(first: tuple[str, dict[str,
     assert cell(report, "fedreplay", 0)["options"] == ["strategy.cut=hidden2"]
     variant = cell(report, "fedreplay:cut=hidden1:patience=1", 0)
     assert variant["options"] == ["strategy.cut=hidden1", "strategy.patience=1"]
-    assert variant["folder"] == "fedreplay-cut-hidden1-patience-1-seed0"
+    assert variant["folder"] == "../fedreplay-cut-hidden1-patience-1-seed0"
     config = (Path(report["folder"]) / variant["folder"] / "config.yaml").read_text()
     assert "cut: hidden1" in config
     assert "patience: 1" in config
@@ -288,7 +318,7 @@ def test_a_wrong_line_is_refused_before_anything_runs(
 
 def test_a_cell_of_other_options_is_not_taken_for_ours(tmp_path: Path) -> None:
     _, report = compare(tmp_path, "fedavg,local", "seeds=1", "rounds=1")
-    config = Path(report["folder"]) / "local-seed0" / "config.yaml"
+    config = Path(report["folder"]).parent / "local-seed0" / "config.yaml"
     config.write_text(config.read_text().replace("lr: 0.01", "lr: 0.5"))
     with pytest.raises(RunError, match=r"config\.yaml must be as the run wrote it"):
         compare(tmp_path, "fedavg,local", "seeds=1", "rounds=1")
