@@ -36,7 +36,8 @@ simulated institutions keep between rounds lies under `~/.flwr-replay/state`. `$
 place for both.
 
 **Resuming.** `flwr-replay run --resume DIR` goes on where the run stopped and ends with the same bits. Under
-`dp=` the bits differ, since the noise is secret. `rounds=` with it makes the run longer.
+`dp=` the bits differ, since the noise is secret. `rounds=` with it makes the run longer, and none shorter
+than it is.
 
 ## Commands
 

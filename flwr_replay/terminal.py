@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
 from shutil import get_terminal_size
 from textwrap import fill
@@ -11,9 +12,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["fitted", "wrapped"]
+__all__ = ["command", "fitted", "wrapped"]
 
 UNBOUNDED = 10_000  # columns where there is no terminal, so that a file has the whole table
+
+
+def command() -> str:
+    """Return how this user starts flwr-replay: through uv, which tells its programs so, or by its name."""
+    return "uv run flwr-replay" if os.environ.get("UV_RUN_RECURSION_DEPTH") else "flwr-replay"
 
 
 def fitted(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

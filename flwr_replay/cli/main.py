@@ -21,6 +21,7 @@ from flwr_replay.cli.deploy import app as deploy
 from flwr_replay.cli.model import export, predict
 from flwr_replay.cli.new import app as new
 from flwr_replay.cli.options import options
+from flwr_replay.cli.places import finished_place
 from flwr_replay.cli.privacy import app as privacy
 from flwr_replay.cli.rehearse import rehearse
 from flwr_replay.cli.runs import app as runs
@@ -217,7 +218,7 @@ def report(place: Annotated[str, typer.Argument(metavar="RUN|COMPARE|STUDY")]) -
     _refuse_empty(place=place)
     from flwr_replay.report.any_page import write_page
 
-    print(write_page(Path(place).expanduser().absolute()))
+    print(write_page(finished_place(place)))
 
 
 @app.command()

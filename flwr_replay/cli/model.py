@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from flwr_replay.cli.places import absolute, finished_place
+
 __all__ = ["export", "predict"]
 
-Place = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or an institution's state directory.")]
+Place = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run directory, last for the newest in runs/, or an institution's state.")
+]
 Institution = Annotated[str, typer.Option("--institution", help="Whose model, where each institution has its own.")]
 
 Best = Annotated[
@@ -30,13 +33,13 @@ def predict(
     from flwr_replay.runs.predict import images_in, predictions
     from flwr_replay.runs.trained import load_model
 
-    source = Path(images).expanduser().absolute()
-    model, rows = load_model(place, institution, run, best=best), images_in(source)
+    source = absolute(images)
+    model, rows = load_model(finished_place(place), institution, run, best=best), images_in(source)
     text = predictions(model, rows, source if source.is_dir() else source.parent)
     if not out:
         print(text, end="")
         return
-    write_atomic(Path(out).expanduser().absolute(), text)
+    write_atomic(absolute(out), text)
     print(f"{len(rows)} predictions: {out}")
 
 
@@ -52,7 +55,8 @@ def export(
     from flwr_replay.runs.export import export as write
     from flwr_replay.runs.trained import load_model
 
-    model, folder = load_model(place, institution, best=best), Path(place).expanduser().absolute()
+    folder = finished_place(place)
+    model = load_model(folder, institution, best=best)
     text = card(folder, model, institution, best)
-    for file in write(model, form, Path(out).expanduser().absolute(), text):
+    for file in write(model, form, absolute(out), text):
         print(file)

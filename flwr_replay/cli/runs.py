@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from flwr_replay.cli.places import absolute, finished_place, runs_folder
 
 if TYPE_CHECKING:
     from flwr_replay.api import Run
@@ -16,7 +17,7 @@ PICTURES = (".png", ".pdf", ".svg")
 
 app = typer.Typer(help="List, show, compare, plot and clean finished runs.", no_args_is_help=True)
 
-Places = Annotated[list[str], typer.Argument(metavar="RUN…", help="Run directories.")]
+Places = Annotated[list[str], typer.Argument(metavar="RUN…", help="Run directories; last: the newest in runs/.")]
 Root = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
 
 
@@ -26,7 +27,7 @@ def list_runs(root: Root = "runs") -> None:
     from flwr_replay.report.progress import shown_bytes
     from flwr_replay.runs.listing import listed, runs_in
 
-    place = _folder(root)
+    place = runs_folder(root)
     for folder in runs_in(place):
         one = listed(folder)
         print(f"{folder.relative_to(place)}\n  {one.metric or one.state}  {shown_bytes(one.bytes)}")
@@ -39,7 +40,7 @@ def show(places: Places) -> None:
     from flwr_replay.runs.listing import listed
     from flwr_replay.terminal import wrapped
 
-    for one in [listed(_folder(place)) for place in places]:
+    for one in [listed(finished_place(place)) for place in places]:
         print(wrapped(summary(one.result, one.folder)) if one.result else f"{one.folder}: {one.state}")
 
 
@@ -58,7 +59,7 @@ def compare_runs(places: Places) -> None:
         rows.append([folder, result["strategy"], result["task"], str(result["seed"]), *values])
     print(fitted("", ["run", "method", "task", "seed", *names], rows))
     if len(places) > 1:
-        print(same_bits([_folder(place) for place in places]))
+        print(same_bits([finished_place(place) for place in places]))
 
 
 @app.command()
@@ -74,7 +75,7 @@ def plot(
     from flwr_replay.errors import ConfigError
     from flwr_replay.files.atomic import write_atomic
 
-    file = _folder(out)
+    file = absolute(out)
     if file.suffix not in PICTURES:
         raise ConfigError(f"--out must end in {', '.join(PICTURES)}; got {out!r}")
     picture = io.BytesIO()
@@ -95,7 +96,7 @@ def clean(
     from flwr_replay.report.progress import shown_bytes
     from flwr_replay.runs.listing import clean, spare
 
-    folders = [_folder(place) for place in places]
+    folders = [finished_place(place) for place in places]
     found = spare(folders)
     print("\n".join(f"{place}  {shown_bytes(count)}" for place, count in found) or "nothing to delete")
     if found and not yes:
@@ -104,11 +105,13 @@ def clean(
     clean(folders)
 
 
-def watch(place: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")]) -> None:
+def watch(
+    place: Annotated[str, typer.Argument(metavar="RUN", help="A run directory; last: the newest in runs/.")],
+) -> None:
     """Follow a run that another process works on, until it has finished."""
     from flwr_replay.runs.listing import watch
 
-    for line in watch(_folder(place)):
+    for line in watch(finished_place(place)):
         print(line, flush=True)
 
 
@@ -119,12 +122,8 @@ def _finished(places: list[str], what: str) -> list[Run]:
     from flwr_replay.runs.listing import listed
 
     found = []
-    for one in [listed(_folder(place)) for place in places]:
+    for one in [listed(finished_place(place)) for place in places]:
         if one.result is None:
             raise RunError(f"finished runs are {what}; {one.folder} has no result.json: resume it, or leave it out")
         found.append(Run(one.folder, one.result))
     return found
-
-
-def _folder(place: str) -> Path:
-    return Path(place).expanduser().absolute()

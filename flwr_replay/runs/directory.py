@@ -57,6 +57,7 @@ from flwr_replay.report.summary import CONFUSION, confusion_of
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.environment import environment, versions
+from flwr_replay.runs.opening import refuse_fewer
 from flwr_replay.runs.tracking import Tracking
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
@@ -129,6 +130,7 @@ class RunDirectory(Recorder):
     def begin(self, strategy: str, num_rounds: int, per_round: int, done: int) -> None:
         """Begin to show the progress."""
         self.per_round = per_round
+        refuse_fewer(self.path, num_rounds, per_round, done, self.history[-1][0] if self.history else 0)
         self.display.begin(Progress(strategy, num_rounds, per_round, done))
         self._tracking.tell(self.history, per_round, {})
 

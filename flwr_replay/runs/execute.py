@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,12 +154,15 @@ def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Pat
     config, run_id = open_run(job.config)
     stored = Path(config.runs_dir) / config.run_name / "result.json"
     if stored.exists() and (result := read_result(stored.parent))["rounds"] >= config.rounds:
+        if result["rounds"] > config.rounds:
+            said = "the run has done %s rounds, and is not made shorter: this is their result"
+            logging.getLogger("flwr").info(said, result["rounds"])
         sweep(stored.parent)  # of a page that a killed process was writing
         return result, stored.parent  # a finished run is not run again
     fresh = job.settings.model
     assert fresh is not None
     first = array_record(to_arrays(fresh(derived_seed(config.seed, "model"))))
-    with alone(stored.parent), resumable(stored.parent):
+    with alone(stored.parent), resumable(stored.parent, config.rounds):
         recorder = RunDirectory(config, display)
         strategy = job.strategy(run_id, recorder)
         recorder.no_best = without_best(strategy)

@@ -86,7 +86,7 @@ def listed(folder: Path) -> Listed:
         If it is none, or its result is damaged.
     """
     if not (folder / "config.yaml").exists():
-        raise RunError(f"a run directory has a config.yaml; got {folder}")
+        raise RunError(f"a run directory has a config.yaml; {folder} has none: `flwr-replay runs list` names the runs")
     files = [path for path in folder.rglob("*") if path.is_file()]
     last = max(path.stat().st_mtime for path in files)
     result = read_result(folder) if (folder / "result.json").exists() else None

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import secrets
+import shlex
 import shutil
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,19 @@ from flwr_replay.files.atomic import (
     sync,
     write_atomic,
 )
+from flwr_replay.terminal import command
 
-__all__ = ["check_unchanged", "default_name", "new_run_id", "open_run", "read_result", "read_run_id", "resumable"]
+__all__ = [
+    "check_unchanged",
+    "default_name",
+    "new_run_id",
+    "open_run",
+    "read_result",
+    "read_run_id",
+    "refuse_fewer",
+    "resumable",
+    "resuming",
+]
 
 SUMS = "SHA256SUMS"
 UNBORN = re.compile(r"\.\w[\w .-]*\.[0-9a-f]{8}\.new")  # a run directory that is not yet complete
@@ -41,13 +54,49 @@ RESULT = {"strategy": str, "rounds": int, "metric": str, "final": dict, "best": 
 
 
 @contextmanager
-def resumable(folder: Path) -> Iterator[None]:
-    """Say how to resume a run that Ctrl-C or SIGTERM interrupts."""
+def resumable(folder: Path, rounds: int) -> Iterator[None]:
+    """Say how to resume a run of so many rounds that Ctrl-C or SIGTERM interrupts."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):  # the command line turns SIGTERM into SystemExit
-        print(f"interrupted; to continue: flwr-replay run --resume {folder}", file=sys.stderr)
+        print(f"interrupted; to continue: {resuming(folder, rounds)}", file=sys.stderr)
         raise
+
+
+def resuming(folder: Path, rounds: int) -> str:
+    """Write the command that continues a run, with its rounds if it did not begin with so many."""
+    file = folder / "config.yaml"
+    begun_with = rounds if not file.exists() else _saved(file)["rounds"]
+    more = f" rounds={rounds}" if rounds != begun_with else ""
+    return f"{command()} run --resume {shlex.quote(str(folder))}{more}"
+
+
+def refuse_fewer(folder: Path, rounds: int, per_round: int, done: int, evaluated: int) -> None:
+    """Refuse to end a resumed run before what it has done.
+
+    Parameters
+    ----------
+    folder : Path
+        The run directory.
+    rounds : int
+        How many are wanted.
+    per_round : int
+        Exchanges in a round.
+    done, evaluated : int
+        The last exchange, and the last one that was tested.
+
+    Raises
+    ------
+    RunError
+        If the wanted rounds have fewer exchanges, or end with one that was not tested.
+    """
+    least = ceil(done / per_round) + (evaluated < done and done % per_round == 0)
+    if rounds < least:
+        told = f"{done / per_round:g} round{'s' * (done != per_round)}"
+        raise RunError(
+            f"a run is not made shorter; {folder} has done {told}, now rounds={rounds}: give rounds={least} or more, "
+            "or leave rounds out"
+        )
 
 
 def open_run(config: RunConfig) -> tuple[RunConfig, str]:
@@ -125,7 +174,11 @@ def check_unchanged(folder: Path) -> None:
         If a file was changed, or if the folder holds no run.
     """
     if not (folder / "config.yaml").exists():
-        raise RunError(f"resume must be a run directory with a config.yaml; got {folder}")
+        told = "has none" if folder.exists() else "does not exist"
+        raise RunError(
+            f"resume must be a run directory with a config.yaml; {folder.absolute()} {told}: `flwr-replay runs list` "
+            "names the runs"
+        )
     read_run_id(folder)
     if not (folder / SUMS).exists():
         return
@@ -168,12 +221,7 @@ def _same_options(config: RunConfig, file: Path) -> None:
     """Refuse to resume a run with other options; rounds, folders, device and waiting times may differ."""
     import yaml
 
-    try:
-        saved = flat(yaml.safe_load(read_text(file)))
-    except (yaml.YAMLError, AttributeError) as error:
-        raise RunError(
-            f"the run's config.yaml must be readable; {file} is not: {' '.join(str(error).split())}"
-        ) from None
+    saved = _saved(file)
     now = flat(yaml.safe_load(to_yaml(config)))
     differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key) and key not in FREE)
     if differing:
@@ -181,6 +229,18 @@ def _same_options(config: RunConfig, file: Path) -> None:
         raise RunError(
             f"a resumed run keeps its options; {key} was {saved.get(key)!r}, now {now.get(key)!r}: leave it out"
         )
+
+
+def _saved(file: Path) -> dict[str, Any]:
+    """Return a run's options, by their full names."""
+    import yaml
+
+    try:
+        return flat(yaml.safe_load(read_text(file)))
+    except (yaml.YAMLError, AttributeError) as error:
+        raise RunError(
+            f"the run's config.yaml must be readable; {file} is not: {' '.join(str(error).split())}"
+        ) from None
 
 
 def default_name(config: RunConfig) -> str:

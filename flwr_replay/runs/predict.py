@@ -27,6 +27,8 @@ def images_in(place: Path) -> list[Row]:
     DataError
         If there is none.
     """
+    if not place.exists():
+        raise DataError(f"there is no {place}: give a folder of images, a CSV file with a column image, or one image")
     if place.suffix.lower() == ".csv":
         rows = [Row(place.parent / cells["image"], "", where) for where, cells in csv_rows(place, ["image"])]
     elif place.is_dir():

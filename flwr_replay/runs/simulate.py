@@ -31,7 +31,7 @@ from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.runs.engine import InlineGrid, partitions
 from flwr_replay.runs.execute import Job, run_job
-from flwr_replay.runs.opening import default_name, read_result, read_run_id, resumable
+from flwr_replay.runs.opening import default_name, read_result, read_run_id, resumable, resuming
 from flwr_replay.runs.superlink import flwr_run, superlink
 from flwr_replay.runs.workers import WorkerGrid
 from flwr_replay.wire.recording import FOLDER
@@ -140,16 +140,18 @@ def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str,
     if gpus := _gpus(config.device):
         resources["client-resources-num-gpus"] = round(gpus / min(config.nodes, cpus), 3)
     federation = " ".join(f"{key}={value}" for key, value in resources.items())
-    reason = f"the simulation ended without a result; see its log above; to continue: flwr-replay run --resume {folder}"
+    reason = "the simulation ended without a result; see its log above; to continue: "
+    reason += resuming(folder, config.rounds)
     scratch = tempfile.TemporaryDirectory(prefix="flwr-replay-")
-    with resumable(folder), scratch, superlink(Path(scratch.name)) as link:
+    with resumable(folder, config.rounds), scratch, superlink(Path(scratch.name)) as link:
         for line in flwr_run(link, overrides, "--federation-config", federation):
             print(line, end="", file=sys.stderr, flush=True)
             if error := FAILED.match(line):
                 reason = error[1]
-    if not (folder / "result.json").exists():
+    # a run that was to become longer has the result of its fewer rounds
+    if not (folder / "result.json").exists() or (result := read_result(folder))["rounds"] < config.rounds:
         raise RunError(reason)
-    return _with_skew(read_result(folder), folder, simulation)
+    return _with_skew(result, folder, simulation)
 
 
 def _with_skew(result: dict[str, Any], folder: Path, simulation: Simulation) -> tuple[dict[str, Any], Path]:

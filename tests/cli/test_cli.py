@@ -190,6 +190,65 @@ def test_a_resumed_run_keeps_its_options(flwr_replay, tmp_path):
     assert json.loads(out)["rounds"] == 2
 
 
+def test_a_run_is_not_made_shorter(flwr_replay, tmp_path):
+    options = ["strategy=cwt", "nodes=2", "model.width=4", "rounds=1", "run-name=first"]
+    assert flwr_replay("run", *options)[0] == 0
+    assert flwr_replay("run", "--resume", "runs/first", "rounds=3")[0] == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    for rounds in ("rounds=2", "rounds=1"):
+        code, out, err = flwr_replay("run", "--resume", "runs/first", rounds)
+        assert (code, out) == (2, "")
+        folder = tmp_path / "runs" / "first"
+        assert err.splitlines()[-1] == (
+            f"error: a run is not made shorter; {folder} has done 3 rounds, now {rounds}: give rounds=3 or more, or "
+            "leave rounds out"
+        )
+    assert {path: path.read_bytes() for path in before} == before
+    assert json.loads(flwr_replay("run", "--resume", "runs/first", "rounds=3", "--json")[1])["rounds"] == 3
+    assert json.loads(flwr_replay("run", "--resume", "runs/first", "--json")[1])["rounds"] == 3
+
+
+ABSENT = [
+    ["runs", "list", "--runs-dir", "absent"],
+    ["runs", "show", "absent"],
+    ["runs", "compare", "absent"],
+    ["runs", "plot", "absent"],
+    ["runs", "clean", "absent"],
+    ["watch", "absent"],
+    ["report", "absent"],
+    ["predict", "absent", "images"],
+    ["export", "absent"],
+    ["run", "--resume", "absent"],
+]
+
+
+@pytest.mark.parametrize("words", ABSENT, ids=" ".join)
+def test_a_folder_that_is_not_there_is_one_line_that_says_what_to_do(flwr_replay, tmp_path, words):
+    code, out, err = flwr_replay(*words)
+    line = err.splitlines()[-1]
+    assert (code, out) == (2, "")
+    assert str(tmp_path / "absent") in line
+    assert "there is no" in line or "does not exist" in line
+    assert "flwr-replay run" in line  # `flwr-replay run` makes a run, `flwr-replay runs list` names them
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_last_is_the_run_that_began_last(flwr_replay, tmp_path):
+    code, _, err = flwr_replay("predict", "last", "images")
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        f"error: there is no folder {tmp_path / 'runs'}: `flwr-replay run` makes runs/ here, or give another by "
+        "--runs-dir",
+    )
+    for name in ("b", "a"):
+        assert flwr_replay("run", "strategy=fedavg", "nodes=2", "model.width=4", "rounds=1", f"run-name={name}")[0] == 0
+    assert flwr_replay("report", "last")[1] == f"{tmp_path / 'runs' / 'a' / 'report.html'}\n"
+    assert flwr_replay("runs", "show", "last")[1].endswith(f"{tmp_path / 'runs' / 'a'}\n")
+    code, _, err = flwr_replay("predict", "last", "images")
+    assert code == 2
+    assert f"there is no {tmp_path / 'images'}: give a folder of images" in err
+
+
 def test_a_run_is_resumed_from_anywhere_and_after_its_data_moved(flwr_replay, tmp_path, monkeypatch):
     x, y = np.arange(40 * 64, dtype=np.uint8).reshape(40, 8, 8), np.arange(40) % 2
     np.savez(tmp_path / "d.npz", train_images=x, train_labels=y, test_images=x, test_labels=y)

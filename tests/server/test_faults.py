@@ -95,9 +95,15 @@ def test_sigterm_says_how_to_go_on(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(Display, "exchange", lambda *progress: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(SystemExit):
             ran(tmp_path)
-        assert (
-            f"interrupted; to continue: flwr-replay run --resume {tmp_path / 'runs' / 'x'}\n" in capsys.readouterr().err
-        )
+        told = f"flwr-replay run --resume {tmp_path / 'runs' / 'x'}"
+        assert f"interrupted; to continue: {told}\n" in capsys.readouterr().err
+        monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")  # as `uv run` sets it
+        resume = f"resume='{tmp_path / 'runs' / 'x'}'"
+        with pytest.raises(SystemExit):
+            ran(tmp_path, resume, "rounds=30")
+        assert f"interrupted; to continue: uv run {told} rounds=30\n" in capsys.readouterr().err
+        with pytest.raises(RunError, match=r"not made shorter; .*/x has done 2 rounds, now rounds=1: give rounds=2 or"):
+            ran(tmp_path, resume, "rounds=1")
         with pytest.raises(SystemExit):
             compare_strategies(["fedavg", "cwt"], [*JOB[1:], "seeds=1"], "", 1, tmp_path)
         assert "interrupted; repeat the command to continue\n" in capsys.readouterr().err
