@@ -15,6 +15,7 @@ __all__ = ["Bars", "Curves", "bars", "curves", "ticks"]
 WIDTH, HEIGHT = 640, 260  # of a line chart
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 40  # around its axes
 NAMES, BAR, GAP = 190, 18, 8  # of bars: room for names, height, distance
+LOGARITHMIC = 10  # times the smallest value that the largest is, from which an axis of given values is logarithmic
 LOOKS = 8  # colours and dashes in the style sheet
 
 
@@ -24,7 +25,8 @@ class Curves:
 
     width: int
     height: int
-    lines: Sequence[tuple[str, int, str, Sequence[tuple[float, float]]]]  # name, look, SVG points, values
+    lines: Sequence[tuple[str, int, str, str]]  # name, look, SVG points, what the legend says of it
+    bands: Sequence[tuple[int, str]]  # look, SVG points of the outline
     xs: Sequence[tuple[float, str]]  # ticks
     ys: Sequence[tuple[float, str]]
     x_name: str
@@ -57,7 +59,14 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [round(at * step, 12) for at in range(first, last + 1)] or [round(low, 3)]
 
 
-def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_name: str) -> Curves | None:
+def curves(
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    x_name: str,
+    y_name: str,
+    bands: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
+    values: Sequence[float] = (),
+    told: Mapping[str, str] | None = None,
+) -> Curves | None:
     """Place lines in a chart; None if none has a point that can be drawn.
 
     Parameters
@@ -66,30 +75,54 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_na
         By name: (x, y) in order. Points that are not finite are left out.
     x_name, y_name : str
         Under and beside the axes.
+    bands : Mapping
+        By the name of a line: (x, lowest, highest) in order, shaded behind it.
+    values : sequence of float
+        The only x that there are, ascending: ticks stand at these, and where they are positive and span a factor of
+        ten or more, the axis is logarithmic.
+    told : Mapping
+        By name: what the legend says; else the last y.
     """
     finite = {name: [(x, y) for x, y in line if math.isfinite(y)] for name, line in lines.items()}
+    shaded = {
+        name: [place for place in band if math.isfinite(place[1]) and math.isfinite(place[2])]
+        for name, band in (bands or {}).items()
+    }
     points = [point for line in finite.values() for point in line]
     if not points:
         return None
+    log = len(values) > 1 and values[0] > 0 and values[-1] >= LOGARITHMIC * values[0]
     left, right = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
+    heights = [y for _, y in points] + [y for band in shaded.values() for _, *ends in band for y in ends]
+    low, high = min(heights), max(heights)
     margin = max(0.06 * (high - low), 1e-3 * max(1.0, abs(high)))
     low, high = low - margin, high + margin
 
     def x_at(x: float) -> float:
-        share = (x - left) / (right - left) if right > left else 0.5
+        x, first, last = (math.log(one) for one in (x, left, right)) if log else (x, left, right)
+        share = (x - first) / (last - first) if last > first else 0.5
         return round(LEFT + 10 + share * (WIDTH - LEFT - RIGHT - 20), 1)
 
     def y_at(y: float) -> float:
         return round(TOP + (high - y) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
 
+    def placed(line: Sequence[tuple[float, float]]) -> str:
+        return " ".join(f"{x_at(x)},{y_at(y)}" for x, y in line)
+
+    looks = {name: look % LOOKS for look, name in enumerate(finite)}
     drawn = [
-        (name, look % LOOKS, " ".join(f"{x_at(x)},{y_at(y)}" for x, y in line), line)
-        for look, (name, line) in enumerate(finite.items())
+        (name, looks[name], placed(line), (told or {}).get(name, f"{line[-1][1]:.3f} at the end"))
+        for name, line in finite.items()
         if line
     ]
-    xs = [(x_at(x), f"{x:g}") for x in ticks(left, right, 8) if x_name != "round" or x == int(x)]
-    return Curves(WIDTH, HEIGHT, drawn, xs, [(y_at(y), f"{y:g}") for y in ticks(low, high)], x_name, y_name)
+    outlines = [
+        (looks[name], placed([(x, y) for x, y, _ in band] + [(x, y) for x, _, y in reversed(band)]))
+        for name, band in shaded.items()
+        if len(band) > 1
+    ]
+    xs = [(x_at(x), f"{x:g}") for x in values or ticks(left, right, 8) if x_name != "round" or x == int(x)]
+    ys = [(y_at(y), f"{y:g}") for y in ticks(low, high)]
+    return Curves(WIDTH, HEIGHT, drawn, outlines, xs, ys, x_name, y_name)
 
 
 def bars(values: Mapping[str, tuple[float, float | None]]) -> Bars:

@@ -14,6 +14,7 @@ from flwr_replay.report.histories import by_round
 from flwr_replay.report.notes import notes
 from flwr_replay.report.pages import render
 from flwr_replay.report.run_page import PAGE
+from flwr_replay.report.sweep import sweeps
 
 __all__ = ["write_compare_page"]
 
@@ -33,11 +34,14 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
     against = ", ".join(dict.fromkeys(row["against"] for row in report["strategies"].values()))
     means = {label: row["mean"] for label, row in report["strategies"].items() if row["mean"] is not None}
     runs = [(cell, folder / cell["folder"]) for cell in report["cells"] if "result" in cell]
-    lines = {}
+    lines, bands = {}, {}
     for label in means:
         histories = [dict(by_round(run, metric)) for cell, run in runs if cell["label"] == label]
         rounds = sorted(set.intersection(*map(set, histories)))
         lines[label] = [(at, fmean(history[at] for history in histories)) for at in rounds]
+        if len(histories) > 1:
+            ends = [[history[at] for history in histories] for at in rounds]
+            bands[label] = [(at, min(values), max(values)) for at, values in zip(rounds, ends, strict=True)]
     better = "" if report["higher-is-better"] else "; less is better"
     text = render(
         "compare",
@@ -48,8 +52,9 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         if means
         else None,
         bars_caption=f"{metric}, mean over seeds{better}; dashed: {against}",
-        chart=curves(lines, "round", metric),
-        chart_caption=f"{metric} by round, mean over seeds",
+        sweeps=sweeps(report),
+        chart=curves(lines, "round", metric, bands),
+        chart_caption=f"{metric} by round, mean over seeds" + "; band: lowest to highest seed" * bool(bands),
         notes=notes(report),
         pages=[
             (f"{cell['label']}, seed {cell['seed']}", f"{cell['folder']}/{PAGE}")

@@ -26,7 +26,7 @@ thead th { font-weight: 600; } .warning { border-left: 4px solid var(--c1); padd
 figure img { max-width: 100%; image-rendering: pixelated; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 .grid { stroke: var(--line); } polyline, .legend line { fill: none; stroke-width: 2; } .mark { stroke: var(--ink); stroke-width: 2; stroke-dasharray: 3 2; }
 {% for n in range(8) %}.look{{ n }} { stroke: var(--c{{ n }}); fill: var(--c{{ n }}); stroke-dasharray: {{ ['none', '6 3', '2 3', '8 3 2 3', '12 4', '4 4', '1 4', '10 2 2 2'][n] }}; } {% endfor %}
-polyline { fill: none !important; } circle, rect { stroke-dasharray: none !important; stroke: none !important; }
+polyline { fill: none !important; } polygon { fill-opacity: .15; } polygon, circle, rect { stroke-dasharray: none !important; stroke: none !important; }
 .legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; } .legend svg { width: 30px; height: 10px; margin-right: .4rem; }
 .confusion td, .confusion th { text-align: right; padding: .2rem .5rem; }
 {% for n in range(11) %}.shade{{ n }} { background: rgba(var(--shade), {{ n * 0.05 }}); } {% endfor %}
@@ -47,18 +47,19 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 
 # Inline SVG and tables; `flwr_replay.report.charts` has the places.
 CHARTS = """\
-{% macro line_chart(chart, title) %}
+{% macro line_chart(chart, title, alt='') %}
 <figure>
-<div class="scroll"><svg viewBox="0 0 {{ chart.width }} {{ chart.height }}" role="img" aria-label="{{ title }}">
+<div class="scroll"><svg viewBox="0 0 {{ chart.width }} {{ chart.height }}" role="img" aria-label="{{ alt or title }}">
 {% for y, text in chart.ys %}<line class="grid" x1="56" x2="{{ chart.width - 12 }}" y1="{{ y }}" y2="{{ y }}"/><text x="50" y="{{ y + 4 }}" text-anchor="end">{{ text }}</text>
 {% endfor %}{% for x, text in chart.xs %}<text x="{{ x }}" y="{{ chart.height - 24 }}" text-anchor="middle">{{ text }}</text>
 {% endfor %}<text x="{{ (chart.width + 44) / 2 }}" y="{{ chart.height - 6 }}" text-anchor="middle">{{ chart.x_name }}</text>
-{% for name, look, points, values in chart.lines %}{% if values | length > 1 %}<polyline class="look{{ look }}" points="{{ points }}"/>
-{% endif %}{% for point in points.split(' ') if values | length <= 40 %}{% set x, y = point.split(',') %}<circle class="look{{ look }}" cx="{{ x }}" cy="{{ y }}" r="3"/>{% endfor %}
+{% for look, points in chart.bands %}<polygon class="look{{ look }}" points="{{ points }}"/>
+{% endfor %}{% for name, look, points, told in chart.lines %}{% set places = points.split(' ') %}{% if places | length > 1 %}<polyline class="look{{ look }}" points="{{ points }}"/>
+{% endif %}{% for point in places if places | length <= 40 %}{% set x, y = point.split(',') %}<circle class="look{{ look }}" cx="{{ x }}" cy="{{ y }}" r="3"/>{% endfor %}
 {% endfor %}</svg></div>
 <figcaption>{{ title }}</figcaption>
-<ul class="legend">{% for name, look, points, values in chart.lines %}
-<li><svg viewBox="0 0 30 10" aria-hidden="true"><line class="look{{ look }}" x1="0" x2="30" y1="5" y2="5"/></svg>{{ name }}: {{ '%.3f' | format(values[-1][1]) }} at the end</li>{% endfor %}
+<ul class="legend">{% for name, look, points, told in chart.lines %}
+<li><svg viewBox="0 0 30 10" aria-hidden="true"><line class="look{{ look }}" x1="0" x2="30" y1="5" y2="5"/></svg>{{ name }}: {{ told }}</li>{% endfor %}
 </ul>
 </figure>
 {% endmacro %}
@@ -138,6 +139,7 @@ COMPARE = """\
 <p>{{ question }}</p>
 {{ draw.table(table) }}
 {% if bars %}{{ draw.bar_chart(bars, bars_caption) }}{% endif %}
+{% for swept, caption, alt in sweeps %}{{ draw.line_chart(swept, caption, alt) }}{% endfor %}
 {% if chart %}<h2>By round</h2>
 {{ draw.line_chart(chart, chart_caption) }}{% endif %}
 <h2>How to read this</h2>

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from flwr_replay.report.any_page import write_page
 from flwr_replay.report.charts import bars, curves, ticks
 from flwr_replay.report.progress import Display
 from flwr_replay.report.summary import confusion_of, summary, warnings
+from flwr_replay.report.sweep import sweeps
 from flwr_replay.runs.listing import watch
 from flwr_replay.runs.simulate import run_inline
 from flwr_replay.studies.compare import compare_strategies
@@ -276,11 +278,81 @@ def test_charts_stand_single_points_and_what_is_not_finite():
     assert len(one.lines) == 1
     assert curves({"a": [(1, float("nan"))], "b": []}, "round", "accuracy") is None
     two = curves({"a": [(1, 0.5), (2, float("inf")), (3, 0.7)]}, "round", "accuracy")
-    assert len(two.lines[0][3]) == 2
+    assert len(two.lines[0][2].split()) == 2
     assert ticks(5.0, 5.0)
     drawn = bars({"a": (float("nan"), None), "b": (2.0, 1.0)})
     assert drawn.rows[0][2] == 0.0
     assert drawn.rows[1][4] < drawn.left + drawn.rows[1][2]
+
+
+def test_a_band_lies_around_its_line_and_given_values_far_apart_are_logarithmic():
+    lines, bands = {"a": [(0.1, 0.5), (1, 0.7), (10, 0.6)]}, {"a": [(0.1, 0.4, 0.6), (1, 0.7, 0.7), (10, 0.5, 0.9)]}
+    chart = curves(lines, "training.lr", "accuracy", bands, [0.1, 1, 10], {"a": "best 0.700 at 1"})
+    ((name, look, points, told),) = chart.lines
+    ((own_look, outline),) = chart.bands
+    assert (name, told, look) == ("a", "best 0.700 at 1", own_look)
+    line = [tuple(map(float, point.split(","))) for point in points.split()]
+    ends = [tuple(map(float, point.split(","))) for point in outline.split()]
+    for (x, y), (at, lowest), (again, highest) in zip(line, ends[:3], reversed(ends[3:]), strict=True):
+        assert x == at == again
+        assert highest <= y <= lowest  # y grows downwards
+    assert [text for _, text in chart.xs] == ["0.1", "1", "10"]
+    left, middle, right = (x for x, _ in chart.xs)
+    assert middle - left == pytest.approx(right - middle, abs=0.2)
+    left, middle, right = (x for x, _ in curves(lines, "x", "y", values=[2, 4, 10]).xs)
+    assert middle - left == pytest.approx((right - left) / 4, abs=0.2)
+    unequal = curves({"a": [(1, 0.5), (2, 0.6)]}, "round", "accuracy", {"a": [(1, 0.0, 1.0), (2, float("nan"), 1.0)]})
+    assert unequal.bands == []
+    assert 12 < float(unequal.lines[0][2].split()[0].split(",")[1]) < 220
+
+
+def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = ["task=digits", "nodes=2", "rounds=2", "seeds=2", "model=mlp", "model.width=4", "fedavg.lr=0.01|0.1|1"]
+    _, report = compare_strategies(["fedavg", "cwt:lr=0.1", "local"], options, "", 1, tmp_path)
+    folder, rows = Path(report["folder"]), report["strategies"]
+    text = (folder / "report.html").read_text()
+    page = Page(folder / "report.html")
+    assert page.faults == []
+    caption = "accuracy by training.lr, mean over seeds; band: lowest to highest seed"
+    assert caption in page.text
+    assert "accuracy by round, mean over seeds; band: lowest to highest seed" in page.text
+    means = [rows[f"fedavg:lr={lr}"]["mean"] for lr in ("0.01", "0.1", "1")]
+    shown = ", ".join(f"{mean:.3f} at {lr:g}" for mean, lr in zip(means, (0.01, 0.1, 1), strict=True))
+    local = rows["local"]["mean"]
+    alt = f"{caption}. fedavg: {shown}; local: {local:.3f} at 0.01, {local:.3f} at 1."
+    assert f'aria-label="{alt}"' in text
+    ((chart, _, _),) = sweeps(report)
+    assert [name for name, *_ in chart.lines] == ["fedavg", "local"]  # cwt has one value, and no other
+    assert [len(points.split()) for _, points in chart.bands] == [6, 4]
+    assert f"fedavg: best {max(means):.3f} at " in page.text
+    assert f"local: {local:.3f}, without this option" in page.text
+    assert text.count("<polygon") == 2 + len(rows)
+
+
+def test_no_picture_of_a_sweep_without_one_and_one_for_each_option():
+    def report(*labels):
+        cells = []
+        for label in labels:
+            strategy, *options = label.split(":")
+            cells.append({"label": label, "strategy": strategy, "options": options})
+        rows = {label: {"mean": 0.1 * at, "values": {0: 0.1 * at}} for at, label in enumerate(labels, 1)}
+        return {"metric": "loss", "higher-is-better": False, "seeds": [0], "cells": cells, "strategies": rows}
+
+    assert sweeps(report("cwt", "fedavg")) == []
+    assert sweeps(report("cwt:model=mlp", "cwt:model=resnet18")) == []
+    assert sweeps(report("cwt:lr=1", "fedavg:lr=2")) == []  # neither is swept
+    both = sweeps(report("cwt:lr=1:width=8", "cwt:lr=2:width=8", "cwt:lr=1:width=16", "cwt:lr=2:width=16"))
+    assert [caption for _, caption, _ in both] == ["loss by lr", "loss by width"]
+    assert [(name, told) for name, _, _, told in both[0][0].lines] == [
+        ("cwt:width=8", "best 0.100 at 1"),
+        ("cwt:width=16", "best 0.300 at 1"),
+    ]
+    failed = report("cwt:lr=1", "cwt:lr=2", "cwt:lr=3")
+    failed["strategies"]["cwt:lr=2"] = {"mean": None, "values": {}}
+    ((chart, _, alt),) = sweeps(failed)
+    assert alt == "loss by lr. cwt: 0.100 at 1, 0.300 at 3."
+    assert chart.bands == []
 
 
 @given(low=st.floats(-1e6, 1e6), span=st.floats(0, 1e6))
