@@ -156,19 +156,6 @@ class PrivacyPlan:
         costs += [self.local.cost(delta)] if self.local else []
         return min(self.config.limit, epsilon([*costs, *self.fixed()], delta)), delta
 
-    def noise(self, examples: int) -> str:
-        """Say what an institution with so many examples does: `proxy: sigma 0.7, batches of 32 of 360, 33 steps`."""
-        if self.local:
-            return (
-                f"noise on {LATENTS} for epsilon {self.config.latent_epsilon:g}, labels {self.config.label_epsilon:g}"
-            )
-        sigma = _sigma(self, examples)
-        return "; ".join(
-            f"{one.mechanism}: sigma {sigma:.3g}, batches of {one.batch} of {examples:,}, "
-            f"{one.cost(examples, sigma).steps:,} steps"
-            for one in self.passes
-        )
-
     def checked_delta(self, examples: int) -> float:
         """Return delta of an institution with this number of examples.
 

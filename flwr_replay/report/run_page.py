@@ -9,6 +9,7 @@ from typing import Any
 
 from flwr_replay.files.atomic import read_bytes, read_json, read_lines, read_text, write_atomic
 from flwr_replay.privacy.accounting import rounded_up
+from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.charts import Curves, bars, curves
 from flwr_replay.report.imbalance import beside, label_counts, pooled_counts
 from flwr_replay.report.pages import render
@@ -211,8 +212,10 @@ def _privacy(result: Mapping[str, Any]) -> dict[str, Any] | None:
         if one:
             known = one["epsilon"] is not None
             bound = [rounded_up(one["epsilon"]), rounded_up(one["delta"], 2)] if known else ["none", ""]
-            rows.append([name, *bound, "yes" if one.get("proven") else "no", one.get("dp", ""), one["mechanism"]])
-    heads = ["institution", "ε", "δ", "proven", "dp=", "mechanism"]
+            how = shown_noise(result.get("noise", {}).get(name, [])) or "not told"  # by older versions
+            proven = "yes" if one.get("proven") else "no"
+            rows.append([name, *bound, proven, one.get("dp", ""), one["mechanism"], how])
+    heads = ["institution", "ε", "δ", "proven", "dp=", "mechanism", "noise"]
     return {"caption": "What each institution's account states", "heads": heads, "rows": rows} if rows else None
 
 

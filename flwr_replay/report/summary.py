@@ -9,6 +9,7 @@ from typing import Any
 from flwr_replay.data import class_counts
 from flwr_replay.files.atomic import read_json, read_text
 from flwr_replay.privacy.accounting import rounded_up
+from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.report.imbalance import beside, imbalance_lines, label_counts, pooled_counts
 from flwr_replay.report.missing import missing_suffix
@@ -60,7 +61,8 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
         if one:
             bound = None if one["epsilon"] is None else (rounded_up(one["epsilon"]), rounded_up(one["delta"], 2))
             known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
-            lines.append(f"  {name}: {known}{one['mechanism']}")
+            how = shown_noise(result.get("noise", {}).get(name, []))  # runs of older versions did not say
+            lines.append(f"  {name}: {known}{one['mechanism']}{how and f'; {how}'}")
     lines += recorded_lines(result, folder)
     lines += [f"warning: {line}" for line in warnings(result, confusion, classes_of(folder))]
     lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]

@@ -26,6 +26,7 @@ from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Movement, Settings
 from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.common import Evaluation
+from flwr_replay.privacy.noise import noise_of
 from flwr_replay.privacy.plan import NOTHING, PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
@@ -123,6 +124,13 @@ def claim(strategy: Movement) -> str:
     return privacy.sentence({stage: REQUESTS[stage].answer for stage in strategy.all_stages()})
 
 
+def _noise(plan: PrivacyPlan, strategy: Movement, recorder: Recorder) -> dict[str, list[dict[str, Any]]]:
+    """Return the planned noise of every institution that states an epsilon, by its number of examples."""
+    counts = {member.name: member.num_examples for member in strategy.members.known}
+    whole = sum(counts.values())
+    return {name: noise_of(plan, whole if plan.pooled else counts[name]) for name in recorder.released}
+
+
 def without_best(strategy: Movement) -> str:
     """Say why the global model of the best round is not kept; empty: it is."""
     if strategy.evaluated is not Evaluation:
@@ -169,6 +177,8 @@ def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Pat
         try:
             models = strategy.models_at_end(opened(strategy.start(grid, first, config.rounds).arrays))
             missing = strategy.replay.missing if strategy.replay else {}
+            if plan := job.settings.privacy:
+                recorder.notes["noise"] = _noise(plan, strategy, recorder)
             return recorder.finish(models, claim(strategy), missing), recorder.path
         finally:
             recorder.close()

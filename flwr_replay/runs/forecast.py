@@ -20,6 +20,7 @@ from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.payloads.common import Present
 from flwr_replay.privacy.accounting import rounded_up
+from flwr_replay.privacy.noise import noise_of, shown_noise
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.uploads import RECONSTRUCT
 from flwr_replay.runs.execute import Job, claim
@@ -176,7 +177,8 @@ def forecast_page(simulation: Simulation) -> str:
             examples = whole if plan.pooled else count
             epsilon, delta = plan.planned(examples)
             shown = f"epsilon {rounded_up(epsilon)} at delta {rounded_up(delta, 2)}"
-            text.append(f"  {name}: {shown}{', no proof' if plan.unproven else ''}; {plan.noise(examples)}")
+            how = shown_noise(noise_of(plan, examples))
+            text.append(f"  {name}: {shown}{', no proof' if plan.unproven else ''}; {how}")
     if recorded := sum(line.bytes for line in lines if line.direction in DIRECTIONS[config.record]):
         text += [
             "",

@@ -35,6 +35,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
 from flwr_replay.files.atomic import alone, make_folder, write_atomic
 from flwr_replay.learning.tasks import ERRORS, make_task
+from flwr_replay.privacy.noise import noise_of, shown_noise
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.runs.opening import check_unchanged
 from flwr_replay.runs.options import resolve
@@ -241,7 +242,9 @@ def _naming(method: Method, methods: Sequence[Method]) -> Iterator[None]:
 def _noise(simulation: Simulation) -> str:
     """Say with which noise the smallest institution trains; empty without differential privacy."""
     plan, counts = PrivacyPlan.of(simulation.job.config), [len(own) for own in simulation.part.train]
-    return f"at the smallest institution, {plan.noise(sum(counts) if plan.pooled else min(counts))}" if plan else ""
+    if plan is None:
+        return ""
+    return f"at the smallest institution, {shown_noise(noise_of(plan, sum(counts) if plan.pooled else min(counts)))}"
 
 
 def _refuse_other(folder: Path, config: RunConfig) -> None:

@@ -13,6 +13,7 @@ from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilon
 from flwr_replay.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_noise
 from flwr_replay.privacy.local import LocalDP, clipped, keep_probability, randomised
+from flwr_replay.privacy.noise import noise_of, shown_noise
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.report.progress import Display
@@ -177,3 +178,26 @@ def test_forecast_ledger_and_result_say_the_same(tmp_path, monkeypatch):
         assert 10.999 < one["epsilon"] <= 11
         assert (one["delta"], one["dp"], one["proven"]) == (1e-3, "latents", True)
         assert one["mechanism"].endswith("one example replaced")
+
+
+def test_the_noise_that_a_run_states_is_that_of_its_latents_and_counts():
+    latents = ["strategy=fedreplay", "dp=latents", "latent-clip=2", "latent-epsilon=4", "label-epsilon=1"]
+    plan = PrivacyPlan.of(compose([*latents, "delta=1e-4"]))
+    (one,) = noise_of(plan, 300)
+    assert one == {
+        "mechanism": "latents",
+        "sigma": plan.local.cost(1e-4).sigma,
+        "clip": 2.0,
+        "label-epsilon": 1.0,
+    }
+    assert shown_noise([one]) == (
+        f"latents: sigma {one['sigma']:.3g}, clip C 2, noise 2 C sigma; labels: randomised response, epsilon 1"
+    )
+    replay = ["strategy=cwt", "replay=pixelcnn", "dp=generator+prior", "codebook=gradient", "prior-clip=0.5"]
+    counted = noise_of(PrivacyPlan.of(compose(replay)), 300)
+    assert [(line["mechanism"], line.get("clip")) for line in counted] == [
+        ("generator", 1.0),
+        ("prior", 0.5),
+        ("label counts", None),
+    ]
+    assert shown_noise(counted).endswith("; label counts: sigma 10")

@@ -15,6 +15,7 @@ from flwr_replay.api import Comparison
 from flwr_replay.cli.main import app
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import read_json, write_json
+from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.report.any_page import write_page
 from flwr_replay.report.charts import bars, curves, ticks
 from flwr_replay.report.progress import Display
@@ -126,6 +127,15 @@ def test_a_run_ends_with_a_page_that_says_what_happened(ran):
     for name, one in result["privacy"].items():
         assert name in page.text
         assert str(one["mechanism"]) in page.text
+        examples = sum(result["skew"]["labels"]["institutions"][name])
+        (noise,) = result["noise"][name]
+        q, steps, sigma = 32 / examples, examples // 32 * 2, noise["sigma"]
+        assert (noise["sampling-rate"], noise["steps"], noise["clip"]) == (q, steps, 1.0)
+        # what is stated must make the epsilon that is stated
+        assert epsilon([SampledGaussian(q, sigma, steps)], one["delta"]) == pytest.approx(one["epsilon"])
+        shown = f"sigma {sigma:.3g}, clip C 1, sampling rate {q:.3g} (32 of {examples}), up to {steps} steps"
+        assert f"classifier: {shown}" in page.text
+        assert f"DP-SGD, Poisson sampling; classifier: {shown}" in summary(result, folder)
     assert "model: weights or gradients of a network." in page.text
     assert "All institutions took part in every exchange." in page.text
     assert f"flwr {result['versions']['flwr']}" in page.text

@@ -1,0 +1,64 @@
+"""With which noise a run trains under DP: sigma, C and the sampling rate, which stand beside every epsilon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flwr_replay.privacy.local import LATENTS
+from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
+
+__all__ = ["noise_of", "shown_noise"]
+
+
+def noise_of(plan: PrivacyPlan, examples: int) -> list[dict[str, Any]]:
+    """Return the noise at an institution with this number of examples, by mechanism.
+
+    Returns
+    -------
+    list of dict
+        `mechanism`; `sigma`, the noise multiplier: the noise's standard deviation over the sensitivity; `clip`, C. For
+        DP-SGD the sensitivity is C, and there are `sampling-rate` q = `batch` / `examples`, and `steps`, as many as an
+        institution takes that stays to the end. For latents the sensitivity is 2C, and labels have `label-epsilon`.
+        For label counts it is 1, and there is no C.
+    """
+    config = plan.config
+    if plan.local:
+        release = plan.local.cost(config.delta_for(examples))
+        local = {"mechanism": LATENTS, "sigma": release.sigma, "clip": config.latent_clip}
+        return [{**local, "label-epsilon": config.label_epsilon}]
+    found: list[dict[str, Any]] = []
+    for passes in plan.passes:
+        cost = plan.cost(passes.mechanism, examples, passes.epochs)
+        found.append(
+            {
+                "mechanism": passes.mechanism,
+                "sigma": cost.sigma,
+                "clip": config.clip_of(passes.mechanism),
+                "sampling-rate": cost.rate,
+                "batch": passes.batch,
+                "examples": examples,
+                "steps": passes.steps or cost.steps,
+            }
+        )
+    return found + ([{"mechanism": COUNTS, "sigma": config.count_sigma}] if plan.counted else [])
+
+
+def shown_noise(found: Sequence[Mapping[str, Any]]) -> str:
+    """Write the noise of all mechanisms in a line.
+
+    >>> one = {"mechanism": "proxy", "sigma": 0.7, "clip": 1.0, "sampling-rate": 0.1, "batch": 32, "examples": 320}
+    >>> shown_noise([{**one, "steps": 30}])
+    'proxy: sigma 0.7, clip C 1, sampling rate 0.1 (32 of 320), up to 30 steps'
+    """
+    lines = []
+    for one in found:
+        line = f"{one['mechanism']}: sigma {one['sigma']:.3g}"
+        line += f", clip C {one['clip']:g}" if "clip" in one else ""
+        if "sampling-rate" in one:
+            line += f", sampling rate {one['sampling-rate']:.3g} ({one['batch']:,} of {one['examples']:,})"
+            line += f", up to {one['steps']:,} steps"
+        if "label-epsilon" in one:
+            line += f", noise 2 C sigma; labels: randomised response, epsilon {one['label-epsilon']:g}"
+        lines.append(line)
+    return "; ".join(lines)
