@@ -21,7 +21,7 @@ from flwr_replay.cli.deploy import app as deploy
 from flwr_replay.cli.model import export, predict
 from flwr_replay.cli.new import app as new
 from flwr_replay.cli.options import options
-from flwr_replay.cli.places import finished_place
+from flwr_replay.cli.places import absolute, finished_place
 from flwr_replay.cli.privacy import app as privacy
 from flwr_replay.cli.rehearse import rehearse
 from flwr_replay.cli.runs import app as runs
@@ -40,7 +40,9 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
-data = typer.Typer(help="Show a data set and how it is split among institutions.", no_args_is_help=True)
+data = typer.Typer(
+    help="Show a data set and how it is split among institutions; write images of it.", no_args_is_help=True
+)
 app.add_typer(data, name="data")
 app.add_typer(privacy, name="privacy")
 app.add_typer(runs, name="runs")
@@ -256,7 +258,27 @@ def show(
     from flwr_replay.runs.simulate import Simulation
 
     _, config = resolve(options or [], ".", "")
-    print(describe(loaded(config.task), Simulation.of(config).part, Path(out).expanduser().absolute() if out else None))
+    print(describe(loaded(config.task), Simulation.of(config).part, absolute(out) if out else None))
+
+
+@data.command("images")
+def images(
+    out: Annotated[str, typer.Argument(metavar="DIR", help="The folder to write to.")],
+    options: Options = None,
+    count: Annotated[int, typer.Option("--count", help="How many images.")] = 20,
+) -> None:
+    """Write test images of a task as PNG files, a folder for each label: something to try `predict` on.
+
+    No run trains on test images. Without options: of scikit-learn's digits.
+    """
+    _refuse_empty(DIR=out)
+    from flwr_replay.data.dealt import loaded
+    from flwr_replay.data.images import write_images
+    from flwr_replay.runs.options import resolve
+
+    task, folder = resolve(options or [], ".", "")[1].task, absolute(out)
+    written = write_images(loaded(task).test, task, count, folder)
+    print(f"{written} test images of {task.name}, a folder for each label: {folder}")
 
 
 @app.command()

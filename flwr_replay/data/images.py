@@ -1,0 +1,59 @@
+"""Test images of a data set as PNG files, a folder for each label: `flwr-replay data images DIR`."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+
+from flwr_replay.config.sections import TaskConfig
+from flwr_replay.data.datasets import Examples
+from flwr_replay.data.folder import MODES
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.files.atomic import NAME, make_folder, write_atomic
+
+__all__ = ["write_images"]
+
+
+def write_images(examples: Examples, task: TaskConfig, count: int, out: Path) -> int:
+    """Write the first images as `<label>/<number>.png`, which `flwr-replay predict` reads; return how many.
+
+    Parameters
+    ----------
+    examples : Examples
+        Images, uint8, grey or in colour, with a class each.
+    task : TaskConfig
+        Where they are from; names the classes.
+    count : int
+        How many, at least 1; all if there are fewer.
+    out : Path
+        The folder, created if missing.
+
+    Raises
+    ------
+    ConfigError
+        For other kinds of data or of task.
+    RunError
+        If the folder cannot be written, or has another file of the same name; then nothing is written.
+    """
+    from PIL import Image
+
+    if task.kind != "classification" or task.channels not in MODES or examples.x.dtype != np.uint8:
+        raise ConfigError(f"only images with a class each can be written as PNG files; task={task.name} has others")
+    if count < 1:
+        raise ConfigError(f"--count must be at least 1; got {count}")
+    pictures: dict[Path, bytes] = {}
+    for number, (x_CHW, label) in enumerate(zip(examples.x[:count], examples.y, strict=False)):
+        name = task.class_names[label] if task.class_names else ""
+        name = name if NAME.fullmatch(name) else str(label)  # a name may be no folder's
+        file = io.BytesIO()
+        Image.fromarray(x_CHW[0] if task.channels == 1 else x_CHW.transpose(1, 2, 0)).save(file, "PNG")
+        pictures[out / name / f"{number:05d}.png"] = file.getvalue()
+    for path, picture in pictures.items():
+        if path.exists() and path.read_bytes() != picture:
+            raise RunError(f"{path} is there already, and is another image: choose another folder")
+    for path, picture in pictures.items():
+        make_folder(path.parent, "DIR")
+        write_atomic(path, picture)
+    return len(pictures)
