@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flwr_replay.data.datasets import Dataset, Examples, load
+from flwr_replay.data.datasets import Dataset, Examples, examples_of, load
 from flwr_replay.data.partitions import Partition, institution_name, partition, site_names
 from flwr_replay.data.show import show
 from flwr_replay.data.skew import ks_matrix, label_histogram, tv_matrix
@@ -11,6 +11,7 @@ __all__ = [
     "Dataset",
     "Examples",
     "Partition",
+    "examples_of",
     "institution_name",
     "ks_matrix",
     "label_histogram",

@@ -18,13 +18,13 @@ from flwr_replay.config.sections import TaskConfig, one_of
 from flwr_replay.data.bags import read_bags
 from flwr_replay.data.clinical import read_boneage, read_brats, read_isic, read_retina, read_tuberculosis
 from flwr_replay.data.folder import read_folder
-from flwr_replay.data.own import read_own
+from flwr_replay.data.own import arrays_of, channels_first, read_own
 from flwr_replay.data.readers import Raw, read_cifar10, read_digits, read_idx, read_medmnist
 from flwr_replay.data.sections import read_isbi2012
 from flwr_replay.data.tables import read_diabetes, read_heart_disease
 from flwr_replay.errors import DataError
 
-__all__ = ["MIXES_PATIENTS", "Dataset", "Examples", "load"]
+__all__ = ["MIXES_PATIENTS", "Dataset", "Examples", "examples_of", "load"]
 
 READERS: dict[str, Callable[[TaskConfig], dict[str, Raw]]] = {
     "digits": read_digits,
@@ -117,6 +117,34 @@ class Examples:
     def take(self, indices: NDArray[np.int64]) -> Examples:
         """Return the examples at these indices, in their order, as copies."""
         return Examples(self.x[indices], self.y[indices], None if self.sites is None else self.sites[indices])
+
+
+def examples_of(given: Any) -> Examples:
+    """Return the examples that a user's own app has: arrays as they are, others converted.
+
+    Parameters
+    ----------
+    given : tuple, Dataset or DataLoader
+        As in `flwr_replay.data.own.arrays_of`. Of data sets, images with one or three channels last are turned around,
+        images other than uint8 become float32, and labels int64 where they are whole numbers, else float32.
+
+    Raises
+    ------
+    DataError
+        If they are no images with labels.
+    """
+    try:
+        x, y = arrays_of(given)
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise DataError(
+            "an institution's examples must be (images, labels), or a Dataset or DataLoader of these; got "
+            f"{type(given).__name__}: {error}"
+        ) from None
+    if isinstance(given, tuple):
+        return Examples(x, y)
+    if not (y.ndim == 3 and y.dtype == np.uint8):  # masks stay
+        y = y.astype(np.int64 if y.dtype.kind in "iu" else np.float32)
+    return Examples(channels_first(x, (1, 3)), y)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,15 +2,14 @@
 
     def load(data_dir: str) -> dict
 
-Its keys are train, test and perhaps val; or all, of which the last fifth is for testing. Each split is a pair of arrays
-(images, labels), a `torch.utils.data.Dataset` of such pairs, or a Hugging Face dataset with a column of images and one
-of labels.
+Its keys are train, test and perhaps val; or all, of which the last fifth is for testing. Each split is what `arrays_of`
+takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +19,15 @@ from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.readers import Raw
 from flwr_replay.errors import ConfigError, DataError
 
-__all__ = ["read_own"]
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+__all__ = ["arrays_of", "channels_first", "read_own"]
 
 SPLITS = ({"train", "test"}, {"train", "test", "val"}, {"all"})
 IMAGES = ("image", "img", "x")  # columns that are looked for
 LABELS = ("label", "labels", "y")
+ROWS = 256  # of a data set that are collated at a time
 
 
 def read_own(task: TaskConfig) -> dict[str, Raw]:
@@ -54,21 +57,51 @@ def read_own(task: TaskConfig) -> dict[str, Raw]:
     found = {}
     for name, split in splits.items():
         try:
-            x, y = _arrays(split)
+            x, y = arrays_of(split)
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise DataError(f"{option}: the split {name} is no images with labels: {error}") from None
-        found[name] = Raw(_channels_first(x, task.channels), y, f"{option}, {name}", f"{option}, {name}")
+        found[name] = Raw(channels_first(x, (task.channels,)), y, f"{option}, {name}", f"{option}, {name}")
     return found
 
 
-def _arrays(split: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return images and labels of a pair of arrays, or of a data set of pairs or rows."""
+def arrays_of(split: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return images and labels as arrays, in the order of the data set.
+
+    Parameters
+    ----------
+    split : tuple, Dataset or DataLoader
+        A pair of arrays; a `torch.utils.data.Dataset` of pairs; a Hugging Face dataset with a column image, img or x
+        and a column label, labels or y; or a DataLoader of one of these. Of a DataLoader, the data set is read once,
+        whole, through its `collate_fn`. Its batch size and its shuffling do not count.
+
+    Raises
+    ------
+    TypeError, ValueError, KeyError, IndexError
+        If these are no images with labels, or if the DataLoader does not draw every example once.
+    """
     if isinstance(split, tuple) and len(split) == 2:
         return np.asarray(split[0]), np.asarray(split[1])
+    if hasattr(split, "collate_fn"):  # a DataLoader, told without importing torch
+        pairs = [(np.asarray(x), np.asarray(y)) for x, y in map(_pair, _in_order(split))]
+        return np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs])
     pairs = [_pair(split[index]) for index in range(len(split))]
     if not pairs:
         raise ValueError("it is empty")
     return np.stack([np.asarray(x) for x, _ in pairs]), np.asarray([np.asarray(y) for _, y in pairs])
+
+
+def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader of all examples of a loader's data set, each once, in the data set's order."""
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+    rows = len(loader.dataset)  # type: ignore[arg-type]
+    plain = type(loader.batch_sampler) is BatchSampler and isinstance(loader.sampler, RandomSampler | SequentialSampler)
+    if not plain or len(loader.sampler) != rows or getattr(loader.sampler, "replacement", False):  # type: ignore[arg-type]
+        raise ValueError(
+            f"a DataLoader must draw each of its {rows} examples once; this one's {type(loader.sampler).__name__} does "
+            "not: give a torch.utils.data.Subset of its data set"
+        )
+    return DataLoader(loader.dataset, batch_size=ROWS, collate_fn=loader.collate_fn)
 
 
 def _pair(row: Any) -> tuple[Any, Any]:
@@ -81,9 +114,10 @@ def _pair(row: Any) -> tuple[Any, Any]:
     return x, y
 
 
-def _channels_first(x: NDArray[Any], channels: int) -> NDArray[Any]:
+def channels_first(x: NDArray[Any], channels: Container[int]) -> NDArray[Any]:
+    """Return images as (N, C, H, W), uint8 or float32; `channels` are the values that C may have."""
     if x.ndim == 3:
         x = x[:, None]
-    if x.ndim == 4 and x.shape[1] != channels and x.shape[3] == channels:
+    if x.ndim == 4 and x.shape[1] not in channels and x.shape[3] in channels:
         x = x.transpose(0, 3, 1, 2)
     return x if x.dtype == np.uint8 else x.astype(np.float32)

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from flwr.app import RecordDict
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from flwr_replay.data import Dataset, Examples
+from flwr_replay.data import Dataset, Examples, examples_of
 from flwr_replay.errors import DataError, RefusedError, TrainingError
 from flwr_replay.files.atomic import home, make_folder, private_folder, sweep
 from flwr_replay.institution.policy import Policy
@@ -29,6 +30,8 @@ from flwr_replay.wire.payload import Row
 from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
 
 __all__ = ["Institution", "Shard"]
+
+Given = tuple[ArrayLike, ArrayLike] | torch.utils.data.Dataset[Any] | torch.utils.data.DataLoader[Any]
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,8 @@ class Institution:
     def from_arrays(
         cls,
         name: str,
-        train: tuple[ArrayLike, ArrayLike],
-        test: tuple[ArrayLike, ArrayLike] | None = None,
+        train: Given,
+        test: Given | None = None,
         device: str = "cpu",
     ) -> Institution:
         """Make an institution of examples that are in memory, as a user's own ClientApp has them.
@@ -85,13 +88,19 @@ class Institution:
         ----------
         name : str
             Unique among the institutions; shuffles derive from it.
-        train, test : tuple
-            x, shape (n, C, H, W), uint8 or float32, and y, shape (n,), int64: arrays or CPU tensors.
+        train, test : tuple, torch Dataset or DataLoader
+            x, shape (n, C, H, W), uint8 or float32, and y, shape (n,), int64: arrays or CPU tensors. A Dataset or
+            DataLoader of such pairs, also Hugging Face's, is read here, once and whole: transforms are applied once.
         device : str
             Where they are used: auto, cpu or cuda[:N].
+
+        Raises
+        ------
+        DataError
+            If they are no images with labels, or a DataLoader draws only some of its examples.
         """
-        used = Examples(np.asarray(train[0]), np.asarray(train[1]))
-        held = Examples(np.asarray(test[0]), np.asarray(test[1])) if test else used.take(np.arange(0))
+        used = examples_of(train)
+        held = used.take(np.arange(0)) if test is None else examples_of(test)
         return cls(name, lambda: Dataset(name, used, held), select_device(device))
 
     @cached_property
