@@ -128,6 +128,9 @@ class TerminalDisplay(LogDisplay):
         self.bar.start()
         # rich stands in for sys.stderr now, but Flower's handlers write to the stream that they were made with.
         handlers = [one for one in logging.getLogger("flwr").handlers if isinstance(one, logging.StreamHandler)]
+        if self.console.no_color or not self.console.is_terminal:
+            for one in handlers:
+                one.colored = False  # type: ignore[attr-defined]  # Flower's colours a file and a pipe, too
         self.moved = [one for one in handlers if one.stream is self.terminal and one.setStream(sys.stderr)]
 
     def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:

@@ -25,7 +25,19 @@ logging.getLogger("flwr").warning("after the run")
 COLOUR = re.compile(r"\x1b\[[\d;]*m|\x1b\[\?25[hl]|\r")
 
 
-def on_a_terminal(columns: int) -> list[str]:
+def test_a_pipe_gets_no_colours():
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    assert "\x1b" not in ended.stderr
+    assert ended.stderr.count("takes no part in exchange") == 4
+
+
+def test_no_color_is_heeded_on_a_terminal(monkeypatch):
+    assert any("\x1b[93mWARNING" in line for line in on_a_terminal(80, plain=False))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not any("\x1b[93mWARNING" in line for line in on_a_terminal(80, plain=False))
+
+
+def on_a_terminal(columns: int, plain: bool = True) -> list[str]:
     """Return the lines that stay, since each is written after the bar's line was erased."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
@@ -40,7 +52,8 @@ def on_a_terminal(columns: int) -> list[str]:
         pass
     os.close(ours)
     assert process.wait() == 0, got.decode()
-    return [COLOUR.sub("", line.split("\x1b[2K")[-1]) for line in got.decode().split("\n")]
+    lines = [line.split("\x1b[2K")[-1] for line in got.decode().split("\n")]
+    return [COLOUR.sub("", line) for line in lines] if plain else lines
 
 
 def test_rounds_stay_and_log_lines_are_whole():
