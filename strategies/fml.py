@@ -56,6 +56,7 @@ class FML(Parallel):
     config: FMLConfig
     stages = ("train-mutually", "evaluate-with-proxy")
     dp_mechanisms = ("proxy",)
+    private_key = "pair"
     evaluated = PairEvaluation
     answer = TrainedMutually
     needs_roll_call = True

@@ -57,6 +57,7 @@ class Local(Relay):
     config: LocalConfig
     stages = ("train-own", "evaluate-own")
     dp_mechanisms = ("classifier",)
+    private_key = "model"
     answer = TrainedOwn
 
     def train_request(self, server_round: int, member: Member) -> TrainOwn:

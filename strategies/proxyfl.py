@@ -68,6 +68,7 @@ class ProxyFL(Gossip):
     config: ProxyFLConfig
     stages = ("train-proxy", "deliver", "evaluate-pair")
     dp_mechanisms = ("proxy",)
+    private_key = "pair"
     evaluated = PairEvaluation
     answer = ReleasedProxy
     seed_of = "proxy"  # not "model", the private models' seed: two equal models would teach each other nothing

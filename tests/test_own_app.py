@@ -21,6 +21,7 @@ from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.sections import PriorConfig, ReplayConfig, TrainingConfig
 from flwr_replay.errors import ConfigError, RunError, WireError
+from flwr_replay.files.atomic import home
 from flwr_replay.generators.base import ImageForm
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.generators.vqvae2 import VQVAE2Config
@@ -207,6 +208,23 @@ def test_proxies_without_noise_and_a_replaced_learning_rate_are_said_once(own, c
         "lr=0.01 of train_config replaces training.lr=0.05",
     ):
         assert sum(said in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", ["proxyfl", "fml", "local"])
+def test_where_private_models_are_is_said_once_and_they_load_as_the_page_shows(name, own, caplog):
+    caplog.set_level(logging.INFO, "flwr")
+    result, _ = start(strategy_of(name, own, roll_call=True), own, served(name, own, SERVE))
+    (said,) = [record.message for record in caplog.records if "private models stay" in record.message]
+    run, key = re.search(r"state/NAME/runs/(run-\w+)/(\w+)-…\.safetensors", said).groups()
+    shown = re.search(r"(?s)```python\n(from safetensors.*?)```", (DOCS / "flower.md").read_text())[1]
+    right = tested = 0
+    for number in range(NODES):
+        files = (home() / "state" / f"hospital-{number}" / "runs" / run).glob(f"{key}-[0-9]*.safetensors")
+        names = {"file": max(files), "net": own[0].net}
+        exec(shown if key == "pair" else shown.replace('"model."', '""'), names)
+        x, y = own[0].load_data(number, 4)[1]
+        right, tested = right + int((names["model"](x).argmax(1) == y).sum()), tested + len(y)
+    assert right / tested == pytest.approx(result.evaluate_metrics_clientapp[2]["accuracy"])
 
 
 def test_a_deployment_says_how_many_institutions_it_has(own):

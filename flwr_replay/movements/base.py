@@ -62,6 +62,7 @@ class Movement(Evaluating):
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what DP-SGD can train here; each subclass must state its own
     begins_at_server: ClassVar[bool] = True  # whether the server draws the fresh weights
     global_model: ClassVar[bool] = True  # whether the server has a model that it could test
+    private_key: ClassVar[str] = ""  # begins the names of the files with private models, where institutions keep such
 
     def __init__(
         self,
@@ -277,6 +278,8 @@ class Movement(Evaluating):
         self.say_what_differs(run)
         self.begin_run()
         self.recorder.begin(self.name, run.num_rounds, self.exchanges_per_round(), done)
+        if self.private_key:
+            self.recorder.kept_private(self.settings.run, self.private_key)
         return arrays, done
 
     def say_what_differs(self, run: Run) -> None:

@@ -134,6 +134,9 @@ class RunDirectory(Recorder):
         self.display.begin(Progress(strategy, num_rounds, per_round, done))
         self._tracking.tell(self.history, per_round, {})
 
+    def kept_private(self, run: str, key: str) -> None:
+        """Say nothing: `flwr-replay predict` finds private models by this directory."""
+
     def travelled(
         self,
         server_round: int,

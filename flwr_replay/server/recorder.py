@@ -57,6 +57,13 @@ class Recorder:
         self.per_round = per_round
         self.log(f"{strategy}: {num_rounds} rounds" + (f" of {per_round} exchanges" if per_round > 1 else ""))
 
+    def kept_private(self, run: str, key: str) -> None:
+        """Say where institutions keep private models; a run directory is asked for them, so that it need not say."""
+        self.log(
+            f"private models stay at the institutions: NAME's is $FLWR_REPLAY_HOME/state/NAME/runs/{run}/"
+            f"{key}-….safetensors, and $FLWR_REPLAY_HOME is ~/.flwr-replay if it is not set"
+        )
+
     def travelled(
         self,
         server_round: int,
