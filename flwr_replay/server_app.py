@@ -13,6 +13,7 @@ from flwr_replay.report.progress import LogDisplay
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.execute import execute
+from flwr_replay.server.one_line import errors_in_one_line
 from flwr_replay.terminal import wrapped
 
 __all__ = ["app"]
@@ -26,11 +27,12 @@ SHOWN = 80  # columns of the summary: `flwr run --stream` shows it on some termi
 REFUSED = (401, 403)  # HTTP's codes for a token that is not, or no longer, valid
 
 app = ServerApp()
+errors_in_one_line()
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the options of Flower's run config; a user's mistake is logged in one line, and the run fails.
+    """Run the options of Flower's run config; a user's mistake is one line of Flower's log, and the run fails.
 
     It must end with an `Exception`: if the process just exits, Flower waits for it and reports no reason.
     """
@@ -44,8 +46,8 @@ def main(grid: Grid, context: Context) -> None:
         fault = RunError(ENDED) if token_refused(error) else error
         if not isinstance(fault, FlwrReplayError | OSError):
             raise
-        logging.getLogger("flwr").error("error: %s", " ".join(str(fault).split()))
-        raise fault.with_traceback(None) from None
+        said = fault if isinstance(fault, FlwrReplayError) else RunError(str(fault))
+        raise said from None
     write_run_page(folder)
     print(wrapped(summary(result, folder), SHOWN))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -22,11 +24,11 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.institution.policy import LIMITS, Policy, read_policy
 from flwr_replay.models import split
 from flwr_replay.runs.engine import InlineGrid
-from flwr_replay.runs.superlink import streamed, superlink
+from flwr_replay.runs.superlink import flower, streamed, superlink
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 APPS = ("cwt", "fedreplay", "numpy_client", "replay")  # those that end with one model
-OWN = (*APPS, "proxyfl")
+OWN = (*APPS, "proxyfl", "dataloader")
 MODULES = ("task", "client_app", "server_app")
 NODES = 4
 
@@ -95,6 +97,20 @@ def test_proxyfl_runs_in_process_and_its_private_models_learn(
     assert len(set(re.findall(r"^(institution-\d): epsilon \d", said, re.M))) == NODES
 
 
+def test_data_loaders_run_in_process_and_private_models_learn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with example("dataloader", monkeypatch, tmp_path) as app:
+        start("dataloader", app)
+    assert float(re.findall(r"private models (0\.\d+)", capsys.readouterr().out)[-1]) > 0.6
+
+
+def test_the_page_shows_the_example_with_data_loaders() -> None:
+    shown = re.search(r"(?s)def institution\(number, count\):\n(.*?)```", (EXAMPLES.parent / "flower.md").read_text())
+    assert shown
+    assert shown[1] in (EXAMPLES / "dataloader" / "client_app.py").read_text()
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_flower_finds_all_that_an_example_lists(name: str) -> None:
     """Flower installs what an app lists; this package is on no index, and brings all that the examples import."""
@@ -111,7 +127,7 @@ def test_a_numpy_client_ends_with_the_weights_of_a_client_app(monkeypatch: pytes
         assert torch.equal(value, finals[1][key]), key
 
 
-def test_runs_on_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_runs_on_ray_and_a_refused_option_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = "fedreplay"
     with example(name, monkeypatch, tmp_path) as app:
         (tmp_path / "link").mkdir()
@@ -120,8 +136,14 @@ def test_runs_on_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             options = ["--federation-config", f"num-supernodes={NODES} {one_actor}"]
             options += ["--run-config", "num-server-rounds=1"]
             said = "".join(streamed(link, EXAMPLES / name, *options))
-        assert (tmp_path / "final_model.pt").exists(), said  # the server's working directory is the SuperLink's
+            assert (tmp_path / "final_model.pt").exists(), said  # the server's working directory is the SuperLink's
+            refused = "".join(streamed(link, EXAMPLES / name, *options[:2], "--run-config", "learning-rate=-1.0"))
+            listed = [flower("flwr"), "list", "replay", "--format", "json"]
+            runs = json.loads(subprocess.run(listed, env=link.environment, capture_output=True, check=True).stdout)
         assert accuracy(app["task"], torch.load("final_model.pt", weights_only=True)) > 0.6
+    assert re.search(r"raised an exception: error: .*lr.*got -1", refused), refused
+    assert "Traceback" not in refused
+    assert sorted(run["status"] for run in runs["runs"]) == ["finished:completed", "finished:failed"]
 
 
 def test_a_model_that_is_no_sequence_is_refused() -> None:
@@ -131,7 +153,7 @@ def test_a_model_that_is_no_sequence_is_refused() -> None:
 
 def test_all_examples_have_the_same_task() -> None:
     """The user's part is one text, so that only the marked lines differ."""
-    assert len({(EXAMPLES / name / "task.py").read_text() for name in OWN}) == 1
+    assert len({(EXAMPLES / name / "task.py").read_text() for name in OWN if name != "dataloader"}) == 1
     assert (EXAMPLES / "cwt" / "server_app.py").read_text() == (EXAMPLES / "numpy_client" / "server_app.py").read_text()
 
 

@@ -30,7 +30,9 @@ def options(
             print("\n".join(line for place, option in found for line in _option(option, place)))
             return
         raise ConfigError(f"unknown group of options {group!r}: {nearest(group, list(known))}")
-    lines = _explained(group, known[group]) if group else _overview(known)
+    lines = list(_explained(group, known[group]) if group else _overview(known))
+    if any("docs/" in line for line in lines):
+        lines += ["", "docs/… is a page in flwr-replay's repository."]
     print("\n".join(lines))
 
 

@@ -292,7 +292,7 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
             said, ours = f"{key.replace('_', '-')} is an option of {group}=", base[group]["name"]
             raise ConfigError(f"{said}{', '.join(found)}; got {group}={ours}")
     near = nearest(key.replace("_", "-"), shown)
-    raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {near}; docs/options.md has all")
+    raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {near}; `flwr-replay options` lists all")
 
 
 @lru_cache(maxsize=256)  # a study composes hundreds of times, and each takes Hydra 0.1 s

@@ -87,7 +87,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
     if config.own_parts:
         raise ConfigError(
             f"`deploy init` writes no start scripts for code of your own, {config.own_parts[0]}: a clinic must install "
-            "and allow it by hand, as docs/extend.md says"
+            "and allow it by hand, as the page docs/extend.md in flwr-replay's repository says"
         )
     policy, kinds = _policy(config, clinics)
     require(not set(str(place)) & set('"\\\n'), f"--out must have no double quotes or backslashes; got {place}")

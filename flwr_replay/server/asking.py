@@ -162,8 +162,9 @@ def with_advice(fault: FlwrReplayError, message: Message, method: str) -> FlwrRe
     request = request_of(message)
     if request is None or request.stage_name in OPEN_STAGES:
         return fault
-    mod = f"ClientApp(mods=[serving(make_client)]), which makes a {method}Client: see docs/flower.md"
-    return type(fault)(f"{fault}: if this node runs a ClientApp of your own, it needs {mod}")
+    mod = f"ClientApp(mods=[serving(make_client)]), which makes a {method}Client"
+    more = "the page docs/flower.md in flwr-replay's repository shows it"
+    return type(fault)(f"{fault}: if this node runs a ClientApp of your own, it needs {mod}; {more}")
 
 
 def _line(text: str) -> str:

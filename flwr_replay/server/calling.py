@@ -21,6 +21,7 @@ from flwr_replay.payloads.common import Failure, LabelScale, Present, RollCall
 from flwr_replay.server.answers import legible
 from flwr_replay.server.asking import ask, failure_of, reason_of
 from flwr_replay.server.members import Member, Members, present
+from flwr_replay.server.one_line import errors_in_one_line
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.server.settings import Settings
 from flwr_replay.wire.payload import CLIENT_APP_RAISED, Request, Row, rows
@@ -30,6 +31,9 @@ __all__ = ["Calling"]
 
 OURS = "flwr_replay.errors."  # an error of this package's client; an app that knows no roll call raises another
 MOST_NAMED = 8  # institutions in a line of the log
+
+
+errors_in_one_line()  # when a strategy is imported, since arguments that are refused never reach `start`
 
 
 class Calling(Strategy):
@@ -146,7 +150,8 @@ class Calling(Strategy):
         name = type(self).__name__
         return (
             f"{name} needs {name}Client at every institution, app = serve(make_client), and "
-            "Settings(roll_call=True) at the server: docs/flower.md shows both"
+            "Settings(roll_call=True) at the server: the page docs/flower.md in flwr-replay's repository "
+            "shows both"
         )
 
     def all_stages(self) -> list[str]:

@@ -1,0 +1,31 @@
+"""A user's mistake in Flower's log: one line, where Flower would write its traceback."""
+
+from __future__ import annotations
+
+import logging
+
+from flwr_replay.errors import FlwrReplayError
+
+__all__ = ["errors_in_one_line"]
+
+
+class OneLine(logging.Filter):
+    """Writes this package's own errors as one line; the traceback of any other exception stays."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every record pass; one with an error of this package without its traceback."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, FlwrReplayError):
+            said = f"{record.getMessage()}: error: {' '.join(str(error).split())}"
+            record.msg, record.args, record.exc_info = said, None, None
+        return True
+
+
+def errors_in_one_line() -> None:
+    """Let Flower's log of this process have them as one line from now on.
+
+    Flower logs the exception with which a ServerApp ends. The run fails as before, since the exception is still raised.
+    """
+    flower = logging.getLogger("flwr")
+    if not any(isinstance(one, OneLine) for one in flower.filters):
+        flower.addFilter(OneLine())
