@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.superlink.grid import HttpGrid
 from grid import Grid
@@ -250,6 +250,20 @@ def test_a_plain_app_is_told_to_add_the_mod(name, own):
     with pytest.raises(RunError) as end:
         start(strategy_of(name, own), own, served(name, own, ANY))
     assert "mods=[serving(" in str(end.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "advised"), [("<module 'client_app' from '/first/client_app.py'>", True), ("None", False)]
+)
+def test_modules_of_another_app_are_said_with_what_to_do(where, advised, own):
+    """Ray's nodes import them from the folder in which the SuperLink was started."""
+    raised = f"Traceback\nAttributeError: Can't get attribute 'make_client' on {where}"
+    grid = Grid.simulated(served("cwt", own, ANY), {"local-epochs": 1}, NODES)
+    grid.before = lambda grid, message: Message(Error(0, raised), reply_to=message)
+    with pytest.raises(RunError) as end:
+        strategy_of("cwt", own).start(grid, ArrayRecord(own[0].net().state_dict()), num_rounds=1)
+    assert f"Can't get attribute 'make_client' on {where}" in str(end.value)
+    assert ("start it in a folder without apps" in str(end.value)) == advised
 
 
 def test_this_packages_app_says_it_too_and_writes_nothing(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -29,6 +30,13 @@ __all__ = [
 
 EXPIRED = (3, 4)  # Flower's codes for a message or an answer that is missing or has expired
 DEPLOYED = ("GrpcGrid", "HttpGrid")  # Flower's grids of deployments; a simulation's has all nodes from the start
+#: What Ray says where modules of two apps have the same names, and what to do. A module of the folder in which the
+#: SuperLink was started goes before the app's.
+ANOTHER = re.compile("Can't get attribute .* on <module .* from ")
+OTHER_APP = (
+    ": if that file is another app's, the SuperLink was started in its folder: stop it, and start it in a folder "
+    "without apps, by flwr run PATH-OF-THE-APP"
+)
 SILENCE = 60.0  # seconds without an answer, after which it is said for the first time
 LONGEST = 1000  # the most characters of a reason that an institution gives
 
@@ -149,7 +157,8 @@ def reason_of(message: Message, reply: Message | None) -> str:
     if reply is None or (reply.error.code in EXPIRED and time.time() >= about.created_at + about.ttl):
         return f"no answer within timeout={about.ttl:g} s"
     lines = (reply.error.reason or "").strip().splitlines()
-    return f"error {reply.error.code}: {_line(lines[-1]) if lines else 'no reason given'}"
+    said = f"error {reply.error.code}: {_line(lines[-1]) if lines else 'no reason given'}"
+    return said + (OTHER_APP if ANOTHER.search(said) else "")
 
 
 def split_of(message: Message) -> str:
