@@ -12,14 +12,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["command", "fitted", "wrapped"]
+__all__ = ["command", "fitted", "installing", "wrapped"]
 
+UV = "UV_RUN_RECURSION_DEPTH"  # `uv run` sets it for what it runs
 UNBOUNDED = 10_000  # columns where there is no terminal, so that a file has the whole table
 
 
 def command() -> str:
     """Return how this user starts flwr-replay: through uv, which tells its programs so, or by its name."""
-    return "uv run flwr-replay" if os.environ.get("UV_RUN_RECURSION_DEPTH") else "flwr-replay"
+    return "uv run flwr-replay" if os.environ.get(UV) else "flwr-replay"
+
+
+def installing(extra: str) -> str:
+    """Return how this user installs an extra."""
+    if os.environ.get(UV):
+        return f"uv run --extra {extra} flwr-replay … in place of uv run flwr-replay …"
+    return f"pip install 'flwr-replay[{extra}]'"
 
 
 def fitted(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers do not fight over the cores
+os.environ.pop("UV_RUN_RECURSION_DEPTH", None)  # hints name `uv run` under it, and the tests may run so
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes of tests share what one has compiled
 
 LONGEST = (

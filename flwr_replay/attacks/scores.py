@@ -24,6 +24,7 @@ from flwr_replay.attacks.intervals import Estimate, auc_estimate, share
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_rng
+from flwr_replay.terminal import installing
 
 __all__ = [
     "ImageScores",
@@ -326,5 +327,5 @@ def image_metrics() -> ModuleType:
     try:
         from torchmetrics.functional import image  # takes a second to import
     except ModuleNotFoundError:
-        raise ConfigError("PSNR and SSIM need torchmetrics: pip install flwr-replay[attacks]") from None
+        raise ConfigError(f"PSNR and SSIM need torchmetrics: {installing('attacks')}") from None
     return image

@@ -15,9 +15,7 @@ __all__ = ["attack"]
 def attack(
     place: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN", help="A run directory with recorded messages (record=all), or an institution's own state."
-        ),
+        typer.Argument(metavar="RUN"),
     ],
     institution: Annotated[str, typer.Option("--institution", help="Attack this one only.")] = "",
     field: Annotated[str, typer.Option("--field", help="Attack this field only: latents, arrays, codes …")] = "",
@@ -42,6 +40,8 @@ def attack(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Attack a run's recorded messages; write RUN/attacks with figures, pictures of patients, and a page.
+
+    RUN is a run directory with recorded messages (record=all), or an institution's own state.
 
     An interrupted command goes on where it stopped. A failed attack proves nothing.
     """

@@ -195,7 +195,8 @@ def study(
 ) -> None:
     """Run one of the studies in simulations/: a paper's table as several comparisons.
 
-    --list names its parts. Finished runs are not repeated. Exit code 1: some runs failed.
+    NAME is a study's, such as skew or partitions. --list names its parts. Finished runs are not repeated. Exit code 1:
+    some runs failed.
     """
     _refuse_empty(runs_dir=runs_dir, data=data, only=only)
     _say("loading …")
@@ -212,8 +213,8 @@ def study(
 
 
 @app.command()
-def report(place: Annotated[str, typer.Argument(metavar="RUN|COMPARE|STUDY")]) -> None:
-    """Write the page of a run, of a comparison (their directories) or of a study (its study-….md) again.
+def report(place: Annotated[str, typer.Argument(metavar="RUN|COMPARISON|STUDY")]) -> None:
+    """Write the page of a RUN, of a COMPARISON (their directories) or of a STUDY (its study-….md) again.
 
     Runs, comparisons and studies write it at their end.
     """
@@ -225,10 +226,10 @@ def report(place: Annotated[str, typer.Argument(metavar="RUN|COMPARE|STUDY")]) -
 
 @app.command()
 def strategies(
-    name: Annotated[str, typer.Argument(help="One of them: its source, algorithm and deviations, too.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """List the methods: what each does, and what it sends."""
+    """List the methods: what each does, and what it sends. NAME shows one's source, algorithm and deviations, too."""
     from flwr_replay.runs.forecast import describe_strategies, document_of
     from flwr_replay.terminal import wrapped
 
@@ -263,11 +264,11 @@ def show(
 
 @data.command("images")
 def images(
-    out: Annotated[str, typer.Argument(metavar="DIR", help="The folder to write to.")],
+    out: Annotated[str, typer.Argument(metavar="DIR")],
     options: Options = None,
     count: Annotated[int, typer.Option("--count", help="How many images.")] = 20,
 ) -> None:
-    """Write test images of a task as PNG files, a folder for each label: something to try `predict` on.
+    """Write test images of a task to the folder DIR as PNG files, a folder for each label: try `predict` on them.
 
     No run trains on test images. Without options: of scikit-learn's digits.
     """

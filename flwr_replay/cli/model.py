@@ -10,9 +10,8 @@ from flwr_replay.cli.places import absolute, finished_place
 
 __all__ = ["export", "predict"]
 
-Place = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run directory, last for the newest in runs/, or an institution's state.")
-]
+# Click 8.5 drops the help of Typer's arguments, so docstrings have it
+Place = Annotated[str, typer.Argument(metavar="RUN")]
 Institution = Annotated[str, typer.Option("--institution", help="Whose model, where each institution has its own.")]
 
 Best = Annotated[
@@ -22,13 +21,17 @@ Best = Annotated[
 
 def predict(
     place: Place,
-    images: Annotated[str, typer.Argument(help="A folder of images, a CSV file with a column image, or one image.")],
+    images: Annotated[str, typer.Argument(metavar="IMAGES")],
     out: Annotated[str, typer.Option("--out", help="The CSV file to write; default: print.")] = "",
     institution: Institution = "",
     run: Annotated[str, typer.Option("--run", help="In a state directory, the run's id; default: the last.")] = "",
     best: Best = False,
 ) -> None:
-    """Predict the labels of images with the model of a finished run, as CSV with probabilities."""
+    """Predict the labels of images with the model of a finished run, as CSV with probabilities.
+
+    RUN is a run directory, `last` for the newest in runs/, or an institution's state directory. IMAGES is a folder of
+    images, a CSV file with a column image, or one image.
+    """
     from flwr_replay.files.atomic import write_atomic
     from flwr_replay.runs.predict import images_in, predictions
     from flwr_replay.runs.trained import load_model
@@ -50,7 +53,10 @@ def export(
     institution: Institution = "",
     best: Best = False,
 ) -> None:
-    """Write the model of a finished run as one file for other programs, and a model card beside it."""
+    """Write the model of a finished run as one file for other programs, and a model card beside it.
+
+    RUN is a run directory, `last` for the newest in runs/, or an institution's state directory.
+    """
     from flwr_replay.runs.export import card
     from flwr_replay.runs.export import export as write
     from flwr_replay.runs.trained import load_model

@@ -23,10 +23,11 @@ CALLED = {"strategy": "mymethod", "app": "myapp", "study": "mystudy"}  # what th
 NEXT = "README.md in it says what to do; python -m pytest tries it"
 
 app = typer.Typer(
-    help="Write a strategy, a Flower app or a study of your own, which runs as written.", no_args_is_help=True
+    help="Write a strategy, a Flower app or a study of your own, which runs as written. NAME: small letters, digits.",
+    no_args_is_help=True,
 )
 
-Name = Annotated[str, typer.Argument(help="Small letters and digits.")]
+Name = Annotated[str, typer.Argument(metavar="NAME")]
 Into = Annotated[str, typer.Option("--into", help="The folder in which the new one is made.")]
 
 

@@ -16,11 +16,11 @@ __all__ = ["options"]
 
 
 def options(
-    group: Annotated[str, typer.Argument(metavar="[GROUP]", help="task, training, strategy=fedreplay, …")] = "",
+    group: Annotated[str, typer.Argument(metavar="[GROUP]")] = "",
 ) -> None:
     """Explain the options of a run: their values, defaults and meaning. Without GROUP: what groups there are.
 
-    GROUP may also be one option: ks, partition.ks.
+    GROUP is task, training, strategy=fedreplay, …; or one option: ks, partition.ks.
     """
     from flwr_replay.runs.described import described
 

@@ -116,8 +116,11 @@ def plot(
 
 
 @app.command("digest")
-def show_digest(file: Annotated[Path, typer.Argument(help="A .safetensors file with an encoder's weights.")]) -> None:
-    """Print the digest of an encoder's weights, for `weights` in an institution's policy."""
+def show_digest(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
+    """Print the digest of an encoder's weights, for `weights` in an institution's policy.
+
+    FILE is the .safetensors file that has them.
+    """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 

@@ -14,7 +14,7 @@ __all__ = ["rehearse"]
 
 
 def rehearse(
-    data: Annotated[str, typer.Argument(help="A folder of images, as task=folder reads it.")],
+    data: Annotated[str, typer.Argument(metavar="DATA")],
     options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")] = None,
     institutions: Annotated[
         int, typer.Option("--institutions", help="How many; 0: as the manifest's column site says, else three.")
@@ -27,6 +27,8 @@ def rehearse(
     out: Annotated[str, typer.Option("--out", help="A new folder; default: rehearsal-<date> here.")] = "",
 ) -> None:
     """Deploy on this machine: a SuperLink, a SuperNode for each institution with data of its own, one run; then stop.
+
+    DATA is a folder of images, as task=folder reads it.
 
     Shows the run with its summary, and the end of an institution's log if it refused or failed. Every test takes half a
     minute or more here: evaluate-every=N makes fewer. Ctrl-C stops everything.

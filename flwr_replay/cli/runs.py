@@ -15,9 +15,12 @@ __all__ = ["app", "watch"]
 
 PICTURES = (".png", ".pdf", ".svg")
 
-app = typer.Typer(help="List, show, compare, plot and clean finished runs.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, show, compare, plot and clean finished runs. RUN is a run directory, or `last`: the newest in runs/.",
+    no_args_is_help=True,
+)
 
-Places = Annotated[list[str], typer.Argument(metavar="RUN…", help="Run directories; last: the newest in runs/.")]
+Places = Annotated[list[str], typer.Argument(metavar="RUN…")]
 Root = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
 
 
@@ -106,9 +109,12 @@ def clean(
 
 
 def watch(
-    place: Annotated[str, typer.Argument(metavar="RUN", help="A run directory; last: the newest in runs/.")],
+    place: Annotated[str, typer.Argument(metavar="RUN")],
 ) -> None:
-    """Follow a run that another process works on, until it has finished."""
+    """Follow a run that another process works on, until it has finished.
+
+    RUN is a run directory, or `last`: the newest in runs/.
+    """
     from flwr_replay.runs.listing import watch
 
     for line in watch(finished_place(place)):

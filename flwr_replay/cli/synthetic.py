@@ -25,7 +25,7 @@ CLAIMS = {
 
 
 def show_synthetic(
-    run: Annotated[Path, typer.Argument(help="A run directory, or a folder with its config.yaml.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
     institution: Annotated[
         str, typer.Option("--institution", help="One of a simulation's; all of them if empty.")
     ] = "",
@@ -47,7 +47,10 @@ def show_synthetic(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Attack an institution's own generator, at the institution: nothing leaves."""
+    """Attack an institution's own generator, at the institution: nothing leaves.
+
+    RUN is a run directory, or a folder with its config.yaml.
+    """
     from flwr_replay.files.atomic import private_folder, write_json
     from flwr_replay.institution.exposure import examine
     from flwr_replay.runs.opening import read_run_id

@@ -24,6 +24,7 @@ from flwr_replay.data.skew import is_continuous, ks_matrix, label_groups, mean_p
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.files.atomic import NAME
 from flwr_replay.rng import derived_rng, derived_seed
+from flwr_replay.terminal import installing
 
 __all__ = ["Partition", "institution_name", "partition"]
 
@@ -207,7 +208,7 @@ def _deal_dirichlet(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: 
         partitioners = importlib.import_module("flwr_datasets.partitioner")
         tables = importlib.import_module("datasets")
     except ModuleNotFoundError:
-        raise ConfigError("partition=dirichlet needs flwr-datasets: pip install 'flwr-replay[dirichlet]'") from None
+        raise ConfigError(f"partition=dirichlet needs flwr-datasets: {installing('dirichlet')}") from None
     least = max(config.size, 1)
     dealer = partitioners.DirichletPartitioner(
         num_partitions=nodes,

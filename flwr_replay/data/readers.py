@@ -30,6 +30,7 @@ from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files.atomic import home, make_folder
 from flwr_replay.rng import derived_rng
+from flwr_replay.terminal import installing
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -240,7 +241,7 @@ def _fetch_medmnist(path: Path) -> None:
         medmnist = importlib.import_module("medmnist")
     except ModuleNotFoundError:
         raise ConfigError(
-            f"task.download=true for {path.name} needs the package medmnist: pip install 'flwr-replay[medmnist]', or "
+            f"task.download=true for {path.name} needs the package medmnist: {installing('medmnist')}, or "
             "download the file yourself and set task.data-dir"
         ) from None
     name, _, pixels = path.stem.partition("_")  # "pathmnist" has 28 pixels, "pathmnist_64" has 64

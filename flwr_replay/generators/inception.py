@@ -10,6 +10,7 @@ from torch import Tensor
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.pretrained import read_weights
+from flwr_replay.terminal import installing
 
 __all__ = ["InceptionDistance"]
 
@@ -47,7 +48,7 @@ class InceptionDistance:
                 FEATURES, reset_real_features=False, normalize=True, feature_extractor_weights_path=str(path)
             ).to(device)
         except ModuleNotFoundError:
-            raise ConfigError("--inception-weights needs torchmetrics: pip install flwr-replay[gan]") from None
+            raise ConfigError(f"--inception-weights needs torchmetrics: {installing('gan')}") from None
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:120]
             raise ConfigError(f"--inception-weights must be those of FID's Inception; {path}: {reason}") from None

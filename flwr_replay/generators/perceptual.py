@@ -31,6 +31,7 @@ from flwr_replay.models.layers import as_input
 from flwr_replay.models.pretrained import read_weights
 from flwr_replay.models.seeding import seeded
 from flwr_replay.rng import derived_seed
+from flwr_replay.terminal import installing
 
 __all__ = [
     "LocalFeatures",
@@ -141,9 +142,7 @@ class LpipsFeatures(Look):
         try:
             import lpips
         except ImportError:
-            raise ConfigError(
-                "generator.perceptual-weights needs the package lpips: pip install flwr-replay[gan]"
-            ) from None
+            raise ConfigError(f"generator.perceptual-weights needs the package lpips: {installing('gan')}") from None
         found = read_weights(Path(file).expanduser().absolute(), "generator.perceptual-weights")
         first = found.get("features.0.weight")
         kind = next((name for name, shape in BACKBONES.items() if first is not None and first.shape == shape), "")

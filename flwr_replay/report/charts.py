@@ -122,7 +122,7 @@ def curves(
     ]
     xs = [(x_at(x), f"{x:g}") for x in values or ticks(left, right, 8) if x_name != "round" or x == int(x)]
     ys = [(y_at(y), f"{y:g}") for y in ticks(low, high)]
-    return Curves(WIDTH, HEIGHT, drawn, outlines, xs, ys, x_name, y_name)
+    return Curves(WIDTH, HEIGHT, drawn, outlines, xs, ys, f"{x_name}, logarithmic" if log else x_name, y_name)
 
 
 def bars(values: Mapping[str, tuple[float, float | None]]) -> Bars:

@@ -12,6 +12,7 @@ from flwr_replay.files.atomic import read_json, read_lines, write_atomic
 from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.trained import TrainedModel
+from flwr_replay.terminal import installing
 
 __all__ = ["FORMATS", "card", "export"]
 
@@ -56,7 +57,7 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}; got {form!r}")
     task, file = model.task, out if out.suffix == FORMATS[form] else out.with_name(out.name + FORMATS[form])
     example = (torch.zeros(2, task.channels, task.size, task.size),)
-    new = file.with_name(f".{file.name}.new")
+    new = file.with_name(f".{file.stem}.new{FORMATS[form]}")  # PyTorch warns of other endings
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -67,7 +68,7 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
                 torch.onnx.export(program, (), new, dynamo=True, external_data=False, verbose=False)
         write_atomic(file, new.read_bytes())
     except ImportError as error:
-        raise ConfigError(f"--format onnx needs {error.name}: pip install 'flwr-replay[onnx]'") from None
+        raise ConfigError(f"--format onnx needs {error.name}: {installing('onnx')}") from None
     finally:
         new.unlink(missing_ok=True)
     write_atomic(file.with_suffix(".md"), text)

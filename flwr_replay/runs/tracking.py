@@ -26,6 +26,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.files.atomic import read_json, write_json
 from flwr_replay.runs.opening import read_run_id
+from flwr_replay.terminal import installing
 
 __all__ = ["Tracking", "check_tracker"]
 
@@ -54,7 +55,7 @@ def check_tracker(tracker: str) -> None:
     if tracker != "none" and find_spec(tracker) is None:
         raise ConfigError(
             f"tracking={tracker} needs the package {tracker}, which is not installed: "
-            f"pip install 'flwr-replay[{tracker}]', or leave tracking out"
+            f"{installing(tracker)}, or leave tracking out"
         )
 
 

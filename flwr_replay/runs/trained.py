@@ -125,7 +125,10 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
                 "a regression's labels were standardised by sums that only the server has: give the run directory"
             )
     else:
-        raise RunError(f"a model is in a run directory or in an institution's state directory; {folder} is neither")
+        raise RunError(
+            f"a model is in a run directory or in an institution's state directory; {folder} is neither: "
+            "`flwr-replay runs list` names the runs"
+        )
     return TrainedModel(network, config.task, *(scale or (0.0, 1.0))).eval()
 
 

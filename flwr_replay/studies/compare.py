@@ -210,9 +210,9 @@ def _plan(
 
 def _own_name(methods: Sequence[Method], seeds: Sequence[int], metric: str, against: str) -> str:
     """Name a comparison's own folder by its methods, and by a hash of all that makes it another comparison."""
-    slug = re.sub(r"[^a-z0-9]+", "-", "-".join(method.label for method in methods).lower()).strip("-")
+    names = "-".join(dict.fromkeys(method.strategy for method in methods))
     told = [[method.label, method.strategy, *method.options] for method in methods]
-    return f"{slug[:60]}-{short_hash([told, list(seeds), metric, against])}".lstrip("-")
+    return f"{names[:60]}-{short_hash([told, list(seeds), metric, against])}"
 
 
 def _differing(methods: Sequence[Method], configs: Mapping[str, RunConfig]) -> list[str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 
-from flwr_replay.cli.main import main
+from flwr_replay.cli.main import app, main
 from flwr_replay.config.catalogue import choices
 from flwr_replay.files.atomic import alone, read_json
 from flwr_replay.memory import forget
@@ -401,6 +402,24 @@ def test_help_imports_nothing_heavy():
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=True)
     assert done.stdout.strip().endswith("[]")
+
+
+def test_help_explains_every_argument():
+    """In a docstring: Click 8.5 drops the help of Typer's arguments."""
+    lacking, seen = [], 0
+    places = [((), typer.main.get_command(app), "")]
+    while places:
+        words, place, around = places.pop()
+        known = f"{around} {place.help or ''}"
+        places += [((*words, name), one, known) for name, one in getattr(place, "commands", {}).items()]
+        for param in place.params:
+            if param.param_type_name == "argument":
+                seen += 1
+                name = (param.metavar or param.name.upper()).strip("[]…")
+                if name != "OPTION=VALUE" and not any(part in known for part in name.split("|")):
+                    lacking.append((*words, name))
+    assert seen > 10
+    assert lacking == []
 
 
 def test_options_are_explained_on_80_columns(flwr_replay, monkeypatch):

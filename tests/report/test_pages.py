@@ -335,6 +335,7 @@ def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch
     ((chart, _, _),) = sweeps(report)
     assert [name for name, *_ in chart.lines] == ["fedavg", "local"]  # cwt has one value, and no other
     assert [len(points.split()) for _, points in chart.bands] == [6, 4]
+    assert "training.lr, logarithmic" in page.text
     assert f"fedavg: best {max(means):.3f} at " in page.text
     assert f"local: {local:.3f}, without this option" in page.text
     assert text.count("<polygon") == 2 + len(rows)

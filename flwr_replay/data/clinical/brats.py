@@ -33,6 +33,7 @@ from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.clinical.subjects import divide, each, keyed_rows, root_of
 from flwr_replay.data.readers import Raw, line_of
 from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.terminal import installing
 
 __all__ = ["read_brats"]
 
@@ -60,7 +61,7 @@ def read_brats(task: TaskConfig) -> dict[str, Raw]:
     try:
         nibabel = importlib.import_module("nibabel")
     except ModuleNotFoundError:
-        raise ConfigError(f"task={task.name} needs the package nibabel: pip install 'flwr-replay[brats]'") from None
+        raise ConfigError(f"task={task.name} needs the package nibabel: {installing('brats')}") from None
     root = root_of(task, "HGG/")
     folders = sorted(path for path in (root / "HGG").glob("*") if path.is_dir())
     if not folders:
