@@ -1,0 +1,171 @@
+"""What many institutions cost in one process: seconds a round, memory, files, by their number.
+
+    python benchmarks/many.py --data ../shared/data/mnist-full [--nodes 10 100 1000] [--strategies fedavg cwt]
+        [--rounds 4] [--options fraction=0.1] [--json many.json] [--plot many.png]
+
+Every institution has 20 digits for training and an equal part of the test images; the model is an MLP of width 32. Every run is a
+process of its own with an empty state directory. Its rounds end where `timings.jsonl` says; a cycle of CWT is one round.
+`first` is everything up to the end of the first round: the roll call, and what a method does once. `round` is the median of the
+later rounds, `end` what follows the last: models, `result.json`, the page. For FedAvg and CWT `plain` is the median round of a loop
+in the same process that takes the same steps and tests the same shards, without messages, ledgers, policies or files. Memory is the
+process's peak, and before the run (data and libraries). Files are those of the run directory, and those of all institutions' states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from engine import evaluate, sequential, shards, visit
+
+JOB = "task=mnist partition=iid partition.size=20 model=mlp model.width=32 device=cpu threads=1"
+METHODS = {
+    "fedavg": "",
+    "cwt": "",
+    "fedreplay": "encoder_epochs=2",
+    "proxyfl": "model.norm=group",
+}
+PLAIN = ("fedavg", "cwt")
+MB = 1e6
+
+
+def cycle(config: Any, owned: Sequence[Any]) -> Iterator[None]:
+    """Run CWT without Flower; each step of the iterator is a cycle with an evaluation."""
+    from flwr_replay.learning.tasks import make_task
+    from flwr_replay.models.zoo import backbone
+    from flwr_replay.rng import derived_seed
+    from flwr_replay.wire.weights import to_arrays
+
+    model = backbone(config.model, config.task)(derived_seed(config.seed, "model"))
+    arrays = to_arrays(model)
+    for number in range(config.rounds):
+        for k, (train, _) in enumerate(owned):
+            arrays, _ = visit(model, train, arrays, config, 1, f"institution-{k + 1}", number * len(owned) + k + 1)
+        make_task(config.task).pool([evaluate(model, test, arrays, config) for _, test in owned])
+        yield
+
+
+def files_below(folder: Path) -> tuple[int, int]:
+    """Return number and bytes of the files below a folder."""
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return len(sizes), sum(sizes)
+
+
+def peak() -> float:
+    """Return the most memory that this process has had, MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB
+
+
+def measured(overrides: list[str]) -> dict[str, Any]:
+    """Run once in this process; return what it cost."""
+    from flwr_replay.config.compose import compose
+    from flwr_replay.report.progress import Display
+    from flwr_replay.runs.simulate import Simulation, simulate
+
+    config = compose(overrides)
+    simulation, before = Simulation.of(config), peak()
+    start = time.perf_counter()
+    _, folder = simulate(simulation, overrides, Display())
+    wall, most = time.perf_counter() - start, peak()
+    stamps = [json.loads(line)["seconds"] for line in (folder / "timings.jsonl").read_text().splitlines()]
+    ends = stamps[len(stamps) // config.rounds - 1 :: len(stamps) // config.rounds]
+    later = [after - one for one, after in pairwise(ends)]
+    found = {"first": ends[0], "round": statistics.median(later), "rounds": later, "end": wall - ends[-1]}
+    found |= {"memory": most, "memory-before": before}
+    found |= dict(zip(("run-files", "run-bytes"), files_below(folder), strict=True))
+    found |= dict(zip(("state-files", "state-bytes"), files_below(Path(os.environ["FLWR_REPLAY_HOME"])), strict=True))
+    if config.strategy.name in PLAIN:
+        owned = shards(config)
+        loop = sequential(config, owned) if config.strategy.name == "fedavg" else cycle(config, owned)
+        times = [time.perf_counter()]
+        times += [time.perf_counter() for _ in loop]
+        found["plain"] = statistics.median(after - one for one, after in pairwise(times[1:]))
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the figures as a table in Markdown."""
+    head = ["method", "institutions", "first", "a round, s", "of one, ms", "plain, s", "end, s", "peak, MB", "before"]
+    lines = [[*head, "files of the run, MB", "of states, MB"], ["---"] * (len(head) + 2)]
+    for row in rows:
+        plain = f"{row['plain']:.3g}" if "plain" in row else ""
+        figures = [f"{row[key]:.3g}" for key in ("first", "round")] + [f"{1000 * row['round'] / row['nodes']:.2f}", plain]
+        files = [f"{row[f'{of}-files']:,}, {row[f'{of}-bytes'] / MB:.1f}" for of in ("run", "state")]
+        memory = [f"{row[key]:.0f}" for key in ("memory", "memory-before")]
+        lines.append([row["method"], f"{row['nodes']:,}", *figures, f"{row['end']:.3g}", *memory, *files])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Draw seconds a round, peak memory and files by the number of institutions."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    wanted = {
+        "seconds a round": lambda row: row["round"],
+        "peak memory, MB": lambda row: row["memory"],
+        "files": lambda row: row["run-files"] + row["state-files"],
+    }
+    figure, axes = plt.subplots(1, len(wanted), figsize=(11, 3.2), layout="constrained")
+    for axis, (name, value) in zip(axes, wanted.items(), strict=True):
+        for method in dict.fromkeys(row["method"] for row in rows):
+            own = [row for row in rows if row["method"] == method]
+            axis.plot([row["nodes"] for row in own], [value(row) for row in own], marker="o", label=method)
+        axis.set(xscale="log", yscale="log", xlabel="institutions", ylabel=name)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    """Measure each method with each number of institutions."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, type=Path, help="folder with MNIST's idx files")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--strategies", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--options", nargs="*", default=[], help="further options of every run")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)  # in a child: the run's options
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(measured(given.one)))
+        return
+    rows: list[dict[str, Any]] = []
+    for method in given.strategies:
+        for nodes in given.nodes:
+            with tempfile.TemporaryDirectory() as folder:
+                options = [f"strategy={method}", f"nodes={nodes}", f"rounds={given.rounds}", f"runs_dir={folder}/runs"]
+                options += [f"task.data_dir={given.data.resolve()}", *JOB.split(), *METHODS[method].split(), *given.options]
+                command = [sys.executable, __file__, "--data", str(given.data), "--one", *options]
+                environment = {**os.environ, "FLWR_REPLAY_HOME": f"{folder}/home", "OMP_NUM_THREADS": "1"}
+                child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            rows.append({"method": method, "nodes": nodes, **json.loads(child.stdout.splitlines()[-1])})
+            print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    print(table(rows))
+    versions = {name: version(name) for name in ("flwr", "torch")}
+    if given.json:
+        text = json.dumps({"versions": versions, "options": [JOB, METHODS, given.options], "rows": rows}, indent=2)
+        given.json.write_text(text + "\n")
+    if given.plot:
+        plot(rows, given.plot)
+    print(", ".join(f"{name} {number}" for name, number in versions.items()))
+
+
+if __name__ == "__main__":
+    main()
