@@ -3,12 +3,13 @@
     python benchmarks/many.py --data ../shared/data/mnist-full [--nodes 10 100 1000] [--strategies fedavg cwt]
         [--rounds 4] [--options fraction=0.1] [--json many.json] [--plot many.png]
 
-Every institution has 20 digits for training and an equal part of the test images; the model is an MLP of width 32. Every run is a
-process of its own with an empty state directory. Its rounds end where `timings.jsonl` says; a cycle of CWT is one round.
-`first` is everything up to the end of the first round: the roll call, and what a method does once. `round` is the median of the
-later rounds, `end` what follows the last: models, `result.json`, the page. For FedAvg and CWT `plain` is the median round of a loop
-in the same process that takes the same steps and tests the same shards, without messages, ledgers, policies or files. Memory is the
-process's peak, and before the run (data and libraries). Files are those of the run directory, and those of all institutions' states.
+Every institution has 20 digits for training and an equal part of the test images; the model is an MLP of width 32.
+Every run is a process of its own with an empty state directory. A cycle of CWT is a round. `first` is all up to
+the end of the first round: the roll call, and what a method does once. `round` is the median of the later rounds, `end`
+what follows the last: models, `result.json`, the page. For FedAvg and CWT `plain` is the median round of a loop in the
+same process that takes the same steps and tests the same shards, without messages, ledgers, policies or files. Seconds
+are wall time, and the processor's beside it, which other work on the machine hardly changes. Memory is the process's
+peak, and before the run (data and libraries). Files are those of the run directory, and of all institutions' states.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ from typing import Any
 
 from engine import evaluate, sequential, shards, visit
 
+from flwr_replay.config.compose import compose
+from flwr_replay.config.run import RunConfig
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.zoo import backbone
+from flwr_replay.report.progress import Display
+from flwr_replay.rng import derived_seed
+from flwr_replay.runs.simulate import Simulation, simulate
+from flwr_replay.wire.weights import to_arrays
+
 JOB = "task=mnist partition=iid partition.size=20 model=mlp model.width=32 device=cpu threads=1"
 METHODS = {
     "fedavg": "",
@@ -41,13 +51,20 @@ PLAIN = ("fedavg", "cwt")
 MB = 1e6
 
 
-def cycle(config: Any, owned: Sequence[Any]) -> Iterator[None]:
-    """Run CWT without Flower; each step of the iterator is a cycle with an evaluation."""
-    from flwr_replay.learning.tasks import make_task
-    from flwr_replay.models.zoo import backbone
-    from flwr_replay.rng import derived_seed
-    from flwr_replay.wire.weights import to_arrays
+class Clock(Display):
+    """A display that only notes when exchanges end, in seconds of wall and of processor time."""
 
+    def __init__(self) -> None:
+        self.wall, self.cpu = [time.perf_counter()], [time.process_time()]
+
+    def exchange(self, server_round: int, metrics: object, total_bytes: int, seconds: float) -> None:
+        """Note the times."""
+        self.wall.append(time.perf_counter())
+        self.cpu.append(time.process_time())
+
+
+def cycle(config: RunConfig, owned: Sequence[Any]) -> Iterator[None]:
+    """Run CWT without Flower; each step of the iterator is a cycle with an evaluation."""
     model = backbone(config.model, config.task)(derived_seed(config.seed, "model"))
     arrays = to_arrays(model)
     for number in range(config.rounds):
@@ -70,53 +87,54 @@ def peak() -> float:
 
 def measured(overrides: list[str]) -> dict[str, Any]:
     """Run once in this process; return what it cost."""
-    from flwr_replay.config.compose import compose
-    from flwr_replay.report.progress import Display
-    from flwr_replay.runs.simulate import Simulation, simulate
-
     config = compose(overrides)
-    simulation, before = Simulation.of(config), peak()
-    start = time.perf_counter()
-    _, folder = simulate(simulation, overrides, Display())
-    wall, most = time.perf_counter() - start, peak()
-    stamps = [json.loads(line)["seconds"] for line in (folder / "timings.jsonl").read_text().splitlines()]
-    ends = stamps[len(stamps) // config.rounds - 1 :: len(stamps) // config.rounds]
-    later = [after - one for one, after in pairwise(ends)]
-    found = {"first": ends[0], "round": statistics.median(later), "rounds": later, "end": wall - ends[-1]}
-    found |= {"memory": most, "memory-before": before}
+    simulation, before, clock = Simulation.of(config), peak(), Clock()
+    _, folder = simulate(simulation, overrides, clock)
+    clock.exchange(0, {}, 0, 0.0)  # the end
+    found: dict[str, Any] = {"memory": peak(), "memory-before": before}
+    for name, stamps in {"": clock.wall, "cpu-": clock.cpu}.items():
+        ends = stamps[: -1 : (len(stamps) - 2) // config.rounds]  # of rounds, after the beginning
+        later = [after - one for one, after in pairwise(ends[1:])]
+        found[f"{name}first"], found[f"{name}rounds"] = ends[1] - ends[0], later
+        found[f"{name}round"], found[f"{name}end"] = statistics.median(later), stamps[-1] - stamps[-2]
     found |= dict(zip(("run-files", "run-bytes"), files_below(folder), strict=True))
     found |= dict(zip(("state-files", "state-bytes"), files_below(Path(os.environ["FLWR_REPLAY_HOME"])), strict=True))
     if config.strategy.name in PLAIN:
         owned = shards(config)
         loop = sequential(config, owned) if config.strategy.name == "fedavg" else cycle(config, owned)
-        times = [time.perf_counter()]
-        times += [time.perf_counter() for _ in loop]
-        found["plain"] = statistics.median(after - one for one, after in pairwise(times[1:]))
+        plain = Clock()
+        for number, _ in enumerate(loop, 1):
+            plain.exchange(number, {}, 0, 0.0)
+        found["plain"] = statistics.median(after - one for one, after in pairwise(plain.wall[1:]))
+        found["cpu-plain"] = statistics.median(after - one for one, after in pairwise(plain.cpu[1:]))
     return found
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the figures as a table in Markdown."""
-    head = ["method", "institutions", "first", "a round, s", "of one, ms", "plain, s", "end, s", "peak, MB", "before"]
-    lines = [[*head, "files of the run, MB", "of states, MB"], ["---"] * (len(head) + 2)]
+    """Return the figures as a table in Markdown; of seconds, wall time and in brackets the processor's."""
+    heads = ["method", "institutions", "first, s", "a round, s", "of one, ms", "plain, s", "end, s", "peak, MB"]
+    lines = [[*heads, "before, MB", "files of the run, MB", "of states, MB"], ["---"] * (len(heads) + 3)]
     for row in rows:
-        plain = f"{row['plain']:.3g}" if "plain" in row else ""
-        figures = [f"{row[key]:.3g}" for key in ("first", "round")] + [f"{1000 * row['round'] / row['nodes']:.2f}", plain]
+        first, each, plain, end = (
+            f"{row[key]:.3g} ({row[f'cpu-{key}']:.3g})" if key in row else ""
+            for key in ("first", "round", "plain", "end")
+        )
+        of_one = f"{1000 * row['round'] / row['nodes']:.3g} ({1000 * row['cpu-round'] / row['nodes']:.3g})"
+        memory = [f"{row[key]:,.0f}" for key in ("memory", "memory-before")]
         files = [f"{row[f'{of}-files']:,}, {row[f'{of}-bytes'] / MB:.1f}" for of in ("run", "state")]
-        memory = [f"{row[key]:.0f}" for key in ("memory", "memory-before")]
-        lines.append([row["method"], f"{row['nodes']:,}", *figures, f"{row['end']:.3g}", *memory, *files])
+        lines.append([row["method"], f"{row['nodes']:,}", first, each, of_one, plain, end, *memory, *files])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draw seconds a round, peak memory and files by the number of institutions."""
+    """Draw the processor's seconds a round, peak memory and files by the number of institutions."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     wanted = {
-        "seconds a round": lambda row: row["round"],
+        "processor seconds a round": lambda row: row["cpu-round"],
         "peak memory, MB": lambda row: row["memory"],
         "files": lambda row: row["run-files"] + row["state-files"],
     }
@@ -151,7 +169,12 @@ def main() -> None:
         for nodes in given.nodes:
             with tempfile.TemporaryDirectory() as folder:
                 options = [f"strategy={method}", f"nodes={nodes}", f"rounds={given.rounds}", f"runs_dir={folder}/runs"]
-                options += [f"task.data_dir={given.data.resolve()}", *JOB.split(), *METHODS[method].split(), *given.options]
+                options += [
+                    f"task.data_dir={given.data.resolve()}",
+                    *JOB.split(),
+                    *METHODS[method].split(),
+                    *given.options,
+                ]
                 command = [sys.executable, __file__, "--data", str(given.data), "--one", *options]
                 environment = {**os.environ, "FLWR_REPLAY_HOME": f"{folder}/home", "OMP_NUM_THREADS": "1"}
                 child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

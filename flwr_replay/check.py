@@ -44,7 +44,7 @@ from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import Job, execute
-from flwr_replay.runs.forecast import forecast, idea_of
+from flwr_replay.runs.forecast import expected, forecast, idea_of, shares_of
 from flwr_replay.runs.opening import new_run_id, read_run_id
 from flwr_replay.runs.simulate import Simulation
 from flwr_replay.server.recorder import Recorder
@@ -267,6 +267,7 @@ def _check_charges(job: list[str], folder: Path) -> None:
     plan, part = simulation.job.settings.privacy, simulation.part
     if plan is None or plan.config.epsilon:  # a budget may be spent before the run ends
         return
+    shares = shares_of(expected(simulation)[0], simulation.job.config.rounds)
     charged: Counter[str] = Counter()
     for name, own in zip(part.names, part.train, strict=True):
         examples = sum(map(len, part.train)) if plan.pooled else len(own)
@@ -275,9 +276,10 @@ def _check_charges(job: list[str], folder: Path) -> None:
         for charge in read_lines(account):
             steps[charge["mechanism"]] += charge["steps"]
         for planned in plan.passes:
-            mechanism, expected = planned.mechanism, planned.cost(examples, plan.config.sigma).steps
-            assert steps[mechanism] in (0, expected), (  # 0: another institution trains it, as FedReplay's encoder
-                f"dp_passes must be the passes made; {planned.epochs} of {mechanism} are {expected} steps, {name} was "
+            mechanism = planned.mechanism
+            due = planned.in_share(shares[name]).cost(examples, plan.config.sigma).steps
+            assert steps[mechanism] in (0, due), (  # 0: another institution trains it, as FedReplay's encoder
+                f"dp_passes must be the passes made; {planned.epochs} of {mechanism} are {due} steps, {name} was "
                 f"charged for {steps[mechanism]}"
             )
         if plan.local:

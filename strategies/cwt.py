@@ -6,7 +6,7 @@ Idea: One model visits the institutions in turn. Each trains it for max(1, ⌊|D
 Travels: the weights, to the visited institution (`Train`) and back (`Trained`, with counts and a loss).
 
     for each cycle n:
-        for each institution k, in the order of this cycle:
+        for each institution k of this cycle, in its order:
             θ ← train θ at k
 
 Deviations: The model goes from one institution to the next through the server, as Flower's messages require. The
@@ -55,6 +55,7 @@ class CWT(Serial):
     name = "cwt"
     config_type = CWTConfig
     config: CWTConfig
+    takes_fraction = True
     supports_replay = True
     dp_mechanisms = ("generator", "prior", "classifier")
 

@@ -1,11 +1,11 @@
 """Federated averaging: the server's half; the institution's half is `clients/fedavg.py`.
 
-Source: McMahan et al. 2017 (arXiv:1602.05629), Algorithm 1 with C = 1; Qu et al. 2022, section 4.1.
+Source: McMahan et al. 2017 (arXiv:1602.05629), Algorithm 1; C is the option fraction. Qu et al. 2022, section 4.1.
 Idea: All institutions train the same model at once. The server averages the results, weighted by numbers of examples.
-Travels: the weights, to every institution (`Train`) and back (`Trained`, with counts and a loss).
+Travels: the weights, to every institution that trains (`Train`) and back (`Trained`, with counts and a loss).
 
     for each round:
-        for each institution k in parallel: θ_k ← train θ at k, E passes of max(1, ⌊n_k/b⌋) iterations
+        for each institution k of this round's, in parallel: θ_k ← train θ at k, E passes of max(1, ⌊n_k/b⌋) iterations
         θ ← Σ_k (n_k / n) θ_k
 
 Deviations: A pass has max(1, ⌊n_k/b⌋) full batches, as in Qu et al. The sum runs in float64. It averages the

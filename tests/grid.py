@@ -44,6 +44,7 @@ class Grid(InlineGrid):
     failing = losing = stopping = breaking = ()
     before = after = there = None
     forgetful = backwards = False
+    at_once = None  # all requests before the first reply, as over a network
     looks = 0
 
     def __init__(self, app, run_config, node_configs):

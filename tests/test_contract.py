@@ -27,6 +27,13 @@ def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
     [
         "cwt order=shuffled optimizer_state=keep forgetting=true",
         "fedavg optimizer_state=keep training.optimizer=adam",
+        "fedavg fraction=0.4 dp=classifier model.norm=group privacy.noise=seeded",
+        "fedavgm fraction=0.7",
+        "fedsgd fraction=0.4",
+        "fedprox fraction=0.7 optimizer_state=keep",
+        "fedavgshare fraction=0.7",
+        "cwt fraction=0.7 optimizer_state=keep order=shuffled",
+        "cwt fraction=0.4 dp=classifier model.norm=group privacy.noise=seeded",
         "fedavgm optimizer_state=keep",
         "fedsgd training.optimizer=adam",
         "fedreplay encoder=random latent_dtype=int8 chunk_mb=0.01",

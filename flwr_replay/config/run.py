@@ -12,6 +12,7 @@ from flwr_replay.config.sections import (
     NOT_NEGATIVE,
     ROUNDS,
     SECONDS,
+    SHARE,
     THREADS,
     GeneratorConfig,
     ModelConfig,
@@ -49,6 +50,7 @@ class RunConfig:
     nodes: int  # institutions to wait for; 0: all of a simulation, four in process; a deployment must say it
     rounds: int  # passes over the institutions' data
     seed: int  # of weights, orders and partitions
+    fraction: float  # of the institutions that train in a round, drawn anew from the seed; all evaluate
     evaluate_every: int  # rounds; the last round is always evaluated
     external: bool  # also test every model on examples of institutions outside the run
     evaluate_before_mixing: bool  # also test every institution's model before it is averaged or mixed
@@ -66,7 +68,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         within("", self, rounds=(1, ROUNDS), threads=(1, THREADS), nodes=(0, NODES), evaluate_every=(1, inf))
-        within("", self, seed=NOT_NEGATIVE)
+        within("", self, seed=NOT_NEGATIVE, fraction=SHARE)
         within("", self, timeout=Range(0, SECONDS, "must be positive, in seconds, and at most a year", "(]"))
         within("", self, wait=Range(0, SECONDS, "must not be negative, in seconds, and at most a year"))
         require(self.record in RECORD, f"record must be {', '.join(RECORD)}; got {self.record!r}")

@@ -7,6 +7,7 @@ from flwr_replay.files.atomic import (
     Form,
     Lines,
     alone,
+    each_line,
     fits,
     home,
     make_folder,
@@ -22,14 +23,15 @@ from flwr_replay.files.atomic import (
     tighten,
     write_atomic,
     write_json,
-    write_once,
 )
+from flwr_replay.files.once import write_once
 
 __all__ = [
     "NAME",
     "Form",
     "Lines",
     "alone",
+    "each_line",
     "fits",
     "home",
     "make_folder",

@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +32,7 @@ __all__ = [
     "Form",
     "Lines",
     "alone",
+    "each_line",
     "fits",
     "home",
     "make_folder",
@@ -48,7 +48,6 @@ __all__ = [
     "tighten",
     "write_atomic",
     "write_json",
-    "write_once",
 ]
 
 
@@ -191,18 +190,6 @@ def write_atomic(
             sync(path.parent)
 
 
-def write_once(path: Path, text: str) -> str:
-    """Write a file unless it exists, and return its content; of several concurrent writers, the first wins."""
-    mine = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    while not path.exists():
-        write_atomic(mine, text)
-        with suppress(FileExistsError, FileNotFoundError):  # another process was first; or `sweep` has removed `mine`
-            os.link(mine, path)
-        mine.unlink(missing_ok=True)
-        sync(path.parent)
-    return read_text(path)
-
-
 def sync(folder: Path) -> None:
     """Flush a folder's entries to the disk; flushing its files does not."""
     if os.name == "posix":
@@ -283,8 +270,8 @@ def _parsed(text: bytes) -> Any:
         return None
 
 
-def read_lines(path: Path, form: Form | None = None) -> list[dict[str, Any]]:
-    """Read JSON lines, without an incomplete last line, which a crash leaves; `Lines` removes it before it appends.
+def each_line(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
+    """Read JSON lines one by one, without an incomplete last line, which a crash leaves; `Lines` removes it.
 
     Raises
     ------
@@ -292,17 +279,21 @@ def read_lines(path: Path, form: Form | None = None) -> list[dict[str, Any]]:
         If any other line is damaged or does not have the form; no crash of a run does that.
     """
     if not path.exists():
-        return []
-    lines = read_bytes(path).split(b"\n")
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        record = _parsed(line) if line else None
-        if isinstance(record, dict) and fits(record, form or {}):
-            records.append(record)
-        elif line and (record is not None or number < len(lines)):
-            keys = f" with {', '.join(form)}" if form else ""
-            raise RunError(f"every line of {path} must be JSON{keys}; line {number} is not: repair or remove it")
-    return records
+        return
+    with reading(path), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            text = line.removesuffix(b"\n")
+            record = _parsed(text) if text else None
+            if isinstance(record, dict) and fits(record, form or {}):
+                yield record
+            elif text and (record is not None or text != line):
+                keys = f" with {', '.join(form)}" if form else ""
+                raise RunError(f"every line of {path} must be JSON{keys}; line {number} is not: repair or remove it")
+
+
+def read_lines(path: Path, form: Form | None = None) -> list[dict[str, Any]]:
+    """Read JSON lines; as `each_line`."""
+    return list(each_line(path, form))
 
 
 def write_json(path: Path, values: Mapping[str, Any], indent: int | None = None) -> None:

@@ -218,7 +218,7 @@ class InstitutionClient(NumPyClient):
         if self.institution.tests_external:
             _ = self.institution.external  # if they are missing, the error comes before anyone trains
         label_sums = self.task.label_sums(train.y)
-        proof = proof_of(self.institution.state, request.run)
+        proof = proof_of(self.institution.state, request.run, self.institution.durable)
         return Present(
             name=self.institution.name, num_examples=len(train), raw_bytes=train.raw_bytes, proof=proof, **label_sums
         )

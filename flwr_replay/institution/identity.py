@@ -13,14 +13,14 @@ import secrets
 from pathlib import Path
 
 from flwr_replay.errors import PrivacyError
-from flwr_replay.files.atomic import write_once
+from flwr_replay.files.once import write_once
 
 __all__ = ["KEY", "proof_of"]
 
 KEY = "identity.key"
 
 
-def proof_of(folder: Path, run: str) -> str:
+def proof_of(folder: Path, run: str, durable: bool = True) -> str:
     """Return an institution's proof for one run.
 
     Parameters
@@ -29,6 +29,8 @@ def proof_of(folder: Path, run: str) -> str:
         Its state directory, where the key is made at first use.
     run : str
         The run's id.
+    durable : bool
+        Whether a new key must outlive a loss of power, as in a deployment.
 
     Returns
     -------
@@ -41,7 +43,7 @@ def proof_of(folder: Path, run: str) -> str:
         If the key is damaged, or others may read it.
     """
     path = folder / KEY
-    key = write_once(path, secrets.token_hex(32))
+    key = write_once(path, secrets.token_hex(32), durable)
     if os.name == "posix" and path.stat().st_mode & 0o077:
         raise PrivacyError(f"only its owner may read {KEY} in the state directory; others can: chmod 600 it")
     if not re.fullmatch("[0-9a-f]{64}", key):

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import lru_cache
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def institution_of(context: Context) -> tuple[Institution, RunConfig]:
     return _institution(tuple(sorted(context.run_config.items())), node)
 
 
-@remembered(maxsize=64)
+@remembered(maxsize=64)  # so that of many institutions only some have their examples in memory and a ledger open
 def _institution(
     run_config: tuple[tuple[str, Any], ...], node: tuple[tuple[str, str], ...]
 ) -> tuple[Institution, RunConfig]:
@@ -57,7 +58,7 @@ def _institution(
     deployed = "data" in owned or "name" in owned
     if deployed:
         _allow(strategy_part(overrides_in(dict(run_config))), owned)  # composing imports the strategy
-    config = from_run_config(dict(run_config))
+    config = _composed(run_config)
     if deployed:
         return _deployed(config, owned), _with_own_files(config, owned)
     if "partition-id" not in owned:
@@ -66,6 +67,11 @@ def _institution(
             """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
         )
     return _simulated(config, int(owned["partition-id"]), int(owned["num-partitions"]), owned), config
+
+
+@lru_cache(maxsize=64)  # many institutions have the same options
+def _composed(run_config: tuple[tuple[str, Any], ...]) -> RunConfig:
+    return from_run_config(dict(run_config))
 
 
 def own_task(task: TaskConfig, data: str) -> TaskConfig:

@@ -25,6 +25,7 @@ from flwr_replay.errors import DataError, RefusedError, TrainingError
 from flwr_replay.files.atomic import home, make_folder, private_folder, sweep
 from flwr_replay.institution.policy import Policy
 from flwr_replay.learning.training import select_device
+from flwr_replay.memory import on_forget
 from flwr_replay.wire.ledger import Ledger
 from flwr_replay.wire.payload import Row
 from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
@@ -32,6 +33,8 @@ from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
 __all__ = ["Institution", "Shard"]
 
 Given = tuple[ArrayLike, ArrayLike] | torch.utils.data.Dataset[Any] | torch.utils.data.DataLoader[Any]
+_prepared: set[Path] = set()  # state directories that this process has made and swept
+on_forget(_prepared.clear)
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,11 @@ class Institution:
     @cached_property
     def state(self) -> Path:
         """The institution's state directory. Its files survive rounds and restarts, and never leave."""
-        folder = private_folder(make_folder(self.state_root / self.name, "the institution's state directory"))
-        sweep(folder)
+        folder = self.state_root / self.name
+        if folder not in _prepared or not folder.is_dir():
+            private_folder(make_folder(folder, "the institution's state directory"))
+            sweep(folder)
+            _prepared.add(folder)
         return folder
 
     @cached_property

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flwr_replay.config.binding import differing, digest_of
+from flwr_replay.config.sections import NODES
 from flwr_replay.errors import PrivacyError, WireError
-from flwr_replay.files.atomic import NAME, private_folder, read_text, stamp, write_atomic, write_once
+from flwr_replay.files.atomic import NAME, private_folder, read_text, stamp, write_atomic
 from flwr_replay.files.disk import opener
+from flwr_replay.files.once import write_once
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.institution.owner import Institution
 from flwr_replay.memory import on_forget, remembered
@@ -69,7 +71,7 @@ class StateStore:
         PrivacyError
             If this run began under other options: its state here may depend on data without noise.
         """
-        _bind(self.of_run(run), bound)
+        _bind(self.of_run(run), bound, self.institution.durable)
 
     def note_data(self, run: str) -> None:
         """Write down which training examples the institution has in a run: a digest, and another if they change.
@@ -227,12 +229,12 @@ _recent = RecentArrays()
 on_forget(_recent.clear)
 
 
-@remembered(maxsize=1024)  # a process looks once
-def _bind(folder: Path, bound: str) -> None:
+@remembered(maxsize=NODES)  # a process looks once
+def _bind(folder: Path, bound: str, durable: bool) -> None:
     path = folder / "options.json"
     if not path.exists():
         private_folder(folder)
-    before = write_once(path, bound)
+    before = write_once(path, bound, durable)
     if before != bound:
         raise PrivacyError(
             "a run keeps its options, since its files here may depend on data without noise; run "

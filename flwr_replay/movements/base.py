@@ -60,6 +60,7 @@ class Movement(Evaluating):
     mixes: ClassVar[bool] = False  # whether trained models are averaged or mixed, so that they can be tested before
     supports_replay: ClassVar[bool] = False  # whether institutions may train on replayed examples
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what DP-SGD can train here; each subclass must state its own
+    takes_fraction: ClassVar[bool] = False  # whether in a round a fraction of the institutions may train
     begins_at_server: ClassVar[bool] = True  # whether the server draws the fresh weights
     global_model: ClassVar[bool] = True  # whether the server has a model that it could test
     private_key: ClassVar[str] = ""  # begins the names of the files with private models, where institutions keep such
@@ -72,6 +73,7 @@ class Movement(Evaluating):
         **unknown: object,
     ) -> None:
         super().__init__(config, settings, recorder, **unknown)
+        self.check_fraction(self.settings)
         self.replay = self.new_replay()
         further = {"external": self.settings.external, UNMIXED: self.settings.evaluate_before_mixing}
         self.observers: list[Observer] = [FurtherTests(split) for split, asked in further.items() if asked]
@@ -108,16 +110,15 @@ class Movement(Evaluating):
             If an option does not fit.
         """
         if (settings.replay_plan or (settings.synthesis and settings.synthesis.replays)) and not cls.supports_replay:
-            ours = [name for name in choices("strategy") if name not in brought()]
-            methods = [name for name in ours if load_strategy(name)[0].supports_replay]
             raise ConfigError(
                 f"replay is for serial and parallel methods; got strategy={cls.name}: choose replay=none, or strategy="
-                f"{', '.join(methods)}"
+                f"{methods_with('supports_replay')}"
             )
         require(
             cls.mixes or not settings.evaluate_before_mixing,
             f"evaluate-before-mixing is for methods that average or mix models; got strategy={cls.name}: leave it out",
         )
+        cls.check_fraction(settings)
         wanted = settings.privacy.mechanisms if settings.privacy else ()
         if settings.privacy:
             settings.privacy.check_method(cls.name, mechanisms_of(cls))
@@ -125,6 +126,15 @@ class Movement(Evaluating):
             refuse_mixing(settings.model(0))
         if settings.model is not None:
             refuse_single_batches(settings.model(0), settings.training.batch_size, settings.training.batch_size)
+
+    @classmethod
+    def check_fraction(cls, settings: Settings) -> None:
+        """Refuse a fraction where every institution must take part in every round."""
+        if settings.fraction < 1 and not cls.takes_fraction:
+            raise ConfigError(
+                f"fraction is for methods that can train in a round with some of the institutions; got strategy="
+                f"{cls.name}: leave it out, or choose strategy={methods_with('takes_fraction')}"
+            )
 
     # --- what a movement or a method defines --------------------------------------------------------------------------
 
@@ -145,6 +155,10 @@ class Movement(Evaluating):
     def data_of(self, answered: list[str]) -> list[str]:
         """Return the institutions whose data an exchange has trained on, given those that answered."""
         return answered
+
+    def trainings(self, num_rounds: int) -> Mapping[str, int]:
+        """Return in how many rounds each institution trains if all stay, by name."""
+        return dict.fromkeys(self.members.names, num_rounds)
 
     @abstractmethod
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
@@ -342,3 +356,9 @@ class Movement(Evaluating):
         self.recorder.end_exchange(
             Snapshot(server_round, arrays, state_arrays, state_values, trained, examples, self.label_scale, bindings)
         )
+
+
+def methods_with(declared: str) -> str:
+    """Return the names of this package's methods that declare something to be true, joined by commas."""
+    ours = [name for name in choices("strategy") if name not in brought()]
+    return ", ".join(name for name in ours if getattr(load_strategy(name)[0], declared))

@@ -72,7 +72,7 @@ class Evaluating(Exchanging):
     ) -> Iterable[Message]:
         """Ask every institution to evaluate on its test shard."""
         request = self.evaluation(server_round, arrays)
-        return [self.message(member, request, config) for member in self.members]
+        return (self.message(member, request, config) for member in self.members)
 
     def tester(self, run: Run, server_round: int, arrays: ArrayRecord) -> TestOn:
         """Return a function that has every institution test these weights on the examples of a split."""
@@ -80,7 +80,7 @@ class Evaluating(Exchanging):
         def test_on(split: str) -> Pooled | None:
             tested = [(member, self.tested_on(split, member, arrays)) for member in self.members if member.ours]
             asked = [(member, self.evaluation_on(split, server_round, w)) for member, w in tested if w is not None]
-            messages = [self.message(member, request, run.evaluate_config) for member, request in asked]
+            messages = (self.message(member, request, run.evaluate_config) for member, request in asked)
             return self.pooled(server_round, self.exchange(run.grid, server_round, messages, needed=False))
 
         return test_on

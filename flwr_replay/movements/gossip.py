@@ -220,7 +220,7 @@ class Gossip(Relay):
     def bring(self, grid: Grid, server_round: int, config: ConfigRecord) -> None:
         """Deliver what is waiting; forget what is acknowledged; return what nobody acknowledges for long."""
         present = [(member, self.mailbox.waiting.get(member.name)) for member in self.members]
-        asked = [self.message(m, self.delivery(server_round, waiting), config) for m, waiting in present if waiting]
+        asked = (self.message(m, self.delivery(server_round, waiting), config) for m, waiting in present if waiting)
         acknowledged: dict[str, Sequence[int]] = {}
 
         def check(member: Member, reply: Message) -> None:

@@ -1,8 +1,9 @@
-"""Parallel: in one exchange all institutions train, and the server averages."""
+"""Parallel: in one exchange all institutions train, or a fraction of them, and the server averages."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.movements.observers import UNMIXED
+from flwr_replay.movements.participation import participants
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
@@ -23,7 +25,9 @@ __all__ = ["Parallel", "weighted_mean"]
 class Parallel(Movement):
     """Base of the methods in which all institutions train at once."""
 
+    takes_fraction = True
     answer: ClassVar[type[Trained]] = Trained
+    missed: int = 0  # exchanges in a row that nobody answered
     returned: Mapping[str, ArrayRecord]  # by institution: what it has trained in this exchange, if that is to be tested
     sent: StateDict  # the global weights of this exchange, as sent to all
     server_round: int
@@ -41,17 +45,34 @@ class Parallel(Movement):
         return 1
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """One exchange with every institution in every round."""
-        request, answer = self.train_request(0, arrays), self.answer.empty(arrays)
-        return [(member, request, answer, num_rounds) for member in self.members]
+        """One exchange with every institution in every round in which it trains."""
+        request, answer, times = self.train_request(0, arrays), self.answer.empty(arrays), self.trainings(num_rounds)
+        return [(member, request, answer, times[member.name]) for member in self.members if times[member.name]]
+
+    def trainings(self, num_rounds: int) -> Mapping[str, int]:
+        """Return how often each institution is among those that train."""
+        if self.settings.fraction == 1:
+            return super().trainings(num_rounds)
+        return Counter(member.name for at in range(1, num_rounds + 1) for member in self.trainers(at))
+
+    def trainers(self, server_round: int) -> list[Member]:
+        """Return the institutions that train in an exchange, by name."""
+        present = {member.name: member for member in self.members}
+        return [
+            present[name] for name in participants([*present], self.settings.fraction, self.settings.seed, server_round)
+        ]
+
+    def stops_without_answers(self) -> bool:
+        """Stop after as many exchanges without an answer as could have asked every institution."""
+        return (self.missed + 1) * self.settings.fraction >= 1
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send the same request to all."""
+        """Send the same request to all that train."""
         self.sent, self.server_round = opened(arrays), server_round
         request = self.train_request(server_round, arrays)
-        return [self.message(member, request, config) for member in self.members]
+        return (self.message(member, request, config) for member in self.trainers(server_round))
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the global weights, or those that the institution has trained in this exchange."""
@@ -68,6 +89,7 @@ class Parallel(Movement):
         answers = list(by_name.values())
         keeps = self.settings.evaluate_before_mixing
         self.returned = {name: array_record(a.arrays) for name, a in by_name.items()} if keeps else {}
+        self.missed = 0 if answers else self.missed + 1
         if not answers:
             return None, None
         self.recorder.saw(sum(answer.examples_seen for answer in answers))

@@ -39,7 +39,7 @@ class Relay(Movement):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask every institution to train."""
-        return [self.message(member, self.train_request(server_round, member), config) for member in self.members]
+        return (self.message(member, self.train_request(server_round, member), config) for member in self.members)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -1,14 +1,15 @@
-"""Serial: an exchange is a visit to one institution; a cycle, which is one pass, visits all.
+"""Serial: an exchange is a visit to one institution; a cycle, which is one pass, visits all, or a fraction of them.
 
 for each cycle:
-    for each institution k of the itinerary, in the order of this cycle:        `exchanges`
+    for each institution k of this cycle, in its order:                         `exchanges`, `cycle`
         θ ← train θ at k                                                        one visit, one exchange
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -16,6 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
+from flwr_replay.movements.participation import number_chosen, participants
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
@@ -27,7 +29,7 @@ __all__ = ["Serial"]
 class Serial(Movement):
     """Base of the methods in which one model goes from institution to institution."""
 
-    itinerary: Sequence[str] = ()  # names of the institutions in a cycle, fixed when the run begins
+    itinerary: Sequence[str] = ()  # names of the institutions that are visited, fixed when the run begins
     missed: int = 0  # failed visits in a row
     turn: str = ""  # the institution whose turn it is
 
@@ -44,16 +46,26 @@ class Serial(Movement):
         self.itinerary = self.itinerary or self.members.names
 
     def exchanges_per_round(self) -> int:
-        """One visit for each institution of the itinerary."""
-        return len(self.itinerary)
+        """One visit for each institution of a cycle."""
+        return number_chosen(len(self.itinerary), self.settings.fraction)
 
     def exchanges(self, num_rounds: int) -> Iterator[int]:
-        """In every cycle each institution has its turn, which is one exchange."""
+        """In every cycle each of its institutions has its turn, which is one exchange."""
         numbers = count(1)
         for cycle in range(num_rounds):
-            for name in self.order(cycle, list(self.itinerary)):
+            for name in self.cycle(cycle):
                 self.turn = name
                 yield next(numbers)
+
+    def cycle(self, cycle: int) -> list[str]:
+        """Return the names of the institutions of a cycle, in the order of its visits."""
+        return self.order(cycle, participants(self.itinerary, self.settings.fraction, self.settings.seed, cycle))
+
+    def trainings(self, num_rounds: int) -> Mapping[str, int]:
+        """Return in how many cycles each institution is visited."""
+        if self.settings.fraction == 1:
+            return super().trainings(num_rounds)
+        return Counter(name for cycle in range(num_rounds) for name in self.cycle(cycle))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -78,17 +90,19 @@ class Serial(Movement):
         return None, None
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """One visit to each institution of the itinerary in every round."""
-        answer = Trained.empty(arrays)
-        return [(member, self.train_request(0, arrays), answer, num_rounds) for member in self.cycle_members()]
+        """One visit to each institution in every cycle that it belongs to."""
+        answer, times = Trained.empty(arrays), self.trainings(num_rounds)
+        visited = [member for member in self.cycle_members() if times[member.name]]
+        return [(member, self.train_request(0, arrays), answer, times[member.name]) for member in visited]
 
     def cycle_members(self) -> list[Member]:
         """Return the institutions of the itinerary that are present."""
-        return [member for member in self.members if member.name in self.itinerary]
+        visited = {*self.itinerary}
+        return [member for member in self.members if member.name in visited]
 
     def stops_without_answers(self) -> bool:
-        """Stop after a whole cycle of failed visits."""
-        return self.missed + 1 >= self.exchanges_per_round()
+        """Stop after as many failed visits in a row as there are institutions to visit."""
+        return self.missed + 1 >= len(self.itinerary)
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return the itinerary, so that a resumed run visits in the same order."""

@@ -15,6 +15,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
+from flwr_replay.config.sections import NODES
 from flwr_replay.errors import BudgetError
 from flwr_replay.files.atomic import Lines, alone, private_folder, read_lines, stamp, sync
 from flwr_replay.memory import remembered
@@ -166,12 +167,12 @@ def _cost(charge: Mapping[str, Any]) -> SampledGaussian:
     return LocalRelease(*numbers, charge[LABELS]) if LABELS in charge else SampledGaussian(*numbers)
 
 
-@remembered(maxsize=1024)
+@remembered(maxsize=NODES)
 def _book(folder: Path) -> _Book:
     return _Book(folder)
 
 
-@remembered(maxsize=1024)  # entries on the disk stay there; a repaired file has another inode
+@remembered(maxsize=NODES)  # entries on the disk stay there; a repaired file has another inode
 def _sync(folder: Path, inode: int) -> None:
     """Flush a folder's entries and its own entry to the disk: flushing a new file does not."""
     for holder in (folder, folder.parent):

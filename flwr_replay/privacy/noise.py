@@ -11,8 +11,8 @@ from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
 __all__ = ["noise_of", "shown_noise"]
 
 
-def noise_of(plan: PrivacyPlan, examples: int) -> list[dict[str, Any]]:
-    """Return the noise at an institution with this number of examples, by mechanism.
+def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[str, Any]]:
+    """Return the noise at an institution with this number of examples, by mechanism, in its share of the rounds.
 
     Returns
     -------
@@ -28,7 +28,7 @@ def noise_of(plan: PrivacyPlan, examples: int) -> list[dict[str, Any]]:
         local = {"mechanism": LATENTS, "sigma": release.sigma, "clip": config.latent_clip}
         return [{**local, "label-epsilon": config.label_epsilon}]
     found: list[dict[str, Any]] = []
-    for passes in plan.passes:
+    for passes in (one.in_share(share) for one in plan.passes):
         cost = plan.cost(passes.mechanism, examples, passes.epochs)
         found.append(
             {

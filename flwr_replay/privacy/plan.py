@@ -39,6 +39,10 @@ class Passes(NamedTuple):
         cost = SampledGaussian.of_epochs(examples=examples, batch=self.batch, sigma=sigma, epochs=self.epochs)
         return replace(cost, steps=self.steps) if self.steps else cost
 
+    def in_share(self, share: float) -> Passes:
+        """Return those of an institution that trains a classifier in a share of the rounds."""
+        return self._replace(epochs=round(share * self.epochs)) if self.mechanism == "classifier" else self
+
 
 @dataclass(frozen=True)
 class PrivacyPlan:
@@ -149,10 +153,18 @@ class PrivacyPlan:
         passes = next(passes for passes in self.passes if passes.mechanism == mechanism)
         return passes._replace(epochs=epochs, steps=0).cost(examples, _sigma(self, examples))
 
-    def planned(self, examples: int) -> tuple[float, float]:
-        """Return epsilon, by Rényi DP, and delta of an institution that stays to the end; at most its budget."""
+    def planned(self, examples: int, share: float = 1.0) -> tuple[float, float]:
+        """Return epsilon, by Rényi DP, and delta of an institution that stays to the end; at most its budget.
+
+        Parameters
+        ----------
+        examples : int
+            |D|, its training examples.
+        share : float
+            Of the rounds in which it trains a classifier.
+        """
         delta = self.config.delta_for(examples)
-        costs = [passes.cost(examples, _sigma(self, examples)) for passes in self.passes]
+        costs = [one.in_share(share).cost(examples, _sigma(self, examples)) for one in self.passes]
         costs += [self.local.cost(delta)] if self.local else []
         return min(self.config.limit, epsilon([*costs, *self.fixed()], delta)), delta
 
@@ -267,13 +279,13 @@ class PrivacyPlan:
         free = field.public or tested or self.left_out(answer, field)
         return 0.0 if self.config.end_to_end and free else inf
 
-    def answered(self, answer: Payload, examples: int) -> Payload:
-        """Return an answer of an institution with this number of examples as it will be at the end of a run."""
+    def answered(self, answer: Payload, examples: int, share: float = 1.0) -> Payload:
+        """Return an answer of an institution as it will be at the end of a run; arguments as of `planned`."""
         left_out = [name for name, field in answer.declared().items() if self.left_out(type(answer), field)]
         answer = replace(answer, **{field.name: field.default for field in fields(answer) if field.name in left_out})
         of_latents = any(field.dp == LATENTS for field in answer.declared().values())
         if "delta" in answer.declared() and of_latents == (self.local is not None):  # neighbours of its own kind
-            epsilon, delta = self.planned(examples)
+            epsilon, delta = self.planned(examples, share)
             stated = epsilon if self.config.noise == "secret" else None
             answer = replace(answer, epsilon=stated, delta=delta)  # type: ignore[call-arg]
         return answer

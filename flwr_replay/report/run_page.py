@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.files.atomic import read_bytes, read_json, read_lines, read_text, write_atomic
+from flwr_replay.files.atomic import each_line, read_bytes, read_json, read_lines, read_text, write_atomic
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.charts import Curves, bars, curves
@@ -223,7 +223,7 @@ def _left(folder: Path) -> dict[str, Any]:
     """Sum the ledger's bytes by institution and kind; what came down is one column."""
     sums: dict[str, dict[str, int]] = {}
     kinds: dict[str, None] = {}
-    for line in read_lines(folder / "ledger.jsonl"):
+    for line in each_line(folder / "ledger.jsonl"):
         kind = line["kind"] if line["direction"] == "up" else "down"
         if kind != "down":
             kinds[kind] = None

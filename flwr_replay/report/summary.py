@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 CONFUSION = "confusion.json"  # in a run directory
-MOST_SHOWN = 16  # institutions that get a line each
+MOST_SHOWN = 16  # institutions, or failures, that get a line each
 EXPLODED = 100.0  # a loss that no useful classifier, regression of standardised labels or segmentation has
 
 
@@ -45,11 +46,16 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
     """
     leading, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
     final, confusion = result["final"], confusion_of(folder)
+    tested = {name: one for name, one in final["institutions"].items() if leading in one}
+    account = {name: one for name, one in result["privacy"].items() if one}
+    if len(final["institutions"]) > MOST_SHOWN:  # the lowest and the highest are shown
+        tested = dict(sorted(tested.items(), key=lambda pair: pair[1][leading]))
+        account = dict(sorted(account.items(), key=lambda pair: inf if (e := pair[1]["epsilon"]) is None else e))
     lines = [
         f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f}{unit} "
         f"(best {result['best'][leading]:.4f} in round {result['best']['round']})"
         f"{epsilon_suffix(result)}{missing_suffix(result)}",
-        *(f"  {_own(name, one, leading, confusion)}" for name, one in final["institutions"].items() if leading in one),
+        *_fewer([f"  {_own(name, one, leading, confusion)}" for name, one in tested.items()]),
         *imbalance_lines(final["global"], confusion),
         *best_lines(result),
         *skew_lines(result.get("skew")),
@@ -57,16 +63,27 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
     ]
     lines += sample_lines(result)
     lines.append(result["privacy-claim"])
-    for name, one in result["privacy"].items():
-        if one:
-            bound = None if one["epsilon"] is None else (rounded_up(one["epsilon"]), rounded_up(one["delta"], 2))
-            known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
-            how = shown_noise(result.get("noise", {}).get(name, []))  # runs of older versions did not say
-            lines.append(f"  {name}: {known}{one['mechanism']}{how and f'; {how}'}")
+    lines += _fewer([_released(name, one, result) for name, one in account.items()])
     lines += recorded_lines(result, folder)
     lines += [f"warning: {line}" for line in warnings(result, confusion, classes_of(folder))]
-    lines += [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
+    failures = [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
+    lines += _fewer(failures)
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])
+
+
+def _fewer(lines: list[str]) -> list[str]:
+    """Return the first and the last of many lines, and how many lie between them."""
+    left_out = len(lines) - MOST_SHOWN
+    half = MOST_SHOWN // 2
+    return [*lines[:half], f"  … {left_out:,} more are in result.json …", *lines[-half:]] if left_out > 0 else lines
+
+
+def _released(name: str, account: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """Write an institution's account: epsilon and delta, rounded up, unless its noise is not secret; and its noise."""
+    bound = None if account["epsilon"] is None else (rounded_up(account["epsilon"]), rounded_up(account["delta"], 2))
+    known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
+    how = shown_noise(result.get("noise", {}).get(name, []))  # runs of older versions did not say
+    return f"  {name}: {known}{account['mechanism']}{how and f'; {how}'}"
 
 
 def _own(name: str, metrics: Mapping[str, float], leading: str, confusion: Mapping[str, Sequence[int]]) -> str:

@@ -26,8 +26,6 @@ FORM = {
     "examples-seen": int,
     "seconds": int | float,
     "state": dict,
-    "trained": list,
-    "examples": dict,
     "label-scale": list | None,
 }
 

@@ -19,6 +19,7 @@
 - `mailbox/`: in gossip, models that their recipients have not fetched yet
 - `replay/`: with replay, the weights, codes and priors after each visit of the generator
 - `pictures/`: with replay, in a simulation: each institution's real, reconstructed and replayed images
+- `members.jsonl`: the institutions, a line whenever something about one changes
 - `failures.jsonl`: who refused, failed or did not answer, and why
 - `checkpoints/`: the run's state after the last two exchanges
 - `models/`: the final global weights, if the server has any
@@ -46,7 +47,17 @@ from flwr.app import RecordDict
 
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError
-from flwr_replay.files.atomic import Form, Lines, private_folder, read_lines, sweep, tighten, write_atomic, write_json
+from flwr_replay.files.atomic import (
+    Form,
+    Lines,
+    each_line,
+    private_folder,
+    read_lines,
+    sweep,
+    tighten,
+    write_atomic,
+    write_json,
+)
 from flwr_replay.files.tensors import nested, unnested, write_tensors
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.report.epsilon import largest
@@ -58,10 +69,11 @@ from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.environment import environment, versions
 from flwr_replay.runs.opening import refuse_fewer
+from flwr_replay.runs.taking_part import MEMBERS, TakingPart
 from flwr_replay.runs.tracking import Tracking
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
-from flwr_replay.wire.ledger import Ledger, unanswered
+from flwr_replay.wire.ledger import Ledger, Traffic, unanswered
 from flwr_replay.wire.payload import Row
 from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
 from flwr_replay.wire.records import StateDict
@@ -76,7 +88,7 @@ FORMS: dict[str, Form] = {  # of a line in each file
     "generator": {"institution": str, "epoch": int, "loss": int | float},
     "privacy": {"institution": str, "epsilon": int | float | None, "delta": int | float, "mechanism": str},
 }
-GROWING = tuple(f"{name}.jsonl" for name in (*FORMS, "forgetting") if name != "generator")
+GROWING = (*(f"{name}.jsonl" for name in (*FORMS, "forgetting") if name != "generator"), MEMBERS)
 
 
 @dataclass
@@ -105,7 +117,7 @@ class RunDirectory(Recorder):
         self.display = display
         self.counters = Counters()
         self.started = time.monotonic()
-        self.bytes = {"up": 0, "down": 0}
+        self.traffic = Traffic()
         self.forgetting = Forgetting(self.path / "forgetting.jsonl")
         self.task = make_task(config.task)
         self.leading = self.task.metric
@@ -119,9 +131,10 @@ class RunDirectory(Recorder):
         self._best = BestModel(self.path)
         self._tracking = Tracking(config, self.path)
         write_atomic(self.path / "environment.json", json.dumps(environment(config), indent=2) + "\n")
-        lost = unanswered(self._lines("ledger"))  # before the roll is called again
+        lost = unanswered(each_line(self.path / "ledger.jsonl", FORMS["ledger"]))  # before the roll is called again
         self._ledger = Ledger(self.path / "ledger.jsonl")
         self._ledger.append(lost)
+        self._members = TakingPart(self.path)
         self._recording = Recording(self.path / FOLDER, DIRECTIONS[config.record], config.record_mb)
         self._metrics, self._timings = Lines(self.path / "metrics.jsonl"), Lines(self.path / "timings.jsonl")
 
@@ -154,7 +167,7 @@ class RunDirectory(Recorder):
         if content is not None and (name := self._recording.keep(message, content)):
             message["message"] = name
         self._ledger.record(message, found, raw_bytes)
-        self.bytes[direction] += sum(row.bytes for row in found)
+        self.traffic.record(direction, found, raw_bytes)
 
     def flush(self) -> None:
         """Write the ledger's buffered lines to the file."""
@@ -221,12 +234,10 @@ class RunDirectory(Recorder):
             "examples-seen": self.counters.examples_seen,
             "seconds": seconds,
             "state": snapshot.state_values,
-            "trained": snapshot.trained,
-            "examples": snapshot.examples,
             "label-scale": snapshot.label_scale,
-            "bindings": snapshot.bindings,
         }
         self._timings.append([{"round": snapshot.server_round, "seconds": seconds}])
+        self._members.note(snapshot)
         for lines in (self._ledger, self._metrics, self._timings):  # the checkpoint records their length
             lines.flush()
         state = {name: array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
@@ -238,7 +249,7 @@ class RunDirectory(Recorder):
         metrics = {}
         if self.history and self.history[-1][0] == snapshot.server_round:
             metrics = without_beside(self.history[-1][1], confusion_of(self.path)) | self.spent_then
-        self.display.exchange(snapshot.server_round, metrics, sum(self.bytes.values()), seconds)
+        self.display.exchange(snapshot.server_round, metrics, sum(self.traffic.bytes.values()), seconds)
 
     def restore(self) -> Snapshot | None:
         """Return the last checkpoint of a resumed run, and drop the metrics written after it.
@@ -269,10 +280,8 @@ class RunDirectory(Recorder):
             parts["arrays"],
             parts["state"],
             values["state"],
-            values["trained"],
-            values["examples"],
-            scale,
-            values.get("bindings", {}),
+            label_scale=scale,
+            **self._members.restore(values),
         )
 
     def folder(self, name: str, fresh: bool = False) -> Path:
@@ -298,7 +307,7 @@ class RunDirectory(Recorder):
         best = self._best_entry()
         self._best.settle(server_round)
         kept = self._best.files().get(best[0])
-        config = self.config
+        config, sent = self.config, self.traffic.bytes
         result = {
             "strategy": config.strategy.name,
             "task": config.task.name,
@@ -317,8 +326,8 @@ class RunDirectory(Recorder):
             "best-model": {"file": str(kept.relative_to(self.path)) if kept else "", "none": self.no_best},
             "forgetting": self.forgetting.summary(self.leading, higher_is_better),
             "examples-seen": self.counters.examples_seen,
-            "bytes": {**self.bytes, "per-round": round(sum(self.bytes.values()) / (server_round // self.per_round))},
-            "bytes-by-kind": self.bytes_by_kind(),
+            "bytes": {**sent, "per-round": round(sum(sent.values()) / (server_round // self.per_round))},
+            "bytes-by-kind": self.traffic.by_kind,
             "recorded": self._recording.summary(),
             "privacy": {name: self.released.get(name) for name in sorted({*own, *self.released})},
             "privacy-claim": claim,
@@ -356,21 +365,10 @@ class RunDirectory(Recorder):
         for network, lines in found.items():
             write_atomic(self.path / f"{network}.png", losses(lines, f"{network}: loss by epoch"))
 
-    def bytes_by_kind(self) -> dict[str, dict[str, int]]:
-        """Sum the ledger by direction and kind, and the raw bytes that per-sample uploads represent."""
-        sums: dict[str, dict[str, int]] = {"up": {}, "down": {}}
-        for entry in self._lines("ledger"):
-            by_kind = sums[entry["direction"]]
-            if entry["bytes"]:  # a lost answer has none
-                by_kind[entry["kind"]] = by_kind.get(entry["kind"], 0) + entry["bytes"]
-            if "raw-bytes" in entry:
-                by_kind["raw-bytes-they-stand-for"] = by_kind.get("raw-bytes-they-stand-for", 0) + entry["raw-bytes"]
-        return sums
-
     def close(self) -> None:
         """Wait for the last checkpoint, then close the ledger and the display."""
         self._checkpoints.close()
-        for lines in (self._ledger, self._metrics, self._timings):
+        for lines in (self._ledger, self._metrics, self._timings, self._members):
             lines.close()
         self._tracking.close(self.finished)
         self.display.close()
@@ -389,10 +387,8 @@ class RunDirectory(Recorder):
         if lacking := [at for at, own in rounds.items() if "" not in own]:
             raise RunError(f"{metrics} must have pooled metrics; exchange {lacking[0]} has none: begin a new run")
         self.history = [(at, own.pop(""), own) for at, own in rounds.items()]
-        self.bytes = {"up": 0, "down": 0}
         self.forgetting.rewind(server_round)
-        for entry in self._lines("ledger"):
-            self.bytes[entry["direction"]] += entry["bytes"]
+        self.traffic = Traffic(each_line(self.path / "ledger.jsonl", FORMS["ledger"]))
         self.failures = self._lines("failures")
         self.earlier = len(self.failures)
         for row in self._lines("privacy"):  # what was released stays released

@@ -41,6 +41,8 @@ class InlineGrid(Grid):
         One for each node; a simulation's hold partition-id and num-partitions.
     """
 
+    at_once: int | None = 1  # it answers while a message is pushed: more messages at a time would only take memory
+
     def __init__(self, app: ClientApp, run_config: Mapping[str, Any], node_configs: list[Mapping[str, Any]]) -> None:
         self.app = app
         self.contexts = {

@@ -87,6 +87,7 @@ def settings_of(config: RunConfig) -> Settings:
         nodes=config.nodes,
         roll_call=True,
         seed=config.seed,
+        fraction=config.fraction,
         evaluate_every=config.evaluate_every,
         external=config.external,
         evaluate_before_mixing=config.evaluate_before_mixing,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -104,13 +104,20 @@ def exchanged(job: Job, present: Sequence[Present]) -> tuple[Movement, list[Expe
     exchanges: list[Exchange] = [(m, strategy.roll_call(), by_name[m.name], 1) for m in strategy.members]
     exchanges += strategy.forecast_replay() + strategy.forecast(arrays, config.rounds)
     exchanges += strategy.forecast_evaluation(arrays, config.rounds)
-    whole = sum(one.num_examples for one in strategy.members)
+    whole, shares = sum(one.num_examples for one in strategy.members), shares_of(strategy, config.rounds)
     found = []
     for member, request, answer, times in exchanges:
         if plan:
-            answer = plan.answered(answer, whole if plan.pooled else member.num_examples)
+            examples = whole if plan.pooled else member.num_examples
+            answer = plan.answered(answer, examples, shares[member.name])
         found.append(Expected(member, strategy.addressed(member, request), answer, times))
     return strategy, found
+
+
+def shares_of(strategy: Movement, rounds: int) -> Mapping[str, float]:
+    """Return by institution the share of a run's rounds in which it trains, if all stay."""
+    times = strategy.trainings(rounds)
+    return {name: times[name] / rounds for name in strategy.members.names}
 
 
 def forecast(simulation: Simulation) -> list[Line]:
@@ -171,13 +178,13 @@ def forecast_page(simulation: Simulation) -> str:
         text.append(f"  {name}: up {shown_bytes(up)}, down {shown_bytes(down)}")
     if (plan := strategy.settings.privacy) and plan.config.noise == "secret":
         counts = {member.name: member.num_examples for member in strategy.members}
-        whole = sum(counts.values())
+        whole, shares = sum(counts.values()), shares_of(strategy, config.rounds)
         text += ["", "Privacy by institution, at the end of the run"]
         for name, count in counts.items():
             examples = whole if plan.pooled else count
-            epsilon, delta = plan.planned(examples)
+            epsilon, delta = plan.planned(examples, shares[name])
             shown = f"epsilon {rounded_up(epsilon)} at delta {rounded_up(delta, 2)}"
-            how = shown_noise(noise_of(plan, examples))
+            how = shown_noise(noise_of(plan, examples, shares[name]))
             text.append(f"  {name}: {shown}{', no proof' if plan.unproven else ''}; {how}")
     if recorded := sum(line.bytes for line in lines if line.direction in DIRECTIONS[config.record]):
         text += [

@@ -48,6 +48,8 @@ class WorkerGrid(InlineGrid):
         How many processes; no more are started than there are nodes.
     """
 
+    at_once = None  # all workers have messages
+
     def __init__(self, run_config: Mapping[str, Any], node_configs: list[Mapping[str, Any]], workers: int) -> None:
         super().__init__(app, run_config, node_configs)
         self._changed = threading.Condition()

@@ -99,12 +99,12 @@ def ask(
         The time to wait for each reply.
     at_once : int | None
         How many messages may wait for a reply at a time. Replies are then fetched one by one, which bounds the memory
-        that they take, however many institutions there are. None: all.
+        that they take, however many institutions there are. None: as many as the grid's own `at_once` says, else all.
     silent : callable
         Told the nodes whose replies are missing, and for how many seconds the first has been waited for: after a
         minute, then each time that this has doubled.
     """
-    unsent = iter(messages)
+    unsent, at_once = iter(messages), at_once or getattr(grid, "at_once", None)
     due = SILENCE
     waiting: dict[str, tuple[Message, float]] = {}
     pause = 0.02

@@ -78,7 +78,8 @@ class Calling(Strategy):
         require(
             not unknown,
             f"{name} takes options, settings= and recorder=; got {', '.join(unknown)}: write {name}("
-            f"{options.__name__}(…), settings=Settings(nodes=…)). All institutions train and evaluate in every round",
+            f"{options.__name__}(…), settings=Settings(nodes=…)). Settings(fraction=…) says how many train in "
+            "a round; all evaluate",
         )
         known_as = f"{name} takes its options, then settings=Settings(…); got"
         require(

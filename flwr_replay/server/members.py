@@ -87,6 +87,7 @@ class Members:
         self._by_name: dict[str, Member] = {}
         self._known: dict[str, Member] = {}  # these, and those that took part before the run was resumed
         self._names: dict[int, str] = {}  # by node id: the institution's name
+        self._sorted = True  # whether the first two are in the order of names
         self._online: frozenset[int] = frozenset()
         self._asked: set[int] = set()
         self._here: set[int] = set()  # nodes that have answered the roll call since they joined or returned
@@ -94,7 +95,8 @@ class Members:
 
     def __iter__(self) -> Iterator[Member]:
         """Yield the institutions that are present, by name."""
-        return (self._by_name[name] for name in self.names if self._by_name[name].node_id in self._here)
+        self._sort()
+        return (member for member in list(self._by_name.values()) if member.node_id in self._here)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -112,12 +114,14 @@ class Members:
     @property
     def names(self) -> list[str]:
         """Names of all that ever took part, sorted; the order does not change when one leaves for a while."""
-        return sorted(self._by_name)
+        self._sort()
+        return list(self._by_name)
 
     @property
     def known(self) -> list[Member]:
         """All institutions that ever took part, before the run was resumed too, by name."""
-        return [self._known[name] for name in sorted(self._known)]
+        self._sort()
+        return list(self._known.values())
 
     def by_node(self, node_id: int) -> Member | None:
         """Return the institution of a node id, None if there is none."""
@@ -155,6 +159,7 @@ class Members:
         for name, n in examples.items():
             node_id, proof = bindings.get(name, (0, ""))  # older checkpoints have none
             self._known[name] = Member(name, node_id, n, proof=proof)
+        self._sorted = False
 
     def admit(self, arrived: Iterable[Member]) -> dict[int, str]:
         """Enter the institutions that have answered the roll call.
@@ -195,9 +200,16 @@ class Members:
         known = self._known.get(member.name)
         if known and known.proof:
             member = replace(member, proof=known.proof)  # its first proof
+        self._sorted &= member.name in self._by_name
         self._by_name[member.name] = self._known[member.name] = member
         self._names[member.node_id] = member.name
         self._here.add(member.node_id)
+
+    def _sort(self) -> None:
+        """Sort once after institutions were entered, and not in each of many exchanges."""
+        if not self._sorted:
+            self._by_name, self._known = dict(sorted(self._by_name.items())), dict(sorted(self._known.items()))
+            self._sorted = True
 
     def _fault(self, member: Member) -> str:
         """Return why an institution may not take part under this name; empty if it may."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from flwr_replay.config.sections import TrainingConfig, require
+from flwr_replay.config.sections import SHARE, TrainingConfig, require, within
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import Task
@@ -47,6 +47,7 @@ class Settings:
     nodes: int = 0  # institutions to wait for; 0: all that a simulation has
     roll_call: bool = False  # whether all nodes run this package's client, so that the server asks who they are
     seed: int = 0
+    fraction: float = 1.0  # of the institutions that train in a round, in (0, 1]; all evaluate
     evaluate_every: int = 1  # rounds
     external: bool = False  # with every evaluation, also evaluate on other institutions' examples
     evaluate_before_mixing: bool = False  # with every evaluation, also evaluate models as they were trained
@@ -72,5 +73,6 @@ class Settings:
                 f"Settings({name}=…) must be of type {kind.__name__}; got {value!r} of type {type(value).__name__}",
             )
         require(self.nodes >= 0, f"Settings(nodes=…) must be at least 0; got {self.nodes}")
+        within("Settings: ", self, fraction=SHARE)
         if self.model is not None:
             require_builder(self.model)

@@ -26,7 +26,15 @@ OF_A_METHOD = (
     "replay",
     "training",
 )  # sections in which the methods may differ
-CHOSEN = ("partition", "model", "generator", "replay", "rounds", "evaluate_before_mixing")  # they may differ in these
+CHOSEN = (
+    "partition",
+    "model",
+    "generator",
+    "replay",
+    "rounds",
+    "fraction",
+    "evaluate_before_mixing",
+)  # they may differ in these
 OURS = {  # options that a comparison sets itself, with what to write instead
     "strategy": "name the strategies before the options",
     "seed": "write seeds=3, or seeds=0,5,7",

@@ -10,8 +10,9 @@ from typing import Any
 from flwr_replay.files.atomic import Lines
 from flwr_replay.wire.payload import Row
 
-__all__ = ["Ledger", "unanswered"]
+__all__ = ["Ledger", "Traffic", "unanswered"]
 
+RAW = "raw-bytes-they-stand-for"
 SAMPLE_KINDS = ("per-sample", "per-sample-raw", "synthetic")
 
 
@@ -39,13 +40,44 @@ class Ledger(Lines):
         self.write("".join(lines))
 
 
-def unanswered(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+class Traffic:
+    """Sums of a ledger's bytes by direction and kind, and the raw bytes that per-sample uploads represent."""
+
+    def __init__(self, entries: Iterable[dict[str, Any]] = ()) -> None:
+        self.by_kind: dict[str, dict[str, int]] = {"up": {}, "down": {}}
+        for entry in entries:
+            self.add(entry["direction"], entry["kind"], entry["bytes"])
+            if "raw-bytes" in entry:
+                self.add(entry["direction"], RAW, entry["raw-bytes"])
+
+    def add(self, direction: str, kind: str, size: int) -> None:
+        """Add the bytes of a field; a lost answer has none."""
+        if size:
+            sums = self.by_kind[direction]
+            sums[kind] = sums.get(kind, 0) + size
+
+    def record(self, direction: str, found: Sequence[Row], raw_bytes: int | None) -> None:
+        """Add the fields of one message, as `Ledger.record` writes them."""
+        for row in found:
+            self.add(direction, row.kind, row.bytes)
+            if raw_bytes is not None and row.kind in SAMPLE_KINDS:
+                self.add(direction, RAW, raw_bytes)
+                raw_bytes = None
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes sent, by direction."""
+        return {way: sum(n for kind, n in sums.items() if kind != RAW) for way, sums in self.by_kind.items()}
+
+
+def unanswered(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a line for each request of the last exchange without an answer in the ledger.
 
     An interrupted exchange loses answers that institutions may have sent. Only the institutions' own ledgers have
     their fields.
     """
     waiting: dict[str, dict[str, Any]] = {}
+    entry: dict[str, Any] = {}
     for entry in entries:
         if entry["direction"] == "down":
             waiting[entry["institution"]] = entry
@@ -53,9 +85,9 @@ def unanswered(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             waiting.pop(entry["institution"], None)
     lost = {"direction": "up", "field": "answer", "kind": "not received", "bytes": 0, "protection": "unknown"}
     return [
-        {**{key: entry[key] for key in ("round", "institution", "direction", "stage")}, **lost}
-        for entry in waiting.values()
-        if (entry["round"], entry["stage"]) == (entries[-1]["round"], entries[-1]["stage"])
+        {**{key: asked[key] for key in ("round", "institution", "direction", "stage")}, **lost}
+        for asked in waiting.values()
+        if (asked["round"], asked["stage"]) == (entry["round"], entry["stage"])
     ]
 
 

@@ -66,12 +66,12 @@ def arrays_in(content: RecordDict) -> NamedArrays:
 
 def metrics_in(content: RecordDict) -> dict[str, Any]:
     """Return a message's metrics."""
-    return dict(_record(content, "metrics", MetricRecord) or {})
+    return dict((_record(content, "metrics", MetricRecord) or {}).items())  # the record itself would check every item
 
 
 def config_in(content: RecordDict) -> dict[str, Any]:
     """Return a message's instructions and notices."""
-    return dict(_record(content, "config", ConfigRecord) or {})
+    return dict((_record(content, "config", ConfigRecord) or {}).items())
 
 
 def _record(content: RecordDict, name: str, kind: type[Record]) -> Record | None:

@@ -281,6 +281,7 @@ def test_answers_that_a_kill_lost_are_noted_in_the_servers_ledger(tmp_path, monk
             return answer(grid, message)
 
         monkeypatch.setattr(InlineGrid, "_answer", killed)
+        monkeypatch.setattr(InlineGrid, "at_once", None)  # both are asked before the first answer, as over a network
         run_inline(options, Display())
         os._exit(1)
     os.waitpid(child, 0)

@@ -188,7 +188,7 @@ def test_of_two_first_messages_one_binds_the_run(tmp_path):
 
     def first(bound):
         try:
-            StateStore(type("Owner", (), {"state": tmp_path})()).bind("r", bound)
+            StateStore(type("Owner", (), {"state": tmp_path, "durable": True})()).bind("r", bound)
             reported.append(bound)
         except PrivacyError:
             reported.append("refused")

@@ -42,7 +42,7 @@ AT_THE_SERVER = [
         for name in ("upload.json", "latents.npy", "labels.npy", "scales.npy")
     ),
     *(("cwt", name) for name in ("generator.jsonl", "replay/generator-*0.*", "replay/codes-*1.*")),
-    ("fedavg", "privacy.jsonl"),
+    *(("fedavg", f"{name}.jsonl") for name in ("privacy", "members")),
 ]
 AT_AN_INSTITUTION = ["privacy.jsonl", "options.json", "ledger.jsonl", "optimizer-*3.safetensors"]
 

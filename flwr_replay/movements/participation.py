@@ -1,0 +1,51 @@
+"""Who trains in a round, where only a fraction of the institutions does.
+
+Source: McMahan et al. 2017 (arXiv:1602.05629), Algorithm 1: max(C · K, 1) institutions, drawn anew in every round.
+
+The draw follows from the run's seed, the round and the institutions' names. So it is the same after a resumption, and
+who joins or leaves changes little of it. Whoever knows the seed knows the draw: it hides nobody, and no epsilon may be
+lowered for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flwr_replay.rng import derived_seed
+
+__all__ = ["number_chosen", "participants"]
+
+
+def number_chosen(institutions: int, fraction: float) -> int:
+    """Return how many institutions train in a round: C · K, rounded, and at least one.
+
+    >>> number_chosen(1000, 0.1), number_chosen(4, 0.1), number_chosen(7, 1.0)
+    (100, 1, 7)
+    """
+    return max(1, round(fraction * institutions))
+
+
+def participants(names: Sequence[str], fraction: float, seed: int, number: int) -> list[str]:
+    """Draw the institutions that train in a round, without replacement, each with the same chance.
+
+    Parameters
+    ----------
+    names : Sequence[str]
+        Those that could train.
+    fraction : float
+        C, in (0, 1].
+    seed : int
+        The run's.
+    number : int
+        The round, or the cycle of a serial method.
+
+    Returns
+    -------
+    list of str
+        `number_chosen` of the names, in the order given; all of them if the fraction is 1.
+    """
+    if fraction == 1:
+        return list(names)
+    drawn = sorted(names, key=lambda name: derived_seed(seed, "participation", number, name))
+    chosen = {*drawn[: number_chosen(len(names), fraction)]}
+    return [name for name in names if name in chosen]

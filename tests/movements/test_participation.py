@@ -1,0 +1,198 @@
+"""fraction=: who trains in a round, what it costs in epsilon, and which methods refuse it."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from harness import Ran, command, node_configs, run, write_shards
+
+from flwr_replay.config.compose import compose
+from flwr_replay.errors import ConfigError
+from flwr_replay.movements.participation import number_chosen, participants
+from flwr_replay.payloads.common import Trained
+from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+from flwr_replay.server.settings import Settings
+from flwr_replay.strategies.fedavg import FedAvg
+from flwr_replay.strategies.proxyfl import ProxyFL
+from flwr_replay.wire.records import opened
+
+SIZES = {name: 40 + 8 * k for k, name in enumerate("abcde")}
+JOB = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=4", "batch_size=8", "device=cpu"]
+NAMES = [f"institution-{k:02d}" for k in range(20)]
+
+
+@pytest.fixture
+def hospitals(tmp_path):
+    write_shards(tmp_path, SIZES)
+    return tmp_path
+
+
+def ran(folder, *options, name="", **more) -> Ran:
+    nodes = node_configs(folder, folder / "state", "".join(SIZES))
+    return run(folder, [*JOB, "nodes=5", *options], nodes, name, **more)
+
+
+# --- the draw ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "fraction", "count"), [(1000, 0.1, 100), (100, 0.29, 29), (3, 0.1, 1), (5, 0.999, 5)])
+def test_the_number_is_the_nearest_and_at_least_one(n, fraction, count):
+    assert number_chosen(n, fraction) == len(participants([f"{k:04d}" for k in range(n)], fraction, 0, 1)) == count
+
+
+def test_a_draw_follows_from_seed_and_round_and_everyone_has_the_same_chance():
+    drawn = [participants(NAMES, 0.25, 7, at) for at in range(1, 401)]
+    assert drawn == [participants(NAMES, 0.25, 7, at) for at in range(1, 401)]
+    assert all(one == sorted(one) and len({*one}) == 5 for one in drawn)
+    assert drawn != [participants(NAMES, 0.25, 8, at) for at in range(1, 401)]
+    times = Counter(name for one in drawn for name in one)
+    assert all(60 <= times[name] <= 140 for name in NAMES)  # 100 expected, standard deviation 8.7
+    pairs = Counter((a, b) for one in drawn for a in one for b in one if a < b)
+    assert len(pairs) == 190  # nobody always trains with the same others
+
+
+def test_who_leaves_changes_at_most_one_place():
+    for gone in NAMES:
+        before, after = ({*participants(some, 0.25, 0, 3)} for some in (NAMES, [n for n in NAMES if n != gone]))
+        assert len(after) == 5
+        assert before - after <= {gone}
+
+
+def test_all_are_drawn_in_the_order_given_if_the_fraction_is_one():
+    assert participants(["b", "a"], 1.0, 0, 1) == ["b", "a"]
+
+
+# --- parallel methods -------------------------------------------------------------------------------------------------
+
+
+def test_only_those_drawn_train_and_their_weights_alone_are_averaged(hospitals):
+    found = ran(hospitals, "strategy=fedavg", "fraction=0.4", "rounds=3")
+    expected = [participants([*"abcde"], 0.4, 0, at) for at in (1, 2, 3)]
+    for at, names in enumerate(expected, 1):
+        assert [one.name for one in found.grid.asked if one.stage == "train" and one.exchange == at] == names
+        assert [one.name for one in found.grid.asked if one.stage == "evaluate" and one.exchange == at] == [*"abcde"]
+        answers = [Trained.decode(r.content) for a, _, r in found.grid.log if (a.stage, a.exchange) == ("train", at)]
+        n = np.array([answer.num_examples for answer in answers], np.float64)
+        sent = next(m for a, m, _ in found.grid.log if a.stage == "evaluate" and a.exchange == at)
+        for key, array in opened(sent.content["arrays"]).items():
+            mean = sum(
+                k * opened(one.arrays)[key].astype(np.float64) for k, one in zip(n / n.sum(), answers, strict=True)
+            )
+            np.testing.assert_allclose(array, mean, rtol=1e-6, atol=1e-7)
+    assert len({tuple(names) for names in expected}) > 1
+
+
+def test_a_round_whose_institutions_all_fail_keeps_the_weights_and_the_run_goes_on(hospitals):
+    (failing,) = participants([*"abcde"], 0.2, 0, 2)
+    found = ran(hospitals, "strategy=fedavg", "fraction=0.2", "rounds=3", failing=[("train", failing, 2)])
+    weights = {
+        at.exchange: opened(asked.content["arrays"]) for at, asked, _ in found.grid.log if at.stage == "evaluate"
+    }
+    assert all(np.array_equal(weights[1][key], weights[2][key]) for key in weights[1])
+    assert not all(np.array_equal(weights[2][key], weights[3][key]) for key in weights[2])
+    assert [failure["institution"] for failure in found.result["failures"]] == [failing]
+
+
+def test_a_run_ends_when_as_many_rounds_failed_as_could_have_asked_everyone(hospitals):
+    with pytest.raises(Exception, match="no institution answered in exchange 3"):  # 3 x 0.4 of the institutions
+        ran(hospitals, "strategy=fedavg", "fraction=0.4", "rounds=9", failing=[("train",)])
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "cwt"])
+def test_a_resumed_run_draws_the_same(hospitals, strategy):
+    options = (f"strategy={strategy}", "fraction=0.4", "rounds=4", "optimizer-state=keep")
+    whole = ran(hospitals, *options, name="whole")
+    with pytest.raises(KeyboardInterrupt):
+        ran(hospitals, *options, name="broken", stop_after=3)
+    resumed = ran(hospitals, *options, resume=str(hospitals / "runs" / "broken"))
+    trained = [(at.name, at.exchange) for at in whole.grid.asked if at.stage == "train"]
+    assert [(at.name, at.exchange) for at in resumed.grid.asked if at.stage == "train"] == [
+        one for one in trained if one[1] > 3
+    ]
+    files = [folder / "models" / "global.safetensors" for folder in (whole.folder, resumed.folder)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_another_fraction_is_another_run(hospitals):
+    with pytest.raises(KeyboardInterrupt):
+        ran(hospitals, "strategy=fedavg", "fraction=0.4", "rounds=2", name="broken", stop_after=1)
+    with pytest.raises(Exception, match=r"fraction was 0\.4, now 0\.8"):
+        ran(hospitals, "strategy=fedavg", "fraction=0.8", "rounds=2", resume=str(hospitals / "runs" / "broken"))
+
+
+# --- serial -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["fixed", "shuffled"])
+def test_a_cycle_visits_a_fraction_once_each(hospitals, order):
+    found = ran(hospitals, "strategy=cwt", f"order={order}", "fraction=0.6", "rounds=3")
+    visits = found.grid.who("train")
+    for cycle in range(3):
+        assert sorted(visits[3 * cycle : 3 * cycle + 3]) == participants([*"abcde"], 0.6, 0, cycle)
+    assert found.result["rounds"] == 3
+    assert [line["round"] for line in found.ledger if (line["stage"], line["field"]) == ("train", "lr")] == [
+        *range(1, 10)
+    ]
+
+
+# --- privacy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "cwt"])
+def test_an_institution_is_charged_for_the_rounds_in_which_it_trained(hospitals, strategy):
+    found = ran(hospitals, f"strategy={strategy}", "fraction=0.4", "rounds=4", "dp=classifier")
+    times = Counter(found.grid.who("train"))
+    assert sum(times.values()) == 8
+    assert len({*times.values()} | {times[name] for name in SIZES}) > 1
+    for name, n in SIZES.items():
+        stated = found.result["privacy"][name]
+        if not times[name]:
+            assert stated is None
+            assert not (found.state(name) / "privacy.jsonl").exists()
+            continue
+        assert len(found.charges(name)) == times[name]
+        cost = SampledGaussian.of_epochs(examples=n, batch=8, sigma=0.7, epochs=times[name])
+        assert stated["epsilon"] == pytest.approx(epsilon([cost], 1 / n))
+
+
+def test_a_forecast_states_each_institutions_own_epsilon(hospitals, monkeypatch, capsys):
+    job = ["strategy=fedavg", "task=digits", "partition=iid", "partition.size=64", "model=mlp", "nodes=5", "rounds=4"]
+    assert command(monkeypatch, "run", *job, "dp=classifier", "fraction=0.4", "--dry-run") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    names = [f"institution-{k}" for k in range(1, 6)]
+    times = Counter(name for at in range(1, 5) for name in participants(names, 0.4, 0, at))
+    assert len({times[name] for name in names}) > 1
+    for name in names:
+        assert (
+            f"batches of 32 of 64, {2 * times[name]} steps"
+            in said.partition(f"{name}: epsilon")[2].partition("inst")[0]
+        )
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["proxyfl", "fedreplay", "local", "central", "splitnn", "fml", "avgpush", "feder"])
+def test_methods_in_which_all_must_take_part_refuse(strategy, monkeypatch, capsys, tmp_path):
+    job = [f"strategy={strategy}", "task=digits", "nodes=3", "fraction=0.5", "--runs-dir", str(tmp_path / "runs")]
+    assert command(monkeypatch, "run", *job) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith(
+        "error: fraction is for methods that can train in a round with some of the institutions; got"
+    )
+    assert f"got strategy={strategy}: leave it out, or choose strategy=cwt, fedavg, fedavgm," in said
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("value", ["0", "1.01", "-0.5", "nan", "half"])
+def test_a_fraction_lies_above_0_and_up_to_1(value):
+    with pytest.raises(ConfigError, match="fraction"):
+        compose(["strategy=fedavg", f"fraction={value}"])
+
+
+def test_an_app_of_ones_own_is_refused_likewise():
+    with pytest.raises(ConfigError, match=r"fraction is a share in \(0, 1\]; got 2"):
+        Settings(fraction=2)
+    with pytest.raises(ConfigError, match="fraction is for methods"):
+        ProxyFL(settings=Settings(fraction=0.5))
+    assert FedAvg(settings=Settings(fraction=0.5)).takes_fraction
