@@ -94,10 +94,11 @@ class WatchedGrid(InlineGrid):
             self.messages[_content(arrays_in(content).state_dict(), scalars)] += 1
         return ids
 
-    def _answer(self, message: Message) -> Message:
+    def answer(self, message: Message) -> Message:
+        """Answer a message; the node that is made to fail answers no training."""
         if message.metadata.dst_node_id == self.failing and message.metadata.message_type == "train":
             return Message(Error(CLIENT_APP_RAISED, "made to fail"), reply_to=message)
-        return super()._answer(message)
+        return super().answer(message)
 
 
 class Evaluated(Recorder):

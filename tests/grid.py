@@ -83,7 +83,7 @@ class Grid(InlineGrid):
     def _means(self, where, at):
         return where(self, at) if callable(where) else any(at[: len(one)] == tuple(one) for one in where)
 
-    def _answer(self, message):
+    def answer(self, message):
         config = config_in(message.content)
         name = self.name_of(message.metadata.dst_node_id)
         at = Asked(config.get("stage", ""), name, config.get("server-round", 0))
@@ -95,7 +95,7 @@ class Grid(InlineGrid):
         if self._means(self.failing, at):
             reply = Message(Error(2, "made to fail"), reply_to=message)
         else:
-            reply = (self.before and self.before(self, message)) or super()._answer(message)
+            reply = (self.before and self.before(self, message)) or super().answer(message)
             reply = (self.after and self.after(self, message, reply)) or reply
         self.log.append((at, message, reply))
         if self._means(self.breaking, at):

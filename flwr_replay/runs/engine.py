@@ -80,7 +80,7 @@ class InlineGrid(Grid):
         ids = []
         for message in messages:
             message.metadata.__dict__["_message_id"] = uuid4().hex  # as Flower's grids do when they push
-            reply = self._answer(message)
+            reply = self.answer(message)
             self._replies[reply.metadata.reply_to_message_id] = reply
             ids.append(message.metadata.message_id)
         return ids
@@ -93,7 +93,8 @@ class InlineGrid(Grid):
         """Send and answer one message after another."""
         return self.pull_messages(self.push_messages(messages))
 
-    def _answer(self, message: Message) -> Message:
+    def answer(self, message: Message) -> Message:
+        """Call the ClientApp; an error, or an answer after the time to live, becomes an error reply."""
         context = self.contexts.get(message.metadata.dst_node_id)
         began = time.monotonic()
         try:

@@ -31,9 +31,9 @@ from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.runs.engine import InlineGrid, partitions
 from flwr_replay.runs.execute import Job, run_job
+from flwr_replay.runs.local_workers import LocalGrid
 from flwr_replay.runs.opening import default_name, read_result, read_run_id, resumable, resuming
 from flwr_replay.runs.superlink import flwr_run, superlink
-from flwr_replay.runs.workers import WorkerGrid
 from flwr_replay.wire.recording import FOLDER
 
 __all__ = ["Simulation", "run_inline", "run_ray", "simulate", "simulate_by"]
@@ -113,7 +113,7 @@ def simulate_by(
     config = simulation.job.config
     if (wanted := workers * config.threads) > (cores := os.cpu_count() or 1):
         logging.getLogger("flwr").warning("workers x threads are %s, cores %s: fewer may be faster", wanted, cores)
-    with WorkerGrid({"overrides": shlex.join(overrides)}, partitions(config.nodes), workers) as grid:
+    with LocalGrid({"overrides": shlex.join(overrides)}, partitions(config.nodes), workers) as grid:
         return _with_skew(*run_job(grid, simulation.job, display), simulation)
 
 

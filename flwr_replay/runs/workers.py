@@ -1,24 +1,18 @@
-"""The grid of `--workers N`: as in `engine.py`, but N processes of this machine serve the nodes.
+"""Grids whose nodes are served by several workers: what `--workers N` and a Ray cluster have in common.
 
-A node stays with its worker, so what a process holds in memory stays warm: data, models, an institution's last state.
-Messages go through pipes, one at a time to each worker. The results have the same bits as in one process. Only an
-exchange with several institutions is faster: a serial method asks one at a time.
-
-A worker that is killed costs the message that it had, which becomes that node's error; another worker takes its place.
-No worker outlives the process that started it.
+A node stays with its worker, so what a worker holds in memory stays warm: data, models, an institution's last state. A
+worker gets one message at a time. The results have the same bits as in one process. Only an exchange with several
+institutions is faster: a serial method asks one at a time.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
-import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from multiprocessing.connection import Connection
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from uuid import uuid4
 
 from flwr.app import Error, Message
@@ -26,9 +20,8 @@ from flwr.app import Error, Message
 from flwr_replay.client_app import app
 from flwr_replay.errors import RunError
 from flwr_replay.runs.engine import InlineGrid
-from flwr_replay.runs.processes import end_with_parent
 
-__all__ = ["WorkerGrid"]
+__all__ = ["GRACE", "Worker", "WorkerGrid", "died"]
 
 PROCESS_DIED = 8  # Flower's code for a ClientApp whose process has ended
 LOOK = 1.0  # seconds that a look for replies lasts if there are none
@@ -36,7 +29,7 @@ GRACE = 5  # seconds that an idle worker has to end
 
 
 class WorkerGrid(InlineGrid):
-    """K nodes, served by this package's ClientApp in several processes; use it as a context.
+    """K nodes, served by this package's ClientApp in several workers; use it as a context.
 
     Parameters
     ----------
@@ -44,27 +37,25 @@ class WorkerGrid(InlineGrid):
         Flower's run config, which every node gets.
     node_configs : list[Mapping[str, Any]]
         One for each node.
-    workers : int
-        How many processes; no more are started than there are nodes.
     """
 
     at_once = None  # all workers have messages
 
-    def __init__(self, run_config: Mapping[str, Any], node_configs: list[Mapping[str, Any]], workers: int) -> None:
+    def __init__(self, run_config: Mapping[str, Any], node_configs: list[Mapping[str, Any]]) -> None:
         super().__init__(app, run_config, node_configs)
+        self.workers: Sequence[Worker] = ()
+        self.serving: dict[int, Worker] = {}  # by node
         self._changed = threading.Condition()
-        self._unbegun = 0  # messages that no worker has begun
-        self._fault = ""  # why no worker can be started
-        served = (run_config, node_configs)
-        self._workers = [_Worker(self, served) for _ in range(min(workers, len(node_configs)))]
+        self._unbegun = set[str]()  # messages that no worker has begun
+        self._fault = ""  # why the run cannot go on
 
     def __enter__(self) -> Self:
-        for worker in self._workers:
-            worker.start()
+        for worker in self.workers:
+            worker.begin()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             worker.end(at_once=raised[0] is not None)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -74,8 +65,8 @@ class WorkerGrid(InlineGrid):
             message.metadata.__dict__["_message_id"] = uuid4().hex  # as Flower's grids do when they push
             ids.append(message.metadata.message_id)
             with self._changed:
-                self._unbegun += 1
-            self._workers[message.metadata.dst_node_id % len(self._workers)].queue.put(message)
+                self._unbegun.add(message.metadata.message_id)
+                self.serving[message.metadata.dst_node_id].queue.put(message)
         with self._changed:
             self._changed.wait_for(lambda: self._fault or not self._unbegun)
             self._check()
@@ -98,10 +89,10 @@ class WorkerGrid(InlineGrid):
             missing = [message_id for message_id in missing if message_id not in answered]
         return replies
 
-    def begun(self) -> None:
+    def begun(self, message: Message) -> None:
         """Note that a worker has taken a message."""
         with self._changed:
-            self._unbegun -= 1
+            self._unbegun.discard(message.metadata.message_id)
             self._changed.notify_all()
 
     def replied(self, reply: Message) -> None:
@@ -111,9 +102,9 @@ class WorkerGrid(InlineGrid):
             self._changed.notify_all()
 
     def broken(self, reason: str) -> None:
-        """Note that no worker can be started, which ends the run."""
+        """Note why the run cannot go on, which ends it."""
         with self._changed:
-            self._fault = reason
+            self._fault = self._fault or reason
             self._changed.notify_all()
 
     def _check(self) -> None:
@@ -121,17 +112,20 @@ class WorkerGrid(InlineGrid):
             raise RunError(self._fault)
 
 
-class _Worker:
-    """A process that serves nodes, and the thread that hands it one message after another."""
+class Worker(ABC):
+    """What serves nodes in another process, and the thread that hands it one message after another."""
 
-    def __init__(self, grid: WorkerGrid, served: tuple[Mapping[str, Any], list[Mapping[str, Any]]]) -> None:
-        self.grid, self.served = grid, served
+    faults: ClassVar[tuple[type[Exception], ...]]  # what `ask` raises if the process has died
+
+    def __init__(self, grid: WorkerGrid) -> None:
+        self.grid = grid
         self.queue: SimpleQueue[Message | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._hand_on, daemon=True)
         self.ending = False
 
-    def start(self) -> None:
-        self._start_process()
+    def begin(self) -> None:
+        """Start the process and the thread."""
+        self.start()
         self.thread.start()
 
     def end(self, at_once: bool) -> None:
@@ -141,68 +135,44 @@ class _Worker:
         self.ending = True
         self.queue.put(None)
         if at_once:
-            self.process.kill()  # state is whole whenever a process dies
+            self.kill()  # state is whole whenever a process dies
         self.thread.join(GRACE)
-        self.process.join(GRACE)
-        self.process.kill()
-        self.process.join()
-
-    def _start_process(self) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork of a process with PyTorch's threads may hang
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, *self.served))
-        self.process.start()
-        theirs.close()  # so that its end is seen here
-        self.ready = False
+        self.kill()
 
     def _hand_on(self) -> None:
         while (message := self.queue.get()) is not None:
-            self.grid.begun()
+            self.grid.begun(message)
             try:
-                reply = self._ask(message)
-            except (EOFError, OSError, pickle.PickleError, MemoryError):
-                if self.ending:
+                reply = self.ask(message)
+            except self.faults as fault:
+                found = None if self.ending else self.lost(message, fault)
+                if found is None:
                     return
-                self.process.kill()
-                self.process.join()
-                if not self.ready:
-                    self.grid.broken(
-                        f"every worker must start; one ended while it started (exit code {self.process.exitcode}): see "
-                        "what it wrote above; a script must call run under `if __name__ == '__main__':`"
-                    )
-                    return
-                died = Error(PROCESS_DIED, f"the worker process has ended (exit code {self.process.exitcode})")
-                reply = Message(died, reply_to=message)
-                self._start_process()
+                reply = found
             self.grid.replied(reply)
-        self.pipe.close()  # the process ends
+        self.leave()
 
-    def _ask(self, message: Message) -> Message:
-        if not self.ready:
-            self.pipe.recv()
-            self.ready = True
-        self.pipe.send(message)
-        reply: Message = self.pipe.recv()
-        return reply
+    @abstractmethod
+    def start(self) -> None:
+        """Start the process, without waiting for it."""
+
+    @abstractmethod
+    def ask(self, message: Message) -> Message:
+        """Wait until the process has started; return its reply to a message."""
+
+    @abstractmethod
+    def lost(self, message: Message, fault: Exception) -> Message | None:
+        """Return the reply to a message with which the process has died; None: this worker serves no more."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Let the idle process end by itself."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process at once, if it is still there."""
 
 
-class _Nodes(InlineGrid):
-    """The nodes in a worker."""
-
-    def serve(self, pipe: Connection) -> None:
-        """Answer messages until the other end of the pipe is closed."""
-        while True:
-            try:
-                message = pipe.recv()
-            except EOFError:
-                return
-            pipe.send(self._answer(message))
-
-
-def _serve(pipe: Connection, run_config: Mapping[str, Any], node_configs: list[Mapping[str, Any]]) -> None:
-    """Be a worker."""
-    end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
-    nodes = _Nodes(app, run_config, node_configs)
-    pipe.send("ready")
-    nodes.serve(pipe)
+def died(message: Message, how: str) -> Message:
+    """Return the reply to a message with which a process has died, as Flower's."""
+    return Message(Error(PROCESS_DIED, f"the worker process has ended ({how})"), reply_to=message)

@@ -212,7 +212,7 @@ def test_a_buffer_is_the_same_however_often_it_is_asked_for(start):
         if config_in(message.content).get("stage") == "draw-buffer":
             message.content["config"]["server-round"] = 77
             grid.after = None
-            drawn.extend([reply, grid._answer(message)])
+            drawn.extend([reply, grid.answer(message)])
 
     start(after=twice)
     first, second = (Buffer.decode(reply.content) for reply in drawn)
