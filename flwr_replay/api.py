@@ -7,6 +7,7 @@ Options are those of docs/options.md. A name with a dot or a hyphen is written w
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os.path import normpath
@@ -24,9 +25,44 @@ if TYPE_CHECKING:
     from flwr_replay.report.progress import Display
     from flwr_replay.runs.trained import TrainedModel
 
-__all__ = ["Comparison", "Run", "check_engine", "compare", "plot", "run", "start"]
+__all__ = ["Comparison", "Run", "Where", "compare", "plot", "run", "start"]
 
 ENGINES = ("inline", "ray")
+
+
+@dataclass(frozen=True)
+class Where:
+    """What serves the institutions.
+
+    Attributes
+    ----------
+    engine : str
+        inline or ray.
+    workers : int
+        With inline: processes of this machine.
+    ray_address : str
+        With ray: a running cluster's.
+    """
+
+    engine: str = "inline"
+    workers: int = 1
+    ray_address: str = ""
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ConfigError(f"--engine must be inline or ray; got {self.engine!r}")
+        if self.workers < 1 or (self.workers > 1 and self.engine != "inline"):
+            raise ConfigError(
+                f"--workers must be at least 1, and belongs to --engine inline; got {self.workers} with {self.engine}: "
+                "on Ray client-cpus and client-gpus say how many there are"
+            )
+        if self.ray_address and self.engine != "ray":
+            raise ConfigError(f"--ray-address belongs to --engine ray; got {self.ray_address} with {self.engine}")
+
+    @property
+    def address(self) -> str:
+        """The cluster's address; empty: no cluster."""
+        return (self.ray_address or os.environ.get("RAY_ADDRESS", "")) if self.engine == "ray" else ""
 
 
 @dataclass(frozen=True)
@@ -141,6 +177,7 @@ def run(
     *,
     engine: str = "inline",
     workers: int = 1,
+    ray_address: str = "",
     runs_dir: str | Path = "runs",
     resume: str | Path = "",
     progress: bool = False,
@@ -153,10 +190,13 @@ def run(
     options, **named
         As on the command line: strategy, task, rounds, …
     engine : str
-        inline: in this process. ray: with Flower's Ray simulation.
+        inline: in this process. ray: with Flower's Ray simulation, or on a Ray cluster.
     workers : int
         With inline: processes that serve the institutions. From 2 on, a script must call this function under
         ``if __name__ == "__main__":``.
+    ray_address : str
+        With ray: `auto` or host:port of a running cluster, on which the institutions are served; empty: that of
+        `RAY_ADDRESS`, and without it Flower's Ray simulation on this machine.
     runs_dir : str or Path
         The folder for run directories.
     resume : str or Path
@@ -178,7 +218,8 @@ def run(
     from flwr_replay.report.progress import Display, TerminalDisplay
 
     display = TerminalDisplay() if progress else Display()
-    result, folder = start(_words(options, named), engine, workers, str(runs_dir), str(resume), display)
+    where = Where(engine, workers, ray_address)
+    result, folder = start(_words(options, named), where, str(runs_dir), str(resume), display)
     return Run(folder, result)
 
 
@@ -254,30 +295,23 @@ def compare(
 
 
 def start(
-    options: Sequence[str], engine: str, workers: int, runs_dir: str, resume: str, display: Display
+    options: Sequence[str], where: Where, runs_dir: str, resume: str, display: Display
 ) -> tuple[dict[str, Any], Path]:
     """Run a command line's options; return the content of `result.json` and the run directory."""
-    check_engine(engine, workers)
     from flwr_replay.runs.options import resolve
 
     overrides, config = resolve(options, runs_dir, resume)  # reports a wrong option before PyTorch loads
+    from flwr_replay.runs.on_cluster import run_on_cluster
     from flwr_replay.runs.simulate import Simulation, run_ray, simulate, simulate_by
 
     planned = Simulation.of(config)
-    if engine == "ray":
+    if where.address:
+        return run_on_cluster(where.address, planned, overrides, display)
+    if where.engine == "ray":
         return run_ray(planned, overrides)
-    return simulate_by(workers, planned, overrides, display) if workers > 1 else simulate(planned, overrides, display)
-
-
-def check_engine(engine: str, workers: int) -> None:
-    """Refuse an unknown engine, and workers that it does not have."""
-    if engine not in ENGINES:
-        raise ConfigError(f"--engine must be inline or ray; got {engine!r}")
-    if workers < 1 or (workers > 1 and engine != "inline"):
-        raise ConfigError(
-            f"--workers must be at least 1, and belongs to --engine inline; got {workers} with {engine}: on Ray the "
-            "cores and threads say how many there are"
-        )
+    if where.workers > 1:
+        return simulate_by(where.workers, planned, overrides, display)
+    return simulate(planned, overrides, display)
 
 
 def _label(run: Run, runs: Sequence[Run]) -> str:

@@ -13,6 +13,7 @@ from flwr_replay.report.progress import LogDisplay
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.execute import execute
+from flwr_replay.runs.simulate import refuse_resources
 from flwr_replay.server.one_line import errors_in_one_line
 from flwr_replay.terminal import wrapped
 
@@ -38,6 +39,7 @@ def main(grid: Grid, context: Context) -> None:
     """
     try:
         config = compose_own(overrides_in(context.run_config))  # of whoever started the run
+        refuse_resources(config)
         result, folder = execute(grid, config, LogDisplay())
     except (KeyboardInterrupt, SystemExit):  # so Flower ends the process whose token it refuses, or that was stopped
         logging.getLogger("flwr").error("error: %s", ENDED)

@@ -76,6 +76,10 @@ def run(
     options: Options = None,
     engine: Engine = "inline",
     workers: Annotated[int, typer.Option("--workers", help="With inline: processes that serve the institutions.")] = 1,
+    ray_address: Annotated[
+        str | None,
+        typer.Option("--ray-address", help="With ray: auto or HOST:PORT of a running cluster; default: RAY_ADDRESS."),
+    ] = None,
     runs_dir: RunsDir = "runs",
     resume: Annotated[str | None, typer.Option("--resume", help="Continue the run in this directory.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be sent, and train nothing.")] = False,
@@ -98,13 +102,15 @@ def run(
     --dry-run with --study DIR, --policy FILE or both writes a page for the data-protection officer. Exit code 1: under
     the policy something is refused.
     """
-    _refuse_empty(runs_dir=runs_dir, resume=resume, study=study, policy=policy, clinics=clinics, out=out)
+    _refuse_empty(
+        runs_dir=runs_dir, resume=resume, ray_address=ray_address, study=study, policy=policy, clinics=clinics, out=out
+    )
     officer = study or policy
     if (officer and not dry_run) or (clinics and not officer) or (officer and resume):
         raise ConfigError("--study, --policy and --clinics belong to --dry-run, without --resume; --clinics to either")
-    from flwr_replay.api import check_engine, start
+    from flwr_replay.api import Where, start
 
-    check_engine(engine, workers)
+    where = Where(engine, workers, ray_address or "")
     _say("loading …")
     if officer:
         from flwr_replay.cli.officer import page
@@ -117,7 +123,7 @@ def run(
     from flwr_replay.report.summary import summary
     from flwr_replay.terminal import wrapped
 
-    result, folder = start(options or [], engine, workers, runs_dir, resume or "", TerminalDisplay())
+    result, folder = start(options or [], where, runs_dir, resume or "", TerminalDisplay())
     print(json.dumps(result, indent=2) if as_json else wrapped(summary(result, folder)))
 
 

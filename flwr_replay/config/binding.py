@@ -30,6 +30,8 @@ FREE = (
     "timeout",
     "wait",
     "device",
+    "client_cpus",
+    "client_gpus",
     "record",
     "record_mb",
     "tracking",

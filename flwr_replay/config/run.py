@@ -57,6 +57,8 @@ class RunConfig:
     forgetting: bool  # after every exchange, test the model on each institution's own training examples too
     threads: int  # torch threads of every process; equal numbers of threads give equal bits
     device: str  # auto | cpu | cuda | cuda:N
+    client_cpus: float  # on Ray, cores of a process that serves institutions; 0: as many as threads
+    client_gpus: float  # on Ray, GPUs of such a process, a fraction shares one; 0: what there is, shared out
     record: str  # none | up | all: messages that the run directory keeps, so that attacks can be tried on them
     record_mb: float  # the most that these messages may take, in 10^6 bytes
     tracking: str  # none | tensorboard | mlflow | wandb: what else is told the metrics, by the server
@@ -71,6 +73,11 @@ class RunConfig:
         within("", self, seed=NOT_NEGATIVE, fraction=SHARE)
         within("", self, timeout=Range(0, SECONDS, "must be positive, in seconds, and at most a year", "(]"))
         within("", self, wait=Range(0, SECONDS, "must not be negative, in seconds, and at most a year"))
+        within("", self, client_cpus=Range(0, inf, "must be finite and not negative", "[)"))
+        require(
+            self.client_gpus >= 0 and (self.client_gpus <= 1 or self.client_gpus.is_integer()),
+            f"client-gpus is a share of one GPU in [0, 1], or a whole number of them; got {self.client_gpus}",
+        )
         require(self.record in RECORD, f"record must be {', '.join(RECORD)}; got {self.record!r}")
         one_of("tracking", self.tracking, TRACKERS)
         within("", self, record_mb=Range(0, inf, "must be positive, in MB", "(]"))

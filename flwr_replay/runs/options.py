@@ -22,6 +22,8 @@ FREE_TO_CHANGE = (
     "timeout",
     "wait",
     "device",
+    "client_cpus",
+    "client_gpus",
     "data_dir",
     "replay.missing",
     "record",
@@ -46,8 +48,9 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
             key = option.partition("=")[0].replace("-", "_")
             if key.removeprefix("task.") not in FREE_TO_CHANGE:
                 raise ConfigError(
-                    "a resumed run keeps its options, except rounds, device, timeout, wait, replay.missing, record, "
-                    f"record-mb, tracking and task.data-dir; got {option!r} with --resume: leave it out"
+                    "a resumed run keeps its options, except rounds, device, client-cpus, client-gpus, timeout, wait, "
+                    f"replay.missing, record, record-mb, tracking and task.data-dir; got {option!r} with "
+                    "--resume: leave it out"
                 )
         check_unchanged(Path(resume).expanduser())
         overrides = [*run_overrides(Path(resume).expanduser()), *options]

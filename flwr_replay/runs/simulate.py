@@ -22,7 +22,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.data import Partition
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.data.skew import is_continuous, label_histogram
-from flwr_replay.errors import PrivacyError, RunError
+from flwr_replay.errors import ConfigError, PrivacyError, RunError
 from flwr_replay.files.atomic import home, read_text, write_atomic, write_json
 from flwr_replay.institution.pictures import gather
 from flwr_replay.institution.state import DATA, RUNS
@@ -36,7 +36,7 @@ from flwr_replay.runs.opening import default_name, read_result, read_run_id, res
 from flwr_replay.runs.superlink import flwr_run, superlink
 from flwr_replay.wire.recording import FOLDER
 
-__all__ = ["Simulation", "run_inline", "run_ray", "simulate", "simulate_by"]
+__all__ = ["Simulation", "named", "refuse_resources", "run_inline", "run_ray", "simulate", "simulate_by", "with_skew"]
 
 FAILED = re.compile(r"\W*(?:\[\d+m)?ERROR\W.*?: +error: (.*)")  # how Flower prints the ServerApp's last error
 
@@ -102,8 +102,9 @@ def simulate(
     served_by : ClientApp
         The institutions' half: the one that is deployed, or an audit's.
     """
+    refuse_resources(simulation.job.config)
     grid = InlineGrid.simulated(served_by, {"overrides": shlex.join(overrides)}, simulation.job.config.nodes)
-    return _with_skew(*run_job(grid, simulation.job, display), simulation)
+    return with_skew(*run_job(grid, simulation.job, display), simulation)
 
 
 def simulate_by(
@@ -111,10 +112,21 @@ def simulate_by(
 ) -> tuple[dict[str, Any], Path]:
     """Run in this process, with several worker processes for the institutions; the results have the same bits."""
     config = simulation.job.config
+    refuse_resources(config)
     if (wanted := workers * config.threads) > (cores := os.cpu_count() or 1):
         logging.getLogger("flwr").warning("workers x threads are %s, cores %s: fewer may be faster", wanted, cores)
     with LocalGrid({"overrides": shlex.join(overrides)}, partitions(config.nodes), workers) as grid:
-        return _with_skew(*run_job(grid, simulation.job, display), simulation)
+        return with_skew(*run_job(grid, simulation.job, display), simulation)
+
+
+def refuse_resources(config: RunConfig) -> None:
+    """Refuse what only Ray gives; a run that was begun on Ray may be resumed without it."""
+    if (config.client_cpus or config.client_gpus) and not config.resume:
+        raise ConfigError(
+            f"client-cpus and client-gpus belong to --engine ray; got client-cpus={config.client_cpus:g} and "
+            f"client-gpus={config.client_gpus:g}: leave them out (`flwr run` has --federation-config "
+            "'client-resources-num-cpus=1 client-resources-num-gpus=0.5')"
+        )
 
 
 def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str, Any], Path]:
@@ -128,17 +140,19 @@ def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str,
         If the run fails; Flower's log is on stderr.
     """
     config = simulation.job.config
-    if config.resume:
-        folder = Path(config.resume)
-    else:
-        name = config.run_name or f"{default_name(config)}-ray-{os.getpid()}"
-        overrides = [*overrides, f"run_name={name}"]
-        folder = Path(config.runs_dir) / name
-    cpus = os.cpu_count() or 1
+    folder, overrides = named(config, overrides)
+    overrides = [one for one in overrides if not one.replace("-", "_").startswith(("client_cpus=", "client_gpus="))]
+    cpus, gpus = os.cpu_count() or 1, _gpus(config.device)
+    if config.client_cpus > cpus or config.client_gpus > gpus:
+        raise ConfigError(
+            f"this machine must have client-cpus={config.client_cpus:g} and client-gpus={config.client_gpus:g} for "
+            f"device={config.device}; it has {cpus} cores and {gpus} GPUs: ask for less, or name a Ray cluster by "
+            "--ray-address"
+        )
     resources: dict[str, float] = {"num-supernodes": config.nodes}
-    resources["client-resources-num-cpus"] = min(config.threads, cpus)
-    if gpus := _gpus(config.device):
-        resources["client-resources-num-gpus"] = round(gpus / min(config.nodes, cpus), 3)
+    resources["client-resources-num-cpus"] = config.client_cpus or min(config.threads, cpus)
+    if gpus:
+        resources["client-resources-num-gpus"] = config.client_gpus or round(gpus / min(config.nodes, cpus), 3)
     federation = " ".join(f"{key}={value}" for key, value in resources.items())
     reason = "the simulation ended without a result; see its log above; to continue: "
     reason += resuming(folder, config.rounds)
@@ -151,15 +165,29 @@ def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str,
     # a run that was to become longer has the result of its fewer rounds
     if not (folder / "result.json").exists() or (result := read_result(folder))["rounds"] < config.rounds:
         raise RunError(reason)
-    return _with_skew(result, folder, simulation)
+    return with_skew(result, folder, simulation)
 
 
-def _with_skew(result: dict[str, Any], folder: Path, simulation: Simulation) -> tuple[dict[str, Any], Path]:
-    """Add what a deployment's server does not know of its institutions: skew, pictures, digests of recorded data."""
+def named(config: RunConfig, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return a run's directory, and the overrides that name it."""
+    if config.resume:
+        return Path(config.resume), list(overrides)
+    name = config.run_name or f"{default_name(config)}-ray-{os.getpid()}"
+    return Path(config.runs_dir) / name, [*overrides, f"run_name={name}"]
+
+
+def with_skew(
+    result: dict[str, Any], folder: Path, simulation: Simulation, states: Path | None = None
+) -> tuple[dict[str, Any], Path]:
+    """Add what a deployment's server does not know of its institutions: skew, pictures, digests of recorded data.
+
+    `states` holds a state directory for each institution; None: those of this machine's simulations.
+    """
     run_id, part = read_run_id(folder), simulation.part
-    states = {name: home() / "state" / "simulation" / name / RUNS / run_id for name in part.names}
-    gather(states, folder)
-    for name, state in states.items():
+    root = states or home() / "state" / "simulation"
+    states_of = {name: root / name / RUNS / run_id for name in part.names}
+    gather(states_of, folder)
+    for name, state in states_of.items():
         if (state / DATA).exists() and (folder / FOLDER).is_dir():  # not where somebody has removed the messages
             write_atomic(folder / FOLDER / f"{name}.sha256", read_text(state / DATA))
     labels = loaded(simulation.job.config.task).train.labels

@@ -5,7 +5,7 @@ import json
 import psutil
 import pytest
 
-from flwr_replay.api import check_engine
+from flwr_replay.api import Where
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
 from flwr_replay.report.progress import Display
@@ -56,4 +56,4 @@ def test_killed_workers_cost_their_messages_and_the_run_goes_on_to_the_bits_of_o
 @pytest.mark.parametrize(("engine", "workers"), [("inline", 0), ("ray", 2)])
 def test_workers_belong_to_the_engine_in_process(engine, workers):
     with pytest.raises(ConfigError, match=f"must be at least 1, and belongs to --engine inline; got {workers}"):
-        check_engine(engine, workers)
+        Where(engine, workers)

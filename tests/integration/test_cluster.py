@@ -1,0 +1,176 @@
+"""A Ray cluster of two machines leaves the bits of one process, also when one of them dies; nobody stays behind."""
+
+import json
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+from ray_machines import HEAD, SECOND, machines
+
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.files.tensors import read_tensors
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.on_cluster import run_on_cluster
+from flwr_replay.runs.opening import read_run_id
+from flwr_replay.runs.options import resolve
+from flwr_replay.runs.simulate import Simulation, run_inline
+
+SMALL = ["task=digits", "partition=iid", "partition.size=60", "nodes=3", "batch_size=20", "threads=1"]
+FEDAVG = [*SMALL, "strategy=fedavg", "rounds=4", "client-cpus=1", "client-gpus=1"]
+PROXYFL = [*SMALL, "strategy=proxyfl", "rounds=3", "model=mlp", "width=8", "topology=complete", "device=cpu"]
+PROXYFL += ["proxy-optimizer=travels", "noise=seeded", "sigma=1", "delta=0.01"]  # secret noise is never the same
+
+# A model that writes down, in every batch, which GPUs its process sees and where its code lies.
+VISITED = """
+import json, os
+import flwr_replay
+import ray
+from collections import OrderedDict
+from torch import nn
+from words import SEEN
+
+class Body(nn.Flatten):
+    def forward(self, x):
+        machine = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        seen = [machine, os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES"), flwr_replay.__file__]
+        with open(SEEN, "a") as file:
+            file.write(json.dumps(seen) + "\\n")
+        return super().forward(x)
+
+def build(channels, size, classes):
+    return nn.Sequential(OrderedDict(body=Body(), head=nn.Linear(channels * size * size, classes)))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with machines() as found:
+        yield found
+
+
+class Killing(Display):
+    """Kills the second machine after an exchange."""
+
+    def __init__(self, cluster, after):
+        self.cluster, self.after = cluster, after
+
+    def exchange(self, server_round, *progress):
+        if server_round == self.after:
+            self.cluster.kill_second()
+
+
+def on_cluster(cluster, options, runs_dir, display, resume=""):
+    overrides, config = resolve(options, str(runs_dir), str(resume))
+    return run_on_cluster(cluster.address, Simulation.of(config), overrides, display)
+
+
+def inline(options, runs_dir):
+    words = [option for option in options if not option.startswith("client-")]
+    return run_inline(resolve(words, str(runs_dir), "")[0], Display())
+
+
+def visits(file):
+    found = [tuple(json.loads(line)) for line in file.read_text().splitlines()]
+    file.unlink()
+    return found
+
+
+def test_a_machine_dies_and_the_others_go_on_to_the_bits_of_one_process(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    work, seen = tmp_path / "work", tmp_path / "seen"
+    work.mkdir()
+    (work / "visited.py").write_text(VISITED)
+    (work / "words.py").write_text(f"SEEN = {str(seen)!r}\n")  # which only the working directory has
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("FLWR_REPLAY_OWN_PARTS", "")
+    monkeypatch.syspath_prepend(str(work))
+    cluster.start_second()
+    options = [*FEDAVG, "model=visited:build"]
+    _, folder = on_cluster(cluster, options, tmp_path / "cluster", Killing(cluster, after=2))
+    saw = [one for one in visits(seen) if one[1] != os.getpid()]
+    _, one = inline(options, tmp_path / "inline")
+
+    for name in ("models/global.safetensors", "metrics.jsonl"):
+        assert (folder / name).read_bytes() == (one / name).read_bytes()
+    assert not (folder / "failures.jsonl").exists()
+    gpus = {}
+    for machine, pid, visible, code in saw:
+        assert "runtime_resources" in code  # the package has travelled
+        gpus.setdefault(machine, {}).setdefault(pid, set()).add(visible)
+    head, second = sorted(gpus.values(), key=len, reverse=True)
+    assert sorted(map(sorted, head.values())) == [["0"], ["1"], ["2"]]  # the third came from the second machine
+    assert list(second.values()) == [{"0"}]
+
+
+def test_each_machine_keeps_its_institutions_state_and_a_resumed_run_finds_it(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "first"))
+    own = {"FLWR_REPLAY_HOME": str(tmp_path / "second")}
+    cluster.start_second(**own)
+    options = [*PROXYFL, f"client-cpus={SECOND}"]  # a worker on each machine
+    with pytest.raises(RunError) as died:
+        on_cluster(cluster, options, tmp_path / "cluster", Killing(cluster, after=2))
+    (folder,) = (tmp_path / "cluster").iterdir()
+    there = sorted(path.name for path in (tmp_path / "second" / "state" / "simulation").iterdir())
+    assert f"which has the state of {', '.join(there)}, must live; it has died; to continue: " in str(died.value)
+    assert str(died.value).endswith(f"flwr-replay run --engine ray --ray-address {cluster.address} --resume {folder}")
+
+    with pytest.raises(RunError, match=f"the state of {', '.join(there)} in this run must lie on a machine of the cl"):
+        on_cluster(cluster, [], tmp_path / "cluster", Display(), folder)
+
+    cluster.start_second(**own)
+    result, _ = on_cluster(cluster, [], tmp_path / "cluster", Display(), folder)
+    found = {**state(tmp_path / "first", folder), **state(tmp_path / "second", folder)}
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "inline"))
+    expected, one = inline(options, tmp_path / "one")
+    assert {name for name, _ in state(tmp_path / "second", folder)} == set(there)
+    assert found == state(tmp_path / "inline", one)
+    assert result["final"] == expected["final"]
+
+
+def state(home, folder):
+    """Return what the institutions hold of a run, by institution and file."""
+    files = sorted((home / "state" / "simulation").glob(f"*/runs/{read_run_id(folder)}/*.safetensors"))
+    return {
+        (path.parts[-4], path.name): {name: array.tobytes() for name, array in read_tensors(path).items()}
+        for path in files
+    }
+
+
+@pytest.mark.parametrize("by", ["SIGKILL", "SIGTERM"])
+def test_the_actors_end_with_the_process_that_started_them(cluster, tmp_path, by):
+    command = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()", "run", "--engine", "ray"]
+    command += [*SMALL, "strategy=fedavg", "model=mlp", "width=4", "rounds=5000", "device=cpu", f"client-cpus={HEAD}"]
+    environment = {**os.environ, "FLWR_REPLAY_HOME": str(tmp_path), "RAY_ADDRESS": cluster.address}
+    driver = subprocess.Popen(
+        [*command, "run-name=x"], env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    said = ""
+    for line in driver.stderr:
+        said += line
+        if "round 2/5000" in line:
+            break
+    actors = cluster.actors()
+    assert actors, said
+    driver.send_signal(getattr(__import__("signal"), by))
+    _, rest = driver.communicate(timeout=30)
+    assert not psutil.wait_procs(actors, timeout=30)[1]
+    assert not cluster.actors()
+    if by == "SIGTERM":
+        assert f"interrupted; to continue: flwr-replay run --resume {tmp_path / 'runs' / 'x'}\n" in rest
+        assert driver.returncode == 143
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["client-gpus=4"], f"client-cpus=1 and client-gpus=4; there are .*{HEAD} CPUs, {HEAD} GPUs"),
+        (["client-cpus=99", "device=cpu"], "a machine of the cluster must have client-cpus=99"),
+        (["client-gpus=1", "device=cpu"], "client-gpus must be 0 with device=cpu; got 1"),
+    ],
+)
+def test_what_the_cluster_cannot_give_is_refused(cluster, tmp_path, options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        on_cluster(cluster, [*SMALL, *options], tmp_path, Display())
+    assert not list(tmp_path.iterdir())
