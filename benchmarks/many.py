@@ -40,13 +40,8 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.runs.simulate import Simulation, simulate
 from flwr_replay.wire.weights import to_arrays
 
-JOB = "task=mnist partition=iid partition.size=20 model=mlp model.width=32 device=cpu threads=1"
-METHODS = {
-    "fedavg": "",
-    "cwt": "",
-    "fedreplay": "encoder_epochs=2",
-    "proxyfl": "model.norm=group",
-}
+JOB = "task=mnist partition=iid partition.size=20 model=mlp model.width=32 batch_size=10 device=cpu threads=1"
+METHODS = {"fedavg": "", "cwt": "", "fedreplay": "encoder_epochs=2", "proxyfl": ""}
 PLAIN = ("fedavg", "cwt")
 MB = 1e6
 

@@ -1,6 +1,6 @@
 """FedProx: the server's half; the institution's half is `clients/fedprox.py`.
 
-Source: Li et al. 2020 (arXiv:1812.06127), Algorithm 2 with all institutions; Qu et al. 2022, section 4.1.
+Source: Li et al. 2020 (arXiv:1812.06127), Algorithm 2; Qu et al. 2022, section 4.1.
 Idea: FedAvg with a proximal term that keeps local training near the global weights.
 Travels: as in FedAvg: the weights, to every institution (`Train`, with μ) and back (`Trained`, with counts and a loss).
 
@@ -8,9 +8,10 @@ Travels: as in FedAvg: the weights, to every institution (`Train`, with μ) and 
         for each institution k in parallel: θ_k ← E passes at k over L(θ_k) + μ/2 ‖θ_k - θ‖²
         θ ← Σ_k (n_k / n) θ_k
 
-Deviations: Those of FedAvg. μ = 0 is FedAvg, bit for bit. A user's own ClientApp finds μ as `proximal-mu` in the config
-record, as with Flower's FedProx, and must add the term to its loss. The server cannot see whether it does; if not, this
-is FedAvg. The log says so once.
+Deviations: Those of FedAvg. μ = 0 is FedAvg, bit for bit. With fraction= institutions are drawn uniformly and averaged
+by their numbers of examples, as in FedAvg; Li et al. draw in proportion to these numbers and average without weights.
+A user's own ClientApp finds μ as `proximal-mu` in the config record, as with Flower's FedProx, and must add the term
+to its loss. The server cannot see whether it does; if not, this is FedAvg. The log says so once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Federated SGD: the server's half; the institution's half is `clients/fedsgd.py`.
 
-Source: McMahan et al. 2017 (arXiv:1602.05629), section 2, FederatedSGD with C = 1; Qu et al. 2022, section 2.
+Source: McMahan et al. 2017 (arXiv:1602.05629), section 2, FederatedSGD; Qu et al. 2022, section 2.
 Idea: In every round each institution computes one gradient over all its examples. The server takes the step.
 Travels: the weights, to every institution (`Differentiate`), one gradient back (`Gradient`, with counts and a loss).
 
@@ -9,8 +9,9 @@ Travels: the weights, to every institution (`Differentiate`), one gradient back 
         θ ← θ - η Σ_k (n_k / n) g_k
 
 Deviations: The step is that of the configured optimizer, whose momentum the server keeps; training.momentum=0 is
-McMahan's SGD. A round has one step, so FedSGD needs many more rounds than FedAvg. An institution sums its gradient over
-blocks of up to 256 examples. Batch norm normalises over a block, and its running statistics are averaged.
+McMahan's SGD. C is the option fraction. A round has one step, so FedSGD needs many more rounds than FedAvg. An
+institution sums its gradient over blocks of up to 256 examples. Batch norm normalises over a block, and its running
+statistics are averaged.
 """
 
 from __future__ import annotations
