@@ -13,6 +13,7 @@ LONGEST = (
     "test_readme.py",
     "test_rehearsal.py",
     "test_notebooks.py",
+    "test_cluster.py",
     "test_orphans.py",
     "test_engines.py",
     "test_examples.py",
