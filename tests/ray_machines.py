@@ -17,6 +17,7 @@ from flwr_replay.runs.superlink import free_port
 RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block"]
 # Two seconds of silence mean that a machine has died.
 HEALTH = '{"health_check_period_ms":500,"health_check_failure_threshold":4,"health_check_initial_delay_ms":0}'
+TUNED = {"RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "120"}  # on a busy machine, too
 PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0")
 HEAD, SECOND = 3, 2  # cores and GPUs
 
@@ -46,7 +47,7 @@ class Machines:
         mark = self.stack.enter_context(family())
         command = [*RAY, *words, f"--num-cpus={size}", f"--num-gpus={size}", *PORTS, "--disable-usage-stats"]
         with open(self.folder / f"{mark}.log", "w") as log:
-            environment = {**os.environ, **environment, MARK: mark, "RAY_worker_niceness": "0"}
+            environment = {**os.environ, **environment, MARK: mark, **TUNED}
             subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         return mark
 

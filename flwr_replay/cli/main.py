@@ -52,7 +52,7 @@ app.add_typer(new, name="new")
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Engine = Annotated[str, typer.Option("--engine", help="inline: in this process | ray: with Flower's Ray simulation.")]
+Engine = Annotated[str, typer.Option("--engine", help="inline: in this process | ray: on Ray.")]
 
 
 def _choices() -> str:

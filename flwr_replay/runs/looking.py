@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flwr_replay.errors import RunError
-from flwr_replay.files.atomic import home, private_folder
+from flwr_replay.files.atomic import home, make_folder
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.machines import Machine, first_line
 
@@ -68,7 +68,7 @@ def look(machines: Sequence[Machine], names: Sequence[str], run_id: str, files: 
     RunError
         If a machine cannot run this package, or lacks a file.
     """
-    token = private_folder(home()) / f".cluster-{secrets.token_hex(8)}"
+    token = make_folder(home(), "FLWR_REPLAY_HOME") / f".cluster-{secrets.token_hex(8)}.tmp"
     token.touch()
     try:
         asked = {}

@@ -120,7 +120,7 @@ class Worker(ABC):
     def __init__(self, grid: WorkerGrid) -> None:
         self.grid = grid
         self.queue: SimpleQueue[Message | None] = SimpleQueue()
-        self.thread = threading.Thread(target=self._hand_on, daemon=True)
+        self.thread = threading.Thread(target=self._serve, daemon=True)
         self.ending = False
 
     def begin(self) -> None:
@@ -138,6 +138,14 @@ class Worker(ABC):
             self.kill()  # state is whole whenever a process dies
         self.thread.join(GRACE)
         self.kill()
+
+    def _serve(self) -> None:
+        try:
+            self._hand_on()
+        except Exception as fault:  # or the run would wait for ever
+            if not self.ending:
+                said = " ".join(str(fault).split())[:300]
+                self.grid.broken(f"a worker must get its messages; it could not: {type(fault).__name__}: {said}")
 
     def _hand_on(self) -> None:
         while (message := self.queue.get()) is not None:
