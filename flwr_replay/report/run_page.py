@@ -41,7 +41,8 @@ KINDS = {
     "not received": "answers that an interruption lost; only the institutions' own ledgers have their fields",
 }
 UNKNOWN_SKEW = (
-    "Only the institutions know their training labels. A deployment's server learns no more than their number."
+    "How labels differ is known where all data lie in one place, as in a simulation. Which labels left the "
+    "institutions, the section on what left says."
 )
 
 

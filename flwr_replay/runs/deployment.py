@@ -16,8 +16,10 @@ import shutil
 from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 
 from flwr_replay.config.compose import compose_own
 from flwr_replay.config.quoting import toml_text
@@ -25,6 +27,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import private_folder, read_bytes, write_atomic
+from flwr_replay.institution.policy import RANDOM
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.payloads.common import Evaluation, Present
 from flwr_replay.runs.certificates import CA, write_certificates
@@ -190,8 +193,23 @@ def _policy(config: RunConfig, clinics: Sequence[str]) -> tuple[str, set[str]]:
         upload=max(UPLOAD_MB, math.ceil(1.1 * largest / 1e6)),
         metrics="exact" if config.task.kind == "regression" else "counted",
         tests=max(TESTS, 2 * tests),
+        agreed=_agreed(config),
     )
     return text, set(kinds)
+
+
+def _agreed(config: RunConfig) -> str:
+    """Write the rules that hold a server to the noise and the encoder on which a study has agreed.
+
+    No rule holds it to the noise of a classifier or a proxy alone: with these the whole of what leaves has no epsilon.
+    """
+    privacy, agreed = config.privacy, dict[str, Any]()
+    if privacy.end_to_end or "latents" in privacy.mechanisms:
+        agreed["max-epsilon" if privacy.end_to_end else "max-local-epsilon"] = privacy.limit
+        agreed |= {"max-delta": privacy.delta} if privacy.delta else {}
+    if getattr(config.strategy, "encoder", "") == RANDOM:
+        agreed["weights"] = {"extract": [RANDOM]}
+    return yaml.safe_dump(agreed, sort_keys=False) if agreed else ""
 
 
 def _write(folder: Path, study: str, files: dict[str, str], words: dict[str, object]) -> None:

@@ -57,7 +57,7 @@ max-upload-mb: {upload}
 metrics: {metrics}
 max-evaluations: {tests}
 recording: false
-"""
+{agreed}"""
 
 COORDINATOR = """\
 # At the coordinator
@@ -78,7 +78,7 @@ The study is between <<clinics>>. They reach this machine at <<address>>. This f
 7. Ctrl-C in the SuperLink's terminal stops it, between runs. Registered keys and finished runs are still there when you
    start it again. To end a run: `. ./connect.sh`, `flwr list superlink`, `flwr stop RUN_ID superlink`.
 
-Other options, for one run: `./run.sh --run-config "rounds=15 overrides=\"lr=0.01 wait=600\""`. What `study/pyproject.toml`
+Other options, for one run: `./run.sh --run-config 'rounds=15 overrides="momentum=0.5 wait=600"'`. What `study/pyproject.toml`
 names is changed by its name, all else goes into `overrides`.
 
 `certificates/server.key` is this server's secret: it stays here. The certificates are valid for <<days>> days, until

@@ -88,6 +88,26 @@ def test_all_is_there_for_its_owner_only_and_no_clinics_private_key(written):
         subprocess.run(["sh", "-n", str(file)], check=True)
 
 
+def test_a_proposed_policy_holds_the_server_to_the_noise_on_which_a_study_has_agreed(tmp_path, monkeypatch, capsys):
+    noise = ["encoder=random", "dp=latents", "latent-clip=1", "latent-epsilon=50", "label-epsilon=5", "delta=1e-5"]
+    words = ["--clinics", "north,south", "--address", "localhost:8000", "--out", str(tmp_path / "dep")]
+    assert command(monkeypatch, "deploy", "init", *words, *STUDY, *noise) == 0
+    written = tmp_path / "dep" / "north"
+    policy = read_policy(written / "policy.yaml")
+    assert (policy.max_local_epsilon, policy.max_delta) == (55, 1e-5)
+    assert policy.weights == (("extract", ("random",)),)
+    runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](tmp_path / "data")
+    (written / "data").symlink_to(tmp_path / "data" / "clinic-a")
+    monkeypatch.chdir(written)
+    page = ["run", "--dry-run", "--study", "study", "--policy", "policy.yaml", "--clinics", "north", "data-dir=data"]
+    plain = ["dp=none", "latent-clip=0", "latent-epsilon=0", "label-epsilon=0"]
+    for changed, verdict in (([], "takes part"), (plain, "takes no part"), (["latent-epsilon=60"], "takes no part")):
+        capsys.readouterr()
+        command(monkeypatch, *page, *changed)
+        said = capsys.readouterr()
+        assert verdict in said.out + said.err, changed
+
+
 def test_the_doctor_finds_a_ready_clinic_sound(written, monkeypatch, capsys):
     assert command(monkeypatch, "doctor", "--clinic", str(written / "north")) == 0
     said = capsys.readouterr().out

@@ -93,7 +93,7 @@ def test_weights_equal_the_simulation(
 def test_a_deployment_ends_with_a_page_and_the_whole_summary(name: str, deployment: Any, said: dict[str, str]) -> None:
     result = read_json(deployment.runs / name / "result.json")
     page = (deployment.runs / name / "report.html").read_text(encoding="utf-8")
-    assert "Only the institutions know their training labels." in page
+    assert "How labels differ is known where all data lie in one place" in page
     assert f"At the end accuracy is {result['final']['global']['accuracy']:.3f} over all test examples" in page
     printed = " ".join(said[name].split())
     assert result["privacy-claim"] in printed

@@ -213,7 +213,7 @@ def test_a_deployments_page_says_that_labels_are_unknown(ran, tmp_path):
     result = read_json(folder / "result.json")
     del result["skew"]
     write_json(folder / "result.json", result)
-    assert "Only the institutions know their training labels." in Page(write_page(folder)).text
+    assert "How labels differ is known where all data lie in one place" in Page(write_page(folder)).text
     assert "training labels" not in summary(result, folder)
 
 
