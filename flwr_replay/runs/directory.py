@@ -143,7 +143,7 @@ class RunDirectory(Recorder):
     def begin(self, strategy: str, num_rounds: int, per_round: int, done: int) -> None:
         """Begin to show the progress."""
         self.per_round = per_round
-        refuse_fewer(self.path, num_rounds, per_round, done, self.history[-1][0] if self.history else 0)
+        refuse_fewer(self.path, num_rounds, done // per_round)
         self.display.begin(Progress(strategy, num_rounds, per_round, done))
         self._tracking.tell(self.history, per_round, {})
 

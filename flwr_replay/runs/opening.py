@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -71,31 +70,18 @@ def resuming(folder: Path, rounds: int) -> str:
     return f"{command()} run --resume {shlex.quote(str(folder))}{more}"
 
 
-def refuse_fewer(folder: Path, rounds: int, per_round: int, done: int, evaluated: int) -> None:
-    """Refuse to end a resumed run before what it has done.
-
-    Parameters
-    ----------
-    folder : Path
-        The run directory.
-    rounds : int
-        How many are wanted.
-    per_round : int
-        Exchanges in a round.
-    done, evaluated : int
-        The last exchange, and the last one that was tested.
+def refuse_fewer(folder: Path, rounds: int, done: int) -> None:
+    """Refuse to end a resumed run before the last whole round that it has done.
 
     Raises
     ------
     RunError
-        If the wanted rounds have fewer exchanges, or end with one that was not tested.
+        If fewer rounds are wanted.
     """
-    least = ceil(done / per_round) + (evaluated < done and done % per_round == 0)
-    if rounds < least:
-        told = f"{done / per_round:g} round{'s' * (done != per_round)}"
+    if rounds < done:
         raise RunError(
-            f"a run is not made shorter; {folder} has done {told}, now rounds={rounds}: give rounds={least} or more, "
-            "or leave rounds out"
+            f"a run is not made shorter; {folder} has done {done} rounds, now rounds={rounds}: give rounds={done} or "
+            "more, or leave rounds out"
         )
 
 

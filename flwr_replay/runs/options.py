@@ -67,16 +67,14 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
     config = compose(overrides)  # changes only the paths of files
     if not config.nodes and any(option.partition("=")[0] == "nodes" for option in options):
         raise ConfigError(f"nodes must be at least 1; got 0: leave it out for all that there are, or {INLINE_NODES}")
-    if resume and any(option.partition("=")[0] == "rounds" for option in options):
-        _refuse_fewer_than_finished(Path(config.resume), config.rounds)
+    if (
+        resume
+        and (Path(config.resume) / "result.json").exists()
+        and any(option.partition("=")[0] == "rounds" for option in options)
+    ):
+        refuse_fewer(Path(config.resume), config.rounds, read_result(Path(config.resume))["rounds"])
     nodes = config.nodes or (_sites(config.task) if config.partition.name == "natural" else INLINE_NODES)
     return [*overrides, f"nodes={nodes}"], replace(config, nodes=nodes)
-
-
-def _refuse_fewer_than_finished(folder: Path, rounds: int) -> None:
-    if (folder / "result.json").exists():
-        done = read_result(folder)["rounds"]
-        refuse_fewer(folder, rounds, per_round=1, done=done, evaluated=done)
 
 
 def run_overrides(folder: Path) -> list[str]:

@@ -89,6 +89,24 @@ def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp
     assert again["rounds"] == 9
 
 
+def test_a_serial_run_ends_after_its_last_whole_round_and_not_before(tmp_path, monkeypatch):
+    """As docs/privacy.md says of a budget that is spent in the middle of a round."""
+    exchange = Display.exchange
+
+    def stops(display, server_round, *progress):
+        exchange(display, server_round, *progress)
+        if server_round == 7:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Display, "exchange", stops)
+    with pytest.raises(KeyboardInterrupt):
+        ran(tmp_path, "strategy=cwt")
+    resume = f"resume='{tmp_path / 'runs' / 'x'}'"
+    with pytest.raises(RunError, match=r"has done 2 rounds, now rounds=1: give rounds=2 or more"):
+        ran(tmp_path, "strategy=cwt", resume, "rounds=1")
+    assert ran(tmp_path, "strategy=cwt", resume, "rounds=2")["rounds"] == 2
+
+
 def test_sigterm_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as the command line has it
     try:
