@@ -59,6 +59,7 @@ class RunConfig:
     device: str  # auto | cpu | cuda | cuda:N
     client_cpus: float  # on Ray, cores of a process that serves institutions; 0: as many as threads
     client_gpus: float  # on Ray, GPUs of such a process, a fraction shares one; 0: what there is, shared out
+    sealed: bool  # what institutions send is encrypted for the other institutions: the server cannot read it
     record: str  # none | up | all: messages that the run directory keeps, so that attacks can be tried on them
     record_mb: float  # the most that these messages may take, in 10^6 bytes
     tracking: str  # none | tensorboard | mlflow | wandb: what else is told the metrics, by the server
@@ -80,6 +81,8 @@ class RunConfig:
         )
         require(self.record in RECORD, f"record must be {', '.join(RECORD)}; got {self.record!r}")
         one_of("tracking", self.tracking, TRACKERS)
+        if self.sealed:
+            self._check_sealed()
         within("", self, record_mb=Range(0, inf, "must be positive, in MB", "(]"))
         self.strategy.check_task(self.task)
         changed = [f"training.augment={self.training.augment}"] if self.training.augment != "none" else []
@@ -95,6 +98,24 @@ class RunConfig:
             self.training.augment == "none" or (self.task.size > 1 and self.task.kind != "segmentation"),
             f"training.augment changes images, and no masks; got task={self.task.name}: leave it out",
         )
+
+    def _check_sealed(self) -> None:
+        """Refuse what needs a server that can read."""
+        name = self.strategy.name
+        require(
+            self.strategy.relayed,
+            f"sealed=true is for methods whose server only hands on what institutions send; that of strategy={name} "
+            "computes with it: leave sealed out, or choose another strategy",
+        )
+        for option, value, without in (
+            ("record", self.record, "none"),
+            ("replay", self.replay.name, "none"),
+            ("model.weights", self.model.weights, ""),
+        ):
+            require(
+                value == without,
+                f"with sealed=true the server has nothing but sealed parcels; got {option}={value}: leave {option} out",
+            )
 
     @property
     def own_parts(self) -> tuple[str, ...]:

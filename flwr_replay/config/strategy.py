@@ -39,6 +39,8 @@ class StrategyConfig:
         Whether each institution trains an image generator, from which it draws synthetic images.
     own_batches : bool
         Whether institutions train on batches of a `Learner`, which can be augmented, and have the institution's size.
+    relayed : bool
+        Whether the server only hands on what institutions send, so that it can be sealed (sealed=true).
     """
 
     name: ClassVar[str]
@@ -50,6 +52,7 @@ class StrategyConfig:
     metrics_note: ClassVar[str] = ""
     draws_images: ClassVar[bool] = False
     own_batches: ClassVar[bool] = False
+    relayed: ClassVar[bool] = False
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """Return how many passes an institution makes over its examples, by mechanism: encoder, classifier, proxy.

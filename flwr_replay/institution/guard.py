@@ -34,6 +34,7 @@ from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import Policy
+from flwr_replay.institution.sealing import Sealing, check_sealing
 from flwr_replay.institution.state import StateStore
 from flwr_replay.payloads.common import Evaluation, Failure, Present
 from flwr_replay.privacy.plan import PrivacyPlan, mechanisms_of
@@ -91,19 +92,27 @@ def _answered(
     """Return the answer, and a ledger row for each of its fields, with its protection."""
     plan, policy, request = _plan(config), institution.policy, request_of(message)
     answer, store = request.answer if request else None, StateStore(institution)
+    check_sealing(institution, config)
     check_request(message, request, policy, config)
+    sealing = Sealing(institution, config, run) if config.sealed else None
+    asked = sealing.opened(message, request) if sealing else message
     if answer and issubclass(answer, Evaluation):
         policy.check_evaluations(store.count_test(run))
     dp_fields = plan.dp_fields(answer) if plan and answer else {}
     budget = PrivacyBudget(plan, institution, store, config.seed) if plan else None
     charged_before = budget.charged(run) if budget and dp_fields else ()
-    reply = call_next(message, context)
+    reply = call_next(asked, context)
     if institution.digested and "data" in vars(institution):  # they were read
         store.note_data(run)
     leaving = check_answer(reply, answer, policy, config)
     names = {row.field for row in leaving}
     if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):
         _check_account(budget, run, sent, charged_before, metrics_in(reply.content))
+    if sealing and answer:
+        sealing.note()
+        sealing.closed(reply, answer, config_in(message.content).get("server-round", 0))
+        found = rows(reply.content, answer)
+        leaving = plan.protected(found, answer, metrics_in(reply.content)) if plan else list(found)
     return reply, leaving
 
 
@@ -156,6 +165,7 @@ def run_rules(policy: Policy, config: RunConfig) -> dict[str, Callable[[], None]
         "strategies": lambda: policy.check_strategy(config.strategy.name),
         "recording": lambda: policy.check_recording(config.record),
         "limits": lambda: _check_options(policy, config),
+        "sealed": lambda: policy.check_sealed(config.sealed),
     }
     return rules | ({"max-delta": lambda: policy.check_delta(plan.config.delta)} if plan else {})
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
+from functools import partial
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.files.atomic import home
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import read_policy
+from flwr_replay.institution.seal import KEY, Seal, make_key, read_pins, simulated
 from flwr_replay.learning.training import select_device
 from flwr_replay.memory import remembered
 
@@ -40,6 +42,8 @@ NODE_KEYS = (
     "record",
     "record-mb",
     "own-parts",
+    "seal-key",
+    "seal-peers",
     *FILES.values(),
 )
 
@@ -109,6 +113,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         batch_size=_batch_size(config, owned),
         classes=_classes(config, owned),
         private_model=_private_model(config, owned),
+        read_seal=_seal(owned),
         record=_record(owned),
         digested=_record(owned) != "none",
         record_mb=_record_mb(owned),
@@ -142,6 +147,18 @@ def _record(owned: Mapping[str, str]) -> str:
     if wanted not in RECORD:
         raise ConfigError(f"record in --node-config must be true (its own uploads), all or none; got {wanted!r}")
     return wanted
+
+
+def _seal(owned: Mapping[str, str]) -> Callable[[], Seal] | None:
+    """Return what reads the institution's key and those that it has pinned; None if its node config names none."""
+    name, peers, key = owned["name"], owned.get("seal-peers", ""), owned.get("seal-key", "")
+    if not peers:
+        if "seal-peers" in owned or key:
+            raise ConfigError("seal-key in --node-config goes with seal-peers, the file of pinned keys; it is missing")
+        return None
+    root = Path(owned["state"]) if owned.get("state") else home() / "state"
+    file = Path(key) if key else root / name / KEY
+    return lambda: Seal(name, make_key(file)[0], read_pins(Path(peers)))
 
 
 def _record_mb(owned: Mapping[str, str]) -> float:
@@ -195,15 +212,18 @@ def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
 def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) -> Institution:
     check_allowed(config.own_parts, os.environ.get(VARIABLE, ""), f"export {VARIABLE}='package.module:function'")
     names = dealt(config.task, config.partition, nodes, config.seed).names if config.partition.name == "natural" else ()
+    root = Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation"
+    all_names = names or [institution_name(one, nodes) for one in range(nodes)]
     private, sizes, classes = config.strategy.private_models, config.training.batch_sizes, config.generator.classes
     return Institution(
-        name=names[k] if names else institution_name(k, nodes),
+        name=all_names[k],
         read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(loaded(config.task), k),
         read_pooled=lambda: pooled(config.task, config.partition, nodes, config.seed),
         read_external=lambda: dealt(config.task, config.partition, nodes, config.seed).external(loaded(config.task), k),
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
-        state_root=Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation",
+        state_root=root,
+        read_seal=partial(simulated, root, all_names, all_names[k]) if config.sealed else None,
         tests_external=config.external,
         tests_training=config.forgetting,
         batch_size=sizes[k % len(sizes)] if sizes else 0,

@@ -24,6 +24,7 @@ from flwr_replay.data import Dataset, Examples, examples_of
 from flwr_replay.errors import DataError, RefusedError, TrainingError
 from flwr_replay.files.atomic import home, make_folder, private_folder, sweep
 from flwr_replay.institution.policy import Policy
+from flwr_replay.institution.seal import Seal
 from flwr_replay.learning.training import select_device
 from flwr_replay.memory import on_forget
 from flwr_replay.wire.ledger import Ledger
@@ -72,6 +73,7 @@ class Institution:
     batch_size: int = 0  # examples in a batch; 0: as many as the run says
     classes: str = ""  # for which its generator draws images: all, or numbers; empty: those of which it has enough
     private_model: str = ""  # in conf/model, of the private model φ; empty: like the common model
+    read_seal: Callable[[], Seal] | None = None  # its key, and those that it has pinned; None: nothing is sealed
     record: str = "none"  # none | up | all: of its messages, those that it keeps in its state directory
     record_mb: float = inf  # the most that these may take
     digested: bool = False  # messages are recorded, here or by a simulation: its state says which examples it had
@@ -115,6 +117,11 @@ class Institution:
             sweep(folder)
             _prepared.add(folder)
         return folder
+
+    @cached_property
+    def seal(self) -> Seal | None:
+        """What seals and opens parcels; None if it seals nothing."""
+        return self.read_seal() if self.read_seal else None
 
     @cached_property
     def data(self) -> Dataset:

@@ -30,6 +30,8 @@ The policy is a YAML file in the institution's hands:
     max-evaluations: 1000                     # tests in one run; default: 10,000
     recording: false                          # no run whose server says that it keeps messages for attacks on them.
                                               # This binds honest servers only: any other can keep what it gets
+    sealed: true                              # no run in which a server could read weights: sealed=true only. What
+                                              # sealing does not hide is in docs/sealed.md
     limits: {epochs: 50}                      # the most that a server may ask for; defaults: `LIMITS`
 
 A key that is left out forbids nothing, except that limits always hold. This package's ClientApp enforces the rules,
@@ -102,6 +104,7 @@ class Policy:
     metrics: str | None = None
     max_evaluations: int = EVALUATIONS
     recording: bool = True
+    sealed: bool = False
     limits: tuple[tuple[str, float], ...] = tuple(LIMITS.items())
 
     def check_strategy(self, strategy: str) -> None:
@@ -118,6 +121,13 @@ class Policy:
             raise RefusedError(
                 f"policy allows no run that keeps messages (recording: false); the server says record={kept[:40]}: "
                 f"leave record out {ADVICE}"
+            )
+
+    def check_sealed(self, sealed: bool) -> None:
+        """Refuse a run in which the server could read weights, where parcels must be sealed."""
+        if self.sealed and not sealed:
+            raise RefusedError(
+                f"policy asks for a sealed run (sealed: true); the server's says sealed=false: set sealed=true {ADVICE}"
             )
 
     def check_limits(self, asked: Mapping[str, Any]) -> None:
@@ -325,5 +335,6 @@ READ: Mapping[str, Callable[[object, str], Any]] = {
     "weights": _weights,
     "metrics": _metrics,
     "recording": _flag,
+    "sealed": _flag,
     "limits": _limits,
 }

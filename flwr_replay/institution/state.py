@@ -132,6 +132,10 @@ class StateStore:
         file = self._file(key, run, server_round)
         return _recent.read(file, self.origin) if file.exists() else None
 
+    def has(self, key: str, run: str, server_round: int) -> bool:
+        """Return whether arrays were saved after one exchange."""
+        return self._file(key, run, server_round).exists()
+
     def forget_after(self, key: str, run: str, server_round: int) -> None:
         """Remove what later exchanges saved; these exchanges are repeated."""
         for exchange in self._exchanges(key, run):

@@ -47,7 +47,8 @@ from flwr_replay.server.replay_codes import GenerativeReplay
 from flwr_replay.server.replay_forecast import exchanges_of
 from flwr_replay.server.settings import Settings
 from flwr_replay.wire.payload import Payload, Request
-from flwr_replay.wire.records import StateDict, array_record, opened
+from flwr_replay.wire.records import StateDict, Weights, array_record, opened
+from flwr_replay.wire.sealed import blank
 
 __all__ = ["Exchange", "Movement", "Settings"]
 
@@ -79,7 +80,8 @@ class Movement(Evaluating):
         self.observers: list[Observer] = [FurtherTests(split) for split, asked in further.items() if asked]
         self.observers += [Forgetting(self.recorder)] if self.settings.forgetting else []
         private = self.settings.privacy and "train" in self.stages
-        self.ours_only = bool(self.needs_roll_call or self.replay or self.observers or private)
+        own = self.needs_roll_call or self.replay or self.observers or private or self.settings.sealed
+        self.ours_only = bool(own)
 
     def new_replay(self) -> Replay | None:
         """Return what the options say is replayed."""
@@ -181,6 +183,12 @@ class Movement(Evaluating):
             requests.append((self.evaluation_on(observer.split, 0, arrays), times))
         answer = self.evaluated.empty(self.task)
         return [(member, request, answer, times) for request, times in requests for member in self.members]
+
+    def travelling(self, arrays: Weights) -> Weights:
+        """Return weights as they travel: in a sealed run, bytes of the same number as a sealed parcel has."""
+        if not self.settings.sealed:
+            return arrays
+        return blank(arrays, self.settings.run, "model", self.members.names)
 
     def all_stages(self) -> list[str]:
         """Return the stages of replay and the method's own."""

@@ -60,6 +60,7 @@ class GossipConfig(StrategyConfig):
     """Options of all methods that exchange models over a graph."""
 
     files: ClassVar[tuple[str, ...]] = ("topology_file",)
+    relayed: ClassVar[bool] = True
 
     topology: str = "exponential"  # who sends to whom, see flwr_replay.movements.topology; file: topology-file
     topology_file: str = ""  # .npy, .json or .csv with one mixing matrix, or several that take turns
@@ -171,7 +172,8 @@ class Gossip(Relay):
         """
         answer = self.answer.decode(reply.content)
         arrays, w = opened(answer.arrays), self.mailbox.weights.get(member.name, 1.0)
-        if self.exchanged and (not arrays or (self.form and form_of(arrays) != self.released_form)):
+        known = self.form and not self.settings.sealed  # a receiver checks the form of what it opens
+        if self.exchanged and (not arrays or (known and form_of(arrays) != self.released_form)):
             raise WireError("released a model of another form than the common one")
         if abs(answer.weight - w) > 1e-9 * w:
             raise WireError(f"released a model with w = {answer.weight:g}; after its mixings it must be {w:g}")
@@ -269,7 +271,7 @@ class Gossip(Relay):
         members, found = list(self.members), list[Exchange]()
         for server_round in range(1, num_rounds + 1):
             self.mailbox, self.exchanged = Mailbox(), self.has_edges(server_round, len(members))
-            answer = self.answer.empty(arrays if self.exchanged else {})
+            answer = self.answer.empty(self.travelling(arrays) if self.exchanged else {})
             found += [(member, self.train_request(server_round, member), answer, 1) for member in members]
             self.deal(server_round, {member.name: answer for member in members})
             for member in members:

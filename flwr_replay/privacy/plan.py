@@ -18,6 +18,7 @@ from flwr_replay.privacy.fitting import check_fit, mechanisms_wanted
 from flwr_replay.privacy.local import LATENTS, LocalDP
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import Payload, Row
+from flwr_replay.wire.sealed import SEALED
 
 __all__ = ["COUNTS", "NOTHING", "Passes", "PrivacyPlan", "mechanisms_of"]
 
@@ -301,7 +302,9 @@ class PrivacyPlan:
         # an answer states no epsilon where its noise is not secret
         stated = float(metrics.get("epsilon", inf)), float(metrics.get("delta", 0.0))
         return [
-            row._replace(protection=self.protection(known[row.field], *stated)) if row.field in known else row
+            row._replace(protection=also(row.protection, self.protection(known[row.field], *stated)))
+            if row.field in known
+            else row
             for row in found
         ]
 
@@ -340,6 +343,13 @@ class PrivacyPlan:
             f"Only what training the {covered} at an institution reveals of its own examples is differentially "
             f"private.{others} These leave unprotected: {'; '.join(left)}. What leaves as a whole has no epsilon."
         )
+
+
+def also(before: str, by_noise: str) -> str:
+    """Return the protection by noise, and that of a seal where there was one."""
+    if before != SEALED:
+        return by_noise
+    return SEALED if by_noise == "none" else f"{by_noise}, {SEALED}"
 
 
 def mechanisms_of(half: type[Any]) -> tuple[str, ...]:

@@ -94,6 +94,7 @@ def settings_of(config: RunConfig) -> Settings:
         forgetting=config.forgetting,
         timeout=config.timeout,
         record="" if config.record == "none" else config.record,
+        sealed=config.sealed,
         wait=config.wait,
         task=make_task(config.task),
         model=beginning(config),

@@ -55,6 +55,7 @@ class Settings:
     timeout: float = 3600  # seconds to wait for an institution's answer
     wait: float = 120  # seconds to wait for `nodes` institutions
     run: str = field(default_factory=new_id)  # the run's id; institutions keep their state under it
+    sealed: bool = False  # institutions seal what they send for each other: the server cannot read it
     record: str = ""  # which messages the server keeps, as the roll call announces it: up, all, or empty for none
     task: Task | None = None  # loss and pooled metrics; None: metrics are means weighted by numbers of examples
     model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for training at the server

@@ -31,6 +31,7 @@ from flwr_replay.wire.records import (
     opened,
 )
 from flwr_replay.wire.scalars import ScalarType
+from flwr_replay.wire.sealed import SEALED, is_sealed
 
 __all__ = ["CLIENT_APP_RAISED", "REQUESTS", "Payload", "Request", "Row", "request_of", "rows"]
 
@@ -224,12 +225,17 @@ def rows(content: RecordDict, declared: type[Payload] | None, extra: frozenset[s
     """
     fields = declared.by_key() if declared else {}
     weights = next((name for name, field in fields.items() if field.shape == "state dict"), None)
+    arrays = next((name for name, field in fields.items() if RECORD_OF[field.kind] == "arrays"), None)
     defaults: dict[str, Kind] = {"arrays": "model", "metrics": "statistic", "config": "instruction"}
     for record_name, record in content.items():
         if record_name not in defaults:
             raise WireError(f"a message may have the records arrays, metrics and config only; got {record_name!r}")
+        whole = sum(len(name) + _bytes(value) for name, value in record.items())
+        if record_name == "arrays" and is_sealed(record) and arrays:
+            yield Row(arrays, fields[arrays].kind, whole, SEALED)
+            continue
         if record_name == "arrays" and (weights or not declared):
-            yield Row(weights or "arrays", "model", sum(len(name) + _bytes(array) for name, array in record.items()))
+            yield Row(weights or "arrays", "model", whole)
             continue
         for name, value in record.items():
             size = len(name) + _bytes(value)
