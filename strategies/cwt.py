@@ -35,6 +35,7 @@ class CWTConfig(StrategyConfig):
 
     name: ClassVar[str] = "cwt"
     own_batches: ClassVar[bool] = True
+    relayed: ClassVar[bool] = True
     order: str = "fixed"  # fixed: by name | shuffled: a new order in every cycle
     optimizer_state: str = (
         "reset"  # reset: every visit begins with fresh momentum | keep: each institution keeps its own

@@ -73,6 +73,7 @@ class FedERConfig(StrategyConfig):
     name: ClassVar[str] = "feder"
     draws_images: ClassVar[bool] = True
     own_batches: ClassVar[bool] = True
+    relayed: ClassVar[bool] = True
 
     mode: str = "standard"  # standard | buffer-only: models stay | synthetic-only: no model sees a real image
     buffer: int = 512  # images in an institution's buffer; 0: none
@@ -162,6 +163,10 @@ class FedER(Relay):
             )
         for fresh in settings.private_models:
             fresh(0)
+        require(
+            not (settings.sealed and config.agreement),
+            "agreement compares models that the server hands to all; got sealed=true: leave one of the two out",
+        )
 
     @property
     def stays(self) -> bool:
@@ -324,7 +329,7 @@ class FedER(Relay):
 
     def models_at_end(self, arrays: StateDict) -> Mapping[str, StateDict]:
         """Return every model, by the institution where it is; those of queues by where they began."""
-        if self.stays:
+        if self.stays or self.settings.sealed:
             return {}
         return {name: self.models.get(model, self.fresh) for name, model in self.hops.names().items()}
 
@@ -333,7 +338,9 @@ class FedER(Relay):
         members = {member.name: member for member in self.members}
         self.buffers.numbers = {name: i for i, name in enumerate(members, 1)} if self.config.buffer else {}
         self.hops = self.new_hops([1.0] * len(members))  # if answers decide: as if all took equally long
-        answer = blank_own() if self.stays else Trained.empty(arrays)
+        travelling = self.travelling(arrays)
+        answer = blank_own() if self.stays else Trained.empty(travelling)
+        begun: set[str] = set()  # models that have been trained
         self.held = {name: list(self.buffers.numbers.values()) for name in members}
         found, delivered = list[Exchange](), {name: set[tuple[int, int]]() for name in members}
         drawn = {name: set[int]() for name in members}
@@ -346,7 +353,10 @@ class FedER(Relay):
             while turn := self.hops.start():
                 self.turns[turn.institution] = turn
                 request = self.train_request(server_round, members[turn.institution])
-                request = request if isinstance(request, TrainOwnWithBuffers) else replace(request, arrays=arrays)
+                if isinstance(request, TrainWithBuffers):
+                    fresh = self.settings.sealed and turn.model not in begun  # the institution makes it
+                    request = replace(request, arrays={} if fresh else travelling)
+                begun.add(turn.model)
                 found.append((members[turn.institution], request, answer, 1))
                 self.hops.pass_on(turn.institution, trained=True)
         deliveries = {name: len(pairs) for name, pairs in delivered.items()}

@@ -26,10 +26,13 @@ class HostileServer:
         The run's configuration, which is the server's choice too.
     policy : str
         The institution's policy file.
+    **own : str
+        More of its node config.
     """
 
-    def __init__(self, folder, *options, name="a", policy=""):
+    def __init__(self, folder, *options, name="a", policy="", **own):
         [node] = node_configs(folder, folder / "state", names=[name])
+        node |= {key.replace("_", "-"): value for key, value in own.items()}
         if policy:
             node["policy"] = str(folder / f"policy-{abs(hash(policy))}.yaml")
             (folder / f"policy-{abs(hash(policy))}.yaml").write_text(policy)

@@ -108,7 +108,6 @@ class RunConfig:
             "computes with it: leave sealed out, or choose another strategy",
         )
         for option, value, without in (
-            ("record", self.record, "none"),
             ("replay", self.replay.name, "none"),
             ("model.weights", self.model.weights, ""),
         ):

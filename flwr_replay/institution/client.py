@@ -220,7 +220,12 @@ class InstitutionClient(NumPyClient):
         label_sums = self.task.label_sums(train.y)
         proof = proof_of(self.institution.state, request.run, self.institution.durable)
         return Present(
-            name=self.institution.name, num_examples=len(train), raw_bytes=train.raw_bytes, proof=proof, **label_sums
+            name=self.institution.name,
+            num_examples=len(train),
+            raw_bytes=train.raw_bytes,
+            proof=proof,
+            pins=self.institution.seal.digest if self.institution.seal else "",
+            **label_sums,
         )
 
     def evaluate_model(self, request: Evaluate) -> Evaluation:

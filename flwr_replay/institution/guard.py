@@ -92,7 +92,7 @@ def _answered(
     """Return the answer, and a ledger row for each of its fields, with its protection."""
     plan, policy, request = _plan(config), institution.policy, request_of(message)
     answer, store = request.answer if request else None, StateStore(institution)
-    check_sealing(institution, config)
+    check_sealing(institution, config, message)
     check_request(message, request, policy, config)
     sealing = Sealing(institution, config, run) if config.sealed else None
     asked = sealing.opened(message, request) if sealing else message
@@ -109,8 +109,9 @@ def _answered(
     if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):
         _check_account(budget, run, sent, charged_before, metrics_in(reply.content))
     if sealing and answer:
-        sealing.note()
-        sealing.closed(reply, answer, config_in(message.content).get("server-round", 0))
+        exchange = config_in(message.content).get("server-round", 0)
+        sealing.note(exchange)
+        sealing.closed(reply, answer, exchange)
         found = rows(reply.content, answer)
         leaving = plan.protected(found, answer, metrics_in(reply.content)) if plan else list(found)
     return reply, leaving

@@ -10,7 +10,8 @@ A parcel is good for its run, once, in its place:
     deliver             of each sender one, of the exchange in which the receiver released its own; senders by name. Own
                         parcels that come back: of no model more than was sent away
     train               no older than the last model that came
-    train-with-buffers  no older than the last that came from the same sender
+    train-with-buffers, no older than the last of their kind that came from the same sender
+    keep-buffer
     evaluate            of any exchange so far
 
 An interrupted run repeats up to `REPEATS` exchanges. A parcel of these may then come again where it came before, but a
@@ -27,6 +28,7 @@ from typing import NamedTuple
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from torch import nn
 
+from flwr_replay.config.binding import binding
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RefusedError
 from flwr_replay.files.atomic import private_folder, read_json, write_json
@@ -40,7 +42,7 @@ from flwr_replay.payloads.relay import Deliver
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.fields import RECORD_OF
 from flwr_replay.wire.payload import Payload, Request
-from flwr_replay.wire.records import array_record, config_in, metrics_in
+from flwr_replay.wire.records import array_record, config_in, metrics_in, opened
 from flwr_replay.wire.sealed import SEALED_NAME, is_sealed
 from flwr_replay.wire.weights import to_arrays
 
@@ -49,13 +51,14 @@ __all__ = ["Sealing", "check_sealing"]
 REPEATS = 3  # exchanges that a crash may lose, with the one that it interrupts
 NOTES = "parcels.json"  # in a run's folder: which parcels came
 KEPT = 2 * REPEATS  # exchanges of which all parcels are noted; of older ones each sender's last
-TESTED, OF_SEVERAL = "evaluate", "train-with-buffers"  # stages: of a test; to train one of several models that go round
-BEGUN = (TESTED, "train", OF_SEVERAL)  # stages in which a model may begin: no weights come then
+TESTED, ONE = "evaluate", "train"  # stages: of a test; of training the only model that goes round
+BEGUN = (TESTED, ONE, "train-with-buffers")  # stages in which a model may begin: no weights come then
+TESTS = "model"  # in a run's folder: the model that was tested last, which the server cannot keep
 EXACT = 1e-9  # rounding of shares
 
 
-def check_sealing(institution: Institution, config: RunConfig) -> None:
-    """Refuse an unsealed run at a sealed institution, and the other way round.
+def check_sealing(institution: Institution, config: RunConfig, message: Message) -> None:
+    """Refuse an unsealed run at a sealed institution, and the other way round; and parcels in an unsealed run.
 
     Raises
     ------
@@ -73,6 +76,8 @@ def check_sealing(institution: Institution, config: RunConfig) -> None:
             "a sealed run needs pinned keys; this institution has none: start its SuperNode with --node-config "
             """'… seal-peers="FILE"', or leave sealed out"""
         )
+    if not sealed and message.has_content() and is_sealed(message.content.get("arrays", {})):
+        raise RefusedError("arrays come in plain in this run; a sealed parcel came: refused; set sealed=true")
 
 
 class Arrival(NamedTuple):
@@ -82,6 +87,7 @@ class Arrival(NamedTuple):
     sender: str
     exchange: int
     mark: str
+    kind: str = "model"
     share: float = 0.0  # of an own parcel that came back
 
 
@@ -101,8 +107,10 @@ class Sealing:
     def __init__(self, institution: Institution, config: RunConfig, run: str) -> None:
         assert institution.seal is not None
         self.seal: Seal = institution.seal
-        self.config, self.run, self.store = config, run, StateStore(institution)
+        self.config, self.run, self.store = config, run, StateStore(institution, binding(config))
+        self.durable = institution.durable
         self.came: list[Arrival] = []
+        self.tested: ArrayRecord | None = None
 
     # --- what arrives -------------------------------------------------------------------------------------------------
 
@@ -134,6 +142,7 @@ class Sealing:
             arrays = array_record(to_arrays(self._fresh()))
         else:
             return message
+        self.tested = arrays if stage == TESTED and instructions.get("split", "test") == "test" else None
         copied = copy.copy(message)
         copied.content = RecordDict({**message.content, "arrays": arrays})
         return copied
@@ -142,17 +151,17 @@ class Sealing:
         """Open the only parcel of a request."""
         if len(record) > 1:
             raise RefusedError(f"stage {stage} brings one parcel; got {len(record)}: refused")
-        opened = self._open(next(iter(record.values())), kinds)
-        if opened.head.exchange > asked:
+        parcel = self._open(next(iter(record.values())), kinds)
+        if parcel.head.exchange > asked:
             raise RefusedError(
-                f"exchange {asked} brings what was sealed in it or before; a parcel of {opened.head.sender} is of "
-                f"exchange {opened.head.exchange}: refused"
+                f"exchange {asked} brings what was sealed in it or before; a parcel of {parcel.head.sender} is of "
+                f"exchange {parcel.head.exchange}: refused"
             )
-        arrival = Arrival(asked, opened.head.sender, opened.head.exchange, opened.mark)
+        arrival = Arrival(asked, parcel.head.sender, parcel.head.exchange, parcel.mark, parcel.head.kind)
         if stage != TESTED:
             self._check_order(stage, arrival)
             self.came.append(arrival)
-        return opened.arrays
+        return parcel.arrays
 
     def _delivered(self, record: ArrayRecord, request: Deliver) -> ArrayRecord:
         """Open the parcels of a delivery; none if they are mixed already, so that a repeated delivery does no harm."""
@@ -169,11 +178,11 @@ class Sealing:
         for one in before:
             back[one.exchange] += one.share
         for i, (array, w, share) in enumerate(zip(record.values(), request.weights, request.shares, strict=True)):
-            opened = self._open(array, ("model",))
-            sender, exchange = opened.head.sender, opened.head.exchange
-            if opened.head.weight != w:
+            parcel = self._open(array, ("model",))
+            sender, exchange = parcel.head.sender, parcel.head.exchange
+            if parcel.head.weight != w:
                 raise RefusedError(
-                    f"a parcel has the weight with which it was sealed; that of {sender} has {opened.head.weight:g}, "
+                    f"a parcel has the weight with which it was sealed; that of {sender} has {parcel.head.weight:g}, "
                     f"the server says {w:g}: refused"
                 )
             if sender == own:
@@ -188,28 +197,30 @@ class Sealing:
                     f"a delivery of exchange {request.exchange} has parcels of that exchange; one of {sender} is of "
                     f"exchange {exchange}: refused"
                 )
-            elif sender <= last or any(one.mark == opened.mark for one in before):
+            elif sender <= last or any(one.mark == parcel.mark for one in before):
                 raise RefusedError(
                     f"a parcel comes once, and senders come in the order of their names; that of {sender} in exchange "
                     f"{exchange} does not: refused"
                 )
             last = sender if sender != own else last
-            found[sender_name(i)] = opened.arrays
-            self.came.append(Arrival(request.exchange, sender, exchange, opened.mark, share if sender == own else 0.0))
+            found[sender_name(i)] = parcel.arrays
+            self.came.append(
+                Arrival(request.exchange, sender, exchange, parcel.mark, share=share if sender == own else 0.0)
+            )
         arrays = ArrayRecord()
         arrays.update(nested(found))
         return arrays
 
     def _open(self, array: Array, kinds: Container[str]) -> Opened:
-        opened = self.seal.open(array)
-        if opened.head.run != self.run:
+        parcel = self.seal.open(array)
+        if parcel.head.run != self.run:
             raise RefusedError(
-                f"a parcel is good in its own run; one of {opened.head.sender} is of run {opened.head.run[:60]!r}, "
+                f"a parcel is good in its own run; one of {parcel.head.sender} is of run {parcel.head.run[:60]!r}, "
                 f"this is {self.run!r}: refused"
             )
-        if opened.head.kind not in kinds:
-            raise RefusedError(f"a parcel of kind {opened.head.kind[:40]!r} came in the place of another: refused")
-        return opened
+        if parcel.head.kind not in kinds:
+            raise RefusedError(f"a parcel of kind {parcel.head.kind[:40]!r} came in the place of another: refused")
+        return parcel
 
     def _check_order(self, stage: str, arrival: Arrival) -> None:
         """Refuse a model that is older than what came before, and exchanges that no interruption repeats."""
@@ -221,8 +232,8 @@ class Sealing:
                 f"for after {newest}: refused; begin a new run"
             )
         earlier = [one for one in before if one.asked < arrival.asked and stage != TESTED]
-        if stage == OF_SEVERAL:
-            earlier = [one for one in earlier if one.sender == arrival.sender]
+        if stage != ONE:
+            earlier = [one for one in earlier if (one.sender, one.kind) == (arrival.sender, arrival.kind)]
         last = max((one.exchange for one in earlier), default=0)
         if arrival.exchange < last:
             raise RefusedError(
@@ -236,8 +247,10 @@ class Sealing:
 
     # --- what came, on the disk ---------------------------------------------------------------------------------------
 
-    def note(self) -> None:
-        """Write down which parcels came; called when they have been used, and before the answer leaves."""
+    def note(self, server_round: int) -> None:
+        """Keep a tested model, and write down which parcels came: when they were used, before the answer leaves."""
+        if self.tested is not None:
+            self.store.save(TESTS, self.run, server_round, opened(self.tested), self.durable)
         if not self.came:
             return
         known = [*self._arrivals(), *self.came]

@@ -177,10 +177,11 @@ class Movement(Evaluating):
         """Return the exchanges of evaluation, those of the observers included."""
         exchanges = num_rounds * self.exchanges_per_round()
         evaluations = ceil(num_rounds / self.settings.evaluate_every)
-        requests = [(self.evaluation(0, arrays), evaluations)]
+        travelling = self.travelling(arrays)
+        requests = [(self.evaluation(0, travelling), evaluations)]
         for observer in self.observers:
             times = observer.forecast(exchanges, evaluations)
-            requests.append((self.evaluation_on(observer.split, 0, arrays), times))
+            requests.append((self.evaluation_on(observer.split, 0, travelling), times))
         answer = self.evaluated.empty(self.task)
         return [(member, request, answer, times) for request, times in requests for member in self.members]
 
@@ -207,7 +208,7 @@ class Movement(Evaluating):
 
     def models_at_end(self, arrays: StateDict) -> Mapping[str, StateDict]:
         """Return the models that the server has after the last round, by the names of their files."""
-        return {"global": arrays} if arrays else {}
+        return {"global": arrays} if arrays and not self.settings.sealed else {}
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -275,6 +276,10 @@ class Movement(Evaluating):
             evaluate_fn is None or self.global_model,
             f"evaluate_fn needs a global model; {type(self).__name__} has none, and institutions test theirs: omit it",
         )
+        require(
+            evaluate_fn is None or not self.settings.sealed,
+            "evaluate_fn needs weights that the server can read; in a sealed run it can read none: omit it",
+        )
 
     def open(self, run: Run, initial_arrays: ArrayRecord) -> tuple[ArrayRecord, int]:
         """Wait for the institutions and call the roll; begin a run, or resume it from the last checkpoint.
@@ -286,6 +291,8 @@ class Movement(Evaluating):
         done : int
             How many exchanges have been made.
         """
+        if self.settings.sealed:
+            initial_arrays = ArrayRecord()  # institutions make the fresh weights
         arrays, done, snapshot = initial_arrays, 0, self.recorder.restore()
         if snapshot:
             self.members.remember(snapshot.examples, snapshot.bindings)

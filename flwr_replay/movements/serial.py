@@ -90,10 +90,16 @@ class Serial(Movement):
         return None, None
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """One visit to each institution in every cycle that it belongs to."""
-        answer, times = Trained.empty(arrays), self.trainings(num_rounds)
+        """One visit in every cycle that an institution belongs to; in a sealed run the first gets no weights."""
+        travelling, times = self.travelling(arrays), self.trainings(num_rounds)
+        request, answer = self.train_request(0, travelling), Trained.empty(travelling)
         visited = [member for member in self.cycle_members() if times[member.name]]
-        return [(member, self.train_request(0, arrays), answer, times[member.name]) for member in visited]
+        found: list[Exchange] = [(member, request, answer, times[member.name]) for member in visited]
+        if self.settings.sealed:
+            first = self.members.get(self.cycle(0)[0])
+            found = [(m, asked, said, number - (m is first)) for m, asked, said, number in found]
+            found += [(first, self.train_request(0, {}), answer, 1)] if first else []
+        return found
 
     def cycle_members(self) -> list[Member]:
         """Return the institutions of the itinerary that are present."""

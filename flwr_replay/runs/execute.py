@@ -137,6 +137,8 @@ def without_best(strategy: Movement) -> str:
     """Say why the global model of the best round is not kept; empty: it is."""
     if strategy.evaluated is not Evaluation:
         return "institutions test their private models, which never leave them"
+    if strategy.settings.sealed:
+        return "the run was sealed, so the server cannot read any model"
     return "the method has no global model" if isinstance(strategy, Relay) else ""
 
 

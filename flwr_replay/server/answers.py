@@ -19,6 +19,7 @@ from flwr_replay.payloads.common import MOST, Trained
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import Payload, Request, Row, rows
 from flwr_replay.wire.records import StateDict, arrays_in, metrics_in, opened
+from flwr_replay.wire.sealed import is_sealed
 from flwr_replay.wire.weights import check_weights, largest
 
 __all__ = ["check_answer", "check_foreign", "legible", "read_answer"]
@@ -69,7 +70,12 @@ def read_answer(answer: RecordDict, declared: type[Payload] | None) -> tuple[lis
 
 
 def check_answer(
-    answer: RecordDict, declared: type[Payload], request: type[Request], asked: RecordDict, examples: range
+    answer: RecordDict,
+    declared: type[Payload],
+    request: type[Request],
+    asked: RecordDict,
+    examples: range,
+    sealed: bool = False,
 ) -> None:
     """Refuse an invalid answer before it is used.
 
@@ -85,6 +91,8 @@ def check_answer(
         The request's records; returned weights must have the names, shapes and dtypes of those sent.
     examples : range
         The numbers of examples that the answer may report.
+    sealed : bool
+        Whether arrays must be sealed; what is in them, their receivers check.
 
     Raises
     ------
@@ -102,6 +110,10 @@ def check_answer(
         raise WireError(f"examples_seen must be at most {MOST * PASSES:,}; got {seen}")
     if "num_steps" in declared.declared() and payload.num_steps > seen:
         raise WireError(f"num_steps must be at most examples_seen, here {seen:,}; got {payload.num_steps:,}")
+    if (arrays := answer.get("arrays")) and is_sealed(arrays) != sealed:
+        raise WireError(f"arrays come {'sealed' if sealed else 'in plain'} in this run; these do not: refused")
+    if sealed:
+        return
     weights, sent_weights = _weights(declared), _weights(request)
     sent = asked.get("arrays")
     if weights and sent_weights and isinstance(sent, ArrayRecord):

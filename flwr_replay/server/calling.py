@@ -170,6 +170,7 @@ class Calling(Strategy):
             form=self.form,
             training=digest_of(repr(self.settings.training)),
             record=self.settings.record,
+            sealed="all" if self.settings.sealed else "",
             server_round=server_round,
         )
 

@@ -39,6 +39,7 @@ class Member:
     label_squares: float | None = None
     ours: bool = True  # False: a ClientApp that answers no roll call; its name is its node id
     proof: str = ""  # SHA-256 of its first proof of identity
+    pins: str = ""  # sealed run: SHA-256 of the public keys that it has pinned, with their names
 
 
 def present(node_id: int, reply: Message) -> Member:
@@ -77,7 +78,7 @@ def present(node_id: int, reply: Message) -> Member:
                 f"squares {squares:g}"
             )
     digest = sha256(answer.proof.encode()).hexdigest() if answer.proof else ""
-    return Member(answer.name, node_id, n, answer.raw_bytes, total, squares, proof=digest)
+    return Member(answer.name, node_id, n, answer.raw_bytes, total, squares, proof=digest, pins=answer.pins[:64])
 
 
 class Members:
@@ -176,8 +177,15 @@ class Members:
             else:
                 fit.append(member)
         answering = Counter(member.name for member in fit)
+        pinned = Counter(member.pins for member in self._by_name.values()) or Counter(member.pins for member in fit)
         for member in fit:
-            if answering[member.name] > 1:  # no one has a better claim to the name
+            if member.pins != (usual := pinned.most_common(1)[0][0]):
+                self._waiting.add(member.node_id)
+                faults[member.node_id] = (
+                    f"all institutions of a sealed run pin the same keys; most have {usual[:16]}…, {member.name} has "
+                    f"{member.pins[:16]}…: compare the files of pinned keys by `flwr-replay deploy seal-key`"
+                )
+            elif answering[member.name] > 1:  # no one has a better claim to the name
                 self._waiting.add(member.node_id)
                 faults[member.node_id] = _twice(member.name)
             else:

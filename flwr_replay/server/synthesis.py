@@ -29,6 +29,8 @@ from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, K
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Payload, Request
+from flwr_replay.wire.records import StateDict, opened
+from flwr_replay.wire.sealed import blank
 
 __all__ = ["FOLDER", "STAGES", "Buffers"]
 
@@ -94,9 +96,9 @@ class Buffers:
         self.made += len(lacking)
 
         def take(member: Member, reply: Message) -> None:
-            buffer = self.checked(Buffer.decode(reply.content))
+            buffer: Any = Buffer.decode(reply.content)
             path = self.movement.recorder.folder(FOLDER) / f"{numbers[member.name]:06d}.safetensors"
-            write_tensors(path, {"images": buffer.images, "labels": buffer.labels})
+            write_tensors(path, buffer.images if self.sealed else self.checked(buffer))
             self.numbers[member.name] = numbers[member.name]
 
         asked = (self.movement.message(m, self.draw(server_round), extra) for m in lacking)
@@ -156,8 +158,13 @@ class Buffers:
         run = self.movement.settings.run
         return DrawBuffer(server_round=server_round, run=run, buffer=self.size, buffer_refresh=refresh)
 
-    def checked(self, buffer: Buffer) -> Buffer:
-        """Refuse a buffer that is not what was asked for, before anybody receives it.
+    @property
+    def sealed(self) -> bool:
+        """Whether buffers are sealed; then their receivers check them."""
+        return self.movement.settings.sealed
+
+    def checked(self, buffer: Buffer) -> StateDict:
+        """Return a buffer's arrays; refuse one that is not what was asked for, before anybody receives it.
 
         Raises
         ------
@@ -170,7 +177,7 @@ class Buffers:
             raise WireError(f"a buffer must hold images {shape}, each with a label; got {buffer.images.shape}")
         if not self.movement.task.accepts(buffer.labels):
             raise WireError(f"a buffer's labels must be classes below {form.classes}; got others")
-        return buffer
+        return {"images": buffer.images, "labels": buffer.labels}
 
     # --- delivery -----------------------------------------------------------------------------------------------------
 
@@ -207,9 +214,15 @@ class Buffers:
     def keep(self, server_round: int, number: int) -> KeepBuffer:
         """Send a buffer."""
         buffer = read_tensors(self.movement.recorder.folder(FOLDER) / f"{number:06d}.safetensors")
-        run, images, labels = self.movement.settings.run, buffer["images"], buffer["labels"]
+        images: Any = buffer.get("images", buffer)  # sealed: all of it
+        run, labels = self.movement.settings.run, buffer.get("labels")
         return KeepBuffer(
-            server_round=server_round, run=run, number=number, buffer=self.size, images=images, labels=labels
+            server_round=server_round,
+            run=run,
+            number=number,
+            buffer=self.size,
+            images=images,
+            labels=labels,  # type: ignore[arg-type]
         )
 
     # --- forecast -----------------------------------------------------------------------------------------------------
@@ -228,7 +241,11 @@ class Buffers:
             return []
         form, run = self.plan.form, self.movement.settings.run
         shape = (self.size, form.channels, form.size, form.size)
-        images, labels = np.broadcast_to(np.zeros((), np.uint8), shape), np.zeros(self.size, np.int64)
+        images: Any = np.broadcast_to(np.zeros((), np.uint8), shape)
+        labels: Any = np.zeros(self.size, np.int64)
+        if self.sealed:
+            whole = blank({"images": images, "labels": labels}, run, "synthetic", self.movement.members.names)
+            images, labels = opened(whole), None
         found: list[tuple[Member, Request, Payload, int]] = []
         for member in self.movement.members:
             slices = self.plan.slices(member.num_examples)

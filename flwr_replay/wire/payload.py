@@ -91,7 +91,7 @@ class Payload:
             value = getattr(self, name)
             record = RECORD_OF[field.kind]
             if record == "arrays":
-                if field.shape == "state dict":
+                if field.shape == "state dict" or isinstance(value, dict):  # of other fields: all arrays, sealed
                     arrays = value
                 elif value is not None:
                     arrays = {**opened(arrays or {}), _key(name): _checked(type(self).__name__, name, field, value)}
@@ -154,9 +154,12 @@ class Payload:
     def of(cls, arrays: StateDict, scalars: Mapping[str, Any]) -> Self:
         """Build from named arrays and scalars with hyphens in their keys; undeclared scalars are ignored."""
         values: dict[str, Any] = {}
+        sealed = is_sealed(arrays)  # then the first of several arrays stands for all
         for name, field in cls.declared().items():
             if field.shape == "state dict":
                 values[name] = arrays
+            elif RECORD_OF[field.kind] == "arrays" and sealed:
+                values[name] = None if any(found is arrays for found in values.values()) else arrays
             elif RECORD_OF[field.kind] == "arrays":
                 if _key(name) in arrays:
                     values[name] = _checked(cls.__name__, name, field, arrays[_key(name)])

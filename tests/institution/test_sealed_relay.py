@@ -1,41 +1,157 @@
 """Sealed runs: the same bits as unsealed ones, with a server that has nothing to read."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
-from harness import same
+from harness import broken, command, lines, same
 from peers import NAMES, hospitals, run
+from safetensors.numpy import load_file
+from sealed_runs import SEALED, all_sealed, parcels_in, pinned, seal_of
 
-from flwr_replay.wire.records import arrays_in
+from flwr_replay.check import check_strategy
+from flwr_replay.files.atomic import read_json
+from flwr_replay.wire.records import opened
 
-SEALED = "sealed=true"
-
-
-def pinned(folder, names=NAMES):
-    """Return what single institutions' node configs have: the file of pinned keys, made on this machine."""
-    from flwr_replay.institution.seal import make_key
-
-    file = folder / "peers.txt"
-    for name in names:
-        (folder / "state" / name).mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(f"{n} {make_key(folder / 'state' / n / 'seal.key')[1]}\n" for n in names))
-    return {name: {"seal-peers": str(file)} for name in names}
+GOSSIP = ["topology=exponential-half", "rounds=3"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hospitals")
     hospitals(folder)
+    pinned(folder)
     return folder
 
 
-def test_a_sealed_avgpush_ends_with_the_same_bits(folder):
-    plain = run(folder, "strategy=avgpush", "rounds=3", "topology=exponential-half")
-    ran = run(folder, "strategy=avgpush", "rounds=3", "topology=exponential-half", SEALED, own=pinned(folder))
+def sealed(folder, *options, **script):
+    return run(folder, *options, SEALED, own=pinned(folder), **script)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["strategy=avgpush"],
+        ["strategy=avgpush", "evaluate-before-mixing=true", "topology=complete"],
+        ["strategy=proxyfl", "dp=none", "private-models=[mlp]"],
+        ["strategy=proxyfl", "dp=none", "proxy-optimizer=travels", "training.optimizer=adam"],
+    ],
+)
+def test_sealed_gossip_ends_with_the_same_bits(folder, options):
+    plain, ran = run(folder, *GOSSIP, *options), sealed(folder, *GOSSIP, *options)
+    assert not ran.result["failures"]
     assert ran.result["final"] == plain.result["final"]
     for name in NAMES:
         assert same(ran.model(name, 3)[0], plain.model(name, 3)[0])
         assert ran.model(name, 3)[1] == plain.model(name, 3)[1]
-    for asked, reply in ran.grid.of("push") + ran.grid.of("deliver"):
-        for message in (asked, reply):
-            found = arrays_in(message.content).state_dict()
-            assert all(array.dtype == np.uint8 and name.endswith("sealed") for name, array in found.items())
+    assert all_sealed(ran.grid)
+    assert not all_sealed(plain.grid)
+
+
+@pytest.mark.parametrize("options", [["order=shuffled", "strategy.optimizer-state=keep"], ["forgetting=true"]])
+def test_sealed_cwt_ends_with_the_same_model_at_every_institution(folder, options):
+    plain, ran = run(folder, "strategy=cwt", *options), sealed(folder, "strategy=cwt", *options)
+    assert ran.result["final"] == plain.result["final"]
+    assert all_sealed(ran.grid)
+    theirs = load_file(plain.folder / "models" / "global.safetensors")
+    for name in NAMES:
+        assert same(load_file(sorted(ran.state(name).glob("model-*.safetensors"))[-1]), theirs)
+    assert not list((ran.folder / "models").glob("*"))
+    assert "sealed" in ran.result["best-model"]["none"]
+
+
+def test_the_servers_files_hold_no_weights(folder):
+    """Its checkpoints and its mailbox hold what a resumed run needs, sealed."""
+    waits = {"failing": [("deliver", "b", at) for at in (1, 2)]}
+    for stage, options, script in (("train", ["strategy=cwt"], {}), ("push", ["strategy=avgpush", *GOSSIP], waits)):
+        ran = sealed(folder, *options, "rounds=2", **script)
+        files = [*ran.folder.rglob("*.safetensors")]
+        sent = [opened(trained(ran, name, stage)) for name in NAMES]
+        assert {file.parent.name for file in files} >= ({"mailbox"} if waits is script else {"checkpoints"})
+        for file in files:
+            found = load_file(file)
+            assert all(array.dtype == np.uint8 for array in found.values())
+            assert not any(a.tobytes() in file.read_bytes() for model in sent for a in model.values() if a.size > 9)
+
+
+def trained(ran, name, stage):
+    """Open what an institution has sent first."""
+    [(_, array)] = parcels_in([ran.grid.of(stage, name)[0][1]])
+    return seal_of(ran.root, name).open(array).arrays
+
+
+@pytest.mark.parametrize("at", [("push", "c", 2), ("deliver", "a", 2), ("deliver", "d", 3)])
+def test_a_sealed_run_that_breaks_off_ends_with_the_same_bits(folder, at):
+    whole = run(folder, "strategy=avgpush", *GOSSIP)
+    resumed = broken(sealed, folder, "strategy=avgpush", *GOSSIP, breaking=[at])
+    assert not resumed.result["failures"]
+    for name in NAMES:
+        assert same(whole.model(name, 3)[0], resumed.model(name, 3)[0])
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        {"losing": [("deliver", "b", 1)]},
+        {"failing": [("deliver", "b", at) for at in (1, 2)]},
+        {"failing": [("deliver", "b", 1)], "away": [("b", at) for at in range(2, 5)]},  # its parcels go back
+    ],
+)
+def test_parcels_that_wait_or_go_back_are_mixed_as_in_an_unsealed_run(folder, script):
+    options = ["strategy=avgpush", *GOSSIP, "rounds=5"]
+    plain, ran = run(folder, *options, **script), sealed(folder, *options, **script)
+    assert [one["reason"] for one in ran.result["failures"]] == [one["reason"] for one in plain.result["failures"]]
+    for name in "acd":
+        assert same(ran.model(name, 5)[0], plain.model(name, 5)[0])
+
+
+@pytest.mark.parametrize("lost", [[("train", "b", 2)], [("train", "b", 2), ("train", "c", 3), ("train", "d", 4)]])
+def test_lost_visits_of_a_sealed_cwt_do_no_more_than_in_an_unsealed_one(folder, lost):
+    plain, ran = (run(folder, "strategy=cwt", losing=lost), sealed(folder, "strategy=cwt", losing=lost))
+    assert len(ran.result["failures"]) == len(lost)
+    assert ran.result["final"] == plain.result["final"]
+
+
+def test_both_ledgers_say_so(folder):
+    ran = sealed(folder, "strategy=avgpush", *GOSSIP)
+    for entries in (ran.ledger, *(ran.own_ledger(name) for name in NAMES)):
+        models = [entry for entry in entries if entry["kind"] == "model" and entry["bytes"] > 100]
+        assert models
+        assert {entry["protection"] for entry in models} == {"sealed"}
+        assert "none" in {entry["protection"] for entry in entries if entry["field"] == "train-loss"}
+    [call] = {str(asked.content["config"]["sealed"]) for asked, _ in ran.grid.of("roll-call")}
+    pins = {reply.content["config"]["pins"] for _, reply in ran.grid.of("roll-call")}
+    assert (call, pins) == ("all", {seal_of(folder, "a").digest})
+
+
+def test_under_dp_the_ledger_has_the_epsilon_too(folder):
+    ran = sealed(folder, "strategy=avgpush", *GOSSIP, "dp=classifier", "sigma=2", "delta=0.01")
+    found = {e["protection"] for e in ran.ledger if e["direction"] == "up" and e["kind"] == "model"}
+    assert all(one.startswith("(") and one.endswith("-DP, sealed") for one in found)
+
+
+@pytest.mark.parametrize("job", ["proxyfl", "cwt order=shuffled", "feder generator.width=4"])
+def test_a_sealed_run_keeps_the_contract(job, monkeypatch, tmp_path):
+    """In a simulation, whose keys are made in the state directories; the forecast is the ledger."""
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    name, *options = job.split()
+    small = ["partition.size=60", *(["generator.epochs=1"] if name == "feder" else [])]
+    check_strategy(name, [SEALED, *options, *small])
+    keys = list(tmp_path.glob("state/simulation/*/seal.key"))
+    assert len(keys) == 3
+    assert {file.stat().st_mode & 0o777 for file in keys} == {0o600}
+    assert all(one.read_text() != other.read_text() for one, other in pairwise(keys))
+
+
+def test_sealed_buffers_reach_who_trains_on_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    job = ["strategy=feder", "task=digits", "nodes=2", "rounds=2", "partition.size=60", "--runs-dir", str(tmp_path)]
+    for name, option in (("plain", "sealed=false"), ("sealed", SEALED)):
+        assert not command(
+            monkeypatch, "run", *job, "generator.epochs=1", "generator.width=4", option, f"run_name={name}"
+        )
+    plain, ran = (tmp_path / name for name in ("plain", "sealed"))
+    synthetic = [[e for e in lines(one / "ledger.jsonl") if e["kind"] == "synthetic"] for one in (plain, ran)]
+    assert [{e["protection"] for e in found} for found in synthetic] == [{"none"}, {"sealed"}]
+    assert {e["stage"] for e in synthetic[1]} == {"draw-buffer", "keep-buffer"}
+    assert read_json(plain / "result.json")["final"] == read_json(ran / "result.json")["final"]

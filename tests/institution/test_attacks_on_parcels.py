@@ -1,0 +1,329 @@
+"""Attacks on sealed parcels, by a server and by an institution: each is refused in one line (docs/audit.md)."""
+
+from dataclasses import replace
+from hashlib import sha256
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from flwr.app import Array, ArrayRecord, RecordDict
+from harness import write_shards
+from hostile_server import HostileServer, refusal, weights
+from peers import hospitals, run
+from sealed_runs import SEALED, parcels_in, pinned, seal_of
+
+from flwr_replay.files.tensors import nested
+from flwr_replay.institution.seal import KEY, NONCE, Seal, _bound, make_key, read_pins
+from flwr_replay.payloads.avgpush import EvaluatePeer, Push
+from flwr_replay.payloads.common import Evaluate, RollCall, Train
+from flwr_replay.payloads.relay import Deliver
+from flwr_replay.wire.records import array_record, opened
+from flwr_replay.wire.sealed import SEALED_NAME, WRAPPED, blank, joined_body, pack, unpack
+
+ABC = "abc"
+SMALL = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
+PUSH, CWT = [*SMALL, "strategy=avgpush", SEALED], [*SMALL, "strategy=cwt", SEALED]
+MODEL = {"run": "r", "kind": "model", "weight": 1.0}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_shards(tmp_path, {"a": 40})
+    pinned(tmp_path, ABC)
+    return tmp_path
+
+
+@pytest.fixture
+def server(folder):
+    """A server whose institution, a, has released its model of exchange 1."""
+    server = HostileServer(folder, *PUSH, **{"seal-peers": str(folder / "peers-abc.txt")})
+    assert weights(server.send(Push(run="r", server_round=1, lr=0.1, init_seed=1, committed=0)))
+    return server
+
+
+def parcel(server, sender, exchange=1, scale=1.0, **other):
+    """Seal a model as an institution does; return the parcel's array."""
+    arrays = array_record({name: (scale * array).astype(array.dtype) for name, array in server.weights.items()})
+    record = seal_of(server.state.parent.parent, sender, ABC).close(arrays, **MODEL | {"exchange": exchange} | other)
+    return record[SEALED_NAME]
+
+
+def deliver(server, *parcels, exchange=1, **other):
+    """Deliver parcels, with equal shares; return the refusal."""
+    arrays = ArrayRecord({f"{i:05d}.{SEALED_NAME}": array for i, array in enumerate(parcels)})
+    n = len(parcels)
+    asked = {"run": "r", "exchange": exchange, "server_round": exchange, "kept": 1 / (n + 1), "weights": [1.0] * n}
+    asked |= {"shares": [1 / (n + 1)] * n, "parcels": list(range(1, n + 1))}
+    return refusal(server.send(Deliver(arrays=arrays, **asked | other)))
+
+
+def train(server, exchange, arrays=None):
+    sent = {} if arrays is None else ArrayRecord({SEALED_NAME: arrays})
+    return server.send(Train(arrays=sent, run="r", server_round=exchange, lr=0.1))
+
+
+def changed(array, at):
+    """Flip one bit of a parcel; its place counts from the end if it is negative."""
+    numbers = array.numpy().copy()
+    numbers[at] ^= 1
+    return array_record({"x": numbers})["x"]
+
+
+def test_what_institutions_have_sealed_is_mixed_once(server):
+    b, c = parcel(server, "b"), parcel(server, "c", scale=2.0)
+    assert not deliver(server, b, c)
+    file = server.state / "runs" / "r" / "mixed-000001.safetensors"
+    before = file.read_bytes()
+    assert not deliver(server, b, c)  # as a server that has lost the acknowledgement
+    assert not deliver(server, parcel(server, "c"))
+    assert file.read_bytes() == before
+
+
+def test_what_leaves_can_be_opened_by_institutions_only(server, folder):
+    reply = server.send(Push(run="r", server_round=2, lr=0.1, init_seed=1, committed=0))
+    [(_, array)] = parcels_in([reply])
+    theirs = [opened(seal_of(folder, name, ABC).open(array).arrays) for name in ABC]
+    assert all(one.keys() == server.weights.keys() for one in theirs)
+    whole = array.numpy().tobytes()
+    assert not any(value.tobytes() in whole for value in theirs[0].values() if value.size > 4)
+    key, public = make_key(folder / "the-servers.key")
+    pins = {**read_pins(folder / "peers-abc.txt"), "server": public}
+    with pytest.raises(Exception, match="server is not among them: refused"):
+        Seal("server", key, pins).open(array)
+    as_b = Seal("b", key, {**pins, "b": public, "server": "0" * 64})  # it takes b's name, with a key of its own
+    with pytest.raises(Exception, match="does not open"):
+        as_b.open(array)
+
+
+@pytest.mark.parametrize("exchange", [1, 3])
+def test_a_parcel_is_good_once_and_in_its_exchange(server, exchange):
+    """Replayed: b's parcel of exchange 1 comes again in exchange 2, or in a repeated exchange 1; a future one, too."""
+    b = parcel(server, "b", exchange)
+    assert bool(deliver(server, b)) == (exchange == 3)
+    server.send(Push(run="r", server_round=2, lr=0.1, init_seed=1, committed=1))
+    assert f"has parcels of that exchange; one of b is of exchange {exchange}: refused" in deliver(
+        server, b, exchange=2
+    )
+    server.send(Push(run="r", server_round=1, lr=0.1, init_seed=1, committed=0))  # as after a crash
+    assert not (server.state / "runs" / "r" / "mixed-000001.safetensors").exists()
+    assert "a parcel comes once" in deliver(server, b) or exchange == 3
+    assert not deliver(server, parcel(server, "b"))  # b has sealed its model anew
+
+
+def test_parcels_come_in_the_order_of_their_senders_and_one_of_each(server):
+    b, c = parcel(server, "b"), parcel(server, "c")
+    for wrong in ([c, b], [b, b], [b, c, parcel(server, "b")]):
+        assert "senders come in the order of their names" in deliver(server, *wrong)
+    assert not deliver(server, b, c)
+
+
+def test_an_altered_parcel_does_not_open(server):
+    b = parcel(server, "b")
+    head, whole = unpack(b)
+    key = len(b.numpy()) - len(whole.body) - 3 * WRAPPED  # of a; the keys of the others are theirs to check
+    others = range(key + WRAPPED, key + 3 * WRAPPED)
+    places = np.linspace(0, len(b.numpy()) - 1, 150).astype(int)
+    assert head.receivers == tuple(ABC)
+    for at in {*places.tolist(), *range(21, key + WRAPPED)}.difference(others):  # mark, head, salt, key, body
+        said = deliver(server, changed(b, at))
+        assert said, at
+        assert "\n" not in said
+    for size in (0, 10, 30, len(b.numpy()) - 1):
+        assert deliver(server, array_record({"x": b.numpy()[:size]})["x"])
+    assert not deliver(server, b)
+
+
+def test_nothing_of_the_head_can_be_changed(server):
+    head, whole = unpack(parcel(server, "b"))
+    for wrong in (
+        head._replace(exchange=2),
+        head._replace(weight=2.0),
+        head._replace(sender="c"),
+        head._replace(run="s"),
+        head._replace(kind="synthetic"),
+        head._replace(receivers=("b", "a", "c")),
+    ):
+        record = pack(replace(whole, head=wrong.pack()))
+        assert refused(server.state.parent.parent, record[SEALED_NAME])
+
+
+def refused(folder, array, name="a"):
+    """Return why an institution does not open a parcel, whatever comes with it."""
+    with pytest.raises(Exception, match="refused") as caught:
+        seal_of(folder, name, ABC).open(array)
+    return str(caught.value)
+
+
+def test_a_parcel_for_one_receiver_is_none_for_another(server, folder):
+    """The server swaps the keys that are wrapped for a and for c."""
+    head, whole = unpack(parcel(server, "b"))
+    a, b, c = whole.wrapped
+    swapped = pack(replace(whole, wrapped=[c, b, a]))[SEALED_NAME]
+    assert "altered or misdirected" in deliver(server, swapped)
+    assert "altered or misdirected" in refused(folder, swapped, "c")
+    assert head.receivers == tuple(ABC)
+
+
+def test_a_parcel_of_another_run_is_refused(server):
+    assert "a parcel is good in its own run; one of b is of run 's'" in deliver(server, parcel(server, "b", run="s"))
+
+
+def test_a_weight_is_the_one_that_was_sealed(server):
+    assert "that of b has 1, the server says 2: refused" in deliver(server, parcel(server, "b"), weights=[2.0])
+
+
+def test_an_institution_whose_key_is_not_pinned_is_refused(server, folder):
+    (folder / "state" / "d").mkdir()
+    pinned(folder, "abcd")
+    record = seal_of(folder, "d", "abcd").close(array_record(server.weights), **MODEL, exchange=1)
+    assert "the key of 'd' is not: refused" in deliver(server, record[SEALED_NAME])
+
+
+def test_a_server_with_keys_of_its_own_is_nobody(server, folder):
+    """It takes b's name, and pins what it likes."""
+    key, public = make_key(folder / "the-servers.key")
+    pins = {**read_pins(folder / "peers-abc.txt"), "b": public}
+    record = Seal("b", key, pins).close(array_record(server.weights), **MODEL, exchange=1)
+    assert "sealed with another key than the pinned one: refused" in deliver(server, record[SEALED_NAME])
+
+
+def test_a_receiver_cannot_send_in_the_senders_name(server, folder):
+    """c has the key of b's parcel; with it, c seals another model, and keeps what b has wrapped for a."""
+    head, whole = unpack(parcel(server, "b"))
+    c = seal_of(folder, "c", ABC)
+    digest = sha256(whole.body).digest()
+    own = ChaCha20Poly1305(c._shared("b", whole.salt, sends=False)).decrypt(
+        NONCE, whole.wrapped[2], _bound(whole.head, whole.salt, "c", digest)
+    )
+    body = joined_body(array_record({name: array + 9 for name, array in server.weights.items()}))
+    forged = ChaCha20Poly1305(own).encrypt(NONCE, body, whole.head + whole.salt)
+    assert head.sender == "b"
+    assert "altered or misdirected" in deliver(server, pack(replace(whole, body=forged))[SEALED_NAME])
+
+
+def test_no_more_of_an_own_model_comes_back_than_was_sent(server):
+    own = [array for _, array in parcels_in([server.send(push) for push in (again(2), again(3))])]
+    one = {"exchange": 3, "weights": [1.0], "parcels": [1], "kept": 0.2}
+    assert "no more of its own model comes back" in deliver(server, own[1], **one, shares=[0.5])  # of this exchange
+    assert not deliver(server, own[0], **one, shares=[0.7])
+    server.send(again(4))
+    assert "no more of its own model comes back" in deliver(server, own[0], **{**one, "exchange": 4}, shares=[0.7])
+    assert not deliver(server, own[0], **{**one, "exchange": 4}, shares=[0.3])
+
+
+def again(exchange):
+    return Push(run="r", server_round=exchange, lr=0.1, init_seed=1, committed=0)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_plain_weights_are_refused(server, folder, named):
+    plain = nested({f"{i:05d}": server.weights for i in range(1)})
+    if named:  # under the name of a parcel
+        plain = {f"00000.{SEALED_NAME}": np.zeros(9, np.float32)}
+    asked = {"run": "r", "exchange": 1, "kept": 0.5, "parcels": [1], "shares": [0.5], "weights": [1.0]}
+    said = refusal(server.send(Deliver(arrays=array_record(plain), **asked)))
+    assert ("is an array of bytes" if named else "came in plain: refused") in said
+    cwt = HostileServer(folder, *CWT, **{"seal-peers": str(folder / "peers-abc.txt")})
+    for request in (Train(arrays=cwt.weights, run="s", lr=0.1), Evaluate(arrays=cwt.weights, run="s")):
+        assert "came in plain: refused" in refusal(cwt.send(request))
+
+
+@pytest.mark.parametrize("options", [[*SMALL, "strategy=avgpush"], [*SMALL, "strategy=fedavg"]])
+def test_a_sealed_institution_takes_part_in_no_unsealed_run(folder, options):
+    """Downgrade: the server says sealed=false, or runs a method that averages."""
+    server = HostileServer(folder, *options, **{"seal-peers": str(folder / "peers-abc.txt")})
+    for request in (
+        RollCall(strategy="avgpush", run="r"),
+        Push(run="r", server_round=1, lr=0.1, init_seed=1, committed=0),
+        Train(arrays=server.weights, run="r", lr=0.1),
+        EvaluatePeer(run="r"),
+    ):
+        reply = server.send(request)
+        assert "the run says sealed=false: nothing leaves" in refusal(reply)
+        assert not weights(reply)
+
+
+def test_a_method_that_averages_cannot_be_sealed(folder):
+    from flwr_replay.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="sealed=true is for methods whose server only hands on"):
+        HostileServer(folder, *SMALL, "strategy=fedavg", SEALED)
+
+
+def test_an_institution_without_keys_takes_part_in_no_sealed_run(folder):
+    server = HostileServer(folder, *PUSH)
+    assert "a sealed run needs pinned keys" in refusal(server.send(RollCall(strategy="avgpush", run="r")))
+    plain = HostileServer(folder, *SMALL, "strategy=cwt")
+    parcels = blank(plain.weights, "r", "model", ABC)
+    assert "a sealed parcel came: refused" in refusal(plain.send(Train(arrays=parcels, run="r", lr=0.1)))
+
+
+def test_a_policy_can_ask_for_a_sealed_run(folder):
+    server = HostileServer(folder, *SMALL, "strategy=avgpush", policy="sealed: true\n")
+    said = refusal(server.send(RollCall(strategy="avgpush", run="r")))
+    assert "policy asks for a sealed run (sealed: true)" in said
+    with_keys = HostileServer(folder, *PUSH, policy="sealed: true\n", **{"seal-peers": str(folder / "peers-abc.txt")})
+    assert not refusal(with_keys.send(RollCall(strategy="avgpush", run="r")))
+
+
+def test_a_request_of_no_method_is_refused(server):
+    content = RecordDict({"arrays": array_record(server.weights)})
+    assert "a sealed institution answers the requests of its own method only" in refusal(server.send_content(content))
+
+
+def test_a_model_that_goes_round_does_not_become_older(folder):
+    """A server hands a model of exchange 2 on after one of exchange 4, begins anew, or goes back ten exchanges."""
+    server = HostileServer(folder, *CWT, **{"seal-peers": str(folder / "peers-abc.txt")})
+    old, new = parcel(server, "b", 2), parcel(server, "c", 4)
+    assert not refusal(train(server, 5, new))
+    assert not refusal(train(server, 8, new))  # nobody else has answered since
+    for said in (train(server, 9, old), train(server, 9)):
+        assert "no older model follows a newer one" in refusal(said)
+    assert "of exchange 12" in refusal(train(server, 9, parcel(server, "b", 12)))
+    assert "repeats at most its last 3 exchanges" in refusal(train(server, 5, new))
+    assert not refusal(train(server, 8, parcel(server, "b", 7)))  # as after a crash
+    reply = server.send(Evaluate(arrays=ArrayRecord({SEALED_NAME: new}), run="r", server_round=9))
+    assert not refusal(reply)
+    assert "stage train brings one parcel" in refusal(
+        server.send(Train(arrays=ArrayRecord({f"{i}.sealed": new for i in range(2)}), run="r", server_round=9, lr=0.1))
+    )
+
+
+@pytest.mark.parametrize("text", ["a zzz\n", "a {a}\na {a}\n", "b {a}\n", "a {a}\nb {a}\n", "", "../x {a}\n"])
+def test_a_wrong_file_of_pinned_keys_lets_nothing_leave(folder, text):
+    own = make_key(folder / "state" / "a" / KEY)[1]
+    (folder / "wrong.txt").write_text(text.format(a=own))
+    server = HostileServer(folder, *PUSH, **{"seal-peers": str(folder / "wrong.txt")})
+    assert "ConfigError" in refusal(server.send(RollCall(strategy="avgpush", run="r")))
+
+
+def test_a_key_that_others_can_read_is_not_used(folder):
+    (folder / "state" / "a" / KEY).chmod(0o644)
+    server = HostileServer(folder, *PUSH, **{"seal-peers": str(folder / "peers-abc.txt")})
+    assert "only its owner may read seal.key" in refusal(server.send(RollCall(strategy="avgpush", run="r")))
+
+
+def test_who_has_pinned_other_keys_does_not_take_part(tmp_path):
+    """d's file has another key of c: a server that substitutes keys would have to change these files."""
+    hospitals(tmp_path)
+    own = pinned(tmp_path, "abcd")
+    other = make_key(tmp_path / "other.key")[1]
+    lines = (tmp_path / "peers-abcd.txt").read_text().splitlines()
+    lines[2] = f"c {other}"
+    (tmp_path / "wrong.txt").write_text("\n".join(lines))
+    own["d"] = {"seal-peers": str(tmp_path / "wrong.txt")}
+    ran = run(tmp_path, "strategy=avgpush", SEALED, own=own)
+    [failure] = ran.result["failures"]
+    assert "all institutions of a sealed run pin the same keys" in failure["reason"]
+    assert ", d has " in failure["reason"]
+    assert set(ran.result["final"]["institutions"]) == set("abc")
+
+
+def test_an_array_that_hides_in_a_body_is_refused(server, folder):
+    """Institutions need not trust each other: b seals what is no model, and c what is no body."""
+    strange = array_record({"x": np.zeros(3)})
+    record = seal_of(folder, "b", ABC).close(strange, **MODEL, exchange=1)
+    assert "a parcel must hold the own model's arrays" in deliver(server, record[SEALED_NAME])
+    whole = Array("uint8", (2,), "numpy.ndarray", b"no")
+    record = seal_of(folder, "b", ABC).close(ArrayRecord({"x": whole}), **MODEL, exchange=1)
+    assert "an array must be in NumPy's file format" in deliver(server, record[SEALED_NAME])
