@@ -1,4 +1,4 @@
-"""flwr-replay deploy init: the files and commands of a real deployment."""
+"""flwr-replay deploy init | seal-key: the files, commands and keys of a real deployment."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import typer
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Write the files of a real deployment.", no_args_is_help=True)
+app = typer.Typer(help="Write the files of a real deployment; make keys.", no_args_is_help=True)
 
 
 @app.callback()
 def _group() -> None:
-    """Write the files of a real deployment."""
+    """Write the files of a real deployment; make keys."""
 
 
 @app.command()
@@ -39,3 +39,24 @@ def init(
     print(f"for the coordinator: {place / COORDINATOR_FOLDER}")
     print("\n".join(f"send to {name}: {place / name}" for name in names))
     print("README.md in each folder says what to do, in order")
+
+
+@app.command("seal-key")
+def seal_key(
+    name: Annotated[str, typer.Argument(help="The institution's name.")],
+    key: Annotated[str, typer.Option("--key", help="The file of its private key, made if there is none.")] = "seal.key",
+    peers: Annotated[str, typer.Option("--peers", help="Check this file of pinned keys, and show its digest.")] = "",
+) -> None:
+    """Make an institution's key for sealed runs, and print the line that the others pin.
+
+    The private key stays in its file, which its owner alone can read. The printed line is public. Get it to the other
+    institutions by a way that the server's owner does not control, and compare the digest by telephone.
+    """
+    from flwr_replay.institution.seal import Seal, line_of, make_key, read_pins
+
+    private, public = make_key(Path(key).expanduser().absolute())
+    print(line_of(name, public))
+    if peers:
+        pins = read_pins(Path(peers).expanduser())
+        print(f"{peers} pins {', '.join(sorted(pins))}; its digest, to compare with the others: ", end="")
+        print(Seal(name, private, pins).digest)

@@ -11,8 +11,8 @@ made a parcel as a receiver sees it: no server, and no other receiver, who knows
 Sources: X25519: RFC 7748. HKDF: RFC 5869. ChaCha20-Poly1305: RFC 8439. The salt is fresh for every parcel, so each key
 is used once, with a nonce of zeros.
 
-Not given: forward secrecy. Keys are static. Who records parcels and later gets one institution's private key opens all
-parcels that were sealed for it, and those that it has sealed.
+Not given: forward secrecy. Keys are static, and every parcel is sealed for all pinned institutions, its sender too. Who
+records parcels and later gets any one institution's private key opens all of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flwr_replay.errors import ConfigError, PrivacyError, RefusedError
 from flwr_replay.files.atomic import NAME, private_folder, read_text, write_once
 from flwr_replay.wire.sealed import SALT, Head, Parcel, joined_body, pack, parted_body, unpack
 
-__all__ = ["KEY", "Opened", "Seal", "make_key", "read_pins", "simulated"]
+__all__ = ["KEY", "Opened", "Seal", "line_of", "make_key", "read_pins", "simulated"]
 
 KEY = "seal.key"  # an institution's private key, in its state directory unless its node config names another file
 LABEL = b"flwr-replay sealed parcel 1"
@@ -179,6 +179,19 @@ def make_key(file: Path) -> tuple[X25519PrivateKey, str]:
         raise PrivacyError(f"{file.name} must hold a private key, 64 hexadecimal digits; it does not: restore it")
     key = X25519PrivateKey.from_private_bytes(bytes.fromhex(text))
     return key, key.public_key().public_bytes_raw().hex()
+
+
+def line_of(name: str, public: str) -> str:
+    """Return an institution's line in a file of pinned keys.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot have this name.
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"a name has letters, digits, spaces, dots, hyphens and underscores; got {name!r}")
+    return f"{name} {public}"
 
 
 def read_pins(file: Path) -> dict[str, str]:

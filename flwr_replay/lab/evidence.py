@@ -121,6 +121,11 @@ class Evidence:
         """
         lines = read_lines(folder / "ledger.jsonl")
         config, run = _options(folder, lines, run)
+        if config.sealed:
+            raise RunError(
+                f"attacks are tried on messages that can be read; those in {folder} are sealed: run again with "
+                "sealed=false"
+            )
         load_strategy(config.strategy.name)  # declares the method's payloads
         names = [
             line[key] for line in lines if line.get("run", run) == run for key in ("request", "message") if key in line

@@ -20,6 +20,7 @@ RULES = {
     "strategies": "the method may be used (strategies)",
     "recording": "whether the server keeps messages (recording)",
     "limits": "the server asks for no more than allowed (limits)",
+    "sealed": "whether the server could read weights (sealed)",
     "max-delta": "δ is small enough (max-delta)",
     "max-evaluations": "the number of tests (max-evaluations)",
 }
@@ -28,6 +29,23 @@ ENFORCED = (
     "It writes every field that leaves to a ledger of its own, on the disk, before it leaves.",
     "It refuses instructions that differ from the options on this page, and options that change while a run goes on.",
     "It keeps its account of ε, draws the noise from a key of its own, and lets no answer leave before it is charged.",
+)
+SEALS = (
+    "It seals all weights and images that leave, for the institutions whose keys it has pinned. It refuses weights "
+    "that come in plain, altered, a second time, out of order, from another run, or from an institution whose key it "
+    "does not know. With pinned keys, it takes no part in a run that is not sealed."
+)
+HANDS_ON = (
+    "to hand on what institutions have sealed. It can hold a parcel back, and it chooses who gets whose, with which "
+    "share."
+)
+NOT_HIDDEN = (
+    "who exchanges with whom, when, and how many bytes.",
+    "numbers of examples and steps, losses, and all results of tests.",
+    "w of PushSum: it follows from the graph, which the server chooses.",
+    "anything from the other institutions: each can open what the others send.",
+    "earlier messages, once a private key is stolen. There is no forward secrecy: who has kept the parcels then opens "
+    "all of them, since each is sealed for every institution.",
 )
 ASKED = (
     "to use what it receives for this study only, and to delete it afterwards. Nothing here can check that.",
@@ -73,8 +91,9 @@ def write_officer_page(folder: Path, found: Mapping[str, Any]) -> tuple[Path, Pa
         protected=_protected(lines),
         unprotected=_unprotected(lines),
         pinned=_joined(found["pinned"]),
-        enforced=ENFORCED[: len(ENFORCED) if found["private"] else -1],
-        asked=ASKED,
+        enforced=[*ENFORCED[: len(ENFORCED) if found["private"] else -1], *([SEALS] if found["sealed"] else [])],
+        asked=[ASKED[0], HANDS_ON, *ASKED[2:]] if found["sealed"] else ASKED,
+        not_hidden=NOT_HIDDEN if found["sealed"] else (),
         policy=found["policy"],
         policy_text=found["policy-text"],
         versions={
@@ -131,7 +150,7 @@ def _fields(name: str, lines: Sequence[Mapping[str, Any]], number: Mapping[str, 
         ]
         for one in lines
     ]
-    heads = ["field", "verdict", "stage", "kind", "messages", "size", "(ε, δ) and mechanism"]
+    heads = ["field", "verdict", "stage", "kind", "messages", "size", "protection"]
     one = ". An (ε, δ) that stands at several fields of a stage holds for them together" * any(map(_is_private, lines))
     return {"caption": f"Every field that {name} would be asked to send{one}", "heads": heads, "rows": rows}
 

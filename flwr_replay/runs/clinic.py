@@ -28,8 +28,9 @@ from flwr_replay.errors import ConfigError, FlwrReplayError, RunError
 from flwr_replay.files.atomic import NAME, make_folder, read_bytes, read_text
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.policy import read_policy
+from flwr_replay.institution.seal import Seal, make_key, read_pins
 from flwr_replay.runs.certificates import CA
-from flwr_replay.runs.deployment import host_of
+from flwr_replay.runs.deployment import PEERS_FILE, host_of
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job
 from flwr_replay.runs.officer import refusals, study_options
@@ -69,6 +70,7 @@ def examine_clinic(folder: Path) -> tuple[bool, str]:
         _data,
         _state,
         _key,
+        _seal,
         _certificate,
         _connection,
     )
@@ -189,6 +191,17 @@ def _key(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     yield f"key: its owner's only; {sent.name} is its public half"
 
 
+def _seal(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    if not compose(study_options(folder / "study")).sealed:
+        return
+    make = f"flwr-replay deploy seal-key {own['NAME']}, in this folder"
+    for needed, made in (("seal.key", make), (PEERS_FILE, "put every clinic's line into it")):
+        if not (folder / needed).is_file():
+            raise RunError(f"the study is sealed, and {folder / needed} is missing: {made}")
+    seal = Seal(own["NAME"], make_key(folder / "seal.key")[0], read_pins(folder / PEERS_FILE))
+    yield f"seal: {len(seal.pins)} pinned keys ({', '.join(seal.pins)}); compare with the clinics: {seal.digest}"
+
+
 def _certificate(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     file = folder / CA
     try:
@@ -235,5 +248,7 @@ def _node(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
     data = (folder / own["DATA"]).resolve()  # an absolute DATA stays as it is
     owned = {"name": own["NAME"], "data": str(data), "state": str(folder / "state")}
     owned["policy"] = str(folder / "policy.yaml")
+    if (folder / PEERS_FILE).is_file():
+        owned |= {"seal-key": str(folder / "seal.key"), "seal-peers": str(folder / PEERS_FILE)}
     node_config(owned)
     return owned

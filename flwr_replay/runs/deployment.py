@@ -35,9 +35,14 @@ from flwr_replay.runs.deployment_texts import (
     CLINIC,
     COORDINATOR,
     LEAVES,
+    MAKE_SEAL_KEY,
+    PEERS,
     POLICY,
     SCRIPTS_OF_CLINIC,
     SCRIPTS_OF_COORDINATOR,
+    SEAL_KEYS,
+    SEALED_POLICY,
+    SEALED_STEP,
     STAYS,
     STUDY,
 )
@@ -46,9 +51,9 @@ from flwr_replay.runs.execute import Job
 from flwr_replay.runs.forecast import exchanged
 from flwr_replay.wire.payload import rows
 
-__all__ = ["COORDINATOR_FOLDER", "host_of", "init"]
+__all__ = ["COORDINATOR_FOLDER", "PEERS_FILE", "host_of", "init"]
 
-COORDINATOR_FOLDER = "coordinator"
+COORDINATOR_FOLDER, PEERS_FILE = "coordinator", "peers.txt"
 CLINIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")  # a folder, a file, a word of a shell, a TOML text
 HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 OWN = ("nodes", "runs_dir", "run_name", "resume", "data_dir", "task.data_dir", "partition")
@@ -128,8 +133,10 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
                 own,
                 study,
                 {"README.md": CLINIC, **SCRIPTS_OF_CLINIC},
-                {**words, "name": name, "local_port": LOCAL_PORT + k},
+                {**words, **_sealed(config, name), "name": name, "local_port": LOCAL_PORT + k},
             )
+            if config.sealed:
+                write_atomic(own / PEERS_FILE, PEERS.format(name=name))
         os.rename(new, place)
     finally:
         shutil.rmtree(new, ignore_errors=True)
@@ -194,6 +201,7 @@ def _policy(config: RunConfig, clinics: Sequence[str]) -> tuple[str, set[str]]:
         metrics="exact" if config.task.kind == "regression" else "counted",
         tests=max(TESTS, 2 * tests),
         agreed=_agreed(config),
+        sealed=SEALED_POLICY if config.sealed else "",
     )
     return text, set(kinds)
 
@@ -210,6 +218,13 @@ def _agreed(config: RunConfig) -> str:
     if getattr(config.strategy, "encoder", "") == RANDOM:
         agreed["weights"] = {"extract": [RANDOM]}
     return yaml.safe_dump(agreed, sort_keys=False) if agreed else ""
+
+
+def _sealed(config: RunConfig, name: str) -> dict[str, object]:
+    """Return what a clinic's files say of keys to seal with; nothing if the run is not sealed."""
+    words = {"make_seal_key": MAKE_SEAL_KEY.format(name=name), "seal_keys": SEAL_KEYS}
+    words["sealed_step"] = SEALED_STEP.replace("<<name>>", name).rstrip()
+    return dict.fromkeys(words, "") if not config.sealed else {**words}
 
 
 def _write(folder: Path, study: str, files: dict[str, str], words: dict[str, object]) -> None:

@@ -6,9 +6,14 @@ __all__ = [
     "CLINIC",
     "COORDINATOR",
     "LEAVES",
+    "MAKE_SEAL_KEY",
+    "PEERS",
     "POLICY",
     "SCRIPTS_OF_CLINIC",
     "SCRIPTS_OF_COORDINATOR",
+    "SEALED_POLICY",
+    "SEALED_STEP",
+    "SEAL_KEYS",
     "STAYS",
     "STUDY",
 ]
@@ -57,7 +62,26 @@ max-upload-mb: {upload}
 metrics: {metrics}
 max-evaluations: {tests}
 recording: false
-{agreed}"""
+{agreed}{sealed}"""
+
+SEALED_POLICY = """\
+# No run in which the server could read weights.
+sealed: true
+"""
+
+PEERS = """\
+# The pinned keys: a line for each clinic, its name and its public key, as ./make-key.sh prints it. Without your own line,
+# and with another key for anybody, this clinic takes no part. The same file at every clinic: compare its digest by
+# telephone, with the other clinics, not with the coordinator: flwr-replay deploy seal-key {name} --peers peers.txt
+"""
+
+SEALED_STEP = """
+   The run is sealed: the server cannot read what the clinics send each other. `make-key.sh` also makes `seal.key`, which
+   never leaves this folder, and prints a line for `peers.txt`. Give that line to every other clinic, and not through the
+   coordinator, who could put a key of its own in its place. Put all lines into `peers.txt`, your own too. Then compare,
+   by telephone, the digest that this prints at every clinic:
+   `flwr-replay deploy seal-key <<name>> --peers peers.txt`
+"""
 
 COORDINATOR = """\
 # At the coordinator
@@ -158,7 +182,7 @@ policy says to it, you can see before you start: step 5.
    says which; without it one patient in five tests. Labels are written as in the study, with the same capitals.
 3. Read the scripts here; they are short, and came by mail. Ask the coordinator, by telephone, for the SHA-256 of `ca.crt`, and compare: `sha256sum ca.crt`.
 4. Make your key. It never leaves this folder: `./make-key.sh`. Send the coordinator the file `<<name>>.pub` only,
-   and compare its fingerprint by telephone: `ssh-keygen -l -f <<name>>.pub`.
+   and compare its fingerprint by telephone: `ssh-keygen -l -f <<name>>.pub`.<<sealed_step>>
 5. Read `policy.yaml`. It decides what may leave, and is your own word. Then look at what would leave, and give the page
    to your data-protection officer:
 
@@ -174,6 +198,12 @@ policy says to it, you can see before you start: step 5.
 Everything that leaves is written down first, in `state/<<name>>/ledger.jsonl`. Keep the folder `state`, and never put an
 older copy of it over a newer one. Give this folder to a user of its own, who can read the images and nothing else.
 """
+
+MAKE_SEAL_KEY = """\
+echo "a line for peers.txt, here and at every other clinic; seal.key stays here:"
+flwr-replay deploy seal-key {name}
+"""
+SEAL_KEYS = ' seal-key=\\"$PWD/seal.key\\" seal-peers=\\"$PWD/peers.txt\\"'
 
 SCRIPTS_OF_CLINIC = {
     "clinic.env": """\
@@ -197,7 +227,7 @@ fi
 ssh-keygen -q -t ecdsa -b 384 -N "" -C <<name>> -f key
 mv key.pub <<name>>.pub
 echo "send <<name>>.pub to the coordinator; key stays here"
-""",
+<<make_seal_key>>""",
     "start.sh": """\
 #!/bin/sh
 # Starts this clinic's SuperNode. PORT is a local one, between the SuperNode and its own processes.
@@ -211,6 +241,6 @@ mkdir -p "$FLWR_HOME"
 echo $$ > supernode.pid
 exec flower-supernode --superlink "$ADDRESS" --port "$PORT" --root-certificates ca.crt \\
   --auth-supernode-private-key key \\
-  --node-config "name=\\"$NAME\\" data=\\"$data\\" state=\\"$PWD/state\\" policy=\\"$PWD/policy.yaml\\""
+  --node-config "name=\\"$NAME\\" data=\\"$data\\" state=\\"$PWD/state\\" policy=\\"$PWD/policy.yaml\\"<<seal_keys>>"
 """,
 }

@@ -39,6 +39,11 @@ from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.records import array_record, opened
 from flwr_replay.wire.weights import to_arrays
 
+SEALED_RUN = (
+    "The run is sealed: weights and images travel encrypted between the institutions, each of which has pinned the "
+    "others' keys. The server sees sizes only; every institution can read what the others send. Not hidden from the "
+    "server: who exchanges with whom and when, numbers of examples, losses, metrics, w of PushSum."
+)
 EVIDENCE = "That synthetic images lie far from real ones is evidence, and no guarantee."
 
 __all__ = ["Job", "claim", "execute", "run_job", "settings_of"]
@@ -119,11 +124,13 @@ def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
 
 
 def claim(strategy: Movement) -> str:
-    """Say in a sentence what in a run is differentially private, by the declarations of its stages."""
-    privacy = strategy.settings.privacy
+    """Say what in a run is differentially private, by the declarations of its stages, and whether it is sealed."""
+    privacy, stages = strategy.settings.privacy, strategy.all_stages()
     if privacy is None:
-        return f"{NOTHING} {EVIDENCE}" if "train-slice" in strategy.all_stages() else NOTHING
-    return privacy.sentence({stage: REQUESTS[stage].answer for stage in strategy.all_stages()})
+        said = f"{NOTHING} {EVIDENCE}" if "train-slice" in stages else NOTHING
+    else:
+        said = privacy.sentence({stage: REQUESTS[stage].answer for stage in stages})
+    return f"{said} {SEALED_RUN}" if strategy.settings.sealed else said
 
 
 def _noise(plan: PrivacyPlan, strategy: Movement, recorder: Recorder) -> dict[str, list[dict[str, Any]]]:

@@ -26,8 +26,9 @@ from flwr_replay.data.folder import folder_rows
 from flwr_replay.data.manifest import INTEGER, Row
 from flwr_replay.data.readers import picture
 from flwr_replay.errors import ConfigError, DataError, RunError
-from flwr_replay.files.atomic import NAME, private_folder
+from flwr_replay.files.atomic import NAME, private_folder, write_atomic
 from flwr_replay.institution.policy import read_policy
+from flwr_replay.institution.seal import KEY, make_key
 from flwr_replay.rng import derived_rng
 from flwr_replay.runs.certificates import CA, write_key
 from flwr_replay.runs.opening import read_result
@@ -111,6 +112,8 @@ def rehearse(
     for part in ("data", "state", "logs"):
         private_folder(place / part)
     deal(rows, names, place / "data")
+    if config.sealed:
+        shared["seal-peers"] = str(_pins(place, sorted(set(names))))
     with ExitStack() as stack:
         link = stack.enter_context(_linked(place, tls))
         for name in sorted(set(names)):
@@ -130,6 +133,13 @@ def rehearse(
             f"the rehearsal ended without a result; its reason is above, and all logs are in {place / 'logs'}"
         )
     return result, folder
+
+
+def _pins(place: Path, names: Sequence[str]) -> Path:
+    """Make every institution's key to seal with, and a file that pins them all."""
+    keys = {name: make_key(private_folder(place / "state" / name) / KEY)[1] for name in names}
+    write_atomic(place / "peers.txt", "".join(f"{name} {key}\n" for name, key in keys.items()))
+    return place / "peers.txt"
 
 
 @contextmanager

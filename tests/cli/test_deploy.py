@@ -6,7 +6,9 @@ import runpy
 import socket
 import ssl
 import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from harness import command
@@ -186,3 +188,67 @@ def test_flower_reads_node_config_as_it_was_meant(text):
 def test_what_flower_cannot_be_told_is_refused(text):
     with pytest.raises(ConfigError, match="one kind of quotes and no control characters"):
         node_config({"data": text})
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory):
+    """The folders of a sealed study, with both clinics' keys made by their scripts and pinned."""
+    place = tmp_path_factory.mktemp("sealed") / "dep"
+    words = ["--clinics", "north,south", "--out", str(place), *STUDY[1:-1], "strategy=avgpush", "sealed=true"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        assert command(patch, "deploy", "init", *words) == 0
+    for name in ("north", "south"):
+        done = subprocess.run(
+            [place / name / "make-key.sh"], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True
+        )
+        lines.append(done.stdout.splitlines()[-1])
+    for name in ("north", "south"):
+        with open(place / name / "peers.txt", "a", encoding="utf-8") as file:
+            file.write("\n".join(lines))
+    return place
+
+
+def found(place):
+    """Return the doctor's line on keys to seal with."""
+    [line] = [line for line in examine_clinic(place)[1].splitlines() if line[4:].startswith("seal:")]
+    return line
+
+
+def test_a_sealed_study_has_keys_that_the_clinics_make_and_pin(sealed, monkeypatch, capsys):
+    keys = [(sealed / name / "seal.key").read_text() for name in ("north", "south")]
+    assert keys[0] != keys[1]
+    assert not any((sealed / name / "seal.key").stat().st_mode & 0o077 for name in ("north", "south"))
+    assert not any(key in file.read_text() for key in keys for file in (sealed / "coordinator").rglob("*.*"))
+    assert read_policy(sealed / "north" / "policy.yaml").sealed
+    assert "seal-peers" in (sealed / "north" / "start.sh").read_text()
+    assert found(sealed / "north").startswith("ok  seal: 2 pinned keys (north, south)")
+    words = ["--key", str(sealed / "south" / "seal.key"), "--peers", str(sealed / "south" / "peers.txt")]
+    assert command(monkeypatch, "deploy", "seal-key", "south", *words) == 0
+    said = capsys.readouterr().out
+    assert said.split()[-1] == found(sealed / "north").split()[-1]  # the digests are compared by telephone
+    assert not any(key in said for key in keys)
+    assert command(monkeypatch, "deploy", "seal-key", "north", *words) == 2
+    assert "the pinned keys must have north's own" in capsys.readouterr().err
+
+
+def test_the_doctor_finds_keys_that_are_missing_wrong_or_open(sealed):
+    north = sealed / "north"
+    for file, text, said in (
+        ("peers.txt", "", "the pinned keys must have north's own"),
+        ("peers.txt", (north / "peers.txt").read_text().replace("south ", "north "), "each once; got"),
+        ("seal.key", "0" * 63, "must hold a private key"),
+    ):
+        before = (north / file).read_text()
+        (north / file).write_text(text)
+        line = found(north)
+        (north / file).write_text(before)
+        assert line.startswith("NO  seal:")
+        assert said in line
+    (north / "seal.key").chmod(0o640)
+    assert "only its owner may read seal.key" in found(north)
+    (north / "seal.key").chmod(0o600)
+    (north / "seal.key").rename(north / "away")
+    assert "is missing: flwr-replay deploy seal-key north" in found(north)
+    (north / "away").rename(north / "seal.key")

@@ -10,7 +10,10 @@ from safetensors.numpy import load_file
 from sealed_runs import SEALED, all_sealed, parcels_in, pinned, seal_of
 
 from flwr_replay.check import check_strategy
+from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import read_json
+from flwr_replay.lab.evidence import Evidence
+from flwr_replay.runs.trained import load_model
 from flwr_replay.wire.records import opened
 
 GOSSIP = ["topology=exponential-half", "rounds=3"]
@@ -155,3 +158,23 @@ def test_sealed_buffers_reach_who_trains_on_them(monkeypatch, tmp_path):
     assert [{e["protection"] for e in found} for found in synthetic] == [{"none"}, {"sealed"}]
     assert {e["stage"] for e in synthetic[1]} == {"draw-buffer", "keep-buffer"}
     assert read_json(plain / "result.json")["final"] == read_json(ran / "result.json")["final"]
+
+
+def test_recorded_parcels_are_not_attacked(folder):
+    ran = sealed(folder, "strategy=avgpush", "rounds=1", "record=all")
+    with pytest.raises(RunError, match="are sealed: run again with sealed=false"):
+        Evidence.of(ran.folder)
+    assert list((ran.folder / "messages").iterdir())
+
+
+def test_a_simulated_institutions_model_of_a_sealed_cwt_can_be_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    job = ["strategy=cwt", "task=digits", "nodes=2", "rounds=1", "partition.size=60", "--runs-dir", str(tmp_path)]
+    for name, option in (("plain", "sealed=false"), ("sealed", SEALED)):
+        assert not command(monkeypatch, "run", *job, option, f"run_name={name}")
+    with pytest.raises(RunError, match="no global model"):
+        load_model(tmp_path / "sealed")
+    theirs = load_model(tmp_path / "plain").state_dict()
+    for name in ("institution-1", "institution-2"):
+        own = load_model(tmp_path / "sealed", name).state_dict()
+        assert all((own[key] == value).all() for key, value in theirs.items())

@@ -98,3 +98,37 @@ def test_the_page_says_what_can_be_made_of_latents_and_whose_sizes_these_are(hos
     noise = ["dp=latents", "latent-clip=10", "latent-epsilon=50", "label-epsilon=5", "delta=1e-5"]
     assert command(monkeypatch, "run", "--dry-run", *words, *noise) == 0
     assert "latents and labels of stage extract, together: (55, " in (tmp_path / "officer.html").read_text()
+
+
+def test_the_page_of_a_sealed_run_says_what_the_seal_hides_and_what_not(hospitals, tmp_path, monkeypatch):
+    job = [*TASK, "strategy=avgpush", "rounds=2", "nodes=3", "partition=natural", f"data_dir={hospitals / 'a.npz'}"]
+    (tmp_path / "policy.yaml").write_text("sealed: true\n")
+    words = [
+        "run",
+        "--dry-run",
+        *job,
+        "--clinics",
+        "a",
+        "--policy",
+        str(tmp_path / "policy.yaml"),
+        "--out",
+        str(tmp_path),
+    ]
+    assert command(monkeypatch, *words) == 1
+    page = (tmp_path / "officer.html").read_text()
+    assert "policy asks for a sealed run (sealed: true)" in page
+    assert "no forward secrecy" not in page
+    assert command(monkeypatch, *words, "sealed=true") == 0
+    page = (tmp_path / "officer.html").read_text()
+    found = json.loads((tmp_path / "officer.json").read_text())
+    assert {one["protection"] for one in found["fields"] if one["kind"] == "model"} == {"sealed"}
+    for said in (
+        "The server sees sizes only",
+        "who exchanges with whom, when, and how many bytes",
+        "w of PushSum",
+        "no forward secrecy",
+        "It can hold a parcel back",
+    ):
+        assert said in page
+    assert "which has them as they are" not in page
+    assert "Weights made for reading images" not in page
