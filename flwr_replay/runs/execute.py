@@ -41,8 +41,8 @@ from flwr_replay.wire.weights import to_arrays
 
 SEALED_RUN = (
     "The run is sealed: weights and images travel encrypted between the institutions, each of which has pinned the "
-    "others' keys. The server sees sizes only; every institution can read what the others send. Not hidden from the "
-    "server: who exchanges with whom and when, numbers of examples, losses, metrics, w of PushSum."
+    "others' keys. Of these the server sees sizes only; every institution can read what the others send. Not hidden "
+    "from the server: who exchanges with whom and when, numbers of examples, losses, metrics, w of PushSum."
 )
 EVIDENCE = "That synthetic images lie far from real ones is evidence, and no guarantee."
 

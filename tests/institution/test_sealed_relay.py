@@ -1,6 +1,8 @@
 """Sealed runs: the same bits as unsealed ones, with a server that has nothing to read."""
 
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -178,3 +180,11 @@ def test_a_simulated_institutions_model_of_a_sealed_cwt_can_be_used(monkeypatch,
     for name in ("institution-1", "institution-2"):
         own = load_model(tmp_path / "sealed", name).state_dict()
         assert all((own[key] == value).all() for key, value in theirs.items())
+
+
+def test_the_command_of_the_page_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    page = (Path(__file__).parents[2] / "docs" / "sealed.md").read_text()
+    [line] = re.findall(r"```sh\n(flwr-replay .*)\n```", page)
+    assert not command(monkeypatch, *line.split()[1:], "--runs-dir", str(tmp_path))
+    assert "Of these the server sees sizes only" in " ".join(capsys.readouterr().out.split())

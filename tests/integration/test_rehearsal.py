@@ -14,7 +14,7 @@ from PIL import Image
 
 from flwr_replay.cli.main import app
 from flwr_replay.errors import ConfigError, DataError, RunError
-from flwr_replay.files.atomic import read_json
+from flwr_replay.files.atomic import read_json, read_lines
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def left_over(place):
 
 
 def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
-    """With TLS and keys, with a policy for each, in a folder whose name needs quoting."""
+    """Sealed, with TLS and keys, with a policy for each, in a folder whose name needs quoting."""
     place, policies = tmp_path / 'the "reh"', tmp_path / "policies"
     policies.mkdir()
-    (policies / "clinic-a.yaml").write_text("strategies: [cwt]\n")
+    (policies / "clinic-a.yaml").write_text("strategies: [cwt]\nsealed: true\n")
     (policies / "clinic-b.yaml").write_text("kinds: [model, statistic]\n")
-    process = started(place, play, "rounds=1", "--tls", "--record", "--policy", str(policies))
+    process = started(place, play, "rounds=1", "sealed=true", "--tls", "--record", "--policy", str(policies))
     said = process.communicate(timeout=180)[0]
     assert process.returncode == 0, said
     result = read_json(place / "runs" / "rehearsal" / "result.json")
@@ -67,6 +67,8 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
         log = (place / "logs" / f"{clinic}.log").read_text()
         assert f"policy {policies / clinic}.yaml" in log
         assert "insecure" not in log.lower()
+    models = [one for one in read_lines(place / "runs" / "rehearsal" / "ledger.jsonl") if one["kind"] == "model"]
+    assert {one["protection"] for one in models if one["bytes"]} == {"sealed"}
     assert (place / "runs" / "rehearsal" / "report.html").exists()
     assert not (place / "flower").exists()
     assert left_over(place) == []

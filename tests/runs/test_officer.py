@@ -123,7 +123,7 @@ def test_the_page_of_a_sealed_run_says_what_the_seal_hides_and_what_not(hospital
     found = json.loads((tmp_path / "officer.json").read_text())
     assert {one["protection"] for one in found["fields"] if one["kind"] == "model"} == {"sealed"}
     for said in (
-        "The server sees sizes only",
+        "Of these the server sees sizes only",
         "who exchanges with whom, when, and how many bytes",
         "w of PushSum",
         "no forward secrecy",
