@@ -6,8 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import lru_cache
-from functools import partial
+from functools import lru_cache, partial
 from math import nan
 from pathlib import Path
 from typing import Any

@@ -14,8 +14,8 @@ A parcel is good for its run, once, in its place:
     keep-buffer
     evaluate            of any exchange so far
 
-An interrupted run repeats up to `REPEATS` exchanges. A parcel of these may then come again where it came before, but a
-server cannot go back further.
+An interrupted run repeats up to `REPEATS` exchanges. A parcel of these may then come again where it came before. A
+server that asks for older exchanges once more can bring back older parcels, too: docs/sealed.md, known gaps.
 """
 
 from __future__ import annotations
