@@ -109,8 +109,8 @@ class RunConfig:
         )
         require(
             getattr(self.strategy, "mode", "") != "buffer-only",
-            "sealed=true is not for mode=buffer-only, where a test would replace an institution's own model: leave sealed "
-            "out, or choose mode=standard",
+            "sealed=true is not for mode=buffer-only, where a test would replace an institution's own model: leave "
+            "sealed out, or choose mode=standard",
         )
         for option, value, without in (
             ("replay", self.replay.name, "none"),
