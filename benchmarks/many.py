@@ -8,8 +8,8 @@ Every run is a process of its own with an empty state directory. A cycle of CWT 
 the end of the first round: the roll call, and what a method does once. `round` is the median of the later rounds, `end`
 what follows the last: models, `result.json`, the page. For FedAvg and CWT `plain` is the median round of a loop in the
 same process that takes the same steps and tests the same shards, without messages, ledgers, policies or files. Seconds
-are wall time, and the processor's beside it, which other work on the machine hardly changes. Memory is the process's
-peak, and before the run (data and libraries). Files are those of the run directory, and of all institutions' states.
+are wall time, and the processor's beside it, which other work changes less. Memory is the process's
+peak during the run, and before it (libraries, data). Files are those of the run directory, and of all states.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -75,18 +74,21 @@ def files_below(folder: Path) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def peak() -> float:
-    """Return the most memory that this process has had, MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB
+def memory(key: str) -> float:
+    """Return what Linux says of this process's memory, MB: VmRSS is what it has, VmHWM the most it has had."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{key}:")[2].split()[0]) * 1024 / MB
 
 
 def measured(overrides: list[str]) -> dict[str, Any]:
     """Run once in this process; return what it cost."""
     config = compose(overrides)
-    simulation, before, clock = Simulation.of(config), peak(), Clock()
+    simulation, clock = Simulation.of(config), Clock()
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # from here on VmHWM is the most of the run, not of reading the data
     _, folder = simulate(simulation, overrides, clock)
     clock.exchange(0, {}, 0, 0.0)  # the end
-    found: dict[str, Any] = {"memory": peak(), "memory-before": before}
+    found: dict[str, Any] = {"memory": memory("VmHWM"), "memory-before": before}
     for name, stamps in {"": clock.wall, "cpu-": clock.cpu}.items():
         ends = stamps[: -1 : (len(stamps) - 2) // config.rounds]  # of rounds, after the beginning
         later = [after - one for one, after in pairwise(ends[1:])]
