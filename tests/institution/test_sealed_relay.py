@@ -12,10 +12,14 @@ from safetensors.numpy import load_file
 from sealed_runs import SEALED, all_sealed, parcels_in, pinned, seal_of
 
 from flwr_replay.check import check_strategy
-from flwr_replay.errors import RunError
+from flwr_replay.config.compose import compose
+from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.lab.evidence import Evidence
+from flwr_replay.movements.base import Settings
+from flwr_replay.runs.execute import Job
 from flwr_replay.runs.trained import load_model
+from flwr_replay.strategies.cwt import CWT
 from flwr_replay.wire.records import opened
 
 GOSSIP = ["topology=exponential-half", "rounds=3"]
@@ -188,3 +192,35 @@ def test_the_command_of_the_page_runs(monkeypatch, tmp_path, capsys):
     [line] = re.findall(r"```sh\n(flwr-replay .*)\n```", page)
     assert not command(monkeypatch, *line.split()[1:], "--runs-dir", str(tmp_path))
     assert "Of these the server sees sizes only" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["strategy=fedavg"], "methods whose server only hands on what institutions send"),
+        (["strategy=cwt", "replay=vqvae2"], "got replay=vqvae2: leave replay out"),
+        (["strategy=cwt", "model.weights=w.safetensors"], "leave model.weights out"),
+        (["strategy=feder", "agreement=true"], "agreement compares models that the server hands to all"),
+    ],
+)
+def test_what_needs_a_server_that_reads_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        Job.of(compose([*options, SEALED]))
+
+
+def test_a_sealed_run_is_not_evaluated_at_the_server(folder):
+    strategy = CWT(settings=Settings(nodes=4, roll_call=True, sealed=True))
+    with pytest.raises(ConfigError, match="evaluate_fn needs weights that the server can read"):
+        strategy.refuse(run(folder, "strategy=cwt", "rounds=1").grid, lambda number, arrays: None)
+
+
+def test_several_processes_have_the_same_bits(monkeypatch, tmp_path):
+    """They make the keys of a simulation at the same time."""
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    job = ["strategy=avgpush", "task=digits", "nodes=3", "rounds=1", "partition.size=60", SEALED]
+    for workers in ("1", "2"):
+        words = ["--workers", workers, "--runs-dir", str(tmp_path), f"run_name=with-{workers}"]
+        assert not command(monkeypatch, "run", *job, *words)
+    one, two = (read_json(tmp_path / f"with-{workers}" / "result.json") for workers in (1, 2))
+    assert not two["failures"]
+    assert one["final"] == two["final"]
