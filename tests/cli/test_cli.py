@@ -1,40 +1,17 @@
 """The command line: what it prints, and one clear line with exit code 2 for every mistake."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import typer
 
-from flwr_replay.cli.main import app, main
 from flwr_replay.config.catalogue import choices
 from flwr_replay.files.atomic import alone, read_json
 from flwr_replay.memory import forget
 
 SMALL = ["model.width=4", "rounds=1", "encoder-epochs=1"]
-
-
-@pytest.fixture
-def flwr_replay(monkeypatch, capsys, tmp_path):
-    """Run a command in this process, in an empty folder; return exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["flwr-replay", *words])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 @pytest.mark.parametrize(
@@ -383,77 +360,3 @@ def test_classes_that_starve_are_said_after_a_run_and_in_its_result(flwr_replay)
     assert code == 0, err
     assert "institution-4: largest " in out
     assert "warning" not in out
-
-
-def test_doctor_finds_this_machine_fit(flwr_replay):
-    code, out, _ = flwr_replay("doctor")
-    assert "flwr " in out
-    assert "GPU" in out
-    assert code in (0, 1)
-
-
-def test_help_imports_nothing_heavy():
-    script = (
-        "import sys; sys.argv = ['flwr-replay', '--help']\n"
-        "from flwr_replay.cli.main import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print([name for name in ('torch', 'flwr', 'hydra', 'numpy', 'matplotlib') if name in sys.modules])"
-    )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=True)
-    assert done.stdout.strip().endswith("[]")
-
-
-def test_help_explains_every_argument():
-    """In a docstring: Click 8.5 drops the help of Typer's arguments."""
-    lacking, seen = [], 0
-    places = [((), typer.main.get_command(app), "")]
-    while places:
-        words, place, around = places.pop()
-        known = f"{around} {place.help or ''}"
-        places += [((*words, name), one, known) for name, one in getattr(place, "commands", {}).items()]
-        for param in place.params:
-            if param.param_type_name == "argument":
-                seen += 1
-                name = (param.metavar or param.name.upper()).strip("[]…")
-                if name != "OPTION=VALUE" and not any(part in known for part in name.split("|")):
-                    lacking.append((*words, name))
-    assert seen > 10
-    assert lacking == []
-
-
-def test_options_are_explained_on_80_columns(flwr_replay, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    for words in ([], ["partition"], ["training"], ["strategy"], ["strategy=proxyfl"]):
-        code, out, _ = flwr_replay("options", *words)
-        assert code == 0
-        assert max(map(len, out.splitlines())) <= 80
-    assert "strategy.proxy-optimizer  (text)" in out
-    code, out, _ = flwr_replay("options", "strategi")
-    assert (code, out) == (2, "")
-    _, out, _ = flwr_replay("run", "--help")
-    named = " ".join(out.split())
-    assert all(", ".join(choices(group)) in named for group in ("strategy", "task", "partition"))
-
-
-def test_a_run_imports_no_more_than_it_uses(tmp_path):
-    """These would take longer than all that a small run needs."""
-    words = ["strategy=fedavg", "model=mlp", "model.width=4", "partition.size=40", "nodes=2", "rounds=1"]
-    large = ("torch._dynamo", "sklearn", "scipy", "pandas", "matplotlib", "opacus", "torchvision", "ray")
-    script = (
-        "import sys; from flwr_replay.cli.main import main\n"
-        f"sys.argv = ['flwr-replay', 'run', *{words!r}, '--runs-dir', {str(tmp_path)!r}]\n"
-        f"try:\n    main()\nfinally:\n    print([name for name in {large!r} if name in sys.modules])"
-    )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=True)
-    assert done.stdout.strip().endswith("[]"), done.stdout
-
-
-def test_the_version_is_shown_and_an_unknown_command_has_one_suggestion(flwr_replay):
-    code, out, _ = flwr_replay("--version")
-    assert (code, out) == (0, "flwr-replay 0.1.0\n")
-    code, _, err = flwr_replay("studdy")
-    assert (code, err.count("Did you mean")) == (2, 1)
-    code, out, _ = flwr_replay()
-    assert "Usage:" in out
