@@ -47,7 +47,7 @@ def seal_key(
     key: Annotated[str, typer.Option("--key", help="The file of its private key, made if there is none.")] = "seal.key",
     peers: Annotated[str, typer.Option("--peers", help="Check this file of pinned keys, and show its digest.")] = "",
 ) -> None:
-    """Make an institution's key for sealed runs, and print the line that the others pin.
+    """Make the institution NAME's key for sealed runs, and print the line that the others pin.
 
     The private key stays in its file, which its owner alone can read. The printed line is public. Get it to the other
     institutions by a way that the server's owner does not control, and compare the digest by telephone.

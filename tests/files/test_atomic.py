@@ -6,6 +6,7 @@ import resource
 import signal
 import stat
 import time
+import traceback
 from contextlib import contextmanager
 
 import numpy as np
@@ -271,7 +272,7 @@ def test_answers_that_a_kill_lost_are_noted_in_the_servers_ledger(tmp_path, monk
     options = [*SMALL, "strategy=fedavg", f"runs_dir={tmp_path}/runs", "run_name=one"]
     child = os.fork()
     if not child:
-        answer, asked = InlineGrid._answer, []
+        answer, asked = InlineGrid.answer, []
 
         def killed(grid, message):
             asked.append(config_in(message.content)["stage"])
@@ -280,10 +281,13 @@ def test_answers_that_a_kill_lost_are_noted_in_the_servers_ledger(tmp_path, monk
                 os.kill(os.getpid(), signal.SIGKILL)
             return answer(grid, message)
 
-        monkeypatch.setattr(InlineGrid, "_answer", killed)
+        monkeypatch.setattr(InlineGrid, "answer", killed)
         monkeypatch.setattr(InlineGrid, "at_once", None)  # both are asked before the first answer, as over a network
-        run_inline(options, Display())
-        os._exit(1)
+        try:
+            run_inline(options, Display())
+        finally:
+            traceback.print_exc()
+            os._exit(1)
     os.waitpid(child, 0)
     folder = tmp_path / "runs" / "one"
     own = [read_lines(path) for path in (tmp_path / "home" / "state").rglob("ledger.jsonl")]

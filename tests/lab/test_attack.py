@@ -321,7 +321,7 @@ def test_without_the_library_of_scores_nothing_is_written(runs, tmp_path, monkey
     run = shutil.copytree(runs / "raw", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
     monkeypatch.setitem(sys.modules, "torchmetrics.functional", None)
     assert command(monkeypatch, "privacy", "attack", str(run)) == 2
-    assert "pip install flwr-replay[attacks]" in capsys.readouterr().err
+    assert "pip install 'flwr-replay[attacks]'" in capsys.readouterr().err
     assert not (run / "attacks").exists()
 
 

@@ -46,7 +46,7 @@ class Open(Display):
 
     def exchange(self, *progress):
         held = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-        self.most = max(self.most, sum("/state/" in path for path in held))
+        self.most = max(self.most, sum(path.startswith(f"{home().resolve()}/state/") for path in held))
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list open files")

@@ -62,7 +62,7 @@ def spoils(call, spoil):
 
 def asked_twice(grid, asked):
     if grid.asked[-1].stage not in OUTSIDE:
-        InlineGrid._answer(grid, asked)
+        InlineGrid.answer(grid, asked)
 
 
 @pytest.fixture
