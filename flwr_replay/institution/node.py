@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import lru_cache, partial
+from functools import partial
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def _institution(
     deployed = "data" in owned or "name" in owned
     if deployed:
         _allow(strategy_part(overrides_in(dict(run_config))), owned)  # composing imports the strategy
-    config = _composed(run_config)
+    config = from_run_config(dict(run_config))
     if deployed:
         return _deployed(config, owned), _with_own_files(config, owned)
     if "partition-id" not in owned:
@@ -70,11 +70,6 @@ def _institution(
             """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
         )
     return _simulated(config, int(owned["partition-id"]), int(owned["num-partitions"]), owned), config
-
-
-@lru_cache(maxsize=64)  # many institutions have the same options
-def _composed(run_config: tuple[tuple[str, Any], ...]) -> RunConfig:
-    return from_run_config(dict(run_config))
 
 
 def own_task(task: TaskConfig, data: str) -> TaskConfig:

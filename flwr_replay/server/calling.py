@@ -206,7 +206,7 @@ class Calling(Strategy):
                         )
                         self.members.ask_again(node_id)
                     else:
-                        member = present(node_id, reply)
+                        member = present(node_id, reply, self.settings.sealed)
                         if self.ours_only and not member.ours:
                             raise WireError(f"runs a ClientApp of its own, and {self.needs}")
                         arrived.append(member)

@@ -42,8 +42,10 @@ class Member:
     pins: str = ""  # sealed run: SHA-256 of the public keys that it has pinned, with their names
 
 
-def present(node_id: int, reply: Message) -> Member:
+def present(node_id: int, reply: Message, sealed: bool) -> Member:
     """Read an answer to the roll call; any other answer than `Present` is that of a user's own ClientApp.
+
+    Pins count in a sealed run only: in any other, nobody can have others refused by stating some.
 
     Raises
     ------
@@ -78,7 +80,8 @@ def present(node_id: int, reply: Message) -> Member:
                 f"squares {squares:g}"
             )
     digest = sha256(answer.proof.encode()).hexdigest() if answer.proof else ""
-    return Member(answer.name, node_id, n, answer.raw_bytes, total, squares, proof=digest, pins=answer.pins[:64])
+    pins = answer.pins[:64] if sealed else ""
+    return Member(answer.name, node_id, n, answer.raw_bytes, total, squares, proof=digest, pins=pins)
 
 
 class Members:
@@ -178,8 +181,9 @@ class Members:
                 fit.append(member)
         answering = Counter(member.name for member in fit)
         pinned = Counter(member.pins for member in self._by_name.values()) or Counter(member.pins for member in fit)
+        usual = max(pinned, key=pinned.__getitem__, default="")
         for member in fit:
-            if member.pins != (usual := pinned.most_common(1)[0][0]):
+            if member.pins != usual:
                 self._waiting.add(member.node_id)
                 faults[member.node_id] = (
                     f"all institutions of a sealed run pin the same keys; most have {usual[:16]}…, {member.name} has "

@@ -52,6 +52,17 @@ def test_a_lost_answer_is_reported_and_the_node_asked_again(tmp_path, code):
     }
 
 
+def test_who_states_pinned_keys_in_an_unsealed_run_has_nobody_refused(tmp_path):
+    def after(grid, message, reply):
+        if grid.asked[-1][:2] == ("roll-call", "institution-1"):
+            reply.content["config"]["pins"] = "f" * 64
+        return reply
+
+    result, _ = run(tmp_path, "strategy=fedavg", nodes=2, after=after)
+    assert result["failures"] == []
+    assert sorted(result["final"]["institutions"]) == ["institution-1", "institution-2"]
+
+
 def test_a_node_that_never_answers_takes_no_part(tmp_path):
     result, _ = run(tmp_path, *FEDREPLAY, before=losing(CRASHED, 99))
     assert sorted(result["final"]["institutions"]) == ["institution-1", "institution-3"]  # node 3 is the second
