@@ -18,10 +18,16 @@ def page(options: Sequence[str], study: str, policy: str, clinics: str, out: str
     given = study_options(Path(study).expanduser()) if study else []
     simulation, names = planned([*given, *options], [name for name in clinics.split(",") if name])
     found = findings(simulation, names, Path(policy).expanduser().absolute() if policy else None)
-    html, data = write_officer_page(private_folder(Path(out).expanduser().absolute()), found)
+    folder = private_folder(Path(out).expanduser().absolute())
+    earlier = " (the earlier one is replaced)" * any(folder.glob("officer.*"))
+    html, data = write_officer_page(folder, found)
     if as_json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         reasons = dict.fromkeys(one["reason"] for one in [*found["rules"], *found["fields"]] if one["reason"])
-        print("\n".join([verdict(found), *reasons, *sums(found), f"the page: {html}", f"the same as JSON: {data}"]))
+        print(
+            "\n".join(
+                [verdict(found), *reasons, *sums(found), f"the page: {html}{earlier}", f"the same as JSON: {data}"]
+            )
+        )
     return 0 if found["allowed"] else 1

@@ -24,6 +24,8 @@ __all__ = ["LATENTS", "LocalDP", "clipped", "keep_probability", "randomised"]
 
 LATENTS = "latents"  # the mechanism: latents and labels of one upload
 ROUNDING = 1 + 1e-12  # float64 must not carry a clipped norm above C
+GOOD = 10  # the largest epsilon of which the sentence says nothing more
+WEAK = "An epsilon this large promises an example next to nothing: what can be read from it is for attacks to show. "
 FINE = 20  # binary digits of the noise's standard deviation that are released
 
 
@@ -80,7 +82,8 @@ class LocalDP:
             f"{self.label_epsilon:g}) are locally differentially private, given the encoder as it was sent: for one "
             "example replaced by another in this run, not for one more or less. An example is one image, row or bag; a "
             "patient with several has as many times the epsilon, and every further run adds its own. Rounding to "
-            "float16 or int8 adds no protection. These leave unprotected: "
+            "float16 or int8 adds no protection. "
+            f"{WEAK * (self.latent_epsilon + self.label_epsilon > GOOD)}These leave unprotected: "
             f"{encoder * self.encoder_trained}how many examples there are; that each row is a view of one example; "
             "losses and metrics. What leaves as a whole has no epsilon."
         )

@@ -29,7 +29,8 @@ def rows_of(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     dict
         By label: `against` (None of the reference itself), `mean`, `sd`, `worst-institution`, bytes, examples and
         seconds (means over seeds), `difference` with the ends of its interval, `low` and `high`, `epsilon`, `delta`
-        and `proven` (None without differential privacy), and `seeds` that finished.
+        and `proven`, and `noise`, a line with sigma, C and sampling rate (None without differential privacy); and
+        `seeds` that finished.
     """
     found = {}
     for label, row in report["strategies"].items():
@@ -45,6 +46,7 @@ def rows_of(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "epsilon": stated and (float("inf") if stated.epsilon is None else stated.epsilon),
             "delta": stated and stated.delta,
             "proven": stated and stated.proven,
+            "noise": report.get("noise", {}).get(label) or None,
             "seeds": len(row["values"]),
         }
     return found

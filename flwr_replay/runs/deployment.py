@@ -22,6 +22,7 @@ import torch
 import yaml
 
 from flwr_replay.config.compose import compose_own
+from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.quoting import toml_text
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
@@ -119,6 +120,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             "replay_version": known["flwr-replay"],
             "days": DAYS,
             "leaves": next((LEAVES[kind] for kind in LEAVES if kind in kinds), STAYS),
+            "private": _private(config.privacy),
         }
         home = private_folder(new / COORDINATOR_FOLDER)
         hosts = dict.fromkeys([host.strip("[]"), "localhost", "127.0.0.1"])
@@ -218,6 +220,17 @@ def _agreed(config: RunConfig) -> str:
     if getattr(config.strategy, "encoder", "") == RANDOM:
         agreed["weights"] = {"extract": [RANDOM]}
     return yaml.safe_dump(agreed, sort_keys=False) if agreed else ""
+
+
+def _private(privacy: PrivacyConfig) -> str:
+    """Say in a README under which epsilon a run trains; nothing without DP."""
+    if not privacy.mechanisms:
+        return ""
+    most = f"at most {privacy.limit:g}" if privacy.limit < math.inf else "without a limit"
+    return (
+        f" The study asks for differential privacy (dp={privacy.dp}) with an ε {most}, in one run. It covers some of "
+        "what leaves."
+    )
 
 
 def _sealed(config: RunConfig, name: str) -> dict[str, object]:

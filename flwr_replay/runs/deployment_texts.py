@@ -169,7 +169,7 @@ flwr run study superlink --stream --run-config "runs-dir=\\"$PWD/runs\\"" "$@"
 CLINIC = """\
 # At <<name>>
 
-With this folder <<name>> takes part in a study with others (<<clinics>>). <<leaves>> What leaves, and what your own
+With this folder <<name>> takes part in a study with others (<<clinics>>). <<leaves>><<private>> What leaves, and what your own
 policy says to it, you can see before you start: step 5.
 
 1. Install flwr-replay <<replay_version>> here, on a machine that can read the images and reach <<address>>. The
@@ -187,7 +187,7 @@ policy says to it, you can see before you start: step 5.
    to your data-protection officer:
 
    ```
-   flwr-replay run --dry-run --study study --policy policy.yaml --clinics <<name>> data_dir=data
+   flwr-replay run --dry-run --study study --policy policy.yaml --clinics <<name>> task.data-dir=data
    ```
 
 6. Check that all is there. Each line says what is right, or what to do: `flwr-replay doctor --clinic .` The line

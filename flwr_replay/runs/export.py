@@ -9,6 +9,7 @@ import torch
 
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import read_json, read_lines, write_atomic
+from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.trained import TrainedModel
@@ -117,7 +118,11 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
             f"- On {tested}: {', '.join(f'{name} {value:.4f}' for name, value in metrics.items())}"
             f"{epsilon_suffix(result)}.",
             f"- Privacy of the run: {result['privacy-claim']}",
-            *(f"  - {name}: {one['mechanism']}" for name, one in result["privacy"].items() if one),
+            *(
+                f"  - {name}: {one['mechanism']}; {shown_noise(result.get('noise', {}).get(name, []))}".rstrip("; ")
+                for name, one in result["privacy"].items()
+                if one
+            ),
             *([PRIVATE] if institution and not (folder / "models" / f"{institution}.safetensors").exists() else []),
             f"- Made with {', '.join(f'{name} {version}' for name, version in result['versions'].items())}.",
             "",

@@ -144,7 +144,8 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
             )
             line["messages"] += one.times
             line["bytes"] += row.bytes * one.times
-    rules = [*refusals(policy, config, [*strategy.all_stages()]), _tests(policy, own)]
+    stages = [*strategy.all_stages(), *(one.request.stage_name for one in own)]
+    rules = [*refusals(policy, config, stages), _tests(policy, own)]
     lines = list(fields.values())
     refused = [one for one in [*rules, *lines] if one["verdict"] == REFUSED]
     down = {name: sum(_size(one.request) * one.times for one in own if one.member.name == name) for name in names}

@@ -80,6 +80,7 @@ def test_all_is_there_for_its_owner_only_and_no_clinics_private_key(written):
         "north/key",
     }
     assert (written / "north" / "key").stat().st_mode & 0o777 == 0o600
+    assert "differential privacy" not in (written / "south" / "README.md").read_text()
     policy = read_policy(written / "south" / "policy.yaml")
     assert policy.strategies == ("fedreplay",)
     assert set(policy.kinds) == {"statistic", "model", "per-sample"}
@@ -98,16 +99,18 @@ def test_a_proposed_policy_holds_the_server_to_the_noise_on_which_a_study_has_ag
     policy = read_policy(written / "policy.yaml")
     assert (policy.max_local_epsilon, policy.max_delta) == (55, 1e-5)
     assert policy.weights == (("extract", ("random",)),)
+    assert "(dp=latents) with an ε at most 55, in one run" in (written / "README.md").read_text()
     runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](tmp_path / "data")
     (written / "data").symlink_to(tmp_path / "data" / "clinic-a")
     monkeypatch.chdir(written)
-    page = ["run", "--dry-run", "--study", "study", "--policy", "policy.yaml", "--clinics", "north", "data-dir=data"]
+    page = ["run", "--dry-run", "--study", "study", "--policy", "policy.yaml", "--clinics", "north"]
     plain = ["dp=none", "latent-clip=0", "latent-epsilon=0", "label-epsilon=0"]
     for changed, verdict in (([], "takes part"), (plain, "takes no part"), (["latent-epsilon=60"], "takes no part")):
         capsys.readouterr()
-        command(monkeypatch, *page, *changed)
+        command(monkeypatch, *page, "task.data-dir=data", *changed)
         said = capsys.readouterr()
         assert verdict in said.out + said.err, changed
+        assert ("the earlier one is replaced" in said.out) == bool(changed)
 
 
 def test_the_doctor_finds_a_ready_clinic_sound(written, monkeypatch, capsys):

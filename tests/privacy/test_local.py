@@ -154,6 +154,8 @@ def test_the_claim_names_neighbours_and_what_it_leaves_out(options, said, unsaid
     said += ["a patient with several has as many times the epsilon", "every further run adds its own"]
     assert [words for words in [*said, "Rounding to float16 or int8 adds no protection"] if words not in text] == []
     assert [words for words in unsaid if words in text.replace("a view of", "")] == []
+    assert "promises an example next to nothing" in text  # at 11
+    assert "promises an example next to nothing" not in local(latent_epsilon=4.0).sentence()
     assert "nothing is protected" in claim(Job.of(compose([*LATENTS, "noise=seeded"])).strategy("run"))
 
 

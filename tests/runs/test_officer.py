@@ -54,7 +54,8 @@ def test_allowed_fields_are_those_that_left_with_their_bytes(hospitals):
 def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals):
     found, deployed = one_of(hospitals, "kinds: [statistic]\n")
     assert not found["allowed"]
-    (reason,) = [one["reason"] for one in found["rules"] if one["verdict"] == "refused"]
+    reason, encoding = [one["reason"] for one in found["rules"] if one["verdict"] == "refused"]
+    assert "Encoder.arrays is model" in encoding  # only the institution that trains the encoder is asked for it
     assert "Latents.latents is per-sample" in reason
     with pytest.raises(RefusedError, match="no institution takes part") as refused:
         deployed()

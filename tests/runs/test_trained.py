@@ -111,6 +111,13 @@ def test_private_models_are_used_at_their_institution(job, tmp_path, monkeypatch
         load_model(states / "institution-1", run="another")
 
 
+def test_the_card_of_a_private_run_tells_its_noise(tmp_path, monkeypatch):
+    private = ["dp=classifier", "target-epsilon=8", "delta=1e-3", "model=mlp"]
+    result, folder = run_at(tmp_path, monkeypatch, "task=digits", "strategy=fedavg", *private)
+    [one] = result["noise"]["institution-1"]
+    assert f"; classifier: sigma {one['sigma']:.3g}, clip C 1, sampling rate" in card(folder, load_model(folder), "")
+
+
 def test_a_regression_has_the_labels_unit(tmp_path, monkeypatch):
     result, folder = run_at(tmp_path, monkeypatch, "task=diabetes", "strategy=cwt")
     model, errors = load_model(folder), []

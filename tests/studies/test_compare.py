@@ -364,6 +364,25 @@ def test_methods_on_several_partitions_are_compared_on_the_same_one(tmp_path, mo
     assert "where partitions differ, so do the data" in alone
 
 
+def test_a_table_for_spreadsheets_tells_the_noise(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "compare",
+        "fedavg",
+        "dp=classifier",
+        "lr=0.1|0.2",
+        "task=digits",
+        "nodes=2",
+        "rounds=1",
+        "seeds=1",
+        "model=mlp",
+    ]
+    app([*words, "target-epsilon=8", "delta=1e-3", "--format", "csv"], standalone_mode=False)
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert all(row["noise"].startswith("at the smallest institution, classifier: sigma ") for row in rows)
+
+
 def test_a_swept_comparison_is_written_in_every_format(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -378,9 +397,10 @@ def test_a_swept_comparison_is_written_in_every_format(tmp_path, monkeypatch, ca
     assert rows["cwt:lr=0.1"]["against"] == "cwt:lr=0.01"
     assert rows["cwt:lr=0.1"]["difference"]["mean"] == pytest.approx(rows["cwt:lr=0.1"]["mean"] - mean)
     columns, first, _ = csv.reader(found["csv"].splitlines())
-    assert {"method", "against", "epsilon", "delta", "proven", "seeds"} <= {*columns}
+    assert {"method", "against", "epsilon", "delta", "proven", "noise", "seeds"} <= {*columns}
     read = dict(zip(columns, first, strict=True))
-    assert (read["mean"], read["against"], read["epsilon"], read["seeds"]) == (str(mean), "", "", "1")
+    assert (read["mean"], read["against"], read["seeds"]) == (str(mean), "", "1")
+    assert read["epsilon"] == read["noise"] == ""
     assert f"| cwt:lr=0.01 | {mean:.4f} |" in found["md"]
     assert r"\toprule" in found["latex"]
     assert "less cwt:lr=0.01" in found["latex"]
