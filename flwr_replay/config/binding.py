@@ -17,7 +17,7 @@ from typing import Any
 
 from flwr_replay.config.run import RunConfig
 
-__all__ = ["FREE", "binding", "differing", "digest_of", "flat"]
+__all__ = ["FREE", "binding", "differing", "digest_of", "flat", "shared_digest"]
 
 # May differ when a run is resumed; no promise depends on them.
 
@@ -52,6 +52,13 @@ def binding(config: RunConfig) -> str:
 def digest_of(bound: str) -> str:
     """Return a digest of these options, which every file of the run's state contains."""
     return sha256(bound.encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=64)
+def shared_digest(config: RunConfig) -> str:
+    """Return the SHA-256 of what is the same at all institutions of a run: these options without own files."""
+    values = {key: value for key, value in json.loads(binding(config)).items() if key not in OWN_FILES}
+    return sha256(json.dumps(values).encode()).hexdigest()
 
 
 def differing(before: str, now: str) -> str:

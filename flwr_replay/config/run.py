@@ -107,11 +107,6 @@ class RunConfig:
             f"sealed=true is for methods whose server only hands on what institutions send; that of strategy={name} "
             "computes with it: leave sealed out, or choose another strategy",
         )
-        require(
-            getattr(self.strategy, "mode", "") != "buffer-only",
-            "sealed=true is not for mode=buffer-only, where a test would replace an institution's own model: leave "
-            "sealed out, or choose mode=standard",
-        )
         for option, value, without in (
             ("replay", self.replay.name, "none"),
             ("model.weights", self.model.weights, ""),

@@ -110,7 +110,7 @@ def _answered(
         _check_account(budget, run, sent, charged_before, metrics_in(reply.content))
     if sealing and answer:
         exchange = config_in(message.content).get("server-round", 0)
-        sealing.note(exchange)
+        sealing.keep_tested(exchange)
         sealing.closed(reply, answer, exchange)
         found = rows(reply.content, answer)
         leaving = plan.protected(found, answer, metrics_in(reply.content)) if plan else list(found)

@@ -4,9 +4,9 @@
     wrapped for each k': K = HKDF-SHA256(X25519(own private key, pinned public key of k'), salt, both names and keys)
                          ChaCha20-Poly1305 under K of the parcel's key
 
-The head (run, kind, sender, receivers, exchange, weight) and the salt are associated data of the body. The same, the
-receiver and the SHA-256 of the sealed body are associated data of each wrapped key. So only the pinned sender can have
-made a parcel as a receiver sees it: no server, and no other receiver, who knows the parcel's key but not K.
+The head (run, options, kind, sender, receivers, exchange, weight) and the salt are associated data of the body. The
+same, the receiver and the SHA-256 of the sealed body are associated data of each wrapped key. So only the pinned sender
+can have made a parcel as a receiver sees it: no server, and no other receiver, who knows the parcel's key but not K.
 
 Sources: X25519: RFC 7748. HKDF: RFC 5869. ChaCha20-Poly1305: RFC 8439. The salt is fresh for every parcel, so each key
 is used once, with a nonce of zeros.
@@ -71,7 +71,7 @@ class Seal:
     Raises
     ------
     ConfigError
-        If its own key is missing there or another, or two institutions have one key.
+        If its own key is missing there or another, two institutions have one key, or one has no key of X25519.
     """
 
     def __init__(self, name: str, key: X25519PrivateKey, pins: Mapping[str, str]) -> None:
@@ -84,13 +84,17 @@ class Seal:
         if len(set(pins.values())) < len(pins):
             raise ConfigError("every institution has a key of its own; two pinned keys are the same: correct the file")
         self.name, self.key, self.pins = name, key, dict(sorted(pins.items()))
+        for other in self.pins:
+            self._shared(other, b"", sends=True)  # refuse what is no public key before anything leaves
 
     @property
     def digest(self) -> str:
         """SHA-256 of all pinned names and keys, the same at every institution that has pinned the same."""
         return sha256("".join(f"{name} {key}\n" for name, key in self.pins.items()).encode()).hexdigest()
 
-    def close(self, arrays: ArrayRecord, run: str, kind: str, exchange: int, weight: float) -> ArrayRecord:
+    def close(
+        self, arrays: ArrayRecord, run: str, options: str, kind: str, exchange: int, weight: float
+    ) -> ArrayRecord:
         """Seal named arrays for all pinned institutions.
 
         Raises
@@ -101,7 +105,7 @@ class Seal:
         body = joined_body(arrays)
         if len(body) > LARGEST:
             raise RefusedError(f"a sealed parcel has at most {LARGEST:,} bytes; got {len(body):,}: a smaller model")
-        head = Head(run, kind, self.name, tuple(self.pins), exchange, weight).pack()
+        head = Head(run, options, kind, self.name, tuple(self.pins), exchange, weight).pack()
         salt, own = secrets.token_bytes(SALT), secrets.token_bytes(32)
         sealed = ChaCha20Poly1305(own).encrypt(NONCE, body, head + salt)
         digest = sha256(sealed).digest()
@@ -143,7 +147,7 @@ class Seal:
                 f"a parcel must be as {head.sender} has sealed it for {self.name}; this one does not open: it was "
                 "altered or misdirected, or sealed with another key than the pinned one: refused"
             ) from None
-        return Opened(head, parted_body(body), parcel.salt.hex())
+        return Opened(head, parted_body(body), sha256(parcel.head + parcel.salt + digest).hexdigest())
 
     def _shared(self, other: str, salt: bytes, sends: bool) -> bytes:
         """Return K for one direction between this institution and another."""

@@ -5,7 +5,7 @@ request, and `closed` before an answer leaves. Arrays, of whatever kind, leave s
 by an institution whose key is pinned, or not at all: a server can neither read weights nor make any. Weights from the
 run's seed, with which a model begins, are made here.
 
-A parcel is good for its run, once, in its place:
+A parcel is good for its run and its options, and comes once, in its place:
 
     deliver             of each sender one, of the exchange in which the receiver released its own; senders by name. Own
                         parcels that come back: of no model more than was sent away
@@ -14,47 +14,45 @@ A parcel is good for its run, once, in its place:
     keep-buffer
     evaluate            of any exchange so far
 
-An interrupted run repeats up to `REPEATS` exchanges. A parcel of these may then come again where it came before. A
-server that asks for older exchanges once more can bring back older parcels, too: docs/sealed.md, known gaps.
+`flwr_replay/institution/arrivals.py` has the notes by which this is decided. A parcel to mix that holds no model of the
+common form, or numbers that are not finite, counts as the receiver's own model: whoever sealed it stops nobody.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Container
-from typing import NamedTuple
+from collections.abc import Container, Mapping
+from logging import WARNING
+from typing import Any
 
 from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.common.logger import log
 from torch import nn
 
-from flwr_replay.config.binding import binding
+from flwr_replay.config.binding import binding, shared_digest
 from flwr_replay.config.run import RunConfig
-from flwr_replay.errors import RefusedError
-from flwr_replay.files.atomic import private_folder, read_json, write_json
-from flwr_replay.files.tensors import nested
+from flwr_replay.errors import FlwrReplayError, RefusedError
+from flwr_replay.files.tensors import nested, unnested
+from flwr_replay.institution.arrivals import Arrival, Arrivals
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.seal import Opened, Seal
 from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.pushsum import sender_name
 from flwr_replay.models.zoo import backbone
+from flwr_replay.payloads.common import RollCall
 from flwr_replay.payloads.relay import Deliver
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.fields import RECORD_OF
 from flwr_replay.wire.payload import Payload, Request
-from flwr_replay.wire.records import array_record, config_in, metrics_in, opened
+from flwr_replay.wire.records import StateDict, array_record, config_in, metrics_in, opened
 from flwr_replay.wire.sealed import SEALED_NAME, is_sealed
-from flwr_replay.wire.weights import to_arrays
+from flwr_replay.wire.weights import check_weights, form_of, to_arrays
 
 __all__ = ["Sealing", "check_sealing"]
 
-REPEATS = 3  # exchanges that a crash may lose, with the one that it interrupts
-NOTES = "parcels.json"  # in a run's folder: which parcels came
-KEPT = 2 * REPEATS  # exchanges of which all parcels are noted; of older ones each sender's last
 TESTED, ONE = "evaluate", "train"  # stages: of a test; of training the only model that goes round
 BEGUN = (TESTED, ONE, "train-with-buffers")  # stages in which a model may begin: no weights come then
-TESTS = "model"  # in a run's folder: the model that was tested last, which the server cannot keep
-EXACT = 1e-9  # rounding of shares
+TESTS = "tested"  # in a run's folder: the model that was tested last, which the server cannot keep
 
 
 def check_sealing(institution: Institution, config: RunConfig, message: Message) -> None:
@@ -80,17 +78,6 @@ def check_sealing(institution: Institution, config: RunConfig, message: Message)
         raise RefusedError("arrays come in plain in this run; a sealed parcel came: refused; set sealed=true")
 
 
-class Arrival(NamedTuple):
-    """A parcel that came, and in which exchange."""
-
-    asked: int
-    sender: str
-    exchange: int
-    mark: str
-    kind: str = "model"
-    share: float = 0.0  # of an own parcel that came back
-
-
 class Sealing:
     """Opens and seals one message of a run.
 
@@ -107,9 +94,8 @@ class Sealing:
     def __init__(self, institution: Institution, config: RunConfig, run: str) -> None:
         assert institution.seal is not None
         self.seal: Seal = institution.seal
-        self.config, self.run, self.store = config, run, StateStore(institution, binding(config))
-        self.durable = institution.durable
-        self.came: list[Arrival] = []
+        self.config, self.run, self.options = config, run, shared_digest(config)
+        self.store, self.durable = StateStore(institution, binding(config)), institution.durable
         self.tested: ArrayRecord | None = None
 
     # --- what arrives -------------------------------------------------------------------------------------------------
@@ -131,41 +117,54 @@ class Sealing:
                 f"arrays come sealed by an institution whose key is pinned; those of stage {stage} came in plain: "
                 "refused; set sealed=true at the server"
             )
+        if stage == RollCall.stage_name:
+            return message
         instructions = {**config_in(message.content), **metrics_in(message.content)}
         asked = int(instructions.get("server-round", 0))
-        if stage == Deliver.stage_name:
-            arrays = self._delivered(record, Deliver.of({}, instructions))
-        elif record:
-            arrays = self._single(record, stage, asked, kinds)
-        elif stage in BEGUN:
-            self._check_order(stage, Arrival(asked, self.seal.name, 0, ""))
-            arrays = array_record(to_arrays(self._fresh()))
-        else:
+        notes = Arrivals(self.store, self.run, self.seal.name)
+        notes.ask(asked)
+        if any(RECORD_OF[field.kind] == "arrays" for field in request.answer.declared().values()):
+            if instructions.get("committed", 0) >= asked > 0:
+                raise RefusedError(f"a model is mixed after it is released; exchange {asked} is mixed already: refused")
+            notes.begin(asked)
+        arrays = self._arrived(record, stage, instructions, kinds, notes)
+        notes.write()  # before anything is used
+        if arrays is None:
             return message
         self.tested = arrays if stage == TESTED and instructions.get("split", "test") == "test" else None
         copied = copy.copy(message)
         copied.content = RecordDict({**message.content, "arrays": arrays})
         return copied
 
-    def _single(self, record: ArrayRecord, stage: str, asked: int, kinds: Container[str]) -> ArrayRecord:
-        """Open the only parcel of a request."""
+    def _arrived(
+        self, record: ArrayRecord, stage: str, instructions: Mapping[str, Any], kinds: Container[str], notes: Arrivals
+    ) -> ArrayRecord | None:
+        """Open what a request brings, and note it; None if it brings nothing."""
+        asked = int(instructions.get("server-round", 0))
+        if stage == Deliver.stage_name:
+            return self._delivered(record, Deliver.of({}, instructions), notes)
+        if not record and stage not in BEGUN:
+            return None
+        if not record:
+            if stage != TESTED:
+                notes.follow(Arrival(asked, self.seal.name, 0), one_model=stage == ONE)
+            return array_record(to_arrays(self._fresh()))
         if len(record) > 1:
             raise RefusedError(f"stage {stage} brings one parcel; got {len(record)}: refused")
         parcel = self._open(next(iter(record.values())), kinds)
-        if parcel.head.exchange > asked:
+        head = parcel.head
+        if head.exchange > asked:
             raise RefusedError(
-                f"exchange {asked} brings what was sealed in it or before; a parcel of {parcel.head.sender} is of "
-                f"exchange {parcel.head.exchange}: refused"
+                f"exchange {asked} brings what was sealed in it or before; a parcel of {head.sender} is of exchange "
+                f"{head.exchange}: refused"
             )
-        arrival = Arrival(asked, parcel.head.sender, parcel.head.exchange, parcel.mark, parcel.head.kind)
         if stage != TESTED:
-            self._check_order(stage, arrival)
-            self.came.append(arrival)
+            arrival = Arrival(asked, head.sender, head.exchange, head.kind, parcel.mark)
+            notes.follow(arrival, one_model=stage == ONE)
         return parcel.arrays
 
-    def _delivered(self, record: ArrayRecord, request: Deliver) -> ArrayRecord:
+    def _delivered(self, record: ArrayRecord, request: Deliver, notes: Arrivals) -> ArrayRecord:
         """Open the parcels of a delivery; none if they are mixed already, so that a repeated delivery does no harm."""
-        own = self.seal.name
         if self.store.has("mixed", self.run, request.exchange):
             return ArrayRecord()
         names = [f"{sender_name(i)}.{SEALED_NAME}" for i in range(len(request.parcels))]
@@ -173,98 +172,48 @@ class Sealing:
             raise RefusedError(
                 f"a delivery has a share and a weight for each of its parcels; got {len(record)}: refused"
             )
-        before, found, last = self._arrivals(), dict[str, ArrayRecord](), ""
-        back = defaultdict[int, float](float)  # by exchange: how much of the own model of that exchange has come back
-        for one in before:
-            back[one.exchange] += one.share
+        released = self.store.at("released", self.run, request.exchange) or {}
+        own = unnested(released).get("theta", {})
+        came, found = list[Arrival](), dict[str, ArrayRecord]()
         for i, (array, w, share) in enumerate(zip(record.values(), request.weights, request.shares, strict=True)):
             parcel = self._open(array, ("model",))
-            sender, exchange = parcel.head.sender, parcel.head.exchange
-            if parcel.head.weight != w:
+            head = parcel.head
+            if head.weight != w:
                 raise RefusedError(
-                    f"a parcel has the weight with which it was sealed; that of {sender} has {parcel.head.weight:g}, "
-                    f"the server says {w:g}: refused"
+                    f"a parcel has the weight with which it was sealed; that of {head.sender} has {head.weight:g}, the "
+                    f"server says {w:g}: refused"
                 )
-            if sender == own:
-                back[exchange] += share
-                if last or exchange >= request.exchange or back[exchange] > 1 + EXACT:
-                    raise RefusedError(
-                        f"no more of its own model comes back to an institution than it has sent; that of exchange "
-                        f"{exchange} does, in exchange {request.exchange}: refused"
-                    )
-            elif exchange != request.exchange:
-                raise RefusedError(
-                    f"a delivery of exchange {request.exchange} has parcels of that exchange; one of {sender} is of "
-                    f"exchange {exchange}: refused"
-                )
-            elif sender <= last or any(one.mark == parcel.mark for one in before):
-                raise RefusedError(
-                    f"a parcel comes once, and senders come in the order of their names; that of {sender} in exchange "
-                    f"{exchange} does not: refused"
-                )
-            last = sender if sender != own else last
-            found[sender_name(i)] = parcel.arrays
-            self.came.append(
-                Arrival(request.exchange, sender, exchange, parcel.mark, share=share if sender == own else 0.0)
-            )
+            of_own = share if head.sender == self.seal.name else 0.0
+            came.append(Arrival(request.exchange, head.sender, head.exchange, head.kind, parcel.mark, share=of_own))
+            found[sender_name(i)] = parcel.arrays if _fits(parcel.arrays, own) else array_record(own)
+            if found[sender_name(i)] is not parcel.arrays:
+                log(WARNING, "%s sealed no model of the common form: the own model stands in its place", head.sender)
+        notes.mix(request.exchange, request.kept, came)
         arrays = ArrayRecord()
         arrays.update(nested(found))
         return arrays
 
     def _open(self, array: Array, kinds: Container[str]) -> Opened:
         parcel = self.seal.open(array)
-        if parcel.head.run != self.run:
+        if (parcel.head.run, parcel.head.options) != (self.run, self.options):
             raise RefusedError(
-                f"a parcel is good in its own run; one of {parcel.head.sender} is of run {parcel.head.run[:60]!r}, "
-                f"this is {self.run!r}: refused"
+                f"a parcel is good in its own run; one of {parcel.head.sender} is of run {parcel.head.run[:60]!r}, or "
+                f"of other options, this is {self.run!r}: refused"
             )
         if parcel.head.kind not in kinds:
             raise RefusedError(f"a parcel of kind {parcel.head.kind[:40]!r} came in the place of another: refused")
         return parcel
 
-    def _check_order(self, stage: str, arrival: Arrival) -> None:
-        """Refuse a model that is older than what came before, and exchanges that no interruption repeats."""
-        before = self._arrivals()
-        newest = max((one.asked for one in before), default=0)
-        if arrival.asked <= newest - REPEATS:
-            raise RefusedError(
-                f"an interrupted run repeats at most its last {REPEATS} exchanges; exchange {arrival.asked} was asked "
-                f"for after {newest}: refused; begin a new run"
-            )
-        earlier = [one for one in before if one.asked < arrival.asked and stage != TESTED]
-        if stage != ONE:
-            earlier = [one for one in earlier if (one.sender, one.kind) == (arrival.sender, arrival.kind)]
-        last = max((one.exchange for one in earlier), default=0)
-        if arrival.exchange < last:
-            raise RefusedError(
-                f"no older model follows a newer one; that of {arrival.sender} is of exchange {arrival.exchange}, "
-                f"after one of {last}: refused"
-            )
-
     def _fresh(self) -> nn.Module:
         """Return the model with which a run begins: fresh, from the run's seed."""
         return backbone(self.config.model, self.config.task)(derived_seed(self.config.seed, "model"))
 
-    # --- what came, on the disk ---------------------------------------------------------------------------------------
+    # --- what leaves --------------------------------------------------------------------------------------------------
 
-    def note(self, server_round: int) -> None:
-        """Keep a tested model, and write down which parcels came: when they were used, before the answer leaves."""
+    def keep_tested(self, server_round: int) -> None:
+        """Keep a tested model, which no server can."""
         if self.tested is not None:
             self.store.save(TESTS, self.run, server_round, opened(self.tested), self.durable)
-        if not self.came:
-            return
-        known = [*self._arrivals(), *self.came]
-        newest = max(one.asked for one in known)
-        last = {one.sender: one for one in known}  # of each sender
-        kept = [one for one in known if one.asked > newest - KEPT or one is last[one.sender] or one.share]
-        folder = private_folder(self.store.of_run(self.run))
-        write_json(folder / NOTES, {"parcels": kept})
-
-    def _arrivals(self) -> list[Arrival]:
-        file = self.store.of_run(self.run) / NOTES
-        return [Arrival(*one) for one in read_json(file, {"parcels": list})["parcels"]] if file.exists() else []
-
-    # --- what leaves --------------------------------------------------------------------------------------------------
 
     def closed(self, reply: Message, answer: type[Payload], server_round: int) -> None:
         """Seal the arrays of an answer, in its place."""
@@ -273,4 +222,14 @@ class Sealing:
             return
         [kind] = {field.kind for field in answer.declared().values() if RECORD_OF[field.kind] == "arrays"}
         weight = float(metrics_in(reply.content).get("weight", 1.0))
-        reply.content["arrays"] = self.seal.close(record, self.run, kind, server_round, weight)
+        reply.content["arrays"] = self.seal.close(record, self.run, self.options, kind, server_round, weight)
+
+
+def _fits(arrays: ArrayRecord, own: StateDict) -> bool:
+    """Say whether a parcel holds a model of one's own form, with finite numbers. Institutions need not trust others."""
+    try:
+        theirs = opened(arrays)
+        check_weights(theirs)
+    except FlwrReplayError:
+        return False
+    return form_of(theirs) == form_of(own)

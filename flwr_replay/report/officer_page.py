@@ -33,7 +33,8 @@ ENFORCED = (
 SEALS = (
     "It seals all weights and images that leave, for the institutions whose keys it has pinned. It refuses weights "
     "that come in plain, altered, a second time, out of order, from another run, or from an institution whose key it "
-    "does not know. With pinned keys, it takes no part in a run that is not sealed."
+    "does not know. It knows what came before as long as its state directory is kept. With pinned keys, it takes no "
+    "part in a run that is not sealed."
 )
 HANDS_ON = (
     "to hand on what institutions have sealed. It can hold a parcel back, and it chooses who gets whose, with which "

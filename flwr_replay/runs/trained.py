@@ -32,7 +32,7 @@ from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["TrainedModel", "load_model"]
 
-PRIVATE = ("pair", "model")  # keys of an institution's state that hold the model that it uses
+PRIVATE = ("pair", "model", "tested")  # keys of an institution's state that hold the model that it uses, own ones first
 
 
 class TrainedModel(nn.Module):

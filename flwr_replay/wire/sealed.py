@@ -39,6 +39,7 @@ MARK = b"flwr-replay sealed 1\n"
 LENGTH = Struct(">I")
 NUMBERS = Struct(">IQd")  # the sender's place among the receivers, the exchange, w of PushSum
 SALT, WRAPPED, TAG = 32, 48, 16  # bytes
+DIGITS = 64  # of a digest of options
 MOST_HEAD = 2**20  # bytes; the names of some thousand institutions
 
 
@@ -46,6 +47,7 @@ class Head(NamedTuple):
     """What a parcel says of itself. Every word of it is bound to the seal."""
 
     run: str
+    options: str  # SHA-256 of the run's options, 64 hexadecimal digits
     kind: str  # of the field that is sealed: model or synthetic
     sender: str
     receivers: tuple[str, ...]  # who can open it, by name; the sender is among them
@@ -54,7 +56,7 @@ class Head(NamedTuple):
 
     def pack(self) -> bytes:
         """Write the head; its length does not depend on the sender or the numbers."""
-        texts = json.dumps([self.run, self.kind, *self.receivers]).encode()
+        texts = json.dumps([self.run, self.options, self.kind, *self.receivers]).encode()
         return NUMBERS.pack(self.receivers.index(self.sender), self.exchange, self.weight) + texts
 
     @classmethod
@@ -68,8 +70,8 @@ class Head(NamedTuple):
         """
         try:
             place, exchange, weight = NUMBERS.unpack_from(data)
-            run, kind, *receivers = texts = json.loads(data[NUMBERS.size :])
-            head = cls(run, kind, receivers[place], tuple(receivers), exchange, weight)
+            run, options, kind, *receivers = texts = json.loads(data[NUMBERS.size :])
+            head = cls(run, options, kind, receivers[place], tuple(receivers), exchange, weight)
             good = all(type(text) is str for text in texts) and head.pack() == data
         except Exception as error:  # of any kind, since the bytes come from another machine
             raise WireError(f"a sealed parcel must have a head; this one's cannot be read: {error}") from None
@@ -159,6 +161,6 @@ def parted_body(body: bytes) -> ArrayRecord:
 
 def blank(arrays: Weights, run: str, kind: str, receivers: Sequence[str]) -> ArrayRecord:
     """Return zeros of the size that these arrays have when they are sealed."""
-    head = Head(run, kind, receivers[0], tuple(receivers), 0, 1.0).pack()
+    head = Head(run, "0" * DIGITS, kind, receivers[0], tuple(receivers), 0, 1.0).pack()
     body = bytes(len(joined_body(array_record(arrays))) + TAG)
     return pack(Parcel(head, bytes(SALT), [bytes(WRAPPED)] * len(receivers), body))

@@ -10,8 +10,12 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from harness import write_shards
 from hostile_server import HostileServer, refusal, weights
 from peers import hospitals, run
+from safetensors.numpy import load_file
 from sealed_runs import SEALED, parcels_in, pinned, seal_of
 
+from flwr_replay.config.binding import shared_digest
+from flwr_replay.errors import ConfigError
+from flwr_replay.files.atomic import read_json
 from flwr_replay.files.tensors import nested
 from flwr_replay.institution.seal import KEY, NONCE, Seal, _bound, make_key, read_pins
 from flwr_replay.payloads.avgpush import EvaluatePeer, Push
@@ -44,7 +48,8 @@ def server(folder):
 def parcel(server, sender, exchange=1, scale=1.0, **other):
     """Seal a model as an institution does; return the parcel's array."""
     arrays = array_record({name: (scale * array).astype(array.dtype) for name, array in server.weights.items()})
-    record = seal_of(server.state.parent.parent, sender, ABC).close(arrays, **MODEL | {"exchange": exchange} | other)
+    told = MODEL | {"options": shared_digest(server.config), "exchange": exchange} | other
+    record = seal_of(server.state.parent.parent, sender, ABC).close(arrays, **told)
     return record[SEALED_NAME]
 
 
@@ -90,7 +95,8 @@ def test_what_leaves_can_be_opened_by_institutions_only(server, folder):
     pins = {**read_pins(folder / "peers-abc.txt"), "server": public}
     with pytest.raises(Exception, match="server is not among them: refused"):
         Seal("server", key, pins).open(array)
-    as_b = Seal("b", key, {**pins, "b": public, "server": "0" * 64})  # it takes b's name, with a key of its own
+    pins |= {"b": public, "server": make_key(folder / "other.key")[1]}
+    as_b = Seal("b", key, pins)  # it takes b's name, with a key of its own
     with pytest.raises(Exception, match="does not open"):
         as_b.open(array)
 
@@ -108,6 +114,55 @@ def test_a_parcel_is_good_once_and_in_its_exchange(server, exchange):
     assert not (server.state / "runs" / "r" / "mixed-000001.safetensors").exists()
     assert "a parcel comes once" in deliver(server, b) or exchange == 3
     assert not deliver(server, parcel(server, "b"))  # b has sealed its model anew
+
+
+def test_a_delivery_that_a_crash_interrupted_is_mixed_when_it_comes_again(server):
+    """The parcel is noted, and the mixing is not finished; after a new release it is too late."""
+    b, mixed = parcel(server, "b"), server.state / "runs" / "r" / "mixed-000001.safetensors"
+    assert not deliver(server, b)
+    before = mixed.read_bytes()
+    mixed.unlink()
+    assert not deliver(server, b)
+    assert mixed.read_bytes() == before
+    server.send(again(1))
+    assert "a parcel comes once" in deliver(server, b)
+
+
+def test_no_exchange_of_long_ago_is_asked_again(server):
+    """Going back, a server could have an institution forget what it has mixed, and mix old parcels."""
+    b, folder = parcel(server, "b"), server.state / "runs" / "r"
+    assert not deliver(server, b)
+    for exchange in range(2, 12):
+        assert weights(server.send(again(exchange)))
+    assert "repeats at most its last 3 exchanges; exchange 1 was asked for after 11" in refusal(server.send(again(1)))
+    kept = {file.name for file in folder.glob("released-*")}
+    assert "repeats at most its last 3 exchanges" in deliver(server, b)
+    assert "the model that was released last" in deliver(server, b, exchange=1, server_round=11)
+    assert "is mixed already" in refusal(server.send(replace(again(11), committed=11)))
+    assert {file.name for file in folder.glob("released-*")} == kept
+    assert len(read_json(folder / "parcels.json")["parcels"]) <= 12
+    (folder / "parcels.json").write_text("{}")
+    assert "begin a new run" in refusal(server.send(again(12)))
+
+
+def test_what_is_kept_and_what_comes_back_is_one_model_at_most(server):
+    [(_, own)] = parcels_in([server.send(again(2))])
+    assert not deliver(server, exchange=2, kept=0.75)
+    server.send(replace(again(3), committed=2))
+    back = {"exchange": 3, "weights": [1.0], "parcels": [1], "kept": 0.5}
+    assert "no more of its own model comes back" in deliver(server, own, **back, shares=[0.5])
+    assert not deliver(server, own, **back, shares=[0.25])
+
+
+def test_a_parcel_of_other_options_is_refused(server):
+    """A server that gives two runs one name."""
+    assert "or of other options" in deliver(server, parcel(server, "b", options="0" * 64))
+
+
+def test_who_takes_anothers_salt_does_not_have_its_parcel_refused(server, monkeypatch):
+    b = parcel(server, "b")
+    monkeypatch.setattr("flwr_replay.institution.seal.secrets.token_bytes", lambda n: unpack(b)[1].salt[:n])
+    assert not deliver(server, b, parcel(server, "c"))
 
 
 def test_parcels_come_in_the_order_of_their_senders_and_one_of_each(server):
@@ -140,6 +195,7 @@ def test_nothing_of_the_head_can_be_changed(server):
         head._replace(weight=2.0),
         head._replace(sender="c"),
         head._replace(run="s"),
+        head._replace(options="0" * 64),
         head._replace(kind="synthetic"),
         head._replace(receivers=("b", "a", "c")),
     ):
@@ -175,7 +231,7 @@ def test_a_weight_is_the_one_that_was_sealed(server):
 def test_an_institution_whose_key_is_not_pinned_is_refused(server, folder):
     (folder / "state" / "d").mkdir()
     pinned(folder, "abcd")
-    record = seal_of(folder, "d", "abcd").close(array_record(server.weights), **MODEL, exchange=1)
+    record = seal_of(folder, "d", "abcd").close(array_record(server.weights), **MODEL, options="0" * 64, exchange=1)
     assert "the key of 'd' is not: refused" in deliver(server, record[SEALED_NAME])
 
 
@@ -183,7 +239,7 @@ def test_a_server_with_keys_of_its_own_is_nobody(server, folder):
     """It takes b's name, and pins what it likes."""
     key, public = make_key(folder / "the-servers.key")
     pins = {**read_pins(folder / "peers-abc.txt"), "b": public}
-    record = Seal("b", key, pins).close(array_record(server.weights), **MODEL, exchange=1)
+    record = Seal("b", key, pins).close(array_record(server.weights), **MODEL, options="0" * 64, exchange=1)
     assert "sealed with another key than the pinned one: refused" in deliver(server, record[SEALED_NAME])
 
 
@@ -244,8 +300,6 @@ def test_a_sealed_institution_takes_part_in_no_unsealed_run(folder, options):
 
 
 def test_a_method_that_averages_cannot_be_sealed(folder):
-    from flwr_replay.errors import ConfigError
-
     with pytest.raises(ConfigError, match="sealed=true is for methods whose server only hands on"):
         HostileServer(folder, *SMALL, "strategy=fedavg", SEALED)
 
@@ -319,11 +373,33 @@ def test_who_has_pinned_other_keys_does_not_take_part(tmp_path):
     assert set(ran.result["final"]["institutions"]) == set("abc")
 
 
-def test_an_array_that_hides_in_a_body_is_refused(server, folder):
-    """Institutions need not trust each other: b seals what is no model, and c what is no body."""
-    strange = array_record({"x": np.zeros(3)})
-    record = seal_of(folder, "b", ABC).close(strange, **MODEL, exchange=1)
-    assert "a parcel must hold the own model's arrays" in deliver(server, record[SEALED_NAME])
-    whole = Array("uint8", (2,), "numpy.ndarray", b"no")
-    record = seal_of(folder, "b", ABC).close(ArrayRecord({"x": whole}), **MODEL, exchange=1)
-    assert "an array must be in NumPy's file format" in deliver(server, record[SEALED_NAME])
+@pytest.mark.parametrize("strange", ["another form", "not finite", "no body"])
+def test_a_bad_parcel_counts_as_the_receivers_own_model(server, folder, strange):
+    """Institutions need not trust each other: b seals what is no model, and stops nobody."""
+    worse = {name: np.full_like(array, np.nan) for name, array in server.weights.items()}
+    body = {"another form": {"x": np.zeros(3)}, "not finite": worse, "no body": {}}[strange]
+    arrays = array_record(body) if body else ArrayRecord({"x": Array("uint8", (2,), "numpy.ndarray", b"no")})
+    told = MODEL | {"options": shared_digest(server.config), "exchange": 1}
+    record = seal_of(folder, "b", ABC).close(arrays, **told)
+    assert not deliver(server, record[SEALED_NAME], parcel(server, "c"), kept=0.0, shares=[0.5, 0.5])
+    released, mixed = (load_file(server.state / "runs/r" / f"{of}-000001.safetensors") for of in ("released", "mixed"))
+    for name, theirs in server.weights.items():
+        own = released[f"theta.{name}"]
+        if np.issubdtype(theirs.dtype, np.floating):
+            np.testing.assert_allclose(mixed[f"theta.{name}"], (own + theirs) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_no_old_model_goes_round_when_newer_notes_have_been_forgotten(folder):
+    server = HostileServer(folder, *CWT, **{"seal-peers": str(folder / "peers-abc.txt")})
+    old = parcel(server, "b", 3)
+    assert not refusal(train(server, 5, parcel(server, "c", 4)))
+    for exchange in range(6, 20):
+        assert not refusal(train(server, exchange, parcel(server, "b", exchange - 1)))
+    for late in (old, None):
+        assert "no older model follows a newer one" in refusal(train(server, 20, late))
+
+
+def test_a_pinned_key_that_is_none_is_refused(folder):
+    own = make_key(folder / "state" / "a" / KEY)
+    with pytest.raises(ConfigError, match="the pinned key of b is no public key of X25519"):
+        Seal("a", own[0], {"a": own[1], "b": "0" * 64})

@@ -64,7 +64,7 @@ def test_sealed_cwt_ends_with_the_same_model_at_every_institution(folder, option
     assert all_sealed(ran.grid)
     theirs = load_file(plain.folder / "models" / "global.safetensors")
     for name in NAMES:
-        assert same(load_file(sorted(ran.state(name).glob("model-*.safetensors"))[-1]), theirs)
+        assert same(load_file(sorted(ran.state(name).glob("tested-*.safetensors"))[-1]), theirs)
     assert not list((ran.folder / "models").glob("*"))
     assert "sealed" in ran.result["best-model"]["none"]
 
@@ -164,6 +164,17 @@ def test_sealed_buffers_reach_who_trains_on_them(monkeypatch, tmp_path):
     assert [{e["protection"] for e in found} for found in synthetic] == [{"none"}, {"sealed"}]
     assert {e["stage"] for e in synthetic[1]} == {"draw-buffer", "keep-buffer"}
     assert read_json(plain / "result.json")["final"] == read_json(ran / "result.json")["final"]
+
+
+def test_models_that_stay_end_with_the_same_bits(folder):
+    options = ["strategy=feder", "mode=buffer-only", "generator.epochs=1", "generator.width=4"]
+    plain, ran = run(folder, *options), sealed(folder, *options)
+    assert not ran.result["failures"]
+    assert ran.result["final"] == plain.result["final"]
+    for name in NAMES:
+        own, theirs = (load_file(sorted(one.state(name).glob("model-*.safetensors"))[-1]) for one in (ran, plain))
+        assert same(own, theirs)
+    assert all_sealed(ran.grid)
 
 
 def test_recorded_parcels_are_not_attacked(folder):

@@ -1,0 +1,185 @@
+"""Which parcels came to an institution in a sealed run, and what may still come.
+
+An institution notes every request before it answers it, and every parcel before it is used. So a crash in between
+changes nothing: what is asked again may bring the same parcels to the same place, and nothing else may bring them.
+
+    any request         of an exchange that is new, or one of the last `REPEATS`: an interrupted run repeats these
+    a parcel to mix     once, into one release of the own model; again only if that mixing was not finished
+    a model to train    no older than what came before: of any sender where one model goes round, else of the same one
+    an own model        no more of it than was sent away: what is kept and what comes back is at most the whole
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flwr_replay.errors import RefusedError, RunError
+from flwr_replay.files.atomic import private_folder, read_json, write_json
+from flwr_replay.institution.state import StateStore
+
+__all__ = ["REPEATS", "Arrival", "Arrivals"]
+
+REPEATS = 3  # exchanges that a crash may lose, with the one that it interrupts
+NOTES = "parcels.json"  # in a run's folder
+KEPT = 2 * REPEATS  # exchanges of which every parcel is noted; of older ones the newest of each sender and kind
+LATE = 1000  # exchanges after which no own model comes back; gossip gives it back after a few
+EXACT = 1e-9  # rounding of shares
+
+
+class Arrival(NamedTuple):
+    """A parcel that came, or a share of the own model that stayed."""
+
+    asked: int  # the exchange of the request
+    sender: str
+    exchange: int  # in which it was sealed
+    kind: str = "model"
+    mark: str = ""  # no other parcel has it
+    into: str = ""  # the release with which it is mixed
+    share: float = 0.0  # of the own model
+
+
+class Arrivals:
+    """What an institution has noted of one run.
+
+    Parameters
+    ----------
+    store : StateStore
+        The institution's.
+    run : str
+        The run's id.
+    own : str
+        The institution's name.
+
+    Raises
+    ------
+    RefusedError
+        If the notes are damaged.
+    """
+
+    def __init__(self, store: StateStore, run: str, own: str) -> None:
+        self.file, self.own = store.of_run(run) / NOTES, own
+        form = {"newest": int, "parcels": list, "releases": list, "shares": list}
+        try:
+            noted = read_json(self.file, form) if self.file.exists() else dict.fromkeys(form, ())
+        except RunError:
+            raise RefusedError(
+                f"an institution knows which parcels came in a run; its notes, {NOTES}, are damaged or of another "
+                "version: refused; begin a new run"
+            ) from None
+        self.newest: int = noted["newest"] or 0
+        self.known = [Arrival(*one) for one in noted["parcels"]]
+        self.releases: dict[int, str] = dict(noted["releases"])
+        self.shares: dict[int, float] = dict(noted["shares"])  # of own models, in exchanges before the last `KEPT`
+
+    def ask(self, asked: int) -> None:
+        """Note a request.
+
+        Raises
+        ------
+        RefusedError
+            If it is older than an interrupted run repeats.
+        """
+        if asked <= self.newest - REPEATS:
+            raise RefusedError(
+                f"an interrupted run repeats at most its last {REPEATS} exchanges; exchange {asked} was asked for "
+                f"after {self.newest}: refused; begin a new run"
+            )
+        self.newest = max(self.newest, asked)
+
+    def begin(self, asked: int) -> None:
+        """Note that the own model is trained, to be released: what was mixed in this exchange or later is undone."""
+        self.releases[asked] = secrets.token_hex(8)
+        self.known = [one._replace(share=0.0) if one.asked >= asked else one for one in self.known]
+
+    def follow(self, arrival: Arrival, one_model: bool) -> None:
+        """Note a model to go on from.
+
+        Parameters
+        ----------
+        arrival : Arrival
+            The parcel.
+        one_model : bool
+            Whether one model goes round, so that all senders count.
+
+        Raises
+        ------
+        RefusedError
+            If it is older than what an earlier exchange brought.
+        """
+        earlier = [one for one in self.known if one.asked < arrival.asked and one.kind == arrival.kind]
+        last = max((one.exchange for one in earlier if one_model or one.sender == arrival.sender), default=0)
+        if arrival.exchange < last:
+            raise RefusedError(
+                f"no older model follows a newer one; that of {arrival.sender} is of exchange {arrival.exchange}, "
+                f"after one of {last}: refused"
+            )
+        self.known.append(arrival)
+
+    def mix(self, exchange: int, kept: float, parcels: Sequence[Arrival]) -> None:
+        """Note a delivery, with the own share that is kept.
+
+        Raises
+        ------
+        RefusedError
+            If a parcel may not come, or the own release of that exchange is an old one.
+        """
+        if exchange <= max(self.releases, default=0) - REPEATS:
+            raise RefusedError(
+                f"parcels are mixed with the model that was released last; got a delivery of exchange {exchange} after "
+                f"a release in {max(self.releases)}: refused"
+            )
+        into, last = self.releases.get(exchange, ""), ""
+        before = [one for one in self.known if (one.asked, one.into) != (exchange, into)]  # without an unfinished try
+        found = [Arrival(exchange, self.own, exchange, into=into, share=kept)]
+        for one in parcels:
+            if one.sender == self.own:
+                self._check_back(one, before + found, bool(last))
+            elif one.exchange != exchange:
+                raise RefusedError(
+                    f"a delivery of exchange {exchange} has parcels of that exchange; one of {one.sender} is of "
+                    f"exchange {one.exchange}: refused"
+                )
+            elif one.sender <= last or any(one.mark == earlier.mark for earlier in before):
+                raise RefusedError(
+                    f"a parcel comes once, and senders come in the order of their names; that of {one.sender} in "
+                    f"exchange {exchange} does not: refused"
+                )
+            else:
+                last = one.sender
+            found.append(one._replace(into=into))
+        self.known = before + found
+
+    def _check_back(self, one: Arrival, before: Sequence[Arrival], late: bool) -> None:
+        """Refuse an own parcel that comes back if no such share was sent away."""
+        gone = defaultdict[int, float](float, self.shares)
+        for earlier in before:
+            gone[earlier.exchange] += earlier.share
+        old = one.exchange <= self.newest - LATE
+        if late or old or one.exchange >= one.asked or gone[one.exchange] + one.share > 1 + EXACT:
+            raise RefusedError(
+                f"no more of its own model comes back to an institution than it has sent; that of exchange "
+                f"{one.exchange} does, in exchange {one.asked}: refused"
+            )
+
+    def write(self) -> None:
+        """Write the notes down, whole and bounded."""
+        recent = [one for one in self.known if one.asked > self.newest - KEPT]
+        newest: dict[tuple[str, str], Arrival] = {}
+        for one in self.known:
+            if one.asked > self.newest - KEPT:
+                continue
+            if one.share:
+                self.shares[one.exchange] = self.shares.get(one.exchange, 0.0) + one.share
+            before = newest.get((one.sender, one.kind), one)
+            newest[one.sender, one.kind] = max(before, one._replace(share=0.0), key=lambda each: each.exchange)
+        private_folder(self.file.parent)
+        values = {
+            "newest": self.newest,
+            "parcels": [*newest.values(), *recent],
+            "releases": [one for one in self.releases.items() if one[0] > self.newest - KEPT],
+            "shares": [one for one in self.shares.items() if one[0] > self.newest - LATE],
+        }
+        write_json(self.file, values)
