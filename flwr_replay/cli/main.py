@@ -293,13 +293,22 @@ def doctor(
     clinic: Annotated[
         str | None, typer.Option("--clinic", help="A clinic's folder of `deploy init`: will it work?")
     ] = None,
+    deployment: Annotated[
+        str | None, typer.Option("--deployment", help="The coordinator's folder of `deploy init`: what is wrong?")
+    ] = None,
 ) -> None:
     """Check this machine: versions, ports, write access, Ray, GPU. With --clinic: a clinic's data, policy, key, server.
 
-    Exit code 1: something is wrong.
+    With --deployment: certificates, keys, SuperLink, SuperNodes, runs, disk. Exit code 1: something is wrong.
     """
-    _refuse_empty(clinic=clinic)
-    if clinic:
+    _refuse_empty(clinic=clinic, deployment=deployment)
+    if clinic and deployment:
+        raise ConfigError("--clinic and --deployment are two questions; got both: ask them one after another")
+    if deployment:
+        from flwr_replay.runs.coordinator import examine_coordinator
+
+        healthy, text = examine_coordinator(Path(deployment).expanduser().absolute())
+    elif clinic:
         from flwr_replay.runs.clinic import examine_clinic
 
         healthy, text = examine_clinic(Path(clinic).expanduser().absolute())

@@ -9,14 +9,12 @@ import hashlib
 import os
 import shlex
 import socket
-import ssl
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import psutil
-from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -24,22 +22,21 @@ from flwr.app import Context, RecordDict
 
 from flwr_replay.config.compose import compose
 from flwr_replay.config.quoting import node_config
-from flwr_replay.errors import ConfigError, FlwrReplayError, RunError
+from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import NAME, make_folder, read_bytes, read_text
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.institution.seal import Seal, make_key, read_pins
 from flwr_replay.runs.certificates import CA
-from flwr_replay.runs.deployment import PEERS_FILE, host_of
+from flwr_replay.runs.deployment import PEERS_FILE
 from flwr_replay.runs.environment import versions
+from flwr_replay.runs.examining import certificate, connection, examined, is_authority, validity
 from flwr_replay.runs.execute import Job
 from flwr_replay.runs.officer import refusals, study_options
 
 __all__ = ["examine_clinic"]
 
 KEYS = ("NAME", "ADDRESS", "DATA", "PORT", "VERSIONS")  # of clinic.env
-SECONDS = 10  # to wait for the SuperLink's answer
-OFTEN = 30  # days; a certificate that ends sooner is pointed out
 
 
 def examine_clinic(folder: Path) -> tuple[bool, str]:
@@ -63,25 +60,8 @@ def examine_clinic(folder: Path) -> tuple[bool, str]:
         If it is no clinic's folder.
     """
     own = _read(folder)
-    checks: tuple[Callable[[Path, Mapping[str, str]], Iterator[str]], ...] = (
-        _versions,
-        _names,
-        _policy,
-        _data,
-        _state,
-        _key,
-        _seal,
-        _certificate,
-        _connection,
-    )
-    healthy, lines = True, []
-    for check in checks:
-        try:
-            lines += [f"ok  {line}" for line in check(folder, own)]
-        except (FlwrReplayError, OSError) as error:
-            healthy = False
-            lines.append(f"NO  {check.__name__[1:]}: {' '.join(str(error).split())}")
-    return healthy, "\n".join(lines)
+    checks = (_versions, _names, _policy, _data, _state, _key, _seal, _certificate, _connection)
+    return examined({check.__name__[1:]: partial(check, folder, own) for check in checks})
 
 
 def _read(folder: Path) -> dict[str, str]:
@@ -203,44 +183,16 @@ def _seal(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
 
 
 def _certificate(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
-    file = folder / CA
-    try:
-        found = x509.load_pem_x509_certificate(read_bytes(file))
-        signs = found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    except (ValueError, x509.ExtensionNotFound):
-        signs = False
-    if not signs:
-        raise RunError(f"{file} must be the certificate of the study's authority: ask the coordinator for it again")
-    ends, now = found.not_valid_after_utc, datetime.now(UTC)
-    if not found.not_valid_before_utc <= now < ends:
-        raise RunError(f"{file} is valid until {ends:%Y-%m-%d}, and it is {now:%Y-%m-%d}: ask for a new one")
-    soon = ": soon over, ask for a new one" if (ends - now).days < OFTEN else ""
-    yield f"{CA}: valid until {ends:%Y-%m-%d}{soon}; SHA-256 {hashlib.sha256(read_bytes(file)).hexdigest()}"
+    found = certificate(folder / CA, "ask the coordinator for it again")
+    if not is_authority(found):
+        raise RunError(
+            f"{folder / CA} must be the certificate of the study's authority: ask the coordinator for it again"
+        )
+    yield f"{CA}: {validity(found)}; SHA-256 {hashlib.sha256(read_bytes(folder / CA)).hexdigest()}"
 
 
 def _connection(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
-    host, port = host_of(own["ADDRESS"])
-    try:
-        context = ssl.create_default_context(cafile=str(folder / CA))
-        with (
-            socket.create_connection((host.strip("[]"), port), timeout=SECONDS) as plain,
-            context.wrap_socket(plain, server_hostname=host.strip("[]")) as secured,
-        ):
-            how = secured.version()
-    except ssl.SSLCertVerificationError as error:
-        raise RunError(
-            f"what answers at {own['ADDRESS']} has no certificate of this study for that address "
-            f"({error.verify_message}): ask the coordinator"
-        ) from None
-    except ssl.SSLError as error:
-        raise RunError(
-            f"what answers at {own['ADDRESS']} speaks no TLS ({error.reason}): ask the coordinator"
-        ) from None
-    except OSError as error:
-        raise RunError(
-            f"nothing answers at {own['ADDRESS']} ({error}): has the coordinator started it, does the firewall let you?"
-        ) from None
-    yield f"connection: {own['ADDRESS']} answers by {how}, with the certificate of this study"
+    yield connection(own["ADDRESS"], folder / CA, "has the coordinator started it, does the firewall let you?")
 
 
 def _node(folder: Path, own: Mapping[str, str]) -> dict[str, str]:

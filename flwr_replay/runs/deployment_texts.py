@@ -99,7 +99,9 @@ The study is between <<clinics>>. They reach this machine at <<address>>. This f
 5. Register the keys that have come. This can be repeated: `./register.sh`
 6. When all clinics have started, `./run.sh` starts the run and shows it. It ends with a summary; the results are
    in `runs/`. Ctrl-C ends the output, not the run.
-7. Ctrl-C in the SuperLink's terminal stops it, between runs. Registered keys and finished runs are still there when you
+7. What is wrong: `flwr-replay doctor --deployment .` looks at certificates, keys, the SuperLink, SuperNodes, runs and the
+   disk, and says how an interrupted run goes on.
+8. Ctrl-C in the SuperLink's terminal stops it, between runs. Registered keys and finished runs are still there when you
    start it again. To end a run: `. ./connect.sh`, `flwr list superlink`, `flwr stop RUN_ID superlink`.
 
 Other options, for one run: `./run.sh --run-config 'rounds=15 overrides="momentum=0.5 wait=600"'`. What `study/pyproject.toml`

@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shutil
 import socket
 import ssl
 import subprocess
@@ -19,6 +20,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.runs.certificates import SERVER, SERVER_KEY, write_certificates
 from flwr_replay.runs.clinic import examine_clinic
+from flwr_replay.runs.coordinator import examine_coordinator
 from flwr_replay.runs.deployment import host_of
 from flwr_replay.runs.superlink import free_port
 
@@ -149,6 +151,37 @@ def test_the_doctor_names_what_is_wrong(written, tmp_path):
     (written / "north" / "key").chmod(0o600)
     assert not healthy
     assert "its mode is 644: chmod 600 key" in said
+
+
+def test_the_doctor_names_what_is_wrong_at_the_coordinator(written, tmp_path, monkeypatch, capsys):
+    """Before any key has come, while something with the study's certificate answers, and then with another's key."""
+    home = tmp_path / "coordinator"
+    shutil.copytree(written / "coordinator", home)
+    assert command(monkeypatch, "doctor", "--deployment", str(home)) == 1
+    said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert "for localhost, 127.0.0.1" in said["ok  certificates"]
+    assert said["NO  keys"].endswith("north, south: put the clinic's file into keys/, then ./register.sh")
+    assert "with the certificate of this study" in said["ok  connection"]
+    assert "run ./register.sh" in said["NO  SuperNodes"]
+    assert "0 finished" in said["ok  run directories"]
+    (home / "keys" / "north.registered").touch()
+    shutil.copy(written / "north" / "north.pub", home / "keys" / "south.pub")
+    write_certificates(tmp_path / "other", ["localhost"], 1)
+    shutil.copy(tmp_path / "other" / SERVER_KEY, home / "certificates")
+    (home / "runs" / "first").mkdir(parents=True)
+    (home / "runs" / "first" / "config.yaml").touch()
+    (home / "connect.sh").write_text(
+        re.sub("address = .*", f'address = "localhost:{free_port()}"', (home / "connect.sh").read_text())
+    )
+    healthy, lines = examine_coordinator(home)
+    said = dict(line.split(": ", 1) for line in lines.splitlines())
+    assert not healthy
+    assert "must be the key of server.crt" in said["NO  certificates"]
+    assert said["NO  keys"] == "not registered: south: run ./register.sh"
+    assert "nothing answers at localhost" in said["NO  connection"]
+    assert "Flower does not know this SuperLink yet" in said["NO  run directories"]
+    for words in (["--deployment", str(written / "north")], ["--deployment", str(home), "--clinic", str(home)]):
+        assert command(monkeypatch, "doctor", *words) == 2
 
 
 def test_a_key_is_never_made_twice(written):

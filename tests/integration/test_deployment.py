@@ -5,6 +5,7 @@ FedReplay and ProxyFL share the deployment and run at the same time, since a dep
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from safetensors.numpy import load_file
 from flwr_replay.files.atomic import read_json
 from flwr_replay.report.progress import LogDisplay
 from flwr_replay.runs.clinic import examine_clinic
+from flwr_replay.runs.coordinator import examine_coordinator
 from flwr_replay.runs.opening import read_run_id
 from flwr_replay.runs.simulate import FAILED, run_inline
 
@@ -74,6 +76,21 @@ def test_the_doctor_knows_a_clinics_own_supernode(deployment: Any, said: dict[st
     healthy, found = examine_clinic(deployment.place / CLINICS[0])
     assert healthy, found
     assert "its SuperNode runs, as process" in found
+
+
+def test_the_doctor_sees_the_whole_deployment(deployment: Any, said: dict[str, str]) -> None:
+    home = deployment.place / "coordinator"
+    _, found = examine_coordinator(home)
+    lines = dict(line.split(": ", 1) for line in found.splitlines())
+    assert lines["ok  SuperNodes"] == "3 online", found
+    assert {"ok  certificates", "ok  keys", "ok  connection", "ok  disk"} <= {*lines}, found
+    assert any(line.endswith("runs") for line in lines), found
+    stopped = deployment.runs / "interrupted"
+    stopped.mkdir()
+    (stopped / "config.yaml").touch()
+    _, found = examine_coordinator(home)
+    shutil.rmtree(stopped)
+    assert f"not finished: interrupted: ./run.sh --run-config 'resume=\"{stopped}\"' goes on" in found
 
 
 @pytest.mark.parametrize("name", RUNS)
