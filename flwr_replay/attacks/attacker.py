@@ -153,7 +153,7 @@ class Attacker:
 
     def labels(self, model: nn.Module, change: Arrays, examples: int, local: LocalSteps) -> Tensor:
         """Infer the labels behind a change of weights, (n,), sorted: their order is not to be had."""
-        bias_C = change[head_bias(model)] / (local.steps * local.lr)
+        bias_C = local.gradients(model, change)[head_bias(model)]
         if self.auxiliary:
             seen = as_input(self.auxiliary.images_mCHW[:: -(-len(self.auxiliary.images_mCHW) // UNSEEN)])
         else:
@@ -218,7 +218,7 @@ class Attacker:
             `labels_n` are not labels but the gradients at the cut that the server has sent, (n, ...).
         """
         if len(labels_n) == 1 and local.steps == 1 and has_linear_input(model):
-            yield Attempt(ANALYTIC, lambda: (first_input(model, change, self.form), {}))
+            yield Attempt(ANALYTIC, lambda: (first_input(model, local.gradients(model, change), self.form), {}))
 
         def attack(one: Search, of: Arrays = change, labels: Tensor = labels_n) -> Tensor:
             return invert(model, loss, of, labels, self.form, local, one, self.seed)

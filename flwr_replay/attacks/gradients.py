@@ -61,6 +61,15 @@ class LocalSteps:
         place = step % max(1, examples // size)
         return slice(place * size, (place + 1) * size)
 
+    def gradients(self, model: nn.Module, change: Arrays) -> dict[str, Tensor]:
+        """Return the gradient behind a change of weights, by parameter name: of one step exactly, of more about the mean.
+
+        Momentum counts a gradient again in each later step; weight decay adds the weights that were sent.
+        """
+        counted = sum(self.momentum**later for step in range(self.steps) for later in range(step + 1))
+        sent = {name: p.detach() for name, p in model.named_parameters() if name in change}
+        return {name: change[name] / (self.lr * counted) - self.weight_decay * p for name, p in sent.items()}
+
 
 def change_of(
     model: nn.Module, loss: Loss, x_nCHW: Tensor, y_n: Tensor, local: LocalSteps, differentiable: bool = False
@@ -179,7 +188,7 @@ def first_input(model: nn.Module, gradient: Arrays, form: tuple[int, int, int]) 
     model : nn.Module
         Whose first layers are: perhaps Standardize, perhaps Flatten, Linear with a bias.
     gradient : mapping of str to Tensor
-        By parameter name. The change of weights after one step of SGD is as good: its scale cancels.
+        By parameter name. The change of weights after one step of SGD is as good without weight decay: its scale cancels.
     form : tuple of int
         (C, H, W) of the image.
 
@@ -223,7 +232,7 @@ def label_counts(bias_gradient_C: Tensor, examples: int, shares_C: Tensor) -> Te
     Parameters
     ----------
     bias_gradient_C : Tensor
-        ∂L/∂b of the head, (C,). After T local steps of SGD with rate η: (b sent − b back) / (T η), roughly.
+        ∂L/∂b of the head, (C,). After local steps, that of `LocalSteps.gradients`, roughly.
     examples : int
         n, which travels with the gradient.
     shares_C : Tensor

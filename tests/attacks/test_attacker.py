@@ -92,7 +92,11 @@ def test_auxiliary_images_of_another_form_are_refused(auxiliary: Auxiliary) -> N
         Attacker((1, 28, 28), auxiliary, 0)
 
 
-@pytest.mark.parametrize("local", [LocalSteps(), LocalSteps(lr=0.05)], ids=["gradient", "weights"])
+@pytest.mark.parametrize(
+    "local",
+    [LocalSteps(), LocalSteps(lr=0.05), LocalSteps(lr=0.05, momentum=0.9, weight_decay=0.5)],
+    ids=["gradient", "weights", "weights that decayed"],
+)
 def test_from_one_example_labels_and_image(
     digits: tuple[torch.Tensor, torch.Tensor], auxiliary: Auxiliary, local: LocalSteps
 ) -> None:

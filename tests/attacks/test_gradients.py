@@ -54,6 +54,19 @@ def test_the_default_change_is_the_gradient(digits: tuple[torch.Tensor, torch.Te
         torch.testing.assert_close(change[name], weight.grad, rtol=1e-4, atol=1e-7)
 
 
+def test_momentum_and_decay_are_no_part_of_the_gradient_behind_a_change(
+    digits: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    x, y, model = digits[0][:5], digits[1][:5], network("mlp")
+    right = change_of(model, F.cross_entropy, x, y, LocalSteps())
+    for steps, rtol in ((1, 1e-3), (4, 0.05)):  # the weights move a little between steps
+        local = LocalSteps(steps=steps, lr=1e-3, momentum=0.9, weight_decay=0.5)
+        found = local.gradients(model, change_of(model, F.cross_entropy, x, y, local))
+        assert found.keys() == right.keys()
+        for name, gradient in right.items():
+            assert (found[name] - gradient).norm() < rtol * gradient.norm(), name
+
+
 @pytest.mark.parametrize("standardised", [False, True])
 def test_a_linear_first_layer_gives_the_image_exactly(
     digits: tuple[torch.Tensor, torch.Tensor], standardised: bool
