@@ -141,7 +141,8 @@ def attack_run(
 def _about(config: RunConfig) -> str:
     many = f"{config.nodes} institutions" if config.nodes else "institutions"
     return (
-        f"{config.strategy.name} on {config.task.name}, {many}, model {config.model.name}, {config.rounds} rounds, "
+        f"{config.strategy.name} on {config.task.name}, {many}, model {config.model.name}, {config.rounds} "
+        f"round{'s' * (config.rounds != 1)}, "
         f"seed {config.seed}. The attacker reads what the institutions sent, and follows the protocol."
     )
 

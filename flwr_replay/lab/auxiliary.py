@@ -45,10 +45,10 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
         part, dataset = dealt(config.task, config.partition, config.nodes, config.seed), loaded(config.task)
         if aux == UNDEALT:
             rest = np.setdiff1d(np.arange(len(dataset.train.y)), np.concatenate(part.train))
-            examples, name = dataset.train.take(rest), "{n} images of the same source that no institution has"
+            examples, name = dataset.train.take(rest), "images of the same source that no institution has"
         elif aux in part.names:
             examples = part.examples(dataset, part.names.index(aux)).train
-            name = f"{{n}} images of {aux} (which colludes)"
+            name = f"images of {aux} (which colludes)"
         else:
             raise ConfigError(
                 f"--aux must be none, {UNDEALT}, an institution or a data folder; got {aux!r}: "
@@ -56,12 +56,12 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
             )
     else:
         examples = load(replace(config.task, data_dir=aux, download=False)).train
-        name = f"{{n}} images of {Path(aux).name}"
+        name = f"images of {Path(aux).name}"
     if not len(examples):
         raise DataError(f"--aux={aux} must have images; there are none: choose an institution, a folder, or none")
     chosen = examples.take(np.linspace(0, len(examples) - 1, min(MOST, len(examples))).astype(int))
     x = as_input(torch.from_numpy(np.ascontiguousarray(chosen.x)))
-    return Auxiliary(name.format(n=len(x)), x, torch.from_numpy(np.asarray(chosen.y)))
+    return Auxiliary(f"{len(x):,} {name}", x, torch.from_numpy(np.asarray(chosen.y)))
 
 
 def without(auxiliary: Auxiliary | None, victims: Sequence[Tensor]) -> Auxiliary | None:
@@ -82,5 +82,5 @@ def without(auxiliary: Auxiliary | None, victims: Sequence[Tensor]) -> Auxiliary
     if len(own) == len(auxiliary.labels_m):
         return auxiliary
     removed = len(auxiliary.labels_m) - len(own)
-    source = f"{auxiliary.source} (without {removed} that the institution or the judge has)"
+    source = f"{auxiliary.source} (without {removed:,} that the institution or the judge has)"
     return Auxiliary(source, auxiliary.images_mCHW[own], auxiliary.labels_m[own]) if own else None

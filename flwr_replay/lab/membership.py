@@ -142,7 +142,7 @@ def _candidates(originals: Originals, seed: int) -> tuple[Candidates, Candidates
     """Return members and others, as many of each label."""
     x, y = originals.x_NCHW, originals.y_N
     other_x, other_y = originals.others_NCHW, originals.other_y
-    if not np.intersect1d(y.numpy(), other_y.numpy()).size:
+    if y.ndim > 1 or not np.intersect1d(y.numpy(), other_y.numpy()).size:  # masks have no label that could be equal
         return (x[:0], y[:0]), (other_x[:0], other_y[:0])
     rows, other_rows = equal_label_shares(y.numpy(), other_y.numpy(), seed)
     return (x[rows], y[rows]), (other_x[other_rows], other_y[other_rows])

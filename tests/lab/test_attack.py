@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from harness import command, node_configs, run, write_shards
 
 from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.attacks.catalogue import nothing_tried
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import DataError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.institution.state import DATA
-from flwr_replay.lab.auxiliary import without
+from flwr_replay.lab.auxiliary import auxiliary_of, without
 from flwr_replay.lab.evidence import Evidence
-from flwr_replay.lab.judge import OtherOriginals, originals_of
+from flwr_replay.lab.judge import Originals, OtherOriginals, originals_of
+from flwr_replay.lab.membership import member_attacks
 from flwr_replay.lab.trials import OfActivations
 from flwr_replay.memory import forget
 from flwr_replay.wire.recording import FOLDER
@@ -132,6 +135,22 @@ def test_auxiliary_images_of_the_victim_are_removed():
     assert without(Auxiliary("five images", x, y), []).source == "five images"
 
 
+def test_an_attackers_folder_may_have_any_name(tmp_path):
+    write_shards(tmp_path, {"a{b}": 40})
+    task = compose(["task=medmnist", "task.size=8", "classes=3", "nodes=2"])
+    assert auxiliary_of(task, str(tmp_path / "a{b}.npz")).source == "40 images of a{b}.npz"
+
+
+def test_masks_are_members_by_no_label():
+    """A mask has labels in its pixels, none of its own that others could share."""
+    x, masks = torch.rand(30, 1, 4, 4), torch.ones((30, 4, 4), dtype=torch.int64)
+    exhibit = SimpleNamespace(means="weights", answers=[None])
+    ((name, ask),) = member_attacks(exhibit, None, Originals(x, masks, x, masks, ""), None, 0, 1)
+    assert name == "membership"
+    with pytest.raises(DataError, match="there are 0 training images"):
+        ask()
+
+
 def test_what_cannot_be_computed_anew_accuses_nobody(tmp_path, monkeypatch, capsys):
     """Batches with replays, and one institution that trains on the examples of all, are no fault of the data."""
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
@@ -189,24 +208,31 @@ def test_secret_noise_cannot_be_computed_anew(runs, tmp_path, monkeypatch, capsy
 
 
 def test_the_attacker_never_sees_an_original(runs, monkeypatch, capsys, tmp_path):
-    """With originals of NaN all pictures are the same, and only the scores change."""
+    """With originals of NaN all reconstructions are the same, and only the scores change."""
     from flwr_replay.lab import attack
 
     words = ["--aux", "undealt", "--field", "latents"]
-    attacked(monkeypatch, capsys, runs / "latents", *words)
-    pictures = {path.name: path.read_bytes() for path in (runs / "latents" / "attacks").glob("*.png")}
-    (runs / "latents" / "attacks").rename(tmp_path / "attacks")
-    right = attack.originals_of
+    right, draw, drawn = attack.originals_of, attack.draw_grid, {}
+
+    def watched(path, pictured):
+        drawn.setdefault(path.name, []).append(pictured["reconstruction"])
+        draw(path, pictured)
 
     def blind(*given):
         found = right(*given)
         found.x_NCHW.fill_(np.nan)
         return found
 
+    monkeypatch.setattr(attack, "draw_grid", watched)
+    if (earlier := runs / "latents" / "attacks").exists():
+        earlier.rename(tmp_path / "earlier")
+    attacked(monkeypatch, capsys, runs / "latents", *words)
+    earlier.rename(tmp_path / "seeing")
     monkeypatch.setattr(attack, "originals_of", blind)
-    monkeypatch.setattr(attack.Lab, "scores", lambda *_: {})
     _, results, _ = attacked(monkeypatch, capsys, runs / "latents", *words)
-    assert pictures
+    assert len(drawn) == len(results) == 3
+    for name, (seeing, unseeing) in drawn.items():
+        assert torch.equal(seeing, unseeing), name
     for key, one in results.items():
         assert "could not be computed anew" in one["not-judged"], key
 
