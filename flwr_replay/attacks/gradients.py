@@ -62,7 +62,7 @@ class LocalSteps:
         return slice(place * size, (place + 1) * size)
 
     def gradients(self, model: nn.Module, change: Arrays) -> dict[str, Tensor]:
-        """Return the gradient behind a change of weights, by parameter name: of one step exactly, of more about the mean.
+        """Return the gradient behind a change of weights, by name: of one step exactly, of more about the mean.
 
         Momentum counts a gradient again in each later step; weight decay adds the weights that were sent.
         """
@@ -188,7 +188,7 @@ def first_input(model: nn.Module, gradient: Arrays, form: tuple[int, int, int]) 
     model : nn.Module
         Whose first layers are: perhaps Standardize, perhaps Flatten, Linear with a bias.
     gradient : mapping of str to Tensor
-        By parameter name. The change of weights after one step of SGD is as good without weight decay: its scale cancels.
+        By parameter name. A change of weights after one step of SGD is as good without weight decay: scale cancels.
     form : tuple of int
         (C, H, W) of the image.
 
