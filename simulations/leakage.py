@@ -83,6 +83,14 @@ def gradients(examples: int, steps: int = 1) -> Part:
     return part(f"gradient-{examples}" if steps == 1 else f"steps-{steps}", about, methods, options)
 
 
+def gradients_of_xrays() -> Part:
+    """Return what Table 3 has of FedAvg, on X-rays: weights after one step on 8 of 15 images, and a gradient of all."""
+    methods = [f"{name} {model} := {name}:{own}" for name in ("fedavg", "fedsgd") for model, own in MODELS.items()]
+    options = ["task=medmnist", "classes=2", *FEW[1:], "partition.size=15", "training.batch-size=8"]
+    about = "1 step of 8 of 15 X-rays; gradients are of all of them."
+    return part("gradient-8-xrays", about, methods, options, "pneumoniamnist.npz")
+
+
 def parts(examples: int) -> Part:
     """Return a part of weights that are of a part of the network, or of proxies that have mixed."""
     halves = {"lenet5, conv1": "lenet5:cut=conv1", "lenet5, hidden2": "lenet5:cut=hidden2", "mlp": "mlp"}
@@ -113,6 +121,7 @@ PARTS = [
     part("mnist-narrow", "Latents of width 5: a third of the paper's values per pixel.", latents(5), MNIST),
     part("xrays", "Table 3 on chest X-rays.", table(), XRAYS, "pneumoniamnist.npz"),
     *map(gradients, (1, 8, 32)),
+    gradients_of_xrays(),
     *(gradients(8, steps) for steps in (4, 16)),
     *map(parts, (8, 32)),
     local_dp(),
