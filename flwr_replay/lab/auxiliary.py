@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.config.run import RunConfig
-from flwr_replay.data import load
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import ConfigError, DataError, nearest
+from flwr_replay.lab.folders import load_for
 from flwr_replay.models.layers import as_input
 
 __all__ = ["auxiliary_of", "without"]
@@ -55,7 +55,7 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
                 f"{nearest(aux, ['none', UNDEALT, *part.names])}"
             )
     else:
-        examples = load(replace(config.task, data_dir=aux, download=False)).train
+        examples = load_for("--aux", replace(config.task, data_dir=aux, download=False)).train
         name = f"images of {Path(aux).name}"
     if not len(examples):
         raise DataError(f"--aux={aux} must have images; there are none: choose an institution, a folder, or none")

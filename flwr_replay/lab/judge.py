@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from flwr_replay.config.run import RunConfig
-from flwr_replay.data import load
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import DataError
 from flwr_replay.institution.node import own_task
+from flwr_replay.lab.folders import load_for
 from flwr_replay.models.layers import as_input
 
 __all__ = [
@@ -82,7 +82,7 @@ def originals_of(config: RunConfig, institution: str, data: str = "") -> Origina
         If the run was deployed and no data are given, or they hold no images.
     """
     if data:
-        own = load(own_task(config.task, data))
+        own = load_for("--data", own_task(config.task, data))
     elif config.nodes:
         part = dealt(config.task, config.partition, config.nodes, config.seed)
         if institution not in part.names:

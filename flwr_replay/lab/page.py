@@ -105,7 +105,7 @@ def _member_row(one: dict[str, Any]) -> list[str]:
     return [
         f"{one['institution']}, {one['stage']} {one['field']}",
         one["attack"],
-        f"{found['members']}, {found['non_members']}",
+        f"{found['members']:,}, {found['non_members']:,}",
         _estimate(found["auc"], "{:.2f}"),
         _estimate(found["tpr_at_1_percent"]),
         _estimate(found["tpr_at_01_percent"]),

@@ -41,7 +41,7 @@ def sentence(result: dict[str, Any]) -> str:
         found = result["membership"]
         return (
             f"{sent} Whether an image was in the training, {result['attack']} tells with an AUC of "
-            f"{_between(found['auc'])}, where 0.5 is guessing. Of {found['members']} members it finds "
+            f"{_between(found['auc'])}, where 0.5 is guessing. Of {found['members']:,} members it finds "
             f"{found['tpr_at_1_percent']['value']:.1%} if it may be wrong about 1 % of the others.{unsure}"
         )
     if "labels" in result:
