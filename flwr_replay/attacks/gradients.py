@@ -54,6 +54,7 @@ class LocalSteps:
     lr: float = 1.0  # per step
     momentum: float = 0.0
     weight_decay: float = 0.0
+    pull: float = 0.0  # μ of FedProx, toward the weights sent
 
     def rows(self, step: int, examples: int) -> slice:
         """Return the rows of a step's batch: each pass takes max(1, ⌊n/b⌋) batches, in the same order."""
@@ -107,6 +108,7 @@ def change_of(
         for (name, weight), gradient in zip(list(weights.items()), found, strict=True):
             moved = torch.zeros_like(weight) if gradient is None else gradient
             moved = moved + local.weight_decay * weight if local.weight_decay else moved
+            moved = moved + local.pull * (weight - sent[name].detach()) if local.pull else moved
             if local.momentum:
                 moved = local.momentum * velocity[name] + moved if step else moved
                 velocity[name] = moved

@@ -87,6 +87,7 @@ class OfChange(Trial):
                 lr=self.lr,
                 momentum=self.training.momentum if self.training.optimizer == "sgd" else 0.0,
                 weight_decay=self.training.weight_decay,
+                pull=float(self.request.scalars.get("proximal-mu") or 0.0),
             )
         self.places_n = torch.arange(self.mixed)
 

@@ -1,5 +1,7 @@
 """Images and labels from gradients and changes of weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sklearn.datasets import load_digits
@@ -8,6 +10,7 @@ from torch.nn import functional as F
 from flwr_replay.attacks.gradients import LocalSteps, change_of, first_input, invert, label_counts
 from flwr_replay.attacks.scores import Judge, psnr
 from flwr_replay.attacks.search import Search
+from flwr_replay.clients.fedprox import distance
 from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import StagedModel, build
@@ -27,17 +30,19 @@ def network(name: str, task: TaskConfig = TASK, norm: str = "batch", width: int 
     return build(ModelConfig(name=name, width=width, norm=norm), task, 0)
 
 
-@pytest.mark.parametrize("norm", ["group", "batch"])
-def test_simulated_steps_are_pytorchs(digits: tuple[torch.Tensor, torch.Tensor], norm: str) -> None:
+@pytest.mark.parametrize(("norm", "mu"), [("group", 0.0), ("batch", 0.0), ("group", 2.0)])
+def test_simulated_steps_are_pytorchs(digits: tuple[torch.Tensor, torch.Tensor], norm: str, mu: float) -> None:
+    """Of SGD, and of FedProx, whose steps are pulled to the weights sent."""
     x, y = digits[0][:4], digits[1][:4]
     model, trained = network("cnn", norm=norm), network("cnn", norm=norm)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     for rows in (slice(0, 2), slice(2, 4)) * 2:
         optimizer.zero_grad()
-        F.cross_entropy(trained(x[rows]), y[rows]).backward()
+        pull = mu / 2 * distance(trained, list(model.parameters()))
+        (F.cross_entropy(trained(x[rows]), y[rows]) + pull).backward()
         optimizer.step()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    change = change_of(model, F.cross_entropy, x, y, SGD)
+    change = change_of(model, F.cross_entropy, x, y, replace(SGD, pull=mu))
     for name, weight in trained.named_parameters():
         torch.testing.assert_close(before[name] - change[name], weight)
     for name, value in trained.state_dict().items():
