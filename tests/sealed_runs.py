@@ -1,11 +1,22 @@
-"""Sealed runs of small hospitals: their keys, and parcels that a test seals and spoils."""
+"""Sealed runs of small hospitals: their keys, and parcels that a test seals, spoils and sends."""
 
+from flwr.app import ArrayRecord
+from hostile_server import refusal
 from peers import NAMES
 
+from flwr_replay.config.binding import shared_digest
 from flwr_replay.institution.seal import KEY, Seal, make_key, read_pins
+from flwr_replay.payloads.avgpush import Push
+from flwr_replay.payloads.common import Train
+from flwr_replay.payloads.relay import Deliver
+from flwr_replay.wire.records import array_record
 from flwr_replay.wire.sealed import SEALED_NAME
 
 SEALED = "sealed=true"
+ABC = "abc"
+SMALL = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
+PUSH, CWT = [*SMALL, "strategy=avgpush", SEALED], [*SMALL, "strategy=cwt", SEALED]
+MODEL = {"run": "r", "kind": "model", "weight": 1.0}
 
 
 def pinned(folder, names=NAMES):
@@ -32,3 +43,29 @@ def all_sealed(grid):
     messages = [one for _, asked, reply in grid.log for one in (asked, reply) if one.has_content()]
     found = parcels_in(messages)
     return bool(found) and all(name.rpartition(".")[2] == SEALED_NAME for name, _ in found)
+
+
+def parcel(server, sender, exchange=1, scale=1.0, **other):
+    """Seal a model as an institution does; return the parcel's array."""
+    arrays = array_record({name: (scale * array).astype(array.dtype) for name, array in server.weights.items()})
+    told = MODEL | {"options": shared_digest(server.config), "exchange": exchange} | other
+    record = seal_of(server.state.parent.parent, sender, ABC).close(arrays, **told)
+    return record[SEALED_NAME]
+
+
+def deliver(server, *parcels, exchange=1, **other):
+    """Deliver parcels, with equal shares; return the refusal."""
+    arrays = ArrayRecord({f"{i:05d}.{SEALED_NAME}": array for i, array in enumerate(parcels)})
+    n = len(parcels)
+    asked = {"run": "r", "exchange": exchange, "server_round": exchange, "kept": 1 / (n + 1), "weights": [1.0] * n}
+    asked |= {"shares": [1 / (n + 1)] * n, "parcels": list(range(1, n + 1))}
+    return refusal(server.send(Deliver(arrays=arrays, **asked | other)))
+
+
+def train(server, exchange, arrays=None):
+    sent = {} if arrays is None else ArrayRecord({SEALED_NAME: arrays})
+    return server.send(Train(arrays=sent, run="r", server_round=exchange, lr=0.1))
+
+
+def again(exchange):
+    return Push(run="r", server_round=exchange, lr=0.1, init_seed=1, committed=0)

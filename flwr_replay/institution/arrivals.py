@@ -4,7 +4,7 @@ An institution notes every request before it answers it, and every parcel before
 changes nothing: what is asked again may bring the same parcels to the same place, and nothing else may bring them.
 
     any request         of an exchange that is new, or one of the last `REPEATS`: an interrupted run repeats these
-    a parcel to mix     once, into one release of the own model; again only if that mixing was not finished
+    a parcel to mix     once, into the last release of the own model; again only if that mixing was not finished
     a model to train    no older than what came before: of any sender where one model goes round, else of the same one
     an own model        no more of it than was sent away: what is kept and what comes back is at most the whole
 """
@@ -25,6 +25,7 @@ __all__ = ["REPEATS", "Arrival", "Arrivals"]
 REPEATS = 3  # exchanges that a crash may lose, with the one that it interrupts
 NOTES = "parcels.json"  # in a run's folder
 KEPT = 2 * REPEATS  # exchanges of which every parcel is noted; of older ones the newest of each sender and kind
+TRIES = 100  # how often an exchange may be mixed anew
 LATE = 1000  # exchanges after which no own model comes back; gossip gives it back after a few
 EXACT = 1e-9  # rounding of shares
 
@@ -61,17 +62,17 @@ class Arrivals:
 
     def __init__(self, store: StateStore, run: str, own: str) -> None:
         self.file, self.own = store.of_run(run) / NOTES, own
-        form = {"newest": int, "parcels": list, "releases": list, "shares": list}
+        form = {"newest": int, "released": int, "release": str, "parcels": list, "shares": list}
         try:
-            noted = read_json(self.file, form) if self.file.exists() else dict.fromkeys(form, ())
+            noted = read_json(self.file, form) if self.file.exists() else {name: kind() for name, kind in form.items()}
         except RunError:
             raise RefusedError(
                 f"an institution knows which parcels came in a run; its notes, {NOTES}, are damaged or of another "
                 "version: refused; begin a new run"
             ) from None
-        self.newest: int = noted["newest"] or 0
+        self.newest: int = noted["newest"]
+        self.released, self.release = int(noted["released"]), str(noted["release"])  # the last: its exchange, a name
         self.known = [Arrival(*one) for one in noted["parcels"]]
-        self.releases: dict[int, str] = dict(noted["releases"])
         self.shares: dict[int, float] = dict(noted["shares"])  # of own models, in exchanges before the last `KEPT`
 
     def ask(self, asked: int) -> None:
@@ -89,10 +90,21 @@ class Arrivals:
             )
         self.newest = max(self.newest, asked)
 
-    def begin(self, asked: int) -> None:
-        """Note that the own model is trained, to be released: what was mixed in this exchange or later is undone."""
-        self.releases[asked] = secrets.token_hex(8)
-        self.known = [one._replace(share=0.0) if one.asked >= asked else one for one in self.known]
+    def begin(self, asked: int, committed: int) -> None:
+        """Note that the own model is trained on, from the mixing `committed`, to be released: later ones are undone.
+
+        Raises
+        ------
+        RefusedError
+            If the exchange was mixed too often.
+        """
+        if sum(bool(one.into) and one.asked == asked and one.sender == self.own for one in self.known) >= TRIES:
+            raise RefusedError(
+                f"an interrupted exchange is repeated at most {TRIES} times; exchange {asked} was: refused; begin a "
+                "new run"
+            )
+        self.released, self.release = asked, secrets.token_hex(8)
+        self.known = [one._replace(share=0.0) if one.asked > committed else one for one in self.known]
 
     def follow(self, arrival: Arrival, one_model: bool) -> None:
         """Note a model to go on from.
@@ -116,7 +128,10 @@ class Arrivals:
                 f"no older model follows a newer one; that of {arrival.sender} is of exchange {arrival.exchange}, "
                 f"after one of {last}: refused"
             )
-        self.known.append(arrival)
+        place = (arrival.asked, arrival.sender, arrival.kind)
+        same = [one for one in self.known if not one.into and (one.asked, one.sender, one.kind) == place]
+        self.known = [one for one in self.known if one not in same]
+        self.known.append(max([*same, arrival], key=lambda one: one.exchange))
 
     def mix(self, exchange: int, kept: float, parcels: Sequence[Arrival]) -> None:
         """Note a delivery, with the own share that is kept.
@@ -126,14 +141,14 @@ class Arrivals:
         RefusedError
             If a parcel may not come, or the own release of that exchange is an old one.
         """
-        if exchange <= max(self.releases, default=0) - REPEATS:
+        if exchange != self.released:
             raise RefusedError(
                 f"parcels are mixed with the model that was released last; got a delivery of exchange {exchange} after "
-                f"a release in {max(self.releases)}: refused"
+                f"a release in {self.released}: refused"
             )
-        into, last = self.releases.get(exchange, ""), ""
+        into, last = self.release, ""
         before = [one for one in self.known if (one.asked, one.into) != (exchange, into)]  # without an unfinished try
-        found = [Arrival(exchange, self.own, exchange, into=into, share=kept)]
+        found, marks = [Arrival(exchange, self.own, exchange, into=into, share=kept)], {one.mark for one in before}
         for one in parcels:
             if one.sender == self.own:
                 self._check_back(one, before + found, bool(last))
@@ -142,7 +157,7 @@ class Arrivals:
                     f"a delivery of exchange {exchange} has parcels of that exchange; one of {one.sender} is of "
                     f"exchange {one.exchange}: refused"
                 )
-            elif one.sender <= last or any(one.mark == earlier.mark for earlier in before):
+            elif one.sender <= last or one.mark in marks:
                 raise RefusedError(
                     f"a parcel comes once, and senders come in the order of their names; that of {one.sender} in "
                     f"exchange {exchange} does not: refused"
@@ -166,10 +181,10 @@ class Arrivals:
 
     def write(self) -> None:
         """Write the notes down, whole and bounded."""
-        recent = [one for one in self.known if one.asked > self.newest - KEPT]
-        newest: dict[tuple[str, str], Arrival] = {}
+        recent, newest = list[Arrival](), dict[tuple[str, str], Arrival]()
         for one in self.known:
-            if one.asked > self.newest - KEPT:
+            if one.asked > self.newest - KEPT or one.asked == self.released:
+                recent.append(one)
                 continue
             if one.share:
                 self.shares[one.exchange] = self.shares.get(one.exchange, 0.0) + one.share
@@ -178,8 +193,9 @@ class Arrivals:
         private_folder(self.file.parent)
         values = {
             "newest": self.newest,
+            "released": self.released,
+            "release": self.release,
             "parcels": [*newest.values(), *recent],
-            "releases": [one for one in self.releases.items() if one[0] > self.newest - KEPT],
             "shares": [one for one in self.shares.items() if one[0] > self.newest - LATE],
         }
         write_json(self.file, values)

@@ -36,7 +36,7 @@ from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import Policy
 from flwr_replay.institution.sealing import Sealing, check_sealing
 from flwr_replay.institution.state import StateStore
-from flwr_replay.payloads.common import Evaluation, Failure, Present
+from flwr_replay.payloads.common import Evaluation, Failure, Present, RollCall
 from flwr_replay.privacy.plan import PrivacyPlan, mechanisms_of
 from flwr_replay.wire.payload import REQUESTS, Payload, Request, Row, request_of, rows
 from flwr_replay.wire.records import config_in, metrics_in
@@ -90,11 +90,28 @@ def _answered(
     run: str,
 ) -> tuple[Message, list[Row]]:
     """Return the answer, and a ledger row for each of its fields, with its protection."""
+    request = request_of(message)
+    check_sealing(institution, config, message)
+    check_request(message, request, institution.policy, config)
+    sealing = Sealing(institution, config, run) if config.sealed else None
+    if sealing is None or request is None or request is RollCall:
+        return _released(message, context, call_next, institution, config, run, sealing)
+    with sealing.alone():
+        return _released(message, context, call_next, institution, config, run, sealing)
+
+
+def _released(
+    message: Message,
+    context: Context,
+    call_next: ClientAppCallable,
+    institution: Institution,
+    config: RunConfig,
+    run: str,
+    sealing: Sealing | None,
+) -> tuple[Message, list[Row]]:
+    """Have the ClientApp answer a request that may be answered; return as `_answered` does."""
     plan, policy, request = _plan(config), institution.policy, request_of(message)
     answer, store = request.answer if request else None, StateStore(institution)
-    check_sealing(institution, config, message)
-    check_request(message, request, policy, config)
-    sealing = Sealing(institution, config, run) if config.sealed else None
     asked = sealing.opened(message, request) if sealing else message
     if answer and issubclass(answer, Evaluation):
         policy.check_evaluations(store.count_test(run))

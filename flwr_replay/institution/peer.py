@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord
 
-from flwr_replay.errors import TrainingError, WireError
+from flwr_replay.errors import TrainingError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.pushsum import mixed, parcel, sender_name
@@ -27,7 +27,6 @@ from flwr_replay.wire.weights import check_weights, to_arrays
 
 __all__ = ["PeerClient"]
 
-LARGEST_W = 1e9  # the weights of all institutions add up to their number
 TestPeer = EvaluatePair | EvaluatePeer
 
 
@@ -68,10 +67,7 @@ class PeerClient(InstitutionClient):
         WireError
             If a share is no share, or w no weight.
         """  # lines 8-10
-        if not all(0 <= share <= 1 for share in (request.kept, *request.shares)) or not all(
-            0 < w <= LARGEST_W for w in request.weights
-        ):
-            raise WireError(f"shares lie in [0, 1] and weights of PushSum in (0, {LARGEST_W:g}]; got others: refused")
+        request.check_shares()
         done = self.state.at("mixed", request.run, request.exchange)
         if done is None:
             released = self.state.at("released", request.run, request.exchange)

@@ -49,11 +49,22 @@ DIGITS = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Opened:
-    """A parcel that was opened: its head, its arrays, and 64 hexadecimal digits that no other parcel has."""
+    """A parcel that was opened: its head, what it holds, and 64 hexadecimal digits that no other parcel has."""
 
     head: Head
-    arrays: ArrayRecord
+    body: bytes
     mark: str
+
+    @property
+    def arrays(self) -> ArrayRecord:
+        """Read the named arrays anew.
+
+        Raises
+        ------
+        WireError
+            If its sender has sealed something else.
+        """
+        return parted_body(self.body)
 
 
 class Seal:
@@ -147,7 +158,7 @@ class Seal:
                 f"a parcel must be as {head.sender} has sealed it for {self.name}; this one does not open: it was "
                 "altered or misdirected, or sealed with another key than the pinned one: refused"
             ) from None
-        return Opened(head, parted_body(body), sha256(parcel.head + parcel.salt + digest).hexdigest())
+        return Opened(head, body, sha256(parcel.head + parcel.salt + digest).hexdigest())
 
     def _shared(self, other: str, salt: bytes, sends: bool) -> bytes:
         """Return K for one direction between this institution and another."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Mapping
+from contextlib import AbstractContextManager
 from logging import WARNING
 from typing import Any
 
@@ -31,7 +32,8 @@ from torch import nn
 
 from flwr_replay.config.binding import binding, shared_digest
 from flwr_replay.config.run import RunConfig
-from flwr_replay.errors import FlwrReplayError, RefusedError
+from flwr_replay.errors import RefusedError
+from flwr_replay.files.atomic import alone, private_folder
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.arrivals import Arrival, Arrivals
 from flwr_replay.institution.owner import Institution
@@ -52,6 +54,7 @@ __all__ = ["Sealing", "check_sealing"]
 
 TESTED, ONE = "evaluate", "train"  # stages: of a test; of training the only model that goes round
 BEGUN = (TESTED, ONE, "train-with-buffers")  # stages in which a model may begin: no weights come then
+LOCKED = "parcels"  # in a run's folder: a folder with a lock
 TESTS = "tested"  # in a run's folder: the model that was tested last, which the server cannot keep
 
 
@@ -98,6 +101,10 @@ class Sealing:
         self.store, self.durable = StateStore(institution, binding(config)), institution.durable
         self.tested: ArrayRecord | None = None
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Answer one message of a run at a time: two at once could both pass before either is noted."""
+        return alone(private_folder(self.store.of_run(self.run) / LOCKED), wait=True)
+
     # --- what arrives -------------------------------------------------------------------------------------------------
 
     def opened(self, message: Message, request: type[Request] | None) -> Message:
@@ -121,12 +128,16 @@ class Sealing:
             return message
         instructions = {**config_in(message.content), **metrics_in(message.content)}
         asked = int(instructions.get("server-round", 0))
+        self.store.bind(self.run, binding(self.config))  # under other options nothing is noted
         notes = Arrivals(self.store, self.run, self.seal.name)
         notes.ask(asked)
         if any(RECORD_OF[field.kind] == "arrays" for field in request.answer.declared().values()):
-            if instructions.get("committed", 0) >= asked > 0:
+            committed = int(instructions.get("committed", asked - 1))
+            if committed >= asked:
                 raise RefusedError(f"a model is mixed after it is released; exchange {asked} is mixed already: refused")
-            notes.begin(asked)
+            notes.begin(asked, committed)
+            self.store.forget_after("mixed", self.run, committed)  # what the notes say of these is undone
+            self.store.forget_after("released", self.run, asked - 1)
         arrays = self._arrived(record, stage, instructions, kinds, notes)
         notes.write()  # before anything is used
         if arrays is None:
@@ -167,6 +178,7 @@ class Sealing:
         """Open the parcels of a delivery; none if they are mixed already, so that a repeated delivery does no harm."""
         if self.store.has("mixed", self.run, request.exchange):
             return ArrayRecord()
+        request.check_shares()
         names = [f"{sender_name(i)}.{SEALED_NAME}" for i in range(len(request.parcels))]
         if list(record) != names or not len(request.shares) == len(request.weights) == len(names):
             raise RefusedError(
@@ -185,8 +197,9 @@ class Sealing:
                 )
             of_own = share if head.sender == self.seal.name else 0.0
             came.append(Arrival(request.exchange, head.sender, head.exchange, head.kind, parcel.mark, share=of_own))
-            found[sender_name(i)] = parcel.arrays if _fits(parcel.arrays, own) else array_record(own)
-            if found[sender_name(i)] is not parcel.arrays:
+            theirs = _model(parcel, own)
+            found[sender_name(i)] = array_record(own) if theirs is None else theirs
+            if theirs is None:
                 log(WARNING, "%s sealed no model of the common form: the own model stands in its place", head.sender)
         notes.mix(request.exchange, request.kept, came)
         arrays = ArrayRecord()
@@ -225,11 +238,14 @@ class Sealing:
         reply.content["arrays"] = self.seal.close(record, self.run, self.options, kind, server_round, weight)
 
 
-def _fits(arrays: ArrayRecord, own: StateDict) -> bool:
-    """Say whether a parcel holds a model of one's own form, with finite numbers. Institutions need not trust others."""
+def _model(parcel: Opened, own: StateDict) -> ArrayRecord | None:
+    """Return a parcel's model; None if it has another form than one's own, or numbers that are not finite."""
     try:
+        arrays = parcel.arrays
         theirs = opened(arrays)
+        if form_of(theirs) != form_of(own):
+            return None
         check_weights(theirs)
-    except FlwrReplayError:
-        return False
-    return form_of(theirs) == form_of(own)
+    except Exception:  # of any kind: institutions need not trust each other
+        return None
+    return arrays

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from flwr_replay.errors import WireError
 from flwr_replay.payloads.common import STEPS, LabelScale, Spending, Spent
 from flwr_replay.wire.fields import instruction, model, statistic
 from flwr_replay.wire.payload import Payload, Request
@@ -17,6 +18,7 @@ from flwr_replay.wire.records import Weights
 
 __all__ = ["MIXED", "Committed", "Deliver", "Released", "TrainPeer"]
 
+LARGEST_W = 1e9  # the weights of all institutions add up to their number
 MIXED = "test the model as it is after this exchange's mixing, or as it was released before"
 
 
@@ -69,3 +71,16 @@ class Deliver(Request, stage="deliver", answer=Committed):
     parcels: Sequence[int] = instruction("numbers of the models, senders by name", default=())
     shares: Sequence[float] = instruction("share of each sender's model", default=())
     weights: Sequence[float] = instruction("w of each sender", default=())
+
+    def check_shares(self) -> None:
+        """Refuse shares and weights that none can be.
+
+        Raises
+        ------
+        WireError
+            If a share is no share, or w no weight.
+        """
+        if not all(0 <= share <= 1 for share in (self.kept, *self.shares)) or not all(
+            0 < w <= LARGEST_W for w in self.weights
+        ):
+            raise WireError(f"shares lie in [0, 1] and weights of PushSum in (0, {LARGEST_W:g}]; got others: refused")

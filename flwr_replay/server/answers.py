@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +16,10 @@ from flwr.app import ArrayRecord, RecordDict
 
 from flwr_replay.errors import FlwrReplayError, WireError
 from flwr_replay.payloads.common import MOST, Trained
-from flwr_replay.wire.fields import Field
+from flwr_replay.wire.fields import RECORD_OF, Field
 from flwr_replay.wire.payload import Payload, Request, Row, rows
-from flwr_replay.wire.records import StateDict, arrays_in, metrics_in, opened
-from flwr_replay.wire.sealed import is_sealed
+from flwr_replay.wire.records import StateDict, arrays_in, config_in, metrics_in, opened
+from flwr_replay.wire.sealed import SEALED_NAME, head_of, is_sealed
 from flwr_replay.wire.weights import check_weights, largest
 
 __all__ = ["check_answer", "check_foreign", "legible", "read_answer"]
@@ -75,7 +75,7 @@ def check_answer(
     request: type[Request],
     asked: RecordDict,
     examples: range,
-    sealed: bool = False,
+    sealed_by: str = "",
 ) -> None:
     """Refuse an invalid answer before it is used.
 
@@ -91,8 +91,8 @@ def check_answer(
         The request's records; returned weights must have the names, shapes and dtypes of those sent.
     examples : range
         The numbers of examples that the answer may report.
-    sealed : bool
-        Whether arrays must be sealed; what is in them, their receivers check.
+    sealed_by : str
+        In a sealed run: the institution that must have sealed the arrays. What is in them, their receivers check.
 
     Raises
     ------
@@ -110,9 +110,12 @@ def check_answer(
         raise WireError(f"examples_seen must be at most {MOST * PASSES:,}; got {seen}")
     if "num_steps" in declared.declared() and payload.num_steps > seen:
         raise WireError(f"num_steps must be at most examples_seen, here {seen:,}; got {payload.num_steps:,}")
-    if (arrays := answer.get("arrays")) and is_sealed(arrays) != sealed:
-        raise WireError(f"arrays come {'sealed' if sealed else 'in plain'} in this run; these do not: refused")
-    if sealed:
+    arrays = answer.array_records.get("arrays")
+    if arrays and is_sealed(arrays) != bool(sealed_by):
+        raise WireError(f"arrays come {'sealed' if sealed_by else 'in plain'} in this run; these do not: refused")
+    if arrays and sealed_by:
+        _check_head(arrays, declared, config_in(asked), metrics_in(answer).get("weight", 1.0), sealed_by)
+    if sealed_by:
         return
     weights, sent_weights = _weights(declared), _weights(request)
     sent = asked.get("arrays")
@@ -159,6 +162,22 @@ def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
     numbers = {name: value for name, value in metrics.items() if not isinstance(value, list)}
     if not numbers or not all(map(math.isfinite, numbers.values())):
         raise WireError(f"an evaluation must hold metrics, all finite; got {numbers or 'none'}")
+
+
+def _check_head(
+    arrays: ArrayRecord, declared: type[Payload], instructions: Mapping[str, Any], weight: float, sender: str
+) -> None:
+    """Refuse a parcel that says another sender, exchange or weight than its answer: its receivers would refuse it."""
+    if list(arrays) != [SEALED_NAME]:
+        raise WireError(f"an answer has one sealed parcel; got {len(arrays)}, or one of another name: refused")
+    head = head_of(arrays[SEALED_NAME])[0]
+    kinds = {field.kind for field in declared.declared().values() if RECORD_OF[field.kind] == "arrays"}
+    said = (head.run, head.sender, head.exchange, head.weight)
+    if head.kind not in kinds or said != (instructions["run"], sender, instructions.get("server-round", 0), weight):
+        raise WireError(
+            f"a parcel's head says its run, sender, exchange and weight; that of {sender} says others than the answer "
+            "that it came with: refused"
+        )
 
 
 def _weights(payload: type[Payload]) -> Field | None:

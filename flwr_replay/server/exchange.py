@@ -158,7 +158,8 @@ class Exchanging(Calling):
                     check_foreign(reply.content, message.content, message.metadata.message_type == "train")
                 elif request is not None:
                     examples = self.examples_of(member, request, config_in(message.content))
-                    check_answer(reply.content, declared, request, message.content, examples, self.settings.sealed)
+                    by = member.name if self.settings.sealed else ""
+                    check_answer(reply.content, declared, request, message.content, examples, by)
                     if self.settings.privacy:
                         self.settings.privacy.check_stated(declared, [row.field for row in found], metrics)
         except WireError as error:

@@ -26,6 +26,7 @@ __all__ = [
     "Head",
     "Parcel",
     "blank",
+    "head_of",
     "is_sealed",
     "joined_body",
     "pack",
@@ -96,8 +97,17 @@ def pack(parcel: Parcel) -> ArrayRecord:
     return array_record({SEALED_NAME: np.frombuffer(b"".join(parts), np.uint8)})
 
 
-def unpack(array: Array) -> tuple[Head, Parcel]:
-    """Undo `pack`.
+def head_of(array: Array) -> tuple[Head, memoryview, int]:
+    """Read a parcel's head.
+
+    Returns
+    -------
+    head : Head
+        What the parcel says of itself. Only a receiver can tell whether it is true.
+    data : memoryview
+        All bytes.
+    end : int
+        Where the head ends.
 
     Raises
     ------
@@ -112,15 +122,24 @@ def unpack(array: Array) -> tuple[Head, Parcel]:
     if bytes(data[: len(MARK)]) != MARK or len(data) < begin:
         raise WireError("a sealed parcel begins with its mark; this does not: it is damaged, or of another version")
     (length,) = LENGTH.unpack_from(data, len(MARK))
-    head = Head.unpack(bytes(data[begin : begin + min(length, MOST_HEAD)]))
-    keys = begin + length + SALT
+    return Head.unpack(bytes(data[begin : begin + min(length, MOST_HEAD)])), data, begin + length
+
+
+def unpack(array: Array) -> tuple[Head, Parcel]:
+    """Undo `pack`.
+
+    Raises
+    ------
+    WireError
+        If it is no parcel.
+    """
+    head, data, end = head_of(array)
+    keys = end + SALT
     body = keys + WRAPPED * len(head.receivers)
     if len(data) < body + TAG:
         raise WireError(f"a sealed parcel for {len(head.receivers)} has at least {body + TAG} bytes; got {len(data)}")
     wrapped = [bytes(data[at : at + WRAPPED]) for at in range(keys, body, WRAPPED)]
-    return head, Parcel(
-        bytes(data[begin : begin + length]), bytes(data[begin + length : keys]), wrapped, bytes(data[body:])
-    )
+    return head, Parcel(bytes(data[len(MARK) + LENGTH.size : end]), bytes(data[end:keys]), wrapped, bytes(data[body:]))
 
 
 def is_sealed(record: Mapping[str, Any]) -> bool:

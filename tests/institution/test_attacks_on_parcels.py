@@ -11,7 +11,7 @@ from harness import write_shards
 from hostile_server import HostileServer, refusal, weights
 from peers import hospitals, run
 from safetensors.numpy import load_file
-from sealed_runs import SEALED, parcels_in, pinned, seal_of
+from sealed_runs import ABC, CWT, MODEL, PUSH, SEALED, SMALL, again, deliver, parcel, parcels_in, pinned, seal_of, train
 
 from flwr_replay.config.binding import shared_digest
 from flwr_replay.errors import ConfigError
@@ -23,11 +23,6 @@ from flwr_replay.payloads.common import Evaluate, RollCall, Train
 from flwr_replay.payloads.relay import Deliver
 from flwr_replay.wire.records import array_record, opened
 from flwr_replay.wire.sealed import SEALED_NAME, WRAPPED, blank, joined_body, pack, unpack
-
-ABC = "abc"
-SMALL = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
-PUSH, CWT = [*SMALL, "strategy=avgpush", SEALED], [*SMALL, "strategy=cwt", SEALED]
-MODEL = {"run": "r", "kind": "model", "weight": 1.0}
 
 
 @pytest.fixture
@@ -43,28 +38,6 @@ def server(folder):
     server = HostileServer(folder, *PUSH, **{"seal-peers": str(folder / "peers-abc.txt")})
     assert weights(server.send(Push(run="r", server_round=1, lr=0.1, init_seed=1, committed=0)))
     return server
-
-
-def parcel(server, sender, exchange=1, scale=1.0, **other):
-    """Seal a model as an institution does; return the parcel's array."""
-    arrays = array_record({name: (scale * array).astype(array.dtype) for name, array in server.weights.items()})
-    told = MODEL | {"options": shared_digest(server.config), "exchange": exchange} | other
-    record = seal_of(server.state.parent.parent, sender, ABC).close(arrays, **told)
-    return record[SEALED_NAME]
-
-
-def deliver(server, *parcels, exchange=1, **other):
-    """Deliver parcels, with equal shares; return the refusal."""
-    arrays = ArrayRecord({f"{i:05d}.{SEALED_NAME}": array for i, array in enumerate(parcels)})
-    n = len(parcels)
-    asked = {"run": "r", "exchange": exchange, "server_round": exchange, "kept": 1 / (n + 1), "weights": [1.0] * n}
-    asked |= {"shares": [1 / (n + 1)] * n, "parcels": list(range(1, n + 1))}
-    return refusal(server.send(Deliver(arrays=arrays, **asked | other)))
-
-
-def train(server, exchange, arrays=None):
-    sent = {} if arrays is None else ArrayRecord({SEALED_NAME: arrays})
-    return server.send(Train(arrays=sent, run="r", server_round=exchange, lr=0.1))
 
 
 def changed(array, at):
@@ -262,13 +235,9 @@ def test_no_more_of_an_own_model_comes_back_than_was_sent(server):
     one = {"exchange": 3, "weights": [1.0], "parcels": [1], "kept": 0.2}
     assert "no more of its own model comes back" in deliver(server, own[1], **one, shares=[0.5])  # of this exchange
     assert not deliver(server, own[0], **one, shares=[0.7])
-    server.send(again(4))
+    server.send(replace(again(4), committed=3))
     assert "no more of its own model comes back" in deliver(server, own[0], **{**one, "exchange": 4}, shares=[0.7])
     assert not deliver(server, own[0], **{**one, "exchange": 4}, shares=[0.3])
-
-
-def again(exchange):
-    return Push(run="r", server_round=exchange, lr=0.1, init_seed=1, committed=0)
 
 
 @pytest.mark.parametrize("named", [False, True])
