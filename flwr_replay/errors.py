@@ -20,7 +20,7 @@ __all__ = [
     "nearest",
 ]
 
-FEW = 12  # names that fit one line
+FEW, MORE = 12, 24  # names that are listed beside a suggestion, and without one
 
 
 class FlwrReplayError(Exception):
@@ -74,7 +74,8 @@ def nearest(value: str, known: Iterable[str]) -> str:
     """
     names = sorted(set(known))
     hint = near_matches(value, names)
-    listed = f"known: {', '.join(names)}" if len(names) <= FEW else "" if hint else f"none of {len(names)} is near"
+    listed = f"known: {', '.join(names)}" if len(names) <= (FEW if hint else MORE) else ""
+    listed = listed or ("" if hint else f"none of {len(names)} is near")
     return f"{hint} {listed}".strip()
 
 

@@ -43,7 +43,7 @@ def test_a_comparison_has_a_table_and_its_runs(tmp_path):
         found.table.loc["fedavg", "mean"] - found.table.loc["cwt", "mean"]
     )
     assert found.runs["cwt", 1].result["seed"] == 1
-    assert "less cwt" in str(found)
+    assert "minus cwt" in str(found)
     assert (found.folder / "report.html").exists()
 
 

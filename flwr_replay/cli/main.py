@@ -21,7 +21,7 @@ from flwr_replay.cli.deploy import app as deploy
 from flwr_replay.cli.model import export, predict
 from flwr_replay.cli.new import app as new
 from flwr_replay.cli.options import options
-from flwr_replay.cli.places import absolute, finished_place
+from flwr_replay.cli.places import LAST, absolute, finished_place
 from flwr_replay.cli.privacy import app as privacy
 from flwr_replay.cli.rehearse import rehearse
 from flwr_replay.cli.runs import app as runs
@@ -106,6 +106,7 @@ def run(
         runs_dir=runs_dir, resume=resume, ray_address=ray_address, study=study, policy=policy, clinics=clinics, out=out
     )
     officer = study or policy
+    resume = str(finished_place(resume)) if resume == LAST else resume
     if (officer and not dry_run) or (clinics and not officer) or (officer and resume):
         raise ConfigError("--study, --policy and --clinics belong to --dry-run, without --resume; --clinics to either")
     from flwr_replay.api import Where, start

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
-from flwr_replay.cli.places import absolute, finished_place
+from flwr_replay.cli.places import LAST, absolute, finished_place
 
 __all__ = ["export", "predict"]
 
@@ -37,7 +38,10 @@ def predict(
     from flwr_replay.runs.trained import load_model
 
     source = absolute(images)
-    model, rows = load_model(finished_place(place), institution, run, best=best), images_in(source)
+    folder = finished_place(place)
+    if place == LAST:
+        print(f"the model of {folder}", file=sys.stderr)
+    model, rows = load_model(folder, institution, run, best=best), images_in(source)
     text = predictions(model, rows, source if source.is_dir() else source.parent)
     if not out:
         print(text, end="")

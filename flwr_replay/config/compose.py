@@ -291,7 +291,8 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
         if found:
             said, ours = f"{key.replace('_', '-')} is an option of {group}=", base[group]["name"]
             raise ConfigError(f"{said}{', '.join(found)}; got {group}={ours}")
-    near = nearest(key.replace("_", "-"), shown)
+    groups = [name for name, options in base.items() if isinstance(options, dict) and "name" in options]
+    near = nearest(key.replace("_", "-"), [*shown, *groups])
     raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {near}; `flwr-replay options` lists all")
 
 

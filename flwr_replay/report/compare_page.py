@@ -11,7 +11,7 @@ from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.charts import bars, curves
 from flwr_replay.report.comparison import cells_of
 from flwr_replay.report.histories import by_round
-from flwr_replay.report.notes import notes
+from flwr_replay.report.notes import notes, verdicts
 from flwr_replay.report.pages import render
 from flwr_replay.report.run_page import PAGE
 from flwr_replay.report.sweep import sweeps
@@ -47,6 +47,7 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         "compare",
         title=report["title"],
         question=_question(report),
+        verdicts=verdicts(report),
         table={"caption": f"{metric}, and the difference to {against} seed by seed", "heads": columns, "rows": rows},
         bars=bars({label: (mean, means.get(report["strategies"][label]["against"])) for label, mean in means.items()})
         if means
@@ -55,7 +56,7 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         sweeps=sweeps(report),
         chart=curves(lines, "round", metric, bands),
         chart_caption=f"{metric} by round, mean over seeds" + "; band: lowest to highest seed" * bool(bands),
-        notes=notes(report),
+        notes=[note for note in notes(report) if note not in verdicts(report)],
         pages=[
             (f"{cell['label']}, seed {cell['seed']}", f"{cell['folder']}/{PAGE}")
             for cell, run in runs

@@ -209,7 +209,7 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows of a table, as text."""
     compared = {row.get("against", report["against"]) for row in report["strategies"].values()}
-    less = "difference, 95 %" if len(compared) > 1 else f"less {report['against']}, 95 %"
+    less = "difference, 95 %" if len(compared) > 1 else f"minus {report['against']}, 95 %"
     private = any(row["epsilon"] for row in report["strategies"].values())
     columns = ["method", report["metric"], *(["privacy"] if private else []), less, "worst institution"]
     columns += ["up", "down", "examples", "s"]

@@ -29,8 +29,8 @@ def rows_of(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     dict
         By label: `against` (None of the reference itself), `mean`, `sd`, `worst-institution`, bytes, examples and
         seconds (means over seeds), `difference` with the ends of its interval, `low` and `high`, `epsilon`, `delta`
-        and `proven`, and `noise`, a line with sigma, C and sampling rate (None without differential privacy); and
-        `seeds` that finished.
+        and `proven`, and by mechanism `sigma`, `clip`, `sampling-rate` and `steps` at the smallest institution (None
+        without differential privacy); `seeds` that finished, and their `values`.
     """
     found = {}
     for label, row in report["strategies"].items():
@@ -46,18 +46,31 @@ def rows_of(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "epsilon": stated and (float("inf") if stated.epsilon is None else stated.epsilon),
             "delta": stated and stated.delta,
             "proven": stated and stated.proven,
-            "noise": report.get("noise", {}).get(label) or None,
+            **_noise(report.get("noise", {}).get(label)),
             "seeds": len(row["values"]),
+            "values": dict(row["values"]),
         }
     return found
 
 
+def _noise(found: Any) -> dict[str, str | None]:
+    """Return sigma and what belongs to it, mechanisms separated by semicolons; of older versions there is none."""
+    mechanisms = found if isinstance(found, list) else []
+    keys = ("sigma", "clip", "sampling-rate", "steps")
+    return {key: ";".join(f"{one[key]:.4g}" for one in mechanisms if key in one) or None for key in keys}
+
+
 def as_csv(report: Mapping[str, Any]) -> str:
-    """Write the numbers as CSV, a line for each method; a cell is empty where there is no number."""
+    """Write the numbers as CSV, a line for each method; a cell is empty where there is no number.
+
+    `metric` names what `mean`, `sd`, `difference` and `values` are of; `values` are `seed:value`, by semicolons.
+    """
     text, rows = io.StringIO(), rows_of(report)
-    writer = csv.DictWriter(text, ["method", *next(iter(rows.values()))], lineterminator="\n")
+    writer = csv.DictWriter(text, ["method", "metric", *next(iter(rows.values()))], lineterminator="\n")
     writer.writeheader()
-    writer.writerows({"method": label, **row} for label, row in rows.items())
+    for label, row in rows.items():
+        values = ";".join(f"{seed}:{value}" for seed, value in row["values"].items())
+        writer.writerow({"method": label, "metric": report["metric"], **row, "values": values})
     return text.getvalue().rstrip()
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr_replay.data.class_counts import starving, summary, warnings
+from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.comparison import FEWEST, cells_of, mean_of, of_partition
 from flwr_replay.terminal import fitted
 
-__all__ = ["notes", "table"]
+__all__ = ["notes", "table", "verdicts"]
 
 DELTAS = ("delta=", "privacy.delta=")
 
@@ -32,6 +33,7 @@ def notes(report: Mapping[str, Any]) -> list[str]:
         f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is the standard deviation over seeds{over}; worst "
         "institution, bytes, examples (with repetitions) and seconds are means over seeds"
     ]
+    lines += verdicts(report)
     lines += [f"methods differ in {line}" for line in report.get("differ", [])]  # older versions did not say so
     lines += _skews(report)
     if (seeds := len(report["seeds"])) < FEWEST:
@@ -65,7 +67,7 @@ def _skews(report: Mapping[str, Any]) -> list[str]:
         ks, tv, dropped = (sum(skew[key] for skew in skews.values()) / len(skews) for key in ("ks", "tv", "dropped"))
         lines.append(
             f"training labels{dealt and f' with {dealt}'}, means over seeds: KS {ks:.3f} and TV {tv:.3f} between two "
-            f"institutions, {dropped:,.0f} examples left out"
+            f"institutions (0: the same labels; 1: none in common), {dropped:,.0f} examples left out"
         )
         seed, worst = max(skews.items(), key=lambda one: starving(one[1]))
         lines += [f"seed {seed}: {line}" for line in (*summary(worst), *warnings(worst))]
@@ -90,13 +92,33 @@ def _claims(report: Mapping[str, Any]) -> list[str]:
             found.setdefault(results[0]["privacy-claim"], []).append(label)
             chosen &= any(option.startswith(DELTAS) for option in [*report["options"], *_options(report, label)])
     lines = [f"{', '.join(labels)}: {claim}" for claim, labels in found.items()]
-    noise = {label: how for label, how in report.get("noise", {}).items() if how}  # older versions wrote none
+    noise = {label: _noise(how) for label, how in report.get("noise", {}).items() if how}  # older versions wrote none
     lines += [f"{', '.join(same)}: {how}" for how, same in _grouped(noise).items()]
     if found:
         lines.append("epsilon is the largest of any institution and seed, delta too; they hold for each institution")
+        lines.append("noise under DP is secret: a run that is repeated with its seed ends with other numbers")
     if not chosen:
         lines.append("delta is one over the number of examples, the least one can ask: choose delta= far smaller")
     return lines
+
+
+def _noise(how: str | Sequence[Mapping[str, Any]]) -> str:
+    return how if isinstance(how, str) else f"at the smallest institution, {shown_noise(how)}"  # str: older versions
+
+
+def verdicts(report: Mapping[str, Any]) -> list[str]:
+    """Say which differences are shown: those whose interval excludes 0."""
+    found: dict[str, list[str]] = {"better": [], "worse": [], "not shown to differ": []}
+    for label, row in report["strategies"].items():
+        if row["difference"] and (interval := row["difference"]["interval"]):
+            low, high = interval if report["higher-is-better"] else (-interval[1], -interval[0])
+            found["better" if low > 0 else "worse" if high < 0 else "not shown to differ"].append(label)
+    said = "; ".join(f"{what}: {', '.join(labels)}" for what, labels in found.items() if labels)
+    differences = sum(map(len, found.values()))
+    if not said:
+        return []
+    corrected = f", not corrected for {differences} comparisons" if differences > 1 else ""
+    return [f"by the 95 % intervals ({len(report['seeds']) - 1} degrees of freedom{corrected}): {said}"]
 
 
 def _options(report: Mapping[str, Any], label: str) -> list[str]:

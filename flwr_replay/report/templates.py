@@ -19,6 +19,7 @@ FRAME = """\
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 60rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word; }
 h1 { font-size: 1.5rem; line-height: 1.3; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
 .faint, figcaption, caption { color: var(--faint); } caption { text-align: left; padding-bottom: .3rem; }
+caption span { display: inline-block; max-width: min(58rem, calc(100vw - 2rem)); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; font-weight: normal; }
 thead th { font-weight: 600; } .warning { border-left: 4px solid var(--c1); padding-left: .8rem; }
@@ -73,7 +74,7 @@ CHARTS = """\
 {% endmacro %}
 {% macro table(found) %}
 <div class="scroll" tabindex="0" role="region" aria-label="{{ found.caption }}"><table>
-<caption>{{ found.caption }}</caption>
+<caption><span>{{ found.caption }}</span></caption>
 <thead><tr>{% for head in found.heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr></thead>
 <tbody>{% for row in found.rows %}
 <tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
@@ -81,7 +82,7 @@ CHARTS = """\
 {% endmacro %}
 {% macro confusion(found) %}
 <div class="scroll" tabindex="0" role="region" aria-label="{{ found.caption }}"><table class="confusion">
-<caption>{{ found.caption }}</caption>
+<caption><span>{{ found.caption }}</span></caption>
 <thead><tr><th scope="col">{{ found.corner }}</th>{% for head in found.heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr></thead>
 <tbody>{% for head, cells in found.rows %}
 <tr><th scope="row">{{ head }}</th>{% for count, shade in cells %}<td class="shade{{ shade }}">{{ count }}</td>{% endfor %}</tr>{% endfor %}
@@ -137,6 +138,7 @@ COMPARE = """\
 {% import "draw" as draw %}
 {% block content %}
 <p>{{ question }}</p>
+{% for line in verdicts %}<p><strong>{{ line }}</strong></p>{% endfor %}
 {{ draw.table(table) }}
 {% if bars %}{{ draw.bar_chart(bars, bars_caption) }}{% endif %}
 {% for swept, caption, alt in sweeps %}{{ draw.line_chart(swept, caption, alt) }}{% endfor %}
@@ -146,8 +148,8 @@ COMPARE = """\
 <ul>{% for line in notes %}<li>{{ line }}</li>{% endfor %}</ul>
 <h2>The runs</h2>
 <ul>{% for name, place in pages %}<li><a href="{{ place }}">{{ name }}</a></li>{% endfor %}</ul>
-<h2>Options</h2>
-<ul>{% for option in options %}<li>{{ option }}</li>{% endfor %}</ul>
+{% if options %}<h2>Options</h2>
+<ul>{% for option in options %}<li>{{ option }}</li>{% endfor %}</ul>{% endif %}
 {% endblock %}
 """
 

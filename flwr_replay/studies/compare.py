@@ -35,7 +35,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
 from flwr_replay.files.atomic import alone, make_folder, write_atomic
 from flwr_replay.learning.tasks import ERRORS, make_task
-from flwr_replay.privacy.noise import noise_of, shown_noise
+from flwr_replay.privacy.noise import noise_of
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.runs.opening import check_unchanged
 from flwr_replay.runs.options import resolve
@@ -194,7 +194,7 @@ def _plan(
     for method in methods:
         with _naming(method, methods):
             resolved.append(resolve([f"strategy={method.strategy}", *shared, *method.options], str(folder), ""))
-    noise: dict[str, str] = {}
+    noise: dict[str, list[dict[str, Any]]] = {}
     cells = []
     for seed in seeds:  # seed by seed, so that an interrupted comparison has complete pairs
         for method, (overrides, config) in zip(methods, resolved, strict=True):
@@ -239,12 +239,10 @@ def _naming(method: Method, methods: Sequence[Method]) -> Iterator[None]:
         raise ConfigError(f"{method.label}: {error}") if len(methods) > 1 else error from None
 
 
-def _noise(simulation: Simulation) -> str:
-    """Say with which noise the smallest institution trains; empty without differential privacy."""
+def _noise(simulation: Simulation) -> list[dict[str, Any]]:
+    """Return the noise with which the smallest institution trains; nothing without differential privacy."""
     plan, counts = PrivacyPlan.of(simulation.job.config), [len(own) for own in simulation.part.train]
-    if plan is None:
-        return ""
-    return f"at the smallest institution, {shown_noise(noise_of(plan, sum(counts) if plan.pooled else min(counts)))}"
+    return [] if plan is None else noise_of(plan, sum(counts) if plan.pooled else min(counts))
 
 
 def _refuse_other(folder: Path, config: RunConfig) -> None:

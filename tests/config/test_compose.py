@@ -19,6 +19,7 @@ from flwr_replay.runs.options import resolve
         ("strategy=fedreplya", "unknown strategy 'fedreplya': did you mean fedreplay"),
         ("task=fashion-mnist", "unknown task 'fashion-mnist': did you mean fashion_mnist"),
         ("model=resnet43", "did you mean resnet34"),
+        ("stratgy=fedavg", "unknown option 'stratgy': did you mean strategy"),
         ("lattent-dtype=int8", "unknown option 'lattent-dtype': did you mean strategy.latent-dtype"),
         ("training.momemtum=0.5", "unknown option 'training.momemtum': did you mean training.momentum"),
         ("strategy.name=cwt", "unknown option 'strategy.name'"),

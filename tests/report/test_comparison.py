@@ -1,6 +1,8 @@
 """What a comparison says under its table."""
 
-from flwr_replay.report.notes import notes
+import pytest
+
+from flwr_replay.report.notes import notes, verdicts
 
 
 def test_the_agreement_of_models_is_shown_by_seed():
@@ -9,7 +11,19 @@ def test_the_agreement_of_models_is_shown_by_seed():
     cells = [
         {"label": "standard", "seed": seed, "result": {**base, "agreement": one}} for seed, one in enumerate(agreement)
     ]
-    lines = notes({"seeds": [0, 1, 2], "cells": [*cells, {"label": "cwt", "seed": 0, "result": base}]})
+    cells.append({"label": "cwt", "seed": 0, "result": base})
+    lines = notes({"seeds": [0, 1, 2], "strategies": {}, "cells": cells})
     (line,) = [line for line in lines if "standard deviation of balanced" in line]
     assert line.startswith("standard: ")
     assert line.endswith("by seed: 0.150, –, 0.005")
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_the_verdict_names_differences_whose_interval_excludes_0(higher):
+    intervals = {"a": [0.1, 0.2], "b": [-0.3, -0.1], "c": [-0.1, 0.2], "reference": None}
+    rows = {label: {"difference": one and {"interval": one}} for label, one in intervals.items()}
+    [line] = verdicts({"seeds": [0, 1, 2], "strategies": rows, "higher-is-better": higher})
+    better, worse = ("a", "b") if higher else ("b", "a")
+    said = f"better: {better}; worse: {worse}; not shown to differ: c"
+    assert line == f"by the 95 % intervals (2 degrees of freedom, not corrected for 3 comparisons): {said}"
+    assert not verdicts({"seeds": [0], "strategies": {"a": {"difference": None}}, "higher-is-better": higher})

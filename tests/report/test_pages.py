@@ -249,7 +249,7 @@ def test_a_comparison_and_a_study_have_pages(tmp_path, monkeypatch, capsys):
     page = Page(folder / "report.html")
     assert page.faults == []
     assert "Which of 2 methods has the best accuracy over 2 seeds" in page.text
-    assert "less cwt, 95 %" in page.text
+    assert "minus cwt, 95 %" in page.text
     assert "at delta 0.001 (dp=classifier)" in page.text
     assert "fedavg:dp=classifier:target-epsilon=9: at the smallest institution, classifier: sigma" in page.text
     assert "choose delta=" not in page.text

@@ -380,7 +380,11 @@ def test_a_table_for_spreadsheets_tells_the_noise(tmp_path, monkeypatch, capsys)
     ]
     app([*words, "target-epsilon=8", "delta=1e-3", "--format", "csv"], standalone_mode=False)
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
-    assert all(row["noise"].startswith("at the smallest institution, classifier: sigma ") for row in rows)
+    for row in rows:
+        assert float(row["sigma"]) > 0
+        assert (row["clip"], int(row["steps"]) > 0) == ("1", True)
+        assert 0 < float(row["sampling-rate"]) < 1
+        assert (row["metric"], row["values"]) == ("accuracy", f"0:{row['mean']}")
 
 
 def test_a_swept_comparison_is_written_in_every_format(tmp_path, monkeypatch, capsys):
@@ -397,13 +401,13 @@ def test_a_swept_comparison_is_written_in_every_format(tmp_path, monkeypatch, ca
     assert rows["cwt:lr=0.1"]["against"] == "cwt:lr=0.01"
     assert rows["cwt:lr=0.1"]["difference"]["mean"] == pytest.approx(rows["cwt:lr=0.1"]["mean"] - mean)
     columns, first, _ = csv.reader(found["csv"].splitlines())
-    assert {"method", "against", "epsilon", "delta", "proven", "noise", "seeds"} <= {*columns}
+    assert {"method", "against", "epsilon", "delta", "proven", "sigma", "seeds"} <= {*columns}
     read = dict(zip(columns, first, strict=True))
     assert (read["mean"], read["against"], read["seeds"]) == (str(mean), "", "1")
-    assert read["epsilon"] == read["noise"] == ""
+    assert read["epsilon"] == read["sigma"] == ""
     assert f"| cwt:lr=0.01 | {mean:.4f} |" in found["md"]
     assert r"\toprule" in found["latex"]
-    assert "less cwt:lr=0.01" in found["latex"]
+    assert "minus cwt:lr=0.01" in found["latex"]
     assert "% no intervals: 1 seed" in found["latex"]
     with pytest.raises(ConfigError, match="--format must be one of text, md"):
         app([*words, "--format", "html"], standalone_mode=False)
