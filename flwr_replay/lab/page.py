@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.files.atomic import read_bytes, write_atomic
-from flwr_replay.lab.sentences import DOES_NOT_SHOW, shown_nearer
+from flwr_replay.lab.sentences import DOES_NOT_SHOW
 from flwr_replay.report.pages import render
 
 __all__ = ["write_page"]
@@ -91,13 +91,20 @@ def _image_row(one: dict[str, Any]) -> list[str]:
         str(scores["number"]),
         f"{_shown(scores['psnr'])} ± {_shown(scores['psnr_sd'])}",
         "" if scores["ssim"] is None else _shown(scores["ssim"], 2),
-        shown_nearer(scores) if "nearer" in scores else _estimate(scores["identified"]),
-        _estimate(one["control"]["identified"]) if one.get("control") else "",
+        *_identified(one),
         *("" if other is None else _shown(other["psnr"]) for other in beside),
         _shown(one["values-per-pixel"], 2),
         str(one["settings"].get("steps", "")),
         _shown(one["seconds"]),
     ]
+
+
+def _identified(one: dict[str, Any]) -> tuple[str, str]:
+    """Return the cells of identified images and of the control; of pictures that are only nearer, what chance gives."""
+    scores, control = one["scores"], one.get("control")
+    if "nearer" in scores:
+        return f"{scores['nearer']} of {scores['number']} nearer to own (p = {scores['p']:.3f})", "half, by chance"
+    return _estimate(scores["identified"]), _estimate(control["identified"]) if control else ""
 
 
 def _member_row(one: dict[str, Any]) -> list[str]:

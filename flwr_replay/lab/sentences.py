@@ -7,7 +7,7 @@ from typing import Any
 from flwr_replay.lab.verified import NUMBER
 from flwr_replay.report.progress import shown_bytes
 
-__all__ = ["DOES_NOT_SHOW", "sentence", "shown_nearer"]
+__all__ = ["DOES_NOT_SHOW", "sentence"]
 
 DOES_NOT_SHOW = (
     "A failed attack proves nothing: a better one may succeed. Only an epsilon from an institution's account bounds "
@@ -60,7 +60,7 @@ def sentence(result: dict[str, Any]) -> str:
         unknown = "only the institution knows" if result["secret"] else "the judge could not compute"
         return (
             f"{sent} Which of its {result['images']:,} images are behind that, {unknown}. Of what someone with "
-            f"{_with(result['auxiliary'])} found {tried}, {shown_nearer(scores)}. PSNR to the nearest of its own "
+            f"{_with(result['auxiliary'])} found {tried}, {_nearer(scores)}. PSNR to the nearest of its own "
             f"{_number(scores['psnr'])}.{note}"
         )
     tries, right = scores["number"], round(scores["identified"]["value"] * scores["number"])
@@ -76,7 +76,7 @@ def sentence(result: dict[str, Any]) -> str:
     )
 
 
-def shown_nearer(scores: dict[str, Any]) -> str:
+def _nearer(scores: dict[str, Any]) -> str:
     """Say how many pictures are nearer to own images than to other people's, and how many chance gives."""
     return (
         f"{scores['nearer']} of {scores['number']} are nearer to an image of its own than to any of other people's "
