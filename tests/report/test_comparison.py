@@ -21,9 +21,13 @@ def test_the_agreement_of_models_is_shown_by_seed():
 @pytest.mark.parametrize("higher", [True, False])
 def test_the_verdict_names_differences_whose_interval_excludes_0(higher):
     intervals = {"a": [0.1, 0.2], "b": [-0.3, -0.1], "c": [-0.1, 0.2], "reference": None}
-    rows = {label: {"difference": one and {"interval": one}} for label, one in intervals.items()}
-    [line] = verdicts({"seeds": [0, 1, 2], "strategies": rows, "higher-is-better": higher})
+    rows = {
+        label: {"against": "reference", "difference": one and {"interval": one}} for label, one in intervals.items()
+    }
+    report = {"seeds": [0, 1, 2], "against": "reference", "strategies": rows, "higher-is-better": higher}
+    [line] = verdicts(report)
     better, worse = ("a", "b") if higher else ("b", "a")
     said = f"better: {better}; worse: {worse}; not shown to differ: c"
-    assert line == f"by the 95 % intervals (2 degrees of freedom, not corrected for 3 comparisons): {said}"
+    how = "by 95 % intervals (2 degrees of freedom, not corrected for 3 comparisons)"
+    assert line == f"compared with reference {how}: {said}"
     assert not verdicts({"seeds": [0], "strategies": {"a": {"difference": None}}, "higher-is-better": higher})
