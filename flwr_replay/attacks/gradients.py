@@ -67,7 +67,7 @@ class LocalSteps:
 
         Momentum counts a gradient again in each later step; weight decay adds the weights that were sent.
         """
-        counted = sum(self.momentum**later for step in range(self.steps) for later in range(step + 1))
+        counted = sum((self.steps - later) * self.momentum**later for later in range(self.steps))
         sent = {name: p.detach() for name, p in model.named_parameters() if name in change}
         return {name: change[name] / (self.lr * counted) - self.weight_decay * p for name, p in sent.items()}
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
@@ -94,44 +95,28 @@ def _answered(
     check_sealing(institution, config, message)
     check_request(message, request, institution.policy, config)
     sealing = Sealing(institution, config, run) if config.sealed else None
-    if sealing is None or request is None or request is RollCall:
-        return _released(message, context, call_next, institution, config, run, sealing)
-    with sealing.alone():
-        return _released(message, context, call_next, institution, config, run, sealing)
-
-
-def _released(
-    message: Message,
-    context: Context,
-    call_next: ClientAppCallable,
-    institution: Institution,
-    config: RunConfig,
-    run: str,
-    sealing: Sealing | None,
-) -> tuple[Message, list[Row]]:
-    """Have the ClientApp answer a request that may be answered; return as `_answered` does."""
-    plan, policy, request = _plan(config), institution.policy, request_of(message)
-    answer, store = request.answer if request else None, StateStore(institution)
-    asked = sealing.opened(message, request) if sealing else message
-    if answer and issubclass(answer, Evaluation):
-        policy.check_evaluations(store.count_test(run))
-    dp_fields = plan.dp_fields(answer) if plan and answer else {}
-    budget = PrivacyBudget(plan, institution, store, config.seed) if plan else None
-    charged_before = budget.charged(run) if budget and dp_fields else ()
-    reply = call_next(asked, context)
-    if institution.digested and "data" in vars(institution):  # they were read
-        store.note_data(run)
-    leaving = check_answer(reply, answer, policy, config)
-    names = {row.field for row in leaving}
-    if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):
-        _check_account(budget, run, sent, charged_before, metrics_in(reply.content))
-    if sealing and answer:
-        exchange = config_in(message.content).get("server-round", 0)
-        sealing.keep_tested(exchange)
-        sealing.closed(reply, answer, exchange)
-        found = rows(reply.content, answer)
-        leaving = plan.protected(found, answer, metrics_in(reply.content)) if plan else list(found)
-    return reply, leaving
+    plan, policy, answer, store = _plan(config), institution.policy, request and request.answer, StateStore(institution)
+    with sealing.alone() if sealing and request and request is not RollCall else nullcontext():
+        asked = sealing.opened(message, request) if sealing else message
+        if answer and issubclass(answer, Evaluation):
+            policy.check_evaluations(store.count_test(run))
+        dp_fields = plan.dp_fields(answer) if plan and answer else {}
+        budget = PrivacyBudget(plan, institution, store, config.seed) if plan else None
+        charged_before = budget.charged(run) if budget and dp_fields else ()
+        reply = call_next(asked, context)
+        if institution.digested and "data" in vars(institution):  # they were read
+            store.note_data(run)
+        leaving = check_answer(reply, answer, policy, config)
+        names = {row.field for row in leaving}
+        if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):
+            _check_account(budget, run, sent, charged_before, metrics_in(reply.content))
+        if sealing and answer:
+            exchange = config_in(message.content).get("server-round", 0)
+            sealing.keep_tested(exchange)
+            sealing.closed(reply, answer, exchange)
+            found = rows(reply.content, answer)
+            leaving = plan.protected(found, answer, metrics_in(reply.content)) if plan else list(found)
+        return reply, leaving
 
 
 def check_answer(reply: Message, answer: type[Payload] | None, policy: Policy, config: RunConfig) -> list[Row]:

@@ -42,12 +42,13 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         if len(histories) > 1:
             ends = [[history[at] for history in histories] for at in rounds]
             bands[label] = [(at, min(values), max(values)) for at, values in zip(rounds, ends, strict=True)]
+    said = verdicts(report)
     better = "" if report["higher-is-better"] else "; less is better"
     text = render(
         "compare",
         title=report["title"],
         question=_question(report),
-        verdicts=verdicts(report),
+        verdicts=said,
         table={"caption": f"{metric}, and the difference to {against} seed by seed", "heads": columns, "rows": rows},
         bars=bars({label: (mean, means.get(report["strategies"][label]["against"])) for label, mean in means.items()})
         if means
@@ -56,7 +57,7 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         sweeps=sweeps(report),
         chart=curves(lines, "round", metric, bands),
         chart_caption=f"{metric} by round, mean over seeds" + "; band: lowest to highest seed" * bool(bands),
-        notes=[note for note in notes(report) if note not in verdicts(report)],
+        notes=[note for note in notes(report) if note not in said],
         pages=[
             (f"{cell['label']}, seed {cell['seed']}", f"{cell['folder']}/{PAGE}")
             for cell, run in runs

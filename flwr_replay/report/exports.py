@@ -57,7 +57,7 @@ def _noise(found: Any) -> dict[str, str | None]:
     """Return sigma and what belongs to it, mechanisms separated by semicolons; of older versions there is none."""
     mechanisms = found if isinstance(found, list) else []
     keys = ("sigma", "clip", "sampling-rate", "steps")
-    return {key: ";".join(f"{one[key]:.4g}" for one in mechanisms if key in one) or None for key in keys}
+    return {key: ";".join(f"{one[key]:.10g}" for one in mechanisms if key in one) or None for key in keys}
 
 
 def as_csv(report: Mapping[str, Any]) -> str:

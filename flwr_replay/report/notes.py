@@ -117,7 +117,7 @@ def verdicts(report: Mapping[str, Any]) -> list[str]:
     differences = sum(map(len, found.values()))
     if not said:
         return []
-    against = {row["against"] for row in report["strategies"].values()}
+    against = {row.get("against", report["against"]) for row in report["strategies"].values()}
     other = f" with {report['against']}" if len(against) == 1 else ""
     corrected = f", not corrected for {differences} comparisons" if differences > 1 else ""
     return [f"compared{other} by 95 % intervals ({len(report['seeds']) - 1} degrees of freedom{corrected}): {said}"]

@@ -188,11 +188,13 @@ def _certificate(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
         raise RunError(
             f"{folder / CA} must be the certificate of the study's authority: ask the coordinator for it again"
         )
-    yield f"{CA}: {validity(found)}; SHA-256 {hashlib.sha256(read_bytes(folder / CA)).hexdigest()}"
+    digest = hashlib.sha256(read_bytes(folder / CA)).hexdigest()
+    yield f"{CA}: {validity(found, 'ask for a new one')}; SHA-256 {digest}"
 
 
 def _connection(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
-    yield connection(own["ADDRESS"], folder / CA, "has the coordinator started it, does the firewall let you?")
+    silent = "has the coordinator started it, does the firewall let you?"
+    yield connection(own["ADDRESS"], folder / CA, silent, "ask the coordinator")
 
 
 def _node(folder: Path, own: Mapping[str, str]) -> dict[str, str]:

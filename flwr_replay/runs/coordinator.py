@@ -28,6 +28,7 @@ from flwr_replay.runs.superlink import flower
 __all__ = ["examine_coordinator"]
 
 ANEW = "make the deployment's folders anew with `flwr-replay deploy init`"
+STRANGER = "stop what runs there, and start ./superlink.sh"
 SECONDS = 60  # for an answer of Flower's `flwr`
 FREE_GB = 1  # below, a disk is nearly full
 ADDRESS = re.compile(r'^address = "(.+)"$', re.MULTILINE)
@@ -89,7 +90,7 @@ def _certificates(folder: Path) -> Iterator[str]:
     if os.name == "posix" and (place / SERVER_KEY).stat().st_mode & 0o077:
         raise RunError(f"{place / SERVER_KEY} must be its owner's only: chmod 600 it")
     addresses = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    yield f"certificates: {validity(server)}, for {', '.join(str(one.value) for one in addresses)}"
+    yield f"certificates: {validity(server, ANEW)}, for {', '.join(str(one.value) for one in addresses)}"
 
 
 def _keys(folder: Path, names: Sequence[str]) -> Iterator[str]:
@@ -102,7 +103,8 @@ def _keys(folder: Path, names: Sequence[str]) -> Iterator[str]:
 
 
 def _connection(folder: Path, address: str) -> Iterator[str]:
-    yield connection(address, folder / "certificates" / CA, "start ./superlink.sh; does the firewall let you?")
+    silent = "start ./superlink.sh; does the firewall let you?"
+    yield connection(address, folder / "certificates" / CA, silent, STRANGER)
 
 
 def _supernodes(folder: Path, names: Sequence[str]) -> Iterator[str]:

@@ -59,14 +59,14 @@ def is_authority(found: x509.Certificate) -> bool:
         return False
 
 
-def validity(found: x509.Certificate) -> str:
-    """Say until when a certificate is valid."""
+def validity(found: x509.Certificate, advice: str) -> str:
+    """Say until when a certificate is valid; with advice if that is soon."""
     ends = found.not_valid_after_utc
-    soon = ": soon over, ask for a new one" if (ends - datetime.now(UTC)).days < OFTEN else ""
+    soon = f": soon over, {advice}" if (ends - datetime.now(UTC)).days < OFTEN else ""
     return f"valid until {ends:%Y-%m-%d}{soon}"
 
 
-def connection(address: str, authority: Path, advice: str) -> str:
+def connection(address: str, authority: Path, advice: str, wrong: str) -> str:
     """Say how the SuperLink at HOST:PORT answers.
 
     Raises
@@ -85,10 +85,10 @@ def connection(address: str, authority: Path, advice: str) -> str:
     except ssl.SSLCertVerificationError as error:
         raise RunError(
             f"what answers at {address} has no certificate of this study for that address "
-            f"({error.verify_message}): ask the coordinator"
+            f"({error.verify_message}): {wrong}"
         ) from None
     except ssl.SSLError as error:
-        raise RunError(f"what answers at {address} speaks no TLS ({error.reason}): ask the coordinator") from None
+        raise RunError(f"what answers at {address} speaks no TLS ({error.reason}): {wrong}") from None
     except OSError as error:
         raise RunError(f"nothing answers at {address} ({error}): {advice}") from None
     return f"connection: {address} answers by {how}, with the certificate of this study"

@@ -7,10 +7,9 @@ from struct import pack as packed
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord
-from harness import write_shards
 from hostile_server import HostileServer, refusal
 from peers import hospitals, run
-from sealed_runs import ABC, CWT, MODEL, PUSH, SEALED, deliver, parcel, parcels_in, pinned, seal_of, train
+from sealed_runs import ABC, CWT, MODEL, SEALED, deliver, parcel, parcels_in, pinned, seal_of, train
 
 from flwr_replay.config.binding import shared_digest
 from flwr_replay.files.atomic import alone, private_folder, read_json
@@ -21,21 +20,6 @@ from flwr_replay.wire.records import array_record
 from flwr_replay.wire.sealed import SEALED_NAME
 
 MORE = "no more of its own model comes back"
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write_shards(tmp_path, {"a": 40})
-    pinned(tmp_path, ABC)
-    return tmp_path
-
-
-@pytest.fixture
-def server(folder):
-    """A server whose institution, a, has released its model of exchange 1."""
-    server = HostileServer(folder, *PUSH, **{"seal-peers": str(folder / "peers-abc.txt")})
-    assert push(server, 1, 0)
-    return server
 
 
 def push(server, exchange, committed):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flwr.app import Array, ArrayRecord, RecordDict
-from harness import write_shards
 from hostile_server import HostileServer, refusal, weights
 from peers import hospitals, run
 from safetensors.numpy import load_file
@@ -23,21 +22,6 @@ from flwr_replay.payloads.common import Evaluate, RollCall, Train
 from flwr_replay.payloads.relay import Deliver
 from flwr_replay.wire.records import array_record, opened
 from flwr_replay.wire.sealed import SEALED_NAME, WRAPPED, blank, joined_body, pack, unpack
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write_shards(tmp_path, {"a": 40})
-    pinned(tmp_path, ABC)
-    return tmp_path
-
-
-@pytest.fixture
-def server(folder):
-    """A server whose institution, a, has released its model of exchange 1."""
-    server = HostileServer(folder, *PUSH, **{"seal-peers": str(folder / "peers-abc.txt")})
-    assert weights(server.send(Push(run="r", server_round=1, lr=0.1, init_seed=1, committed=0)))
-    return server
 
 
 def changed(array, at):
