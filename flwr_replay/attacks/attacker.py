@@ -46,8 +46,11 @@ CHANGE_SEARCHES = tuple(Search(alpha=alpha, lr=0.1, signs=True) for alpha in (1e
 STATISTICS = 0.1  # weight of batch norm's statistics where they came back; the other choice is none
 RESTARTS = 3  # each with a third of the steps; the other choice is one start
 TUNED_ON = 8  # auxiliary images
+SHORT = 8  # a choice is made with an eighth of the steps
 PROBED = 10  # steps that are timed
 MOST_STEPS = 2000  # of a search; the paper: 20,000
+FEWEST_STEPS = 50  # of a search, however long they take
+FEWEST_SHORT = 25
 DECODER_STEPS = 4000
 UNSEEN = 64  # images of noise that stand in for auxiliary ones where only predictions are needed
 
@@ -125,7 +128,7 @@ class Attacker:
             def attack(one: Search, latents: Tensor = latents_n if mixed else latents_n[:few]) -> Tensor:
                 return invert_latents(encoder, latents, self.form, one, self.seed)
 
-            candidates = self._paced(LATENT_SEARCHES, attack)
+            candidates = self._paced(LATENT_SEARCHES, attack, tuned_on / (len(latents_n) if mixed else few))
             search = candidates[len(candidates) // 2]
             if self.auxiliary:
                 known = self.auxiliary.images_mCHW[:tuned_on]
@@ -226,7 +229,7 @@ class Attacker:
         def matched() -> tuple[Tensor, dict[str, float]]:
             weights = (0.0, STATISTICS) if any(map(is_statistic, change)) else (0.0,)
             candidates = self._paced(
-                [replace(one, statistics=weight) for one in CHANGE_SEARCHES for weight in weights], attack
+                [replace(one, statistics=weight) for one in CHANGE_SEARCHES for weight in weights], attack, 1.0
             )
             search = candidates[len(candidates) // 2]
             if self.auxiliary and len(self.auxiliary.labels_m) >= len(labels_n):
@@ -239,27 +242,29 @@ class Attacker:
 
         yield Attempt(MATCHING, matched)
 
-    def _paced(self, searches: Sequence[Search], attack: Callable[[Search], Tensor]) -> list[Search]:
-        """Give searches as many steps as the time allows."""
-        steps = affordable(lambda steps: attack(replace(searches[0], steps=steps)), self.seconds, MOST_STEPS)
+    def _paced(self, searches: Sequence[Search], attack: Callable[[Search], Tensor], share: float) -> list[Search]:
+        """Give searches as many steps as the time allows, with the choice, on `share` images for each attacked."""
+        choices = (len(searches) + 2) / SHORT if self.auxiliary else 0.0
+        seconds = self.seconds / (1 + share * choices)
+        steps = affordable(lambda steps: attack(replace(searches[0], steps=steps)), seconds, MOST_STEPS)
         return [replace(search, steps=steps) for search in searches]
 
 
 def affordable(attack: Callable[[int], object], seconds: float, most: int) -> int:
-    """Return how many steps an attack can take in so many seconds, by timing a few; at least 50."""
+    """Return how many steps an attack can take in so many seconds, by timing a few; at least `FEWEST_STEPS`."""
     attack(1)  # not counted: the first steps are slower
     begun = time.perf_counter()
     attack(PROBED)
     each = max(1e-6, (time.perf_counter() - begun) / PROBED)
-    return int(max(50, min(most, seconds / each)))
+    return int(max(FEWEST_STEPS, min(most, seconds / each)))
 
 
 def _chosen(candidates: Sequence[Search], attack: Callable[[Search], Tensor], auxiliary: Tensor) -> Search:
-    """Choose on auxiliary images, with an eighth of the steps: first α and the like, then how many starts share them.
+    """Choose on auxiliary images, with fewer steps: first α and the like, then how many starts share them.
 
     Return the choice with all steps.
     """
-    short = [replace(search, steps=max(50, search.steps // 8)) for search in candidates]
+    short = [replace(search, steps=max(FEWEST_SHORT, search.steps // SHORT)) for search in candidates]
     one = tuned(short, attack, auxiliary)
     best = tuned([one, replace(one, steps=one.steps // RESTARTS, restarts=RESTARTS)], attack, auxiliary)
     return replace(best, steps=candidates[0].steps // best.restarts)

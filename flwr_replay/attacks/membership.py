@@ -89,11 +89,12 @@ def reference_models(
     labels_m: Tensor,
     training: TrainingConfig,
     epochs: int,
+    size: int,
     number: int,
     seed: int,
     seconds: float = float("inf"),
 ) -> list[nn.Module]:
-    """Train models of the victim's architecture, each on a random half of the auxiliary data.
+    """Train models of the victim's architecture, each on as many random examples as the victim has, or on a half.
 
     Parameters
     ----------
@@ -106,7 +107,9 @@ def reference_models(
     training : TrainingConfig
         Optimizer, rate and batch size, as like the victim's as the attacker knows.
     epochs : int
-        Passes over the half.
+        Passes over the examples.
+    size : int
+        The victim's number of examples; a model has no more than half of the auxiliary ones.
     number : int
         R.
     seed : int
@@ -121,10 +124,10 @@ def reference_models(
             break
         model = build(derived_seed(seed, "reference", reference)).train()
         draws = torch_rng(seed, "reference", reference, "data")
-        half = torch.randperm(len(labels_m), generator=draws)[: (len(labels_m) + 1) // 2].to(labels_m.device)
+        own = torch.randperm(len(labels_m), generator=draws)[: min(size, (len(labels_m) + 1) // 2)].to(labels_m.device)
         optimizer = make_optimizer(model, training, training.lr)
         for _ in range(epochs):
-            for x_B, y_B in batches(auxiliary_m[half], labels_m[half], training.batch_size, draws):
+            for x_B, y_B in batches(auxiliary_m[own], labels_m[own], training.batch_size, draws):
                 step(model, optimizer, loss(model(x_B), y_B))
         models.append(model.eval())
     return models

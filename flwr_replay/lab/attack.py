@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flwr_replay.attacks.attacker import Attacker, Attempt, Auxiliary
-from flwr_replay.attacks.catalogue import ATTACKS, nothing_tried
+from flwr_replay.attacks.catalogue import ATTACKS, nothing_tried, number_timed
 from flwr_replay.attacks.distances import distances
 from flwr_replay.attacks.scores import ImageScores, Judge, assigned, equal_label_shares, image_metrics
 from flwr_replay.config.run import RunConfig
@@ -119,7 +119,8 @@ def attack_run(
     if found:
         say(f"{len(found)} results are of an earlier command")
     done = {(one["institution"], one["stage"], one["field"], one["attack"]) for one in found}
-    seconds = 60 * minutes / (3 * len(evidence.exhibits))
+    timed = sum(number_timed(exhibit.means, len(exhibit.answers)) for exhibit in evidence.exhibits)
+    seconds = 60 * minutes / max(1, timed)
     for name in names:
         lab = Lab.of(evidence, name, only.attack, auxiliary, data, seconds, place)
         for exhibit in (one for one in evidence.exhibits if one.institution == name):

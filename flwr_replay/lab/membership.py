@@ -35,7 +35,7 @@ __all__ = ["member_attacks"]
 FEWEST = 20  # members, and others, below which an interval says nothing
 REFERENCES = 8  # models of the attacker's own
 ENOUGH = 200  # auxiliary images to train them on
-EPOCHS = 10
+MOST_EPOCHS = 10
 Candidates = tuple[Tensor, Tensor]  # images and labels
 
 
@@ -60,7 +60,7 @@ def member_attacks(
         if auxiliary is not None and not enough:
             yield LIRA.name, partial(_too_few, len(auxiliary.labels_m), "auxiliary images", ENOUGH)
         elif auxiliary is not None and evidence.config.task.kind == "classification":
-            yield LIRA.name, lambda: _by_references(model, evidence, sides, auxiliary, seed, seconds)
+            yield LIRA.name, lambda: _by_references(model, evidence, exhibit, sides, auxiliary, seed, seconds)
     plan = evidence.replay_plan()
     if means == "generator weights" and exhibit.stage == "train-generator" and plan is not None:
         generator = plan.fresh_generator()
@@ -90,20 +90,23 @@ def _by_loss(model: nn.Module, evidence: Evidence, sides: tuple[Candidates, Cand
 def _by_references(
     model: nn.Module,
     evidence: Evidence,
+    exhibit: Exhibit,
     sides: tuple[Candidates, Candidates],
     auxiliary: Auxiliary,
     seed: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Compare with models that the attacker has trained without the candidates: offline LiRA."""
+    """Compare with models that the attacker has trained as long, without the candidates: offline LiRA."""
     task, training = make_task(evidence.config.task), evidence.config.training
+    epochs = sum(int(one.request.scalars.get("local-epochs", 1)) if one.request else 1 for one in exhibit.answers)
     references = reference_models(
         evidence.model,
         task.loss,
         auxiliary.images_mCHW,
         auxiliary.labels_m,
         training,
-        EPOCHS,
+        min(MOST_EPOCHS, epochs),
+        int(exhibit.answers[-1].content.scalars["num-examples"]),
         REFERENCES,
         seed,
         seconds,

@@ -30,7 +30,7 @@ from flwr_replay.studies.leakage import attacked, leakage
 __all__ = ["Part", "parts_of", "run_study", "studies"]
 
 MOST_TOLD = 60  # characters of the parts' names in a file's name
-MINUTES = 0.5  # for all attacks on one run, about
+MINUTES = 0.2  # for all attacks on one run, about
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ def noisy() -> Data:
 
 @pytest.fixture(scope="module")
 def references(noisy: Data) -> list[nn.Module]:
-    return reference_models(fresh, F.cross_entropy, noisy[0][600:1400], noisy[1][600:1400], TRAINING, EPOCHS, 6, 0)
+    return reference_models(fresh, F.cross_entropy, noisy[0][600:1400], noisy[1][600:1400], TRAINING, EPOCHS, 400, 6, 0)
 
 
 def test_lira_finds_members_of_an_overfitted_model(noisy: Data, references: list[nn.Module]) -> None:
@@ -114,5 +114,5 @@ def test_copies_that_a_generator_released_are_near_its_members(noisy: Data) -> N
 
 def test_when_time_is_up_two_reference_models_are_enough(noisy: Data) -> None:
     x, y = noisy
-    models = reference_models(fresh, F.cross_entropy, x[600:700], y[600:700], TRAINING, 1, 6, 0, seconds=0)
+    models = reference_models(fresh, F.cross_entropy, x[600:700], y[600:700], TRAINING, 1, 50, 6, 0, seconds=0)
     assert len(models) == 2

@@ -58,7 +58,7 @@ def runs(tmp_path_factory):
         ("latents", "latents", "learned decoder", 0.5),
         ("gradient", "arrays", "gradient matching", 0.5),
         ("weights", "arrays", "gradient matching", 0.5),
-        ("activations", "activations", "latent matching", 0.9),
+        ("activations", "activations", "latent matching", 0.75),
         ("codes", "codes", "decoded codes", 0.02),
         ("raw", "images", "look at them", 1.0),
     ],
