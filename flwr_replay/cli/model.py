@@ -31,7 +31,7 @@ def predict(
     """Predict the labels of images with the model of a finished run, as CSV with probabilities.
 
     RUN is a run directory, `last` for the newest in runs/, or an institution's state directory. IMAGES is a folder of
-    images, a CSV file with a column image, or one image.
+    images, a CSV file with a column image, or one image. With a column label the answer says which are right.
     """
     from flwr_replay.files.atomic import write_atomic
     from flwr_replay.runs.predict import images_in, predictions

@@ -211,7 +211,7 @@ def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     compared = {row.get("against", report["against"]) for row in report["strategies"].values()}
     less = "difference, 95 %" if len(compared) > 1 else f"minus {report['against']}, 95 %"
     private = any(row["epsilon"] for row in report["strategies"].values())
-    columns = ["method", report["metric"], *(["privacy"] if private else []), less, "worst institution"]
+    columns = ["method", report["metric"], *(["privacy of what left"] if private else []), less, "worst institution"]
     columns += ["up", "down", "examples", "s"]
     rows = []
     for label, row in report["strategies"].items():

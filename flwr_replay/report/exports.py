@@ -75,11 +75,16 @@ def as_csv(report: Mapping[str, Any]) -> str:
 
 
 def as_latex(report: Mapping[str, Any]) -> str:
-    """Write the table for LaTeX with the package booktabs; the notes follow as comments."""
+    """Write the table for LaTeX with the package booktabs, and a caption; the notes follow as comments."""
     columns, rows = cells_of(report)
+    sigmas = [_noise(report.get("noise", {}).get(label))["sigma"] or "" for label in report["strategies"]]
+    if any(sigmas):
+        columns, rows = [*columns, "sigma"], [[*row, sigma] for row, sigma in zip(rows, sigmas, strict=True)]
     body = [" & ".join(map(_escaped, row)) + r" \\" for row in (columns, *rows)]
-    lines = [r"\begin{tabular}{l" + "r" * (len(columns) - 1) + "}", r"\toprule", body[0], r"\midrule", *body[1:]]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in notes(report))])
+    lines = [r"\begin{table}", r"\centering", rf"\caption{{{_escaped(report['title'])}}}"]
+    lines += [r"\begin{tabular}{l" + "r" * (len(columns) - 1) + "}", r"\toprule", body[0], r"\midrule", *body[1:]]
+    lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}"]
+    return "\n".join([*lines, *(f"% {note}" for note in notes(report))])
 
 
 def _escaped(text: str) -> str:

@@ -214,6 +214,8 @@ def forecast_page(simulation: Simulation) -> str:
         "Kinds: model = weights; per-sample = one row per patient; per-sample-raw = patients' "
         "examples as they are; statistic = numbers computed from the data; "
         "instruction = what the server asks for; notice = the institution's name and proof of identity.",
+        "roll-call: before the first round each institution says its name and how many examples it has, and proves by "
+        "a key of its own that it is the same one as before.",
     ]
     return "\n".join(text)
 

@@ -22,6 +22,8 @@ __all__ = ["images_in", "predictions"]
 def images_in(place: Path) -> list[Row]:
     """List images: a file, a folder's (in folders of it, too), or those in the column `image` of a CSV file.
 
+    A CSV file's column `label` is read as well.
+
     Raises
     ------
     DataError
@@ -30,7 +32,10 @@ def images_in(place: Path) -> list[Row]:
     if not place.exists():
         raise DataError(f"there is no {place}: give a folder of images, a CSV file with a column image, or one image")
     if place.suffix.lower() == ".csv":
-        rows = [Row(place.parent / cells["image"], "", where) for where, cells in csv_rows(place, ["image"])]
+        rows = [
+            Row(place.parent / cells["image"], cells.get("label", ""), where)
+            for where, cells in csv_rows(place, ["image"])
+        ]
     elif place.is_dir():
         files = sorted(path for path in place.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
         rows = [Row(file, "", f"folder {place}") for file in files if not file.name.startswith(".")]
@@ -57,7 +62,7 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
     -------
     str
         Classification: `image,predicted` and a probability for each class. Regression: `image,predicted`, in the
-        label's unit.
+        label's unit. Where all rows have a label: `label`, too, and `right` (1 or 0) for classes.
 
     Raises
     ------
@@ -74,7 +79,9 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
         )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["image", "predicted", *(f"p({name})" for name in model.classes)])
+    known = all(row.label for row in rows)
+    columns = ["label", *(["right"] if model.classes else [])] if known else []
+    writer.writerow(["image", "predicted", *columns, *(f"p({name})" for name in model.classes)])
     block = at_once(torch.empty(1, task.channels, task.size, task.size), 256)
     for start in range(0, len(rows), block):
         part = rows[start : start + block]
@@ -85,7 +92,9 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
             name = row.file.relative_to(base) if row.file.is_relative_to(base) else row.file
             if model.classes:
                 best = max(range(len(output)), key=output.__getitem__)
-                writer.writerow([name, model.classes[best], *(f"{share:.6g}" for share in output)])
+                right = row.label in (str(best), model.classes[best])
+                told = [row.label, int(right)] if known else []
+                writer.writerow([name, model.classes[best], *told, *(f"{share:.6g}" for share in output)])
             else:
-                writer.writerow([name, f"{output:.6g}"])
+                writer.writerow([name, f"{output:.6g}", *([row.label] if known else [])])
     return text.getvalue()

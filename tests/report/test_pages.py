@@ -255,6 +255,7 @@ def test_a_comparison_and_a_study_have_pages(tmp_path, monkeypatch, capsys):
     assert "choose delta=" not in page.text
     text = Comparison(folder, report, "").shown("latex")
     assert "epsilon " in text
+    assert "& sigma " in text
     assert "nan" not in text.lower()
     before = (folder / "report.html").read_bytes()
     assert write_page(folder).read_bytes() == before

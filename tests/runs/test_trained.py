@@ -77,6 +77,19 @@ def test_the_command_takes_a_list_and_writes_a_file(ran, images, capsys):
     assert (folder / "out.csv").read_text().splitlines()[1] == f"deep/{one[1]}"
 
 
+def test_a_list_with_labels_says_which_are_right(ran, images):
+    folder, labels = images
+    model, lines = load_model(ran[1]), [f"deep/{n:03d}.png,{label}" for n, label in enumerate(labels)]
+    (folder / "numbers.csv").write_text("\n".join(["image,label", *lines]))
+    rows = list(csv.DictReader(io.StringIO(predictions(model, images_in(folder / "numbers.csv"), folder))))
+    assert np.mean([int(row["right"]) for row in rows]) == pytest.approx(
+        ran[0]["final"]["institutions"]["institution-1"]["accuracy"]
+    )
+    (folder / "names.csv").write_text(f"image,label\ndeep/000.png,{rows[0]['predicted']}\n")
+    [row] = csv.DictReader(io.StringIO(predictions(model, images_in(folder / "names.csv"), folder)))
+    assert row["right"] == "1"
+
+
 def test_images_of_another_form_and_empty_folders_are_refused_whole(ran, images, tmp_path):
     folder, _ = images
     Image.new("L", (9, 8)).save(folder / "deep" / "zzz.png")

@@ -51,6 +51,7 @@ def test_a_swept_comparison_is_written_in_every_format(tmp_path, monkeypatch, ca
     assert (read["mean"], read["against"], read["seeds"]) == (str(mean), "", "1")
     assert read["epsilon"] == read["sigma"] == ""
     assert f"| cwt:lr=0.01 | {mean:.4f} |" in found["md"]
+    assert r"\caption{" in found["latex"]
     assert r"\toprule" in found["latex"]
     assert "minus cwt:lr=0.01" in found["latex"]
     assert "% no intervals: 1 seed" in found["latex"]
