@@ -19,7 +19,7 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor
 
-from flwr_replay.attacks.distances import distances
+from flwr_replay.attacks.distances import distances, nearest
 from flwr_replay.attacks.intervals import Estimate, auc_estimate, share
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.layers import as_input
@@ -169,7 +169,7 @@ class Judge:
         """
         found_nCHW, own = as_input(reconstructions_nCHW).cpu(), self.originals_NCHW
         distances_nM = distances(found_nCHW, torch.cat([own, as_input(others_NCHW).cpu()]))
-        nearest_nM = (distances_nM <= distances_nM.amin(1, keepdim=True)).numpy()
+        nearest_nM = nearest(distances_nM).numpy()
         labels_M = torch.cat([labels_N, other_labels_N]).numpy()
         other_M, rng = np.arange(len(labels_M)) >= len(own), derived_rng(seed, "exchanged")
         counts = [_nearer_to_own(nearest_nM, other_M)]
@@ -210,8 +210,8 @@ class Judge:
 
     def _hits(self, found_nCHW: Tensor, rows_n: Tensor) -> Tensor:
         """Say for each reconstruction whether no original is nearer than its own; another copy of it may be as near."""
-        distances_nN = distances(found_nCHW, self.originals_NCHW)
-        return distances_nN.gather(1, rows_n[:, None])[:, 0] <= distances_nN.amin(1)
+        nearest_nN = nearest(distances(found_nCHW, self.originals_NCHW))
+        return nearest_nN.gather(1, rows_n[:, None])[:, 0]
 
 
 def _nearer_to_own(nearest_nM: NDArray[np.bool_], other_M: NDArray[np.bool_]) -> int:
