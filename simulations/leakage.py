@@ -5,8 +5,8 @@ They attack by optimisation only, and score by PSNR only. Here a decoder learned
 `identified` says how often a reconstruction points to the right one of the institution's images.
 
 Two institutions; the attacker has 2,000 images of the same source that no institution has. All attacks on a run share
-half a minute: a longer search finds more. An institution of `gradient-1` has one image, so that "identified" says
-nothing there.
+twelve seconds, so that the study takes an hour: a longer search finds more (--minutes). An institution of `gradient-1`
+has one image, so that "identified" says nothing there.
 """
 
 from __future__ import annotations

@@ -198,12 +198,13 @@ def study(
     ] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the study's parts, and run nothing.")] = False,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
+    minutes: Annotated[float, typer.Option("--minutes", help="For the attacks on each run, about (leakage).")] = 0.2,
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Run one of the studies in simulations/: a paper's table as several comparisons.
 
-    NAME is a study's, such as skew or partitions. --list names its parts. Finished runs are not repeated. Exit code 1:
-    some runs failed.
+    NAME is a study's, such as skew or partitions. --list names its parts. Finished runs are not repeated; attacks are
+    where --minutes is larger than before. Exit code 1: some runs failed.
     """
     _refuse_empty(runs_dir=runs_dir, data=data, only=only)
     _say("loading …")
@@ -213,7 +214,7 @@ def study(
         print("\n".join(f"{part.name}: {part.about}" for part in parts_of(name)))
         return
     parts = [part for part in (only or "").split(",") if part]
-    text, whole = run_study(name, data or "", jobs, Path(runs_dir), parts, quick)
+    text, whole = run_study(name, data or "", jobs, Path(runs_dir), parts, quick, minutes)
     print(text)
     if not whole:
         sys.exit(1)

@@ -64,7 +64,13 @@ def parts_of(name: str) -> list[Part]:
 
 
 def run_study(
-    name: str, data: str, jobs: int, runs_dir: Path, only: Sequence[str] = (), quick: bool = False
+    name: str,
+    data: str,
+    jobs: int,
+    runs_dir: Path,
+    only: Sequence[str] = (),
+    quick: bool = False,
+    minutes: float = MINUTES,
 ) -> tuple[str, bool]:
     """Run a study's comparisons, or some of them; finished cells are not repeated.
 
@@ -82,6 +88,8 @@ def run_study(
         Names of parts; empty: all. Their report has a name of its own, so that it does not replace the whole one.
     quick : bool
         The first seed and two rounds of each part: whether all of it runs. Its figures say nothing.
+    minutes : float
+        For all attacks on one run, about, where a part's messages are attacked.
 
     Returns
     -------
@@ -93,11 +101,13 @@ def run_study(
     Raises
     ------
     ConfigError
-        For an unknown study or part.
+        For an unknown study or part, or minutes that are not positive.
     DataError
         If a part's data are missing; nothing has run by then.
     """
     parts = parts_of(name)
+    if not minutes > 0:
+        raise ConfigError(f"--minutes must be positive; got {minutes:g}")
     document = importlib.import_module(f"flwr_replay.simulations.{name}").__doc__ or ""
     known = [part.name for part in parts]
     for wanted in only:
@@ -114,7 +124,7 @@ def run_study(
     outcomes = run_comparisons(comparisons, jobs)  # as one list, so that no job waits for the end of a part
     reports = {part.name: report for part, (_, report) in zip(chosen, outcomes, strict=True)}
     name = f"{name}-quick" if quick else name
-    minutes = MINUTES / 60 if quick else MINUTES
+    minutes = minutes / 60 if quick else minutes
     leaks = {
         part.name: leakage(
             attacked(reports[part.name], part.attack, part.field, minutes, jobs), reports[part.name]["metric"]
@@ -123,6 +133,7 @@ def run_study(
         if part.attack
     }
     some = f" --only {','.join(only)}" if only else ""
+    some += f" --minutes {minutes:g}" if minutes != MINUTES and not quick else ""
     command = f"flwr-replay study {name.replace('-quick', ' --quick')} --data DIR{some}"
     parts_told = "-".join(only) if len("-".join(only)) <= MOST_TOLD else short_hash(list(only))
     stem = "-".join(filter(None, ["study", name, parts_told]))
