@@ -109,8 +109,8 @@ def flower(overrides: list[str]) -> list[float]:
 def watched(command: list[str], environment: dict[str, str]) -> tuple[str, float]:
     """Run a command; return what it printed, and the most memory that it and all its processes had, MB."""
     mark, most = f"benchmark-{time.time_ns()}", 0.0
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, env={**environment, MARK: mark}, stdout=output, stderr=subprocess.DEVNULL)
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, env={**environment, MARK: mark}, stdout=output, stderr=errors)
         while process.poll() is None:
             size = 0
             for one in members(mark):
@@ -122,15 +122,15 @@ def watched(command: list[str], environment: dict[str, str]) -> tuple[str, float
             time.sleep(0.25)
         end(mark)
         output.seek(0)
-        text = output.read()
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-    return text, most
+        errors.seek(0)
+        if process.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}: {errors.read()[-2000:]}")
+        return output.read(), most
 
 
 def ours(overrides: list[str], engine: str, folder: Path, environment: dict[str, str]) -> tuple[list[float], float]:
     """Run the command line; return when exchanges ended, and its memory."""
-    words = [*overrides, f"runs_dir={folder / 'runs'}", "run_name=one", *ENGINES[engine]]
+    words = [*overrides, "run_name=one", "--runs-dir", str(folder / "runs"), *ENGINES[engine]]
     _, most = watched([str(Path(sys.executable).with_name("flwr-replay")), "run", *words], environment)
     lines = (folder / "runs" / "one" / "timings.jsonl").read_text().splitlines()
     return [json.loads(line)["seconds"] for line in lines], most

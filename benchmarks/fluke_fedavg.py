@@ -58,7 +58,7 @@ def main() -> None:
     data = DataContainer(x, tensors["y"], test_x, tensors["test_y"], CLASSES)
     parameters = DDict(client=client, server=DDict(weighted=True), model=model)
     fedavg, clock = FedAVG(nodes, DataSplitter(data), parameters), Clock()
-    fedavg.server.attach(clock)
+    fedavg.attach(clock)
     begun = time.perf_counter()
     fedavg.run(rounds, 1.0)
     print(json.dumps([stamp - begun for stamp in clock.stamps]))
