@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from flwr_replay.runs.processes import MARK, family, members
+from flwr_replay.processes import MARK, family, members
 from flwr_replay.runs.superlink import free_port
 
 RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block"]

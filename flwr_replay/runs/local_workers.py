@@ -16,8 +16,8 @@ from typing import Any
 from flwr.app import Message
 
 from flwr_replay.client_app import app
+from flwr_replay.processes import end_with_parent
 from flwr_replay.runs.engine import InlineGrid
-from flwr_replay.runs.processes import end_with_parent
 from flwr_replay.runs.workers import GRACE, Worker, WorkerGrid, died
 
 __all__ = ["LocalGrid"]

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from flwr_replay.config.quoting import toml_text
 from flwr_replay.errors import RunError
+from flwr_replay.processes import MARK, family
 from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY, write_certificates
-from flwr_replay.runs.processes import MARK, family
 
 __all__ = ["SuperLink", "flower", "flwr_run", "free_port", "streamed", "superlink"]
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import FlwrReplayError, RunError
+from flwr_replay.processes import end_with_parent
 from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import Display, TerminalDisplay
 from flwr_replay.runs.opening import read_result
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.processes import end_with_parent
 from flwr_replay.runs.simulate import run_inline
 
 __all__ = ["Cell", "Method", "run_all", "run_cell", "short_hash"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from flwr_replay.attacks.intervals import share
 from flwr_replay.lab.attack import Only, attack_run
-from flwr_replay.runs.processes import end_with_parent
+from flwr_replay.processes import end_with_parent
 
 __all__ = ["attacked", "leakage"]
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
+from flwr_replay.processes import MARK, family
 from flwr_replay.runs.clinic import examine_clinic
 from flwr_replay.runs.deployment import init
-from flwr_replay.runs.processes import MARK, family
 from flwr_replay.runs.superlink import free_port
 
 HOSPITALS = Path(__file__).parents[2] / "docs" / "examples" / "hospitals"

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from flwr_replay.config.compose import overrides_of
+from flwr_replay.processes import GRACE, MARK, members
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.processes import GRACE, MARK, members
 from flwr_replay.runs.simulate import run_inline
 
 COMMAND = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()"]

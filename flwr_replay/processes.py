@@ -31,7 +31,7 @@ def family() -> Iterator[str]:
     mark = secrets.token_hex(8)
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     watchdog = subprocess.Popen(
-        [sys.executable, "-m", "flwr_replay.runs.processes", mark],
+        [sys.executable, "-m", "flwr_replay.processes", mark],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

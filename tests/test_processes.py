@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from flwr_replay.runs.processes import GRACE, MARK, family, members
+from flwr_replay.processes import GRACE, MARK, family, members
 
 # A child in a session of its own, which starts a grandchild that may ignore SIGTERM, and may end before it.
 CHILD = """
@@ -23,7 +23,7 @@ time.sleep(float(sys.argv[1]))
 OPENER = f"""
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
-from flwr_replay.runs.processes import MARK, family
+from flwr_replay.processes import MARK, family
 with family() as mark:
     environment = {{**os.environ, MARK: mark}}
     words = [sys.executable, "-c", {CHILD!r}, *sys.argv[1:]]
