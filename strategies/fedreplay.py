@@ -36,7 +36,6 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
-from safetensors.numpy import load_file
 
 from flwr_replay.config.sections import PASSES, VIEWS, Range, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig
@@ -45,6 +44,7 @@ from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.learning.latents import LatentStore, bytes_by_cut, rows_per_chunk
 from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
 from flwr_replay.models import StagedModel, placed, split
+from flwr_replay.models.pretrained import read_encoder
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
@@ -373,22 +373,3 @@ class FedReplay(OneShot):
         load_arrays(self.primary, parts["primary"])
         load_optimizer_arrays(self.optimizer, parts["optimizer"])
         self.store = LatentStore(self.recorder.folder("latents"))
-
-
-def read_encoder(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> StateDict:
-    """Read the encoder's weights from the user's file.
-
-    Raises
-    ------
-    ConfigError
-        If it is not a .safetensors file, or a weight before the cut is missing or has another shape.
-    """
-    try:
-        arrays = load_file(path)
-    except Exception as error:
-        raise ConfigError(f"strategy.encoder-file must be a .safetensors file; got {path}: {error}") from None
-    for name, shape in shapes.items():
-        if name not in arrays or arrays[name].shape != shape:
-            found = f"has {arrays[name].shape}" if name in arrays else "lacks it"
-            raise ConfigError(f"strategy.encoder-file must hold {name!r} with shape {shape}; {path} {found}")
-    return arrays

@@ -1,20 +1,23 @@
-"""Initial weights from a user's file; nothing is downloaded."""
+"""Weights from a user's file, of a model to begin with or of an encoder; nothing is downloaded."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flwr_replay.errors import ConfigError
 from flwr_replay.memory import remembered
 
-__all__ = ["load_pretrained", "read_weights"]
+__all__ = ["load_pretrained", "read_encoder", "read_weights"]
 
 # Foreign names of layers, and ours: torchvision's ResNet, and Buda et al.'s U-Net for brain MRI.
 NAMES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
@@ -82,6 +85,25 @@ def read_weights(path: Path, option: str) -> dict[str, Tensor]:
         if not torch.isfinite(tensor).all():
             raise ConfigError(f"{option} must hold finite numbers; {name!r} in {path} does not")
     return weights
+
+
+def read_encoder(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[Any]]:
+    """Read the encoder's weights from the user's file.
+
+    Raises
+    ------
+    ConfigError
+        If it is not a .safetensors file, or a weight before the cut is missing or has another shape.
+    """
+    try:
+        arrays = load_arrays(path)
+    except Exception as error:
+        raise ConfigError(f"strategy.encoder-file must be a .safetensors file; got {path}: {error}") from None
+    for name, shape in shapes.items():
+        if name not in arrays or arrays[name].shape != shape:
+            found = f"has {arrays[name].shape}" if name in arrays else "lacks it"
+            raise ConfigError(f"strategy.encoder-file must hold {name!r} with shape {shape}; {path} {found}")
+    return arrays
 
 
 @remembered(maxsize=1)
