@@ -26,9 +26,10 @@ uploads when it comes, and training continues with its latents included.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,12 +37,15 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+from torch import Tensor, nn
 
-from flwr_replay.config.sections import PASSES, VIEWS, Range, one_of, require, within
+from flwr_replay.config.sections import PASSES, THREADS, VIEWS, Range, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.learning.latents import LatentStore, bytes_by_cut, rows_per_chunk
+from flwr_replay.learning.ranks import Loss, Ranks
 from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
 from flwr_replay.models import StagedModel, placed, split
 from flwr_replay.models.pretrained import read_encoder
@@ -76,6 +80,7 @@ class FedReplayConfig(StrategyConfig):
     latent_dtype: str = "float32"  # float32 | float16 | int8 (with one scale per example)
     chunk_mb: float = 64.0  # no message holds more latents than this, 10^6 bytes
     upload_views: int = 1  # n: the image as it is and n - 1 randomly shifted views of it
+    server_processes: int = 1  # that train the primary together, each on its share of every batch; on GPUs one each
 
     def __post_init__(self) -> None:
         one_of("strategy.encoder", self.encoder, ("institution", "random", "file"))
@@ -92,6 +97,7 @@ class FedReplayConfig(StrategyConfig):
             f"got encoder={self.encoder} and encoder-institution={self.encoder_institution!r}",
         )
         within("strategy.", self, encoder_epochs=(1, PASSES), patience=(1, PASSES), upload_views=(1, VIEWS))
+        within("strategy.", self, server_processes=(1, THREADS))
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """The most epochs of the encoder's one training, if an institution trains it; all views of the one upload."""
@@ -126,6 +132,7 @@ class FedReplay(OneShot):
             raise ConfigError(
                 f"strategy.upload-views shifts images, not masks: leave it at 1 here; got {config.upload_views}"
             )
+        strategy.ranks.check(strategy.primary, settings.training.batch_size)
         if config.encoder == "file":
             read_encoder(Path(config.encoder_file), strategy.encoder_shapes)
         if names:
@@ -341,20 +348,28 @@ class FedReplay(OneShot):
         """Names and shapes of the encoder's weights, in the model's order."""
         return {name: tuple(tensor.shape) for name, tensor in self.parts[0].state_dict().items()}
 
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The processes that train θ_C: this one, or several."""
+        return Ranks(self.config.server_processes, self.settings.device)
+
+    def start(self, *args: Any, **kwargs: Any) -> Result:
+        """Run the strategy, as `Movement.start` says; processes of the server end with it."""
+        with closing(self.ranks):
+            return super().start(*args, **kwargs)
+
     def learn(self, server_round: int, arrays: StateDict) -> tuple[StateDict, float]:
         """Train θ_C for one epoch on the union of the latents."""
         if not self.store.complete:
             raise RunError(f"no institution has uploaded its latents; {self.recorder.failures_line()}")
-        training, losses = self.settings.training, []
+        training, task = self.settings.training, self.task
         refuse_single_batches(self.primary, len(self.store), training.batch_size)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(server_round)
         shuffle = torch_rng(self.settings.seed, "primary", server_round)
-        for e_B, y_B in self.store.batches(training.batch_size, shuffle):  # Alg. 2, line 9
-            logits_BC = self.primary(e_B.to(self.settings.device))
-            loss = self.task.loss(logits_BC, y_B.to(self.settings.device))
-            losses.append(step(self.primary, self.optimizer, loss))  # line 10: θ_C ← θ_C − η ∇L(θ_C; e)
-            self.recorder.saw(len(y_B))
+        e, size = partial(self.store.batches, training.batch_size, shuffle), min(training.batch_size, len(self.store))
+        losses = self.ranks.train(descend, self.primary, self.optimizer, training, task.loss, e, size)
+        self.recorder.saw(len(losses) * size)
         assert self.encoder is not None
         return {**self.encoder, **to_arrays(self.primary)}, mean_loss(losses)
 
@@ -373,3 +388,13 @@ class FedReplay(OneShot):
         load_arrays(self.primary, parts["primary"])
         load_optimizer_arrays(self.optimizer, parts["optimizer"])
         self.store = LatentStore(self.recorder.folder("latents"))
+
+
+def descend(
+    primary: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, e: Iterable[tuple[Tensor, Tensor]]
+) -> list[Tensor]:
+    """Train θ_C for one epoch; return the loss of each batch. Of several processes, each has its share of a batch."""
+    losses = []
+    for e_B, y_B in e:  # Alg. 2, line 9
+        losses.append(step(primary, optimizer, loss(primary(e_B), y_B)))  # line 10: θ_C ← θ_C − η ∇L(θ_C; e)
+    return losses

@@ -36,6 +36,7 @@ FREE = (
     "record_mb",
     "tracking",
     "task.data_dir",
+    "strategy.server_processes",
     "replay.missing",
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flwr_replay.files.atomic import private_folder, read_json, tally, write_jso
 from flwr_replay.files.disk import opener, writing
 from flwr_replay.payloads.fedreplay import Latents
 
-__all__ = ["BLOCK", "LatentStore", "bytes_by_cut", "pack", "rows_per_chunk", "shift_each", "unpack"]
+__all__ = ["BLOCK", "LatentStore", "bytes_by_cut", "pack", "prefetched", "rows_per_chunk", "shift_each", "unpack"]
 
 BLOCK = 32  # rows encoded together, always the same ones: their last bits depend on the size of the batch
 UPLOAD = {"filled": int, "total": int, "raw-bytes": int}  # keys of upload.json; each array adds its length and checksum
@@ -216,15 +217,20 @@ class LatentStore:
     def __len__(self) -> int:
         return sum(self.progress[name]["total"] for name in self.complete)
 
-    def batches(self, batch_size: int, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield max(1, ⌊n/b⌋) batches of the shuffled union: latents (B, ...) float32 and labels (B, ...)."""
+    def batches(
+        self, batch_size: int, shuffle: torch.Generator, share: slice = slice(None)
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield max(1, ⌊n/b⌋) batches of the shuffled union: latents (B, ...) float32 and labels (B, ...).
+
+        Of each batch only the rows in `share` are read and yielded.
+        """
         names = self.complete
         maps = {name: self._open(name) for name in names}
         ends = np.cumsum([self.progress[name]["total"] for name in names])
         order = torch.randperm(len(self), generator=shuffle).numpy()
         size = min(batch_size, len(order))
         for i in range(max(1, len(order) // batch_size)):
-            chosen = order[i * size : (i + 1) * size]
+            chosen = order[i * size : (i + 1) * size][share]
             owner = np.searchsorted(ends, chosen, side="right")
             x: NDArray[np.float32] | None = None
             for k in np.unique(owner):
@@ -233,8 +239,8 @@ class LatentStore:
                 own = maps[names[k]]
                 values = unpack(own["latents"][rows], own["scales"][rows] if "scales" in own else None)
                 if x is None:
-                    x = np.empty((size, *values.shape[1:]), np.float32)
-                    y = np.empty((size, *own["labels"].shape[1:]), own["labels"].dtype)
+                    x = np.empty((len(chosen), *values.shape[1:]), np.float32)
+                    y = np.empty((len(chosen), *own["labels"].shape[1:]), own["labels"].dtype)
                 x[at], y[at] = values, own["labels"][rows]
             yield torch.from_numpy(x), torch.from_numpy(y)
 
@@ -260,6 +266,27 @@ class LatentStore:
             f"{self.folder / name} must hold the latents that {name} uploaded; it is damaged ({how}): remove the "
             "folder, and they are requested again"
         )
+
+
+def prefetched(found: Iterator[tuple[Tensor, Tensor]], device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same batches on a device; a thread reads each of them while the one before it is used.
+
+    For a GPU they are pinned, so that the copy runs beside the computation.
+    """
+    pinned = torch.device(device).type == "cuda"
+
+    def read() -> tuple[Tensor, Tensor] | None:
+        if (batch := next(found, None)) is None:
+            return None
+        x_B, y_B = batch
+        return (x_B.pin_memory(), y_B.pin_memory()) if pinned else (x_B, y_B)
+
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(read)
+        while (batch := coming.result()) is not None:
+            coming = reader.submit(read)
+            x_B, y_B = batch
+            yield x_B.to(device, non_blocking=True), y_B.to(device, non_blocking=True)
 
 
 def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:

@@ -1,5 +1,6 @@
 """Latent variables: quantisation, shifts, and the store on the disk."""
 
+import threading
 import tracemalloc
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from flwr_replay.errors import WireError
-from flwr_replay.learning.latents import LatentStore, pack, shift_each, unpack
+from flwr_replay.learning.latents import LatentStore, pack, prefetched, shift_each, unpack
 from flwr_replay.payloads.fedreplay import Latents
 
 
@@ -57,6 +58,7 @@ def chunk(latents, first, total, scales=None):
 def test_batches_come_from_the_disk_and_memory_stays_bounded(tmp_path):
     rows, values, width = 512, 4096, 64
     union_bytes = 3 * rows * values * 4
+    np.unique([0])  # imports numpy.ma, whose memory is not meant
     tracemalloc.start()
     store = LatentStore(tmp_path)
     for k, name in enumerate("abc"):
@@ -128,3 +130,71 @@ def test_a_chunk_that_does_not_go_on_where_the_last_ended_is_refused(tmp_path):
     store.add("a", chunk(rows, 2, 6))
     store.add("a", chunk(rows, 4, 6))
     assert store.complete == ["a"]
+
+
+@pytest.mark.parametrize("share", [slice(0, None, 2), slice(1, None, 2)])
+def test_a_share_has_every_batchs_rows_in_the_same_order(tmp_path, share):
+    store = LatentStore(tmp_path)
+    for name in "ab":
+        store.add(name, chunk(np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32), 0, 9))
+    whole = store.batches(5, torch.Generator().manual_seed(0))
+    for (e_B, y_B), (own_e, own_y) in zip(
+        whole, store.batches(5, torch.Generator().manual_seed(0), share=share), strict=True
+    ):
+        assert torch.equal(own_e, e_B[share])
+        assert torch.equal(own_y, y_B[share])
+
+
+# --- reading ahead ----------------------------------------------------------------------------------------------------
+
+
+def counted(n, read, fault=None):
+    for i in range(n):
+        read.append((i, threading.current_thread()))
+        yield torch.full((2, 3), float(i)), torch.tensor([i, i])
+    if fault:
+        raise fault
+
+
+def readers(before):
+    return [thread for thread in threading.enumerate() if thread not in before]
+
+
+def test_a_thread_reads_one_batch_ahead_and_no_more():
+    read, before = [], threading.enumerate()
+    for i, (x_B, y_B) in enumerate(prefetched(counted(5, read), "cpu")):
+        [reader] = readers(before)
+        while len(read) < min(i + 2, 5):  # the next one comes although nobody has asked for it
+            reader.join(0.01)
+        assert len(read) == min(i + 2, 5)
+        assert (x_B == i).all()
+        assert y_B.tolist() == [i, i]
+    assert [k for k, _ in read] == list(range(5))
+    assert {thread for _, thread in read} == {reader}
+    assert not readers(before)
+
+
+def test_an_error_of_the_reader_is_the_trainings_and_no_thread_stays():
+    before = threading.enumerate()
+    ahead = prefetched(counted(2, [], RuntimeError("torn")), "cpu")
+    assert next(ahead)[1].tolist() == [0, 0]
+    assert next(ahead)[1].tolist() == [1, 1]
+    with pytest.raises(RuntimeError, match="torn"):
+        next(ahead)
+    stopped = prefetched(counted(5, []), "cpu")
+    next(stopped)
+    stopped.close()
+    assert not readers(before)
+
+
+def test_for_a_gpu_batches_are_pinned_by_the_reader_and_copied_beside_the_computation(monkeypatch):
+    pinned, moved, here = [], [], threading.current_thread()
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor: pinned.append((id(tensor), threading.current_thread())) or tensor
+    )
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *to, **how: moved.append((id(tensor), to, how)) or tensor)
+    assert [y_B.tolist() for _, y_B in prefetched(counted(3, []), "cuda")] == [[0, 0], [1, 1], [2, 2]]
+    assert len(pinned) == 6
+    assert here not in {thread for _, thread in pinned}
+    assert [number for number, _ in pinned] == [number for number, _, _ in moved]
+    assert all(to == ("cuda",) and how == {"non_blocking": True} for _, to, how in moved)
