@@ -12,7 +12,7 @@ from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.learner import Learner
 from flwr_replay.institution.owner import Shard
 from flwr_replay.institution.synthesis import SynthesisStages
-from flwr_replay.learning.training import refuse_single_batches
+from flwr_replay.learning.training import make_optimizer, refuse_single_batches
 from flwr_replay.payloads.common import Evaluation, Trained
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
 from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn
@@ -46,7 +46,7 @@ class FedERClient(InstitutionClient):
         """Train the institution's own model, which stays.
 
         With dp=end-to-end nobody is told of this training, not even that it diverged: the model is then what it was
-        before.
+        before, with a fresh optimizer.
         """
         self.check_mode(request, stays=True)
         before = self.kept("model", request) or to_arrays(self.fresh_private(request.init_seed))
@@ -57,8 +57,7 @@ class FedERClient(InstitutionClient):
         else:
             loss, finite = learner.train_loss(), True
         self.save("model", request, trained if finite else before, give=True)
-        if finite:
-            self.suspend(request, learner.optimizer)
+        self.suspend(request, learner.optimizer if finite else make_optimizer(learner.model, self.training, request.lr))
         spent = self.spent(request.run)
         return TrainedOwn(num_examples=examples, **learner.counts, train_loss=loss, **spent)
 

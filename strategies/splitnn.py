@@ -203,7 +203,7 @@ class SplitNN(Serial):
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Make one visit, message by message; if it fails, the next institution gets the same weights."""
-        member, trained = self.members.get(self.turn), set(self.trained)
+        member, trained = self.members.get(self.turn), dict(self.trained)
         if member is None:
             self.exchange(grid, server_round, [])  # ends the run if no institution of a whole cycle is present
             return self.broken_off(trained)
@@ -227,7 +227,7 @@ class SplitNN(Serial):
                     raise stopped(f"no institution could be visited; {fault}", 1, diverged) from None
                 return self.broken_off(trained)
 
-    def broken_off(self, trained: set[str]) -> tuple[None, None]:
+    def broken_off(self, trained: dict[str, int]) -> tuple[None, None]:
         """Count a failed visit; its institution has saved no optimizer to continue with."""
         self.missed += 1
         self.trained = trained

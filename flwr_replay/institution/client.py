@@ -347,21 +347,23 @@ class InstitutionClient(NumPyClient):
     def kept(self, key: str, request: ResumeRequest, take: bool = False) -> StateDict | None:
         """Return the arrays that this institution saved at the end of its previous training; None before the first.
 
-        Arrays may be written to only with `take`.
+        A method saves them at the end of every training. Arrays may be written to only with `take`.
 
         Raises
         ------
         TrainingError
-            If they are gone. Fresh arrays would silently give other results.
+            If they are gone, or older than the training that the server knows of, as after a restored backup. Fresh or
+            older arrays would silently give other results.
         """
-        read = self.state.take if take else self.state.load
-        kept = read(key, request.run, request.server_round)
-        if kept is None and request.continues:
+        newest = self.state.newest(key, request.run, request.server_round)
+        if newest < request.continues:
+            found = f"that of exchange {newest}" if newest else "gone"
             raise TrainingError(
-                f"an institution goes on from the state that its last training saved; the {key} of run "
-                f"{request.run!r} is gone: restore the state directory, or begin a new run"
+                f"an institution goes on from the state that its last training saved, in exchange {request.continues}; "
+                f"the {key} of run {request.run!r} is {found}: restore the newest state directory, or begin a new run"
             )
-        return kept
+        read = self.state.take if take else self.state.load
+        return read(key, request.run, request.server_round)
 
     def latest(self, key: str, request: RunRequest) -> StateDict:
         """Return the newest state of one of the institution's own models, up to and including this exchange.

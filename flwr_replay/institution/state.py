@@ -136,6 +136,11 @@ class StateStore:
         """Return whether arrays were saved after one exchange."""
         return self._file(key, run, server_round).exists()
 
+    def newest(self, key: str, run: str, before: int) -> int:
+        """Return the last exchange before this one after which arrays were saved under a key; 0: none."""
+        file = self._latest(key, run, before)
+        return int(file.stem.rpartition("-")[2]) if file else 0
+
     def forget_after(self, key: str, run: str, server_round: int) -> None:
         """Remove what later exchanges saved; these exchanges are repeated."""
         for exchange in self._exchanges(key, run):

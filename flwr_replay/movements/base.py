@@ -330,7 +330,7 @@ class Movement(Evaluating):
         saved = snapshot.arrays
         # the model's order, so that files of the weights have the same bytes
         order = dict.fromkeys([*(name for name in initial_arrays if name in saved), *saved])
-        self.trained = set(snapshot.trained)
+        self.trained = dict(snapshot.trained)
         self.restore(snapshot.state_arrays, snapshot.state_values)
         if self.replay:
             self.replay.restore(snapshot.state_values["replay"])
@@ -362,7 +362,7 @@ class Movement(Evaluating):
 
     def checkpoint(self, server_round: int, arrays: StateDict) -> None:
         """Give the recorder all that a resumed run needs."""
-        known, trained = self.members.known, sorted(self.trained)
+        known, trained = self.members.known, dict(self.trained)
         examples = {member.name: member.num_examples for member in known}
         bindings = {member.name: (member.node_id, member.proof) for member in known}
         state_arrays, state_values = self.state()

@@ -15,6 +15,7 @@ from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import Weights
 
 __all__ = [
+    "LAST_TRAINING",
     "MOST",
     "OPEN_STAGES",
     "STEPS",
@@ -40,6 +41,7 @@ __all__ = [
 
 MOST = 10**9  # the most examples that an institution may report
 STEPS = "optimizer steps; they follow from numbers of examples, batch size and passes, under DP-SGD too"
+LAST_TRAINING = "exchange of the institution's last training in this run; 0: none"
 OPEN_STAGES = ("roll-call", "train", "evaluate")  # a user's own ClientApp may answer these with its own records
 
 
@@ -71,8 +73,8 @@ class ResumeRequest(SuspendRequest, Protocol):
         """The learning rate, per step."""
 
     @property
-    def continues(self) -> bool:
-        """Whether the institution has trained in this run before."""
+    def continues(self) -> int:
+        """The exchange of the institution's last training in this run that the server knows of; 0: none."""
 
 
 class ChargedRequest(RunRequest, Protocol):
@@ -238,7 +240,7 @@ class Train(Spending, ExpectsReplay, LabelScale, Request, stage="train", answer=
     local_epochs: int = instruction("passes", default=1)
     proximal_mu: float | None = instruction("weight of the proximal term, FedProx only", default=None)
     optimizer_state: str = instruction("keep or reset", default="reset")
-    continues: bool = instruction("the institution has trained in this run before", default=False)
+    continues: int = instruction(LAST_TRAINING, default=0)
     pooled: bool = instruction("simulation only: train on the union of all institutions", default=False)
 
 

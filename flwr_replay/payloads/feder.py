@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flwr_replay.payloads.common import Trained
+from flwr_replay.payloads.common import LAST_TRAINING, Trained
 from flwr_replay.payloads.local import TrainedOwn
 from flwr_replay.wire.fields import instruction, model
 from flwr_replay.wire.payload import Payload, Request
@@ -25,7 +25,7 @@ class WithBuffers(Payload):
     buffers: Sequence[int] = instruction("numbers of the buffers to train on", default=())
     buffered: int = instruction("examples in these buffers", default=0)
     optimizer_state: str = instruction("keep or reset", default="reset")
-    continues: bool = instruction("the institution has trained in this run before", default=False)
+    continues: int = instruction(LAST_TRAINING, default=0)
     stated: float = instruction("epsilon; without DP 0", default=0.0)
 
 

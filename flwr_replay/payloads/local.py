@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flwr_replay.payloads.common import STEPS, Evaluation, LabelScale, Spending, Spent
+from flwr_replay.payloads.common import LAST_TRAINING, STEPS, Evaluation, LabelScale, Spending, Spent
 from flwr_replay.wire.fields import instruction, statistic
 from flwr_replay.wire.payload import Request
 
@@ -31,7 +31,7 @@ class TrainOwn(Spending, LabelScale, Request, stage="train-own", answer=TrainedO
     lr: float = instruction("per step")
     init_seed: int = instruction("seed of the fresh weights, used at the first training")
     optimizer_state: str = instruction("keep or reset", default="keep")
-    continues: bool = instruction("the institution has trained in this run before", default=False)
+    continues: int = instruction(LAST_TRAINING, default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

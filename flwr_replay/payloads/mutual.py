@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flwr_replay.payloads.common import Evaluation, LabelScale, Pooling, Spending, Trained
+from flwr_replay.payloads.common import LAST_TRAINING, Evaluation, LabelScale, Pooling, Spending, Trained
 from flwr_replay.payloads.relay import MIXED, Released, TrainPeer
 from flwr_replay.wire.fields import instruction, model, statistic
 from flwr_replay.wire.payload import Request
@@ -84,7 +84,7 @@ class TrainMutually(Spending, Mutual, Request, stage="train-mutually", answer=Tr
     run: str = instruction()
     lr: float = instruction("of the proxy, per step")
     optimizer_state: str = instruction("keep or reset", default="keep")
-    continues: bool = instruction("the institution has trained in this run before", default=False)
+    continues: int = instruction(LAST_TRAINING, default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from flwr_replay.errors import WireError
-from flwr_replay.payloads.common import STEPS, LabelScale, Spending, Spent
+from flwr_replay.payloads.common import LAST_TRAINING, STEPS, LabelScale, Spending, Spent
 from flwr_replay.wire.fields import instruction, model, statistic
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import Weights
@@ -49,7 +49,7 @@ class TrainPeer(Spending, LabelScale):
     committed: int = instruction("number of the exchange whose parcels the institution acknowledged last; 0: none yet")
     exchanged: bool = instruction("an institution may receive the model; otherwise it stays", default=True)
     optimizer_state: str = instruction("keep or reset", default="keep")
-    continues: bool = instruction("the institution has trained in this run before", default=False)
+    continues: int = instruction(LAST_TRAINING, default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

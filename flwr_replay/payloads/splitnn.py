@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from flwr_replay.payloads.common import ExpectsReplay, LabelScale
+from flwr_replay.payloads.common import LAST_TRAINING, ExpectsReplay, LabelScale
 from flwr_replay.wire.fields import instruction, model, per_sample, statistic
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import Weights
@@ -82,7 +82,7 @@ class Enter(VisitRequest, Request, stage="enter", answer=LabelledActivations):
     """Use this part of the model and upload the first activations."""
 
     arrays: Weights = model(part=True)
-    continues: bool = instruction("the institution has trained in this run before", default=False)
+    continues: int = instruction(LAST_TRAINING, default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from flwr_replay.server.recorder import Snapshot
 __all__ = ["MEMBERS", "TakingPart"]
 
 MEMBERS = "members.jsonl"
-FORM: Form = {"institution": str, "examples": int, "node": int, "proof": str, "trained": bool}
+FORM: Form = {"institution": str, "examples": int, "node": int, "proof": str, "trained": int}
 
 
 class Entry(NamedTuple):
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     examples: int  # for training
     node: int  # Flower's node id
     proof: str  # SHA-256 of its first proof of identity
-    trained: bool
+    trained: int  # the last exchange in which it has trained; 0: none, and True in older versions
 
 
 class TakingPart:
@@ -43,9 +43,9 @@ class TakingPart:
 
     def note(self, snapshot: Snapshot) -> None:
         """Write what has changed since the last snapshot."""
-        trained, changed = set(snapshot.trained), list[dict[str, Any]]()
+        changed = list[dict[str, Any]]()
         for name, examples in snapshot.examples.items():
-            entry = Entry(examples, *snapshot.bindings.get(name, (0, "")), name in trained)
+            entry = Entry(examples, *snapshot.bindings.get(name, (0, "")), snapshot.trained.get(name, 0))
             if self._entries.get(name) != entry:
                 self._entries[name] = entry
                 changed.append({"institution": name, **entry._asdict()})
@@ -68,12 +68,12 @@ class TakingPart:
         if "examples" in values:
             return {
                 "examples": values["examples"],
-                "trained": values["trained"],
+                "trained": dict.fromkeys(values["trained"], 1),
                 "bindings": values.get("bindings", {}),
             }
         return {
             "examples": {name: entry.examples for name, entry in self._entries.items()},
-            "trained": [name for name, entry in self._entries.items() if entry.trained],
+            "trained": {name: entry.trained for name, entry in self._entries.items() if entry.trained},
             "bindings": {name: (entry.node, entry.proof) for name, entry in self._entries.items()},
         }
 

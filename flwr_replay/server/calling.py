@@ -97,7 +97,7 @@ class Calling(Strategy):
         self.form = form_of(to_arrays(self.settings.model(0))) if known else ""  # type: ignore[misc]
         self.members = Members()
         self.unfit = False  # whether an institution was refused for its answer to the roll call
-        self.trained: set[str] = set()  # names of those that have answered a training request and may have state
+        self.trained: dict[str, int] = {}  # by name, the last exchange in which a request to train was answered
         self.answered: list[str] = []  # names of those that gave a valid answer in the last exchange
         self.diverged: list[str] = []  # failures in the last exchange by weights or losses that are not finite
         self.faults: Counter[str] = Counter()  # of the machine: how often, by Flower's text
@@ -129,7 +129,7 @@ class Calling(Strategy):
     def addressed(self, member: Member, request: Request) -> Request:
         """Add to a request the fields that depend on the institution, or on all institutions' labels."""
         if "continues" in request.declared():
-            request = replace(request, continues=member.name in self.trained)  # type: ignore[call-arg]
+            request = replace(request, continues=self.trained.get(member.name, 0))  # type: ignore[call-arg]
         if "stated" in request.declared() and (released := self.recorder.released.get(member.name)):
             request = replace(request, stated=released["epsilon"] or 0.0)  # type: ignore[call-arg]
         if isinstance(request, LabelScale) and self.label_scale is not None:

@@ -69,7 +69,7 @@ class Exchanging(Calling):
             If all of them failed by weights or losses that are not finite.
         """
         good: list[tuple[str, Message]] = []
-        answered, diverged, failed = list[str](), list[str](), 0
+        answered, trained, diverged, failed = list[str](), list[str](), list[str](), 0
         take = take or (lambda member, reply: good.append((member.name, reply)))
         noted = map(partial(self.noted, server_round), messages)
         for message, reply in ask(grid, noted, self.timeout, at_once, self.silent):
@@ -94,7 +94,8 @@ class Exchanging(Calling):
             answered.append(member.name)
             request = request_of(message)
             if request is not None and "continues" in request.declared():
-                self.trained.add(member.name)
+                trained.append(member.name)
+        self.trained |= dict.fromkeys(trained, server_round)  # only now: in an exchange some train several times
         self.answered, self.diverged = sorted(answered), diverged
         if max(self.faults.values(), default=0) >= SAME_FAULTS:  # a simulation continues to send to a dead worker
             raise RunError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -30,7 +30,7 @@ class Snapshot:
     arrays: StateDict  # the global weights
     state_arrays: StateDict  # the strategy's own arrays
     state_values: dict[str, Any]  # plain values that JSON holds
-    trained: list[str]  # names of the institutions that have trained
+    trained: Mapping[str, int]  # by name, the last exchange in which an institution has trained
     examples: dict[str, int]  # by institution: number of training examples
     label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of the labels
     bindings: dict[str, tuple[int, str]] = field(default_factory=dict)  # by institution: node id, SHA-256 of its proof

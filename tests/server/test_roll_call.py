@@ -102,7 +102,20 @@ def test_state_that_is_gone_is_reported_not_begun_anew(tmp_path, strategy):
     run(tmp_path, f"strategy={strategy}", "optimizer-state=keep")
     overrides = [*overrides_of(tmp_path / "x" / "config.yaml"), f"resume={tmp_path / 'x'}", "rounds=3"]
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, 3, state=str(tmp_path / "other"))
-    with pytest.raises(RunError, match=r"is gone: restore the state directory, or begin a new run"):
+    with pytest.raises(RunError, match=r"is gone: restore the newest state directory, or begin a new run"):
+        execute(grid, compose(overrides), Display())
+
+
+@pytest.mark.parametrize("strategy", ["local", "fedavg", "cwt", "proxyfl"])
+def test_an_older_copy_of_the_state_is_reported_and_not_used(tmp_path, strategy):
+    run(tmp_path, f"strategy={strategy}", "optimizer-state=keep")
+    key = {"local": "model", "proxyfl": "pair"}.get(strategy, "optimizer")
+    for state in (tmp_path / "state").iterdir():
+        max(state.glob(f"runs/*/{key}-*.safetensors")).unlink()  # of the last training; that before it stays
+    overrides = [*overrides_of(tmp_path / "x" / "config.yaml"), f"resume={tmp_path / 'x'}", "rounds=3"]
+    grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, 3, state=str(tmp_path / "state"))
+    older = rf"saved, in exchange \d; the {key} of run .* is that of exchange \d: restore the newest state directory"
+    with pytest.raises(RunError, match=older):
         execute(grid, compose(overrides), Display())
 
 
