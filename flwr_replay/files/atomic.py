@@ -28,10 +28,12 @@ CHECKSUM = "crc32"  # the key of a JSON file's own checksum
 Form = Mapping[str, Any]  # of a JSON object: key to its value's type, or to a tuple of allowed values
 
 __all__ = [
+    "CHECKSUM",
     "NAME",
     "Form",
     "Lines",
     "alone",
+    "checksum",
     "each_line",
     "fits",
     "home",
@@ -298,7 +300,7 @@ def read_lines(path: Path, form: Form | None = None) -> list[dict[str, Any]]:
 
 def write_json(path: Path, values: Mapping[str, Any], indent: int | None = None) -> None:
     """Write a JSON file completely or not at all, with a checksum among its keys."""
-    write_atomic(path, json.dumps({**values, CHECKSUM: _checksum(values)}, indent=indent) + "\n")
+    write_atomic(path, json.dumps({**values, CHECKSUM: checksum(values)}, indent=indent) + "\n")
 
 
 def read_json(path: Path, form: Form | None = None) -> dict[str, Any]:
@@ -310,13 +312,14 @@ def read_json(path: Path, form: Form | None = None) -> dict[str, Any]:
         If it is damaged or does not have the form.
     """
     values = _parsed(read_bytes(path))
-    checksum = values.pop(CHECKSUM, None) if isinstance(values, dict) else None
-    if not fits(values, form or {}) or checksum not in (None, _checksum(values)):
+    stored = values.pop(CHECKSUM, None) if isinstance(values, dict) else None
+    if not fits(values, form or {}) or stored not in (None, checksum(values)):
         raise RunError(f"{path} must be as it was written; it is damaged: remove it, and it is written again")
     return dict(values)
 
 
-def _checksum(values: Mapping[str, Any]) -> int:
+def checksum(values: Mapping[str, Any]) -> int:
+    """Return the CRC-32 of values as JSON, to be written under the key `CHECKSUM` beside them."""
     return crc32(json.dumps(values).encode())
 
 

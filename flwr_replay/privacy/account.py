@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.config.sections import NODES
-from flwr_replay.errors import BudgetError
-from flwr_replay.files.atomic import Lines, alone, private_folder, read_lines, stamp, sync
+from flwr_replay.errors import BudgetError, RunError
+from flwr_replay.files.atomic import CHECKSUM, Lines, alone, checksum, private_folder, read_lines, stamp, sync
 from flwr_replay.memory import remembered
 from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilon
 
@@ -138,7 +138,7 @@ class _Book:
         """Read the file, unless nobody has written it since."""
         if not self.current:
             before = stamp(self.path)  # what is written meanwhile is read the next time
-            charges = read_lines(self.path, CHARGE)
+            charges = [self._whole(charge) for charge in read_lines(self.path, CHARGE)]
             self.costs = [_cost(charge) for charge in charges]
             self.mechanisms = [charge["mechanism"] for charge in charges]
             self.noises = {charge["noise"] for charge in charges}
@@ -153,13 +153,29 @@ class _Book:
         """Write a charge, and wait until it is on the disk."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         with closing(Lines(self.path)) as lines:
-            lines.append([{"time": now, "mechanism": mechanism, **asdict(cost), "noise": noise}])
+            charge = {"time": now, "mechanism": mechanism, **asdict(cost), "noise": noise}
+            lines.append([{**charge, CHECKSUM: checksum(charge)}])
             lines.flush(to_disk=True)
         self.costs.append(cost)
         self.mechanisms.append(mechanism)
         self.noises.add(noise)
         self.written = stamp(self.path)
         _sync(self.path.parent, self.written[0])
+
+    def _whole(self, charge: dict[str, Any]) -> dict[str, Any]:
+        """Return a charge as it was written: damage could make it smaller. Older versions wrote no checksum.
+
+        Raises
+        ------
+        RunError
+            If it is another.
+        """
+        if charge.pop(CHECKSUM, None) not in (None, checksum(charge)):
+            raise RunError(
+                f"every line of {self.path} must be as it was written; that of {charge.get('time')} is damaged: "
+                "restore the account's newest copy from a backup, or begin a new run"
+            )
+        return charge
 
 
 def _cost(charge: Mapping[str, Any]) -> SampledGaussian:

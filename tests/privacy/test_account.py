@@ -1,8 +1,10 @@
 """An institution's account: on the disk before a release, kept through crashes, stopped before it is exceeded."""
 
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from math import inf
@@ -100,6 +102,22 @@ def test_a_line_that_a_crash_tore_was_never_released(tmp_path):
     assert account.spent == [visit(10)]
     account.charge("generator", visit(5))
     assert account.spent == [visit(10), visit(5)]
+
+
+def test_a_charge_of_which_one_bit_flipped_is_reported(tmp_path):
+    account = Account(tmp_path, delta=1e-5)
+    account.charge("generator", visit(20))
+    whole = (tmp_path / CHARGES).read_bytes()
+    flipped = 0
+    for at in range(len(whole) - 1):
+        write_atomic(tmp_path / CHARGES, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with suppress(RunError):
+            assert account.epsilon() == epsilon([visit(20)], 1e-5), whole[at - 9 : at + 9]
+            continue
+        flipped += 1
+    assert flipped > len(whole) // 2
+    write_atomic(tmp_path / CHARGES, re.sub(rb', "crc32": \d+', b"", whole))  # as older versions wrote it
+    assert account.epsilon() == epsilon([visit(20)], 1e-5)
 
 
 def test_charges_at_the_same_time_do_not_exceed_the_budget_together(tmp_path):
