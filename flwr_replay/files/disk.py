@@ -13,7 +13,19 @@ from typing import IO, Any
 
 from flwr_replay.errors import RunError
 
-__all__ = ["claimed", "folder_locked", "lock", "locked", "make", "opener", "reading", "shut", "unlocking", "writing"]
+__all__ = [
+    "claimed",
+    "folder_locked",
+    "lock",
+    "locked",
+    "make",
+    "opener",
+    "reading",
+    "remove",
+    "shut",
+    "unlocking",
+    "writing",
+]
 
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on its disk"),
@@ -48,6 +60,12 @@ def reading(path: Path) -> Iterator[None]:
         raise RunError(
             f"{path} must be a readable file; {error.strerror or error}: restore it from a backup, or begin a new run"
         ) from None
+
+
+def remove(path: Path) -> None:
+    """Remove a file, with the errors of `writing`."""
+    with writing(path):
+        path.unlink()
 
 
 def make(folder: Path) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flwr_replay.files.atomic import read_text, sync, write_atomic
+from flwr_replay.files.disk import writing
 
 __all__ = ["write_once"]
 
@@ -19,10 +20,11 @@ def write_once(path: Path, text: str, to_disk: bool = True) -> str:
     """
     mine = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     while not path.exists():
-        write_atomic(mine, text, to_disk)
-        with suppress(FileExistsError, FileNotFoundError):  # another process was first; or `sweep` has removed `mine`
-            os.link(mine, path)
-        mine.unlink(missing_ok=True)
-        if to_disk:
-            sync(path.parent)
+        with writing(path):
+            write_atomic(mine, text, to_disk)
+            with suppress(FileExistsError, FileNotFoundError):  # another process was first, or `sweep` removed `mine`
+                os.link(mine, path)
+            mine.unlink(missing_ok=True)
+            if to_disk:
+                sync(path.parent)
     return read_text(path)

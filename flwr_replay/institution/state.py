@@ -19,7 +19,7 @@ from flwr_replay.config.binding import differing, digest_of
 from flwr_replay.config.sections import NODES
 from flwr_replay.errors import PrivacyError, WireError
 from flwr_replay.files.atomic import NAME, private_folder, read_text, stamp, write_atomic
-from flwr_replay.files.disk import opener
+from flwr_replay.files.disk import opener, remove, writing
 from flwr_replay.files.once import write_once
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.institution.owner import Institution
@@ -87,7 +87,8 @@ class StateStore:
     def count_test(self, run: str) -> int:
         """Count a test in a run; return how many there were before."""
         private_folder(folder := self.of_run(run))
-        with open(folder / "tests", "ab", opener=opener()) as file:
+        path = folder / "tests"
+        with writing(path), open(path, "ab", opener=opener()) as file:
             file.write(b".")
             return file.tell() - 1
 
@@ -107,7 +108,7 @@ class StateStore:
         origin = {ORIGIN: self.origin}
         write_tensors(file, arrays, origin, to_disk=to_disk, over=spare.pop() if spare else None)
         for old in spare:
-            old.unlink()
+            remove(old)
         if give:
             _recent.hold(file, arrays)
 
@@ -145,12 +146,12 @@ class StateStore:
         """Remove what later exchanges saved; these exchanges are repeated."""
         for exchange in self._exchanges(key, run):
             if exchange > server_round:
-                self._file(key, run, exchange).unlink()
+                remove(self._file(key, run, exchange))
 
     def forget(self, key: str, run: str) -> None:
         """Remove everything saved under a key, or under longer keys `key-…`."""
         for old in self.of_run(run).glob(f"{key}-*{SUFFIX}"):
-            old.unlink()
+            remove(old)
 
     def _latest(self, key: str, run: str, before: int) -> Path | None:
         """Return a key's last file from before an exchange."""

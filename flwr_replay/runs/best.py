@@ -6,12 +6,13 @@ can resume from either of its last two checkpoints; in the end one is left. Runs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import private_folder
-from flwr_replay.files.disk import writing
-from flwr_replay.files.tensors import write_tensors
+from flwr_replay.files.disk import remove
+from flwr_replay.files.tensors import read_tensors, write_tensors
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["BestModel"]
@@ -61,11 +62,18 @@ class BestModel:
         """Delete what is not the best at this exchange, and was before it."""
         self._delete([at for at in self.files() if at <= exchange][:-1])
 
-    def rewind(self, exchange: int) -> None:
-        """Delete what was best only after this exchange."""
-        self._delete([at for at in self.files() if at > exchange])
+    def rewind(self, exchange: int, log: Callable[[str], None]) -> None:
+        """Delete what was best only after this exchange, and what is damaged; `log` is told of the latter."""
+        damaged = []
+        for at, path in self.files().items():
+            try:
+                read_tensors(path)
+            except RunError as error:
+                damaged.append(at)
+                if at <= exchange:
+                    log(f"{error}; the run goes on without the best round's model")
+        self._delete([at for at in self.files() if at > exchange or at in damaged])
 
     def _delete(self, exchanges: list[int]) -> None:
         for path in (self.files()[at] for at in exchanges):
-            with writing(path):
-                path.unlink()
+            remove(path)

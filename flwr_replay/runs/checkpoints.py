@@ -15,7 +15,7 @@ from typing import Any
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import fits, private_folder, tally
-from flwr_replay.files.disk import writing
+from flwr_replay.files.disk import remove, writing
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.wire.records import StateDict
 
@@ -124,5 +124,4 @@ def _write(
             os.fsync(grown.fileno())
     write_tensors(file, arrays, {"values": values})
     for old in sorted(file.parent.glob("*.safetensors"))[:-2]:
-        with writing(old):
-            old.unlink()
+        remove(old)

@@ -88,6 +88,7 @@ FORMS: dict[str, Form] = {  # of a line in each file
     "generator": {"institution": str, "epoch": int, "loss": int | float},
     "privacy": {"institution": str, "epsilon": int | float | None, "delta": int | float, "mechanism": str},
 }
+LOST_BEST = "its file was damaged or removed before the run was resumed"
 GROWING = (*(f"{name}.jsonl" for name in (*FORMS, "forgetting") if name != "generator"), MEMBERS)
 
 
@@ -266,11 +267,11 @@ class RunDirectory(Recorder):
                     f"{self.path / 'checkpoints'} must hold the run's last two checkpoints; they are missing: restore "
                     "them from a backup, or begin a new run"
                 )
-            self._best.rewind(-1)
+            self._best.rewind(-1, self.log)
             self._rewind(-1)
             return None
         arrays, values = found
-        self._best.rewind(values["server-round"])
+        self._best.rewind(values["server-round"], self.log)
         self.counters = Counters(values["examples-seen"], values["seconds"])
         self._rewind(values["server-round"])
         parts = unnested(arrays, mark="/")
@@ -323,7 +324,10 @@ class RunDirectory(Recorder):
             "higher-is-better": higher_is_better,
             "final": {"global": pooled, "institutions": own},
             "best": {"round": best[0] // self.per_round, metric: best[1].get(metric)},
-            "best-model": {"file": str(kept.relative_to(self.path)) if kept else "", "none": self.no_best},
+            "best-model": {
+                "file": str(kept.relative_to(self.path)) if kept else "",
+                "none": self.no_best or ("" if kept else LOST_BEST),
+            },
             "forgetting": self.forgetting.summary(self.leading, higher_is_better),
             "examples-seen": self.counters.examples_seen,
             "bytes": {**sent, "per-round": round(sum(sent.values()) / (server_round // self.per_round))},

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from flwr.app import ArrayRecord
 
+from flwr_replay.files.disk import remove
 from flwr_replay.files.tensors import read_tensors, write_tensors
 from flwr_replay.wire.records import array_record, opened
 
@@ -128,7 +129,7 @@ class Mailbox:
         self.recent = [*self.recent[-2:], needed]
         for file in folder.glob("*.safetensors"):
             if not any(int(file.stem) in numbers for numbers in self.recent):
-                file.unlink()
+                remove(file)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold; the models are in the files that `keep` wrote."""

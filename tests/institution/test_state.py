@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.files.tensors import write_tensors
 from flwr_replay.institution import state
@@ -34,6 +35,20 @@ def test_the_last_three_are_kept_whole(store, tmp_path):
 def test_only_its_owner_may_enter_the_folder(store, tmp_path):
     store.save("model", "run", 1, {"w": np.ones(2)})
     assert (tmp_path / "runs" / "run").stat().st_mode & 0o777 == 0o700
+
+
+def test_what_cannot_be_written_or_removed_is_one_line_with_the_file(store, tmp_path):
+    for exchange in range(1, 4):
+        store.save("model", "run", exchange, {"w": np.ones(2)})
+    for name in ("tests", "model-000003.safetensors"):
+        path = tmp_path / "runs" / "run" / name
+        path.unlink(missing_ok=True)
+        path.mkdir()
+    for write in (lambda: store.count_test("run"), lambda: store.forget_after("model", "run", 2)):
+        with pytest.raises(
+            RunError, match=r"runs/run/(tests|model-000003.safetensors) must be written; Is a directory"
+        ):
+            write()
 
 
 def test_an_exchange_that_is_repeated_takes_nobodys_place(store, tmp_path):

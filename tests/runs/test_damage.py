@@ -166,6 +166,23 @@ def test_a_result_is_the_run_s_own(broken, tmp_path, monkeypatch, way):
     assert run_inline(resolve([], "", str(folder))[0], Display())[0]["final"] == wholes["fedreplay"][1]
 
 
+@pytest.mark.parametrize("way", [way for way, change in WAYS.items() if change])
+def test_a_damaged_model_of_the_best_round_is_reported_and_the_run_goes_on(broken, tmp_path, monkeypatch, caplog, way):
+    place, wholes = broken
+    shutil.copytree(place / "fedavg", tmp_path / "home")
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "home" / "runs" / "broken"
+    [path] = sorted((folder / "best").iterdir())[:1]
+    damage(path, way)
+    with caplog.at_level(logging.INFO, "flwr"):
+        result, _ = run_inline(resolve([], "", str(folder))[0], Display())
+    assert (weights(folder), result["final"]) == wholes["fedavg"]
+    assert any(str(path) in line and "goes on without the best round's model" in line for line in caplog.messages)
+    kept = result["best-model"]["file"]
+    assert (kept == "") == ("damaged or removed" in result["best-model"]["none"])
+    assert not kept or load_file(folder / kept)
+
+
 def test_another_seed_in_the_configuration_is_reported(resume):
     def damaged(folder):
         path = folder / "config.yaml"
