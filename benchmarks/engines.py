@@ -36,8 +36,8 @@ from many import cycle
 from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
 from flwr_replay.models.zoo import backbone
+from flwr_replay.processes import MARK, end, members
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.processes import MARK, end, members
 
 JOB = "task=mnist partition=iid partition.size=500 model=mlp model.width=200 device=cpu threads=1 evaluate_every=1"
 METHODS = {"fedavg": "", "cwt": "", "fedreplay": "encoder_epochs=2", "proxyfl": ""}

@@ -85,7 +85,7 @@ class Run:
         """Every metric of every evaluation: columns round, exchange, institution ("": over all), metric, value."""
         import pandas
 
-        from flwr_replay.files.atomic import read_lines
+        from flwr_replay.files.lines import read_lines
 
         return pandas.DataFrame(read_lines(self.folder / "metrics.jsonl"))
 

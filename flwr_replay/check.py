@@ -34,7 +34,8 @@ from flwr_replay.config.catalogue import own_options
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.config.halves import allow_strategy, load_client, load_strategy
 from flwr_replay.errors import FlwrReplayError
-from flwr_replay.files.atomic import home, read_lines
+from flwr_replay.files.atomic import home
+from flwr_replay.files.lines import read_lines
 from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.institution.state import RUNS
 from flwr_replay.models.zoo import backbone

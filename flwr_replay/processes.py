@@ -15,10 +15,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
-__all__ = ["MARK", "end", "end_with_parent", "family", "members"]
+__all__ = ["MARK", "end", "end_with_parent", "family", "members", "using"]
 
 MARK = "FLWR_REPLAY_FAMILY"
 GRACE = 5  # seconds between SIGTERM and SIGKILL
@@ -52,7 +53,23 @@ def members(mark: str) -> list[psutil.Process]:
         with suppress(psutil.Error):
             if process.environ().get(MARK) == mark:
                 found |= {one.pid: one for one in (process, *process.children(recursive=True))}
-    return [one for one in found.values() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in found.values() if _lives(one)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # it may end at any moment
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def using(folder: Path) -> list[int]:
+    """Return the processes of this user that have a folder's lock open."""
+    found, file = [], str((folder / ".lock").resolve())
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if file in {one.path for one in process.open_files()}:
+                found.append(process.pid)
+    return found
 
 
 def end(mark: str) -> None:

@@ -14,15 +14,16 @@ from flwr_replay.report.run_page import write_run_page
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.execute import execute
 from flwr_replay.runs.simulate import refuse_resources
+from flwr_replay.server.asking import deployed
 from flwr_replay.server.one_line import errors_in_one_line
 from flwr_replay.terminal import wrapped
 
 __all__ = ["app"]
 
 ENDED = (
-    "Flower has ended this run: it was stopped, or its task token expired, which happens after a minute without a sign "
-    "of life from this process; if nobody stopped it, run fewer processes on this machine, and resume it with "
-    "resume=RUN-DIRECTORY"
+    "Flower has ended this run: it was stopped, its SuperLink is gone, or its task token expired, which happens after "
+    "a minute without a sign of life from this process; if nobody stopped it, run fewer processes on this machine, and "
+    "resume it: flwr run … --run-config RUN-DIRECTORY/resume.toml"
 )
 SHOWN = 80  # columns of the summary: `flwr run --stream` shows it on some terminal
 REFUSED = (401, 403)  # HTTP's codes for a token that is not, or no longer, valid
@@ -40,7 +41,8 @@ def main(grid: Grid, context: Context) -> None:
     try:
         config = compose_own(overrides_in(context.run_config))  # of whoever started the run
         refuse_resources(config)
-        result, folder = execute(grid, config, LogDisplay())
+        run_config = context.run_config if deployed(grid) else {}
+        result, folder = execute(grid, config, LogDisplay(), run_config)
     except (KeyboardInterrupt, SystemExit):  # so Flower ends the process whose token it refuses, or that was stopped
         logging.getLogger("flwr").error("error: %s", ENDED)
         raise

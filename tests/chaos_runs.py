@@ -27,8 +27,9 @@ from flwr_replay.check import NEEDED, OF_REPLAY, REPEATABLE
 from flwr_replay.cli.main import main
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
-from flwr_replay.files import atomic, disk
-from flwr_replay.files.atomic import read_json, read_lines
+from flwr_replay.files import atomic, disk, lines
+from flwr_replay.files.atomic import read_json
+from flwr_replay.files.lines import read_lines
 from flwr_replay.institution import state as institution_state
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.learning import latents
@@ -38,7 +39,7 @@ GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior
 NAME = "one"  # of every run
 KINDS = ("time", "open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "fcntl.flock", "fsync", "write")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-PATCHED = (atomic, disk, institution_state, latents)  # all modules that open files for writing
+PATCHED = (atomic, disk, lines, institution_state, latents)  # all modules that open files for writing
 
 
 def jobs() -> dict[str, list[str]]:
@@ -252,13 +253,13 @@ def check_accounts(one: Place, other: Place, kills: int) -> None:
     """See that nothing was spent without a charge, and that a kill adds no more than what was repeated."""
     undisturbed, charges = one.charges(), other.charges()
     assert charges.keys() == undisturbed.keys()
-    for name, lines in charges.items():
-        charged, once = (sum(line["steps"] for line in rows) for rows in (lines, undisturbed[name]))
+    for name, written in charges.items():
+        charged, once = (sum(line["steps"] for line in rows) for rows in (written, undisturbed[name]))
         taken = other.shared[slot(name)]
         assert charged >= max(taken, once), f"{name} took {taken} noisy steps and is charged for {charged}"
-        assert len(lines) <= len(undisturbed[name]) + 3 * kills, f"{name}: {len(lines)} charges after {kills} kills"
+        assert len(written) <= len(undisturbed[name]) + 3 * kills, f"{name}: {len(written)} charges after {kills} kills"
     stated = other.result["privacy"]
-    assert {name for name, lines in charges.items() if lines} <= stated.keys()
+    assert {name for name, written in charges.items() if written} <= stated.keys()
 
 
 def clear(place: Place) -> None:

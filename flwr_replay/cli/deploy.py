@@ -1,4 +1,4 @@
-"""flwr-replay deploy init | seal-key: the files, commands and keys of a real deployment."""
+"""flwr-replay deploy init | seal-key | state: the files, commands and keys of a real deployment."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import typer
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Write the files of a real deployment; make keys.", no_args_is_help=True)
+app = typer.Typer(
+    help="Write the files of a real deployment; make keys; look after an institution's files.", no_args_is_help=True
+)
 
 
 @app.callback()
 def _group() -> None:
-    """Write the files of a real deployment; make keys."""
+    """Write the files of a real deployment; make keys; look after an institution's files."""
 
 
 @app.command()
@@ -60,3 +62,33 @@ def seal_key(
         pins = read_pins(Path(peers).expanduser())
         print(f"{peers} pins {', '.join(sorted(pins))}; its digest, to compare with the others: ", end="")
         print(Seal(name, private, pins).digest)
+
+
+@app.command()
+def state(
+    place: Annotated[str, typer.Argument(metavar="STATE")],
+    runs: Annotated[list[str] | None, typer.Option("--remove", metavar="RUN", help="A run that is over.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+) -> None:
+    """List what an institution keeps in its state directory STATE, with bytes; --remove what a run has left.
+
+    Its models, latents and pictures go, a private model too. The ledger, the account of epsilon and the run's options
+    stay. The institution answers no further message of that run.
+    """
+    from flwr_replay.cli.places import absolute
+    from flwr_replay.report.progress import shown_bytes, shown_time
+    from flwr_replay.runs.kept import bytes_of, kept, ledger_bytes, remove
+
+    folder = absolute(place)
+    found = kept(folder)
+    if runs:
+        if not yes:
+            going = bytes_of([file for one in found if one.run in runs for file in one.spare])
+            typer.confirm(f"Remove {shown_bytes(going)}? These runs cannot go on then", abort=True)
+        remove(folder, runs)
+        found = kept(folder)
+    for one in found:
+        said = "removed" if one.removed else f"{shown_bytes(bytes_of(one.spare))} can go"
+        print(f"{one.run}\n  {shown_bytes(one.bytes)}, {said}; last written {shown_time(one.seconds)} ago")
+    number, size, recorded = ledger_bytes(folder)
+    print(f"ledger: {shown_bytes(size)}, parts: {number}; recorded messages: {shown_bytes(recorded)}")

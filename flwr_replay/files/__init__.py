@@ -5,16 +5,13 @@ from __future__ import annotations
 from flwr_replay.files.atomic import (
     NAME,
     Form,
-    Lines,
     alone,
-    each_line,
     fits,
     home,
     make_folder,
     private_folder,
     read_bytes,
     read_json,
-    read_lines,
     read_text,
     stamp,
     sweep,
@@ -24,6 +21,7 @@ from flwr_replay.files.atomic import (
     write_atomic,
     write_json,
 )
+from flwr_replay.files.lines import Lines, each_line, parts, read_lines
 from flwr_replay.files.once import write_once
 
 __all__ = [
@@ -35,6 +33,7 @@ __all__ = [
     "fits",
     "home",
     "make_folder",
+    "parts",
     "private_folder",
     "read_bytes",
     "read_json",

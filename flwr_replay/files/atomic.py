@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -18,7 +18,7 @@ from typing import Any
 from zlib import crc32
 
 from flwr_replay.errors import RunError
-from flwr_replay.files.disk import claimed, lock, locked, make, opener, reading, shut, unlocking, writing
+from flwr_replay.files.disk import claimed, lock, make, opener, reading, shut, unlocking, writing
 
 NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run; folders are named after them
 LEFT = re.compile(r"\..+\.tmp|\.write-.+")  # a temporary file that a killed process has left
@@ -31,17 +31,16 @@ __all__ = [
     "CHECKSUM",
     "NAME",
     "Form",
-    "Lines",
     "alone",
     "checksum",
-    "each_line",
     "fits",
     "home",
+    "in_use",
     "make_folder",
+    "parsed",
     "private_folder",
     "read_bytes",
     "read_json",
-    "read_lines",
     "read_text",
     "stamp",
     "sweep",
@@ -135,6 +134,18 @@ def alone(folder: Path, wait: bool = False) -> Iterator[None]:
                 "system with locks"
             )
         yield
+
+
+def in_use(folder: Path) -> bool:
+    """Say whether a process holds the folder's lock; never on a file system without locks."""
+    try:
+        with open(folder / ".lock", "rb") as file, unlocking(file):
+            lock(file, wait=False)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 # --- writing and reading files ----------------------------------------------------------------------------------------
@@ -264,38 +275,12 @@ def fits(values: object, form: Form) -> bool:
     )
 
 
-def _parsed(text: bytes) -> Any:
+def parsed(text: bytes) -> Any:
     """Parse JSON; return None if it is not valid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def each_line(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
-    """Read JSON lines one by one, without an incomplete last line, which a crash leaves; `Lines` removes it.
-
-    Raises
-    ------
-    RunError
-        If any other line is damaged or does not have the form; no crash of a run does that.
-    """
-    if not path.exists():
-        return
-    with reading(path), open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            text = line.removesuffix(b"\n")
-            record = _parsed(text) if text else None
-            if isinstance(record, dict) and fits(record, form or {}):
-                yield record
-            elif text and (record is not None or text != line):
-                keys = f" with {', '.join(form)}" if form else ""
-                raise RunError(f"every line of {path} must be JSON{keys}; line {number} is not: repair or remove it")
-
-
-def read_lines(path: Path, form: Form | None = None) -> list[dict[str, Any]]:
-    """Read JSON lines; as `each_line`."""
-    return list(each_line(path, form))
 
 
 def write_json(path: Path, values: Mapping[str, Any], indent: int | None = None) -> None:
@@ -311,7 +296,7 @@ def read_json(path: Path, form: Form | None = None) -> dict[str, Any]:
     RunError
         If it is damaged or does not have the form.
     """
-    values = _parsed(read_bytes(path))
+    values = parsed(read_bytes(path))
     stored = values.pop(CHECKSUM, None) if isinstance(values, dict) else None
     if not fits(values, form or {}) or stored not in (None, checksum(values)):
         raise RunError(f"{path} must be as it was written; it is damaged: remove it, and it is written again")
@@ -321,73 +306,3 @@ def read_json(path: Path, form: Form | None = None) -> dict[str, Any]:
 def checksum(values: Mapping[str, Any]) -> int:
     """Return the CRC-32 of values as JSON, to be written under the key `CHECKSUM` beside them."""
     return crc32(json.dumps(values).encode())
-
-
-class Lines:
-    """A file of JSON lines, open for appending; added lines reach the file with the next `flush`.
-
-    A flush writes all lines or none, and several processes may append. Opening removes an incomplete last line.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._added: list[str] = []
-        with writing(path):
-            self._file = open(path, "a+b", 0, opener=opener())  # noqa: SIM115 - open while it grows
-            shut(path)
-            with locked(self._file):
-                self._mend()
-
-    def append(self, records: Iterable[dict[str, Any]]) -> None:
-        """Add records."""
-        self.write("".join(json.dumps(record) + "\n" for record in records))
-
-    def write(self, text: str) -> None:
-        """Add lines."""
-        self._added.append(text)
-
-    def flush(self, to_disk: bool = False) -> None:
-        """Write the added lines to the file, so that they outlive this process; with `to_disk`, wait for the disk.
-
-        Raises
-        ------
-        RunError
-            If they cannot be written. Then all are dropped, and the caller must not do what they record.
-        """
-        data = memoryview("".join(self._added).encode())
-        self._added.clear()
-        if not data and not to_disk:
-            return
-        with writing(self.path), locked(self._file):
-            size = os.fstat(self._file.fileno()).st_size
-            try:
-                while data:
-                    data = data[self._file.write(data) :]
-                if to_disk:
-                    os.fsync(self._file.fileno())
-            except OSError:
-                with suppress(OSError):  # if this fails, the next opening removes the incomplete line
-                    self._file.truncate(size)
-                raise
-
-    def close(self) -> None:
-        """Write what was added, and close the file."""
-        try:
-            self.flush()
-        finally:
-            self._file.close()
-
-    def _mend(self) -> None:
-        """Remove an incomplete last line; if only its line end is missing, add that."""
-        size = self._file.seek(0, os.SEEK_END)
-        if not size:
-            return
-        self._file.seek(size - 1)
-        if self._file.read(1) == b"\n":
-            return
-        self._file.seek(0)
-        torn = self._file.read().rpartition(b"\n")[2]
-        if _parsed(torn) is None:
-            self._file.truncate(size - len(torn))
-        else:
-            self._file.write(b"\n")

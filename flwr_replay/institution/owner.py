@@ -27,7 +27,7 @@ from flwr_replay.institution.policy import Policy
 from flwr_replay.institution.seal import Seal
 from flwr_replay.learning.training import select_device
 from flwr_replay.memory import on_forget
-from flwr_replay.wire.ledger import Ledger
+from flwr_replay.wire.ledger import PART, Ledger
 from flwr_replay.wire.payload import Row
 from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
 
@@ -222,4 +222,4 @@ class Institution:
 
     @cached_property
     def _ledger(self) -> Ledger:
-        return Ledger(self.state / "ledger.jsonl")
+        return Ledger(self.state / "ledger.jsonl", PART)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from flwr_replay.config.binding import differing, digest_of
 from flwr_replay.config.sections import NODES
-from flwr_replay.errors import PrivacyError, WireError
+from flwr_replay.errors import PrivacyError, RefusedError, WireError
 from flwr_replay.files.atomic import NAME, private_folder, read_text, stamp, write_atomic
 from flwr_replay.files.disk import opener, remove, writing
 from flwr_replay.files.once import write_once
@@ -26,10 +26,11 @@ from flwr_replay.institution.owner import Institution
 from flwr_replay.memory import on_forget, remembered
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["DATA", "RUNS", "StateStore"]
+__all__ = ["DATA", "REMOVED", "RUNS", "StateStore"]
 
 RUNS = "runs"  # the folder of all runs: the server names them, so they must not meet the institution's own files
 DATA = "data.sha256"  # a run's file: digests of the training examples, a line each
+REMOVED = "removed"  # a run's file: the institution has removed what it kept of the run
 SUFFIX = ".safetensors"
 ORIGIN = "made-under"  # a file's note: the digest of the options under which it was made
 HELD = 256 * 2**20  # bytes of arrays in memory
@@ -70,7 +71,13 @@ class StateStore:
         ------
         PrivacyError
             If this run began under other options: its state here may depend on data without noise.
+        RefusedError
+            If the institution has removed its state of this run: it would go on from another one.
         """
+        if (self.of_run(run) / REMOVED).exists():
+            raise RefusedError(
+                f"this institution has removed what it kept of run {run!r}, which cannot go on: begin a new run"
+            )
         _bind(self.of_run(run), bound, self.institution.durable)
 
     def note_data(self, run: str) -> None:

@@ -14,7 +14,8 @@ from flwr_replay.config.compose import compose_own, overrides_of
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError, nearest
-from flwr_replay.files.atomic import read_lines, read_text
+from flwr_replay.files.atomic import read_text
+from flwr_replay.files.lines import parts, read_lines
 from flwr_replay.files.tensors import StateDict
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.institution.state import DATA, RUNS
@@ -119,7 +120,7 @@ class Evidence:
             If there is no run, nothing is recorded, a message is damaged or missing, or no answer is of the
             institution or has the field.
         """
-        lines = read_lines(folder / "ledger.jsonl")
+        lines = [line for part in parts(folder / "ledger.jsonl") for line in read_lines(part)]
         config, run = _options(folder, lines, run)
         if config.sealed:
             raise RunError(

@@ -17,7 +17,8 @@ from typing import Any
 
 from flwr_replay.config.sections import NODES
 from flwr_replay.errors import BudgetError, RunError
-from flwr_replay.files.atomic import CHECKSUM, Lines, alone, checksum, private_folder, read_lines, stamp, sync
+from flwr_replay.files.atomic import CHECKSUM, alone, checksum, private_folder, stamp, sync
+from flwr_replay.files.lines import Lines, read_lines
 from flwr_replay.memory import remembered
 from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilon
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.files.atomic import Lines, read_lines, write_atomic
+from flwr_replay.files.atomic import write_atomic
+from flwr_replay.files.lines import Lines, read_lines
 from flwr_replay.report.plots import heat_map
 
 __all__ = ["Forgetting", "drops"]

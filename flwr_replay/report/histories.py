@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.files.atomic import read_lines
+from flwr_replay.files.lines import read_lines
 
 __all__ = ["by_epsilon", "by_round"]
 

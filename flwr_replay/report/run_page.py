@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.files.atomic import each_line, read_bytes, read_json, read_lines, read_text, write_atomic
+from flwr_replay.files.atomic import read_bytes, read_json, read_text, write_atomic
+from flwr_replay.files.lines import each_line, read_lines
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.charts import Curves, bars, curves

@@ -27,11 +27,13 @@ from flwr_replay.files.atomic import NAME, make_folder, read_bytes, read_text
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.institution.seal import Seal, make_key, read_pins
+from flwr_replay.report.progress import shown_bytes
 from flwr_replay.runs.certificates import CA
 from flwr_replay.runs.deployment import PEERS_FILE
 from flwr_replay.runs.environment import versions
-from flwr_replay.runs.examining import certificate, connection, examined, is_authority, validity
+from flwr_replay.runs.examining import certificate, connection, examined, free_space, is_authority, validity
 from flwr_replay.runs.execute import Job
+from flwr_replay.runs.kept import ledger_bytes
 from flwr_replay.runs.officer import refusals, study_options
 
 __all__ = ["examine_clinic"]
@@ -148,7 +150,13 @@ def _state(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     make_folder(folder / "state", "the folder state")
     if not existed:
         (folder / "state").rmdir()
-    yield "state: the folder can be written"
+    own_state = folder / "state" / own["NAME"]
+    free = free_space(folder, f"`flwr-replay deploy state {own_state}` says what a run that is over has left")
+    parts, size, recorded = ledger_bytes(own_state)
+    yield (
+        f"state: the folder can be written, {free}; ledger: {shown_bytes(size)}, parts: {parts}; recorded "
+        f"messages: {shown_bytes(recorded)}"
+    )
 
 
 def _key(folder: Path, own: Mapping[str, str]) -> Iterator[str]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
+import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,32 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.files.atomic import read_bytes, read_text
+from flwr_replay.files.atomic import in_use, read_bytes, read_text
+from flwr_replay.files.lines import each_line
+from flwr_replay.processes import using
+from flwr_replay.report.progress import shown_bytes, shown_time
 from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY
-from flwr_replay.runs.examining import certificate, connection, examined, is_authority, validity
+from flwr_replay.runs.examining import (
+    answers,
+    certificate,
+    connection,
+    examined,
+    free_space,
+    is_authority,
+    validity,
+)
+from flwr_replay.runs.opening import RESUME, saved_options
 from flwr_replay.runs.superlink import flower
+from flwr_replay.wire.ledger import unanswered
 
 __all__ = ["examine_coordinator"]
 
 ANEW = "make the deployment's folders anew with `flwr-replay deploy init`"
 STRANGER = "stop what runs there, and start ./superlink.sh"
 SECONDS = 60  # for an answer of Flower's `flwr`
-FREE_GB = 1  # below, a disk is nearly full
+LOSES = 60  # by which a ServerApp has ended that lost its SuperLink
+LARGEST = 3  # places on the disk that are named
+Ask = Callable[..., dict[str, Any]]
 ADDRESS = re.compile(r'^address = "(.+)"$', re.MULTILINE)
 NAMES = re.compile(r"^for name in (.+); do$", re.MULTILINE)
 
@@ -62,13 +78,15 @@ def examine_coordinator(folder: Path) -> tuple[bool, str]:
             raise ConfigError(f"--deployment must be a coordinator's folder, as `deploy init` writes it; got {folder}")
         found.append(written[1])
     address, names = found[0], found[1].split()
+    ask = cache(partial(_asked, folder, address))
     return examined(
         {
             "certificates": partial(_certificates, folder),
             "keys": partial(_keys, folder, names),
             "connection": partial(_connection, folder, address),
-            "SuperNodes": partial(_supernodes, folder, names),
-            "runs": partial(_runs, folder),
+            "SuperNodes": partial(_supernodes, ask, names),
+            "runs": partial(_runs, ask),
+            "ServerApps": partial(_serverapps, folder, ask),
             "run directories": partial(_directories, folder),
             "disk": partial(_disk, folder),
         }
@@ -107,8 +125,8 @@ def _connection(folder: Path, address: str) -> Iterator[str]:
     yield connection(address, folder / "certificates" / CA, silent, STRANGER)
 
 
-def _supernodes(folder: Path, names: Sequence[str]) -> Iterator[str]:
-    nodes = _asked(folder, "supernode", "list", "superlink")["nodes"]
+def _supernodes(ask: Ask, names: Sequence[str]) -> Iterator[str]:
+    nodes = ask("supernode", "list", "superlink")["nodes"]
     online = [node for node in nodes if node["status"] == "online"]
     if len(online) < len(names):
         away = "; ".join(
@@ -121,9 +139,8 @@ def _supernodes(folder: Path, names: Sequence[str]) -> Iterator[str]:
     yield f"SuperNodes: {len(online)} online"
 
 
-def _runs(folder: Path) -> Iterator[str]:
-    runs = _asked(folder, "list", "superlink")["runs"]
-    live = [run for run in runs if not run["status"].startswith("finished")]
+def _runs(ask: Ask) -> Iterator[str]:
+    runs, live = ask("list", "superlink")["runs"], _live(ask)
     last = max((run for run in runs if run not in live), key=lambda run: run["finished-at"], default=None)
     if last and not live and last["status"] == "finished:failed":
         raise RunError(
@@ -134,33 +151,76 @@ def _runs(folder: Path) -> Iterator[str]:
     yield f"runs: {len(live)} live{together}, {len(runs) - len(live)} ended"
 
 
-def _directories(folder: Path) -> Iterator[str]:
-    runs = [file.parent for file in (folder / "runs").glob("*/config.yaml")]
-    open_runs = sorted(run.name for run in runs if not (run / "result.json").exists())
-    live = bool(open_runs) and any(
-        not run["status"].startswith("finished") for run in _asked(folder, "list", "superlink")["runs"]
-    )
-    if open_runs and not live:
-        name = open_runs[-1]
+def _live(ask: Ask) -> list[dict[str, Any]]:
+    return [run for run in ask("list", "superlink")["runs"] if not run["status"].startswith("finished")]
+
+
+def _serverapps(folder: Path, ask: Ask) -> Iterator[str]:
+    """Look at the processes that work in run directories, each of which holds its directory's lock."""
+    working = [run for run in _unfinished(folder) if in_use(run)]
+    stops = {
+        run: f"end process {', '.join(map(str, using(run))) or 'flwr-serverapp'}, then {_resume(run)}"
+        for run in working
+    }
+    try:
+        live = len(_live(ask)) if working else 0
+    except RunError:
+        live = 0
+    if live < len(working):
+        names = ", ".join(run.name for run in working)
         raise RunError(
-            f"not finished: {', '.join(open_runs)}: ./run.sh --run-config 'resume=\"{folder / 'runs' / name}\"' goes "
-            "on where it was"
+            f"a ServerApp works on {names}, and the SuperLink has {live or 'no'} live run: one that lost its SuperLink "
+            f"ends by itself within {LOSES} s; if it does not, {stops[working[-1]]}"
         )
-    yield f"run directories: {len(runs) - len(open_runs)} finished{', one goes on' * live}"
+    for run in working:
+        last = max(file.stat().st_mtime for file in (run / "config.yaml", *run.glob("*.jsonl")))
+        silent, longest = time.time() - last, saved_options(run / "config.yaml")["timeout"]
+        waits = ", ".join(one["institution"] for one in unanswered(each_line(run / "ledger.jsonl"))) or "nobody"
+        if silent > longest:
+            raise RunError(
+                f"the ServerApp of {run.name} has written nothing for {shown_time(silent)}, and answers are waited for "
+                f"timeout={longest:g} s (it waits for {waits}): see `flwr log`; if it hangs, {stops[run]}"
+            )
+        yield f"ServerApps: {run.name} goes on, {shown_time(silent)} after its last line; it waits for {waits}"
+
+
+def _directories(folder: Path) -> Iterator[str]:
+    runs, unfinished = list((folder / "runs").glob("*/config.yaml")), _unfinished(folder)
+    if left := [run for run in unfinished if not in_use(run)]:
+        raise RunError(f"not finished: {', '.join(run.name for run in left)}: {_resume(left[-1])} where it was")
+    yield f"run directories: {len(runs) - len(unfinished)} finished{', one goes on' * bool(unfinished)}"
+
+
+def _unfinished(folder: Path) -> list[Path]:
+    runs = sorted(file.parent for file in (folder / "runs").glob("*/config.yaml"))
+    return [run for run in runs if not (run / "result.json").exists()]
+
+
+def _resume(run: Path) -> str:
+    by = shlex.quote(str(run / RESUME)) if (run / RESUME).exists() else f"--run-config 'resume=\"{run}\"'"
+    return f"./run.sh {by} goes on"
 
 
 def _disk(folder: Path) -> Iterator[str]:
-    free = shutil.disk_usage(folder).free / 1e9
-    if free < FREE_GB:
-        raise RunError(f"{free:.1f} GB are free for runs/ and superlink.db: `flwr-replay runs clean` says what can go")
-    used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink()) / 1e9
-    yield f"disk: this folder takes {used:.1f} GB, {free:.0f} GB are free"
+    sizes = {place.name: _bytes(place) for place in [*(folder / "runs").glob("*"), *folder.glob("superlink.db*")]}
+    largest = sorted(sizes, key=sizes.__getitem__)[-LARGEST:][::-1]
+    most = ", ".join(f"{name} {shown_bytes(sizes[name])}" for name in largest) or "no runs"
+    free = free_space(folder, f"`flwr-replay runs clean` says what can go; the largest: {most}")
+    yield f"disk: this folder takes {shown_bytes(_bytes(folder))} ({most}), {free}"
 
 
-def _asked(folder: Path, *words: str) -> dict[str, Any]:
-    """Return the JSON answer of Flower's `flwr`."""
+def _bytes(place: Path) -> int:
+    files = place.rglob("*") if place.is_dir() else [place]
+    return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
+
+
+def _asked(folder: Path, address: str, *words: str) -> dict[str, Any]:
+    """Return the JSON answer of Flower's `flwr`, which waits for a minute where nothing answers."""
     if not (folder / "flower" / "config.toml").is_file():
         raise RunError("Flower does not know this SuperLink yet: run ./register.sh")
+    silent = f"`flwr {' '.join(words)}` must answer; it does not: see the line connection"
+    if not answers(address):
+        raise RunError(silent)
     environment = {**os.environ, "FLWR_HOME": str(folder / "flower"), "FLWR_DISABLE_UPDATE_CHECK": "1"}
     command = [flower("flwr"), *words, "--format", "json"]
     try:
@@ -169,7 +229,7 @@ def _asked(folder: Path, *words: str) -> dict[str, Any]:
         )
         answer: dict[str, Any] = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError):
-        raise RunError(f"`flwr {' '.join(words)}` must answer; it does not: see the line connection") from None
+        raise RunError(silent) from None
     if not answer.get("success"):
         raise RunError(f"`flwr {' '.join(words)}` is refused: {answer.get('error-message', 'without a reason')}")
     return answer

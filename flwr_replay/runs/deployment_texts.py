@@ -100,7 +100,7 @@ The study is between <<clinics>>. They reach this machine at <<address>>. This f
 6. When all clinics have started, `./run.sh` starts the run and shows it. It ends with a summary; the results are
    in `runs/`. Ctrl-C ends the output, not the run.
 7. What is wrong: `flwr-replay doctor --deployment .` looks at certificates, keys, the SuperLink, SuperNodes, runs and the
-   disk, and says how an interrupted run goes on.
+   disk, and says how an interrupted run goes on: `./run.sh runs/NAME/resume.toml`, with the options that it began with.
 8. Ctrl-C in the SuperLink's terminal stops it, between runs. Registered keys and finished runs are still there when you
    start it again. To end a run: `. ./connect.sh`, `flwr list superlink`, `flwr stop RUN_ID superlink`.
 
@@ -161,10 +161,15 @@ done
     "run.sh": """\
 #!/bin/sh
 # Starts a run and shows it. Further words are options of `flwr run`, such as --run-config "rounds=15".
+# ./run.sh runs/NAME/resume.toml goes on with a run that was interrupted.
 set -eu
 cd "$(dirname "$0")"
 . ./connect.sh
-flwr run study superlink --stream --run-config "runs-dir=\\"$PWD/runs\\"" "$@"
+case "${1-}" in
+  *.toml) set -- --run-config "$1" ;;
+  *) set -- --run-config "runs-dir=\\"$PWD/runs\\"" "$@" ;;
+esac
+flwr run study superlink --stream "$@"
 """,
 }
 
@@ -198,7 +203,8 @@ policy says to it, you can see before you start: step 5.
    itself after an interruption: `until ./start.sh; do sleep 10; done`. Ctrl-C ends it.
 
 Everything that leaves is written down first, in `state/<<name>>/ledger.jsonl`. Keep the folder `state`, and never put an
-older copy of it over a newer one. Give this folder to a user of its own, who can read the images and nothing else.
+older copy of it over a newer one. `flwr-replay deploy state state/<<name>>` says what each run has left there, and removes
+it when you ask. Give this folder to a user of its own, who can read the images and nothing else.
 """
 
 MAKE_SEAL_KEY = """\

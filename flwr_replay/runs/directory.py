@@ -5,6 +5,7 @@
 - `config.yaml`: all options, resolved
 - `run-id`: the run's id at the institutions
 - `SHA256SUMS`: of these two files, which never change
+- `resume.toml`: in a deployment, a run config by which `flwr run` goes on
 - `environment.json`: versions, device, cores
 - `metrics.jsonl`: a line per round, institution ("" is pooled over all) and metric
 - `confusion.json`: of the last evaluation, examples by label and prediction at each institution
@@ -47,17 +48,8 @@ from flwr.app import RecordDict
 
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError
-from flwr_replay.files.atomic import (
-    Form,
-    Lines,
-    each_line,
-    private_folder,
-    read_lines,
-    sweep,
-    tighten,
-    write_atomic,
-    write_json,
-)
+from flwr_replay.files.atomic import Form, private_folder, sweep, tighten, write_atomic, write_json
+from flwr_replay.files.lines import Lines, each_line, read_lines
 from flwr_replay.files.tensors import nested, unnested, write_tensors
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.report.epsilon import largest

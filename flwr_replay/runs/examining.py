@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
@@ -12,11 +13,13 @@ from cryptography import x509
 
 from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.files.atomic import read_bytes
+from flwr_replay.report.progress import shown_bytes
 from flwr_replay.runs.deployment import host_of
 
-__all__ = ["certificate", "connection", "examined", "is_authority", "validity"]
+__all__ = ["answers", "certificate", "connection", "examined", "free_space", "is_authority", "validity"]
 
 SECONDS = 10  # to wait for the SuperLink's answer
+FREE = 10**9  # bytes; below, a disk is nearly full
 OFTEN = 30  # days; a certificate that ends sooner is pointed out
 
 
@@ -92,3 +95,27 @@ def connection(address: str, authority: Path, advice: str, wrong: str) -> str:
     except OSError as error:
         raise RunError(f"nothing answers at {address} ({error}): {advice}") from None
     return f"connection: {address} answers by {how}, with the certificate of this study"
+
+
+def answers(address: str) -> bool:
+    """Say whether anything listens at HOST:PORT."""
+    host, port = host_of(address)
+    try:
+        socket.create_connection((host.strip("[]"), port), timeout=SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def free_space(folder: Path, advice: str) -> str:
+    """Say how much is free on a folder's disk.
+
+    Raises
+    ------
+    RunError
+        If it is nearly full.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < FREE:
+        raise RunError(f"the disk of {folder} is nearly full, {shown_bytes(free)} are free: {advice}")
+    return f"{shown_bytes(free)} are free"

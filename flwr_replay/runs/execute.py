@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -31,7 +32,7 @@ from flwr_replay.privacy.plan import NOTHING, PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.directory import RunDirectory
-from flwr_replay.runs.opening import open_run, read_result, resumable
+from flwr_replay.runs.opening import open_run, read_result, resumable, write_resume
 from flwr_replay.runs.tracking import check_tracker
 from flwr_replay.server.asking import refuse_unsaid_nodes
 from flwr_replay.server.recorder import Recorder
@@ -45,6 +46,8 @@ SEALED_RUN = (
     "from the server: who exchanges with whom and when, numbers of examples, losses, metrics, w of PushSum."
 )
 EVIDENCE = "That synthetic images lie far from real ones is evidence, and no guarantee."
+
+NOT_DEPLOYED: Mapping[str, Any] = MappingProxyType({})
 
 __all__ = ["Job", "claim", "execute", "run_job", "settings_of"]
 
@@ -149,12 +152,16 @@ def without_best(strategy: Movement) -> str:
     return "the method has no global model" if isinstance(strategy, Relay) else ""
 
 
-def execute(grid: Grid, config: RunConfig, display: Display) -> tuple[dict[str, Any], Path]:
+def execute(
+    grid: Grid, config: RunConfig, display: Display, run_config: Mapping[str, Any] = NOT_DEPLOYED
+) -> tuple[dict[str, Any], Path]:
     """Plan a run and run it over a grid; it returns what `run_job` returns."""
-    return run_job(grid, Job.of(config), display)
+    return run_job(grid, Job.of(config), display, run_config)
 
 
-def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Path]:
+def run_job(
+    grid: Grid, job: Job, display: Display, run_config: Mapping[str, Any] = NOT_DEPLOYED
+) -> tuple[dict[str, Any], Path]:
     """Run a planned run over a grid; return the content of `result.json`, and the run directory.
 
     The directory is made only here, once all checks that need no institution have passed.
@@ -167,6 +174,8 @@ def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Pat
         The planned run; its option `resume` names the directory of a run to continue.
     display : Display
         Shows the progress.
+    run_config : Mapping
+        In a deployment, Flower's run config: the run directory keeps it, so that one command resumes the run.
     """
     refuse_unsaid_nodes(grid, job.settings.nodes)
     torch.set_num_threads(job.config.threads)
@@ -181,7 +190,9 @@ def run_job(grid: Grid, job: Job, display: Display) -> tuple[dict[str, Any], Pat
     fresh = job.settings.model
     assert fresh is not None
     first = array_record(to_arrays(fresh(derived_seed(config.seed, "model"))))
-    with alone(stored.parent), resumable(stored.parent, config.rounds):
+    with alone(stored.parent), resumable(stored.parent, config.rounds, deployed=bool(run_config)):
+        if run_config:
+            write_resume(stored.parent, run_config)
         recorder = RunDirectory(config, display)
         strategy = job.strategy(run_id, recorder)
         recorder.no_best = without_best(strategy)

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.files.atomic import read_json, read_lines, write_atomic
+from flwr_replay.files.atomic import read_json, write_atomic
+from flwr_replay.files.lines import read_lines
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.runs.best import BestModel

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import RunError
-from flwr_replay.files.atomic import alone, read_bytes, read_lines
+from flwr_replay.files.atomic import alone, read_bytes
+from flwr_replay.files.lines import read_lines
 from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.progress import shown_metrics, shown_time
 from flwr_replay.report.summary import confusion_of

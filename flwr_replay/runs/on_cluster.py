@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.files.atomic import read_lines, write_atomic
+from flwr_replay.files.atomic import write_atomic
+from flwr_replay.files.lines import read_lines
 from flwr_replay.institution.state import RUNS
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import run_job

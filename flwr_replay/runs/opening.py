@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import secrets
@@ -19,6 +20,7 @@ from typing import Any
 
 from flwr_replay.config.binding import FREE, flat
 from flwr_replay.config.compose import to_yaml
+from flwr_replay.config.quoting import quoted, toml_text
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import (
@@ -36,6 +38,7 @@ from flwr_replay.files.atomic import (
 from flwr_replay.terminal import command
 
 __all__ = [
+    "RESUME",
     "check_unchanged",
     "default_name",
     "new_run_id",
@@ -45,27 +48,45 @@ __all__ = [
     "refuse_fewer",
     "resumable",
     "resuming",
+    "saved_options",
+    "write_resume",
 ]
 
 SUMS = "SHA256SUMS"
+RESUME = "resume.toml"  # in a deployment: Flower's run config, to resume the run by
 UNBORN = re.compile(r"\.\w[\w .-]*\.[0-9a-f]{8}\.new")  # a run directory that is not yet complete
 RESULT = {"strategy": str, "rounds": int, "metric": str, "final": dict, "best": dict, "bytes": dict}
 
 
 @contextmanager
-def resumable(folder: Path, rounds: int) -> Iterator[None]:
+def resumable(folder: Path, rounds: int, *, deployed: bool = False) -> Iterator[None]:
     """Say how to resume a run of so many rounds that Ctrl-C or SIGTERM interrupts."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):  # the command line turns SIGTERM into SystemExit
-        print(f"interrupted; to continue: {resuming(folder, rounds)}", file=sys.stderr)
+        by = f"flwr run … --run-config {shlex.quote(str(folder / RESUME))}" if deployed else resuming(folder, rounds)
+        print(f"interrupted; to continue: {by}", file=sys.stderr)
         raise
+
+
+def write_resume(folder: Path, run_config: Mapping[str, Any]) -> None:
+    """Keep Flower's run config in a run directory, as a file for `flwr run --run-config` that resumes the run."""
+    values, going_on = dict(run_config), f"resume={quoted(folder)}"
+    if "resume" in values:
+        values["resume"] = str(folder)
+    elif going_on not in shlex.split(str(values.get("overrides", ""))):  # the study has no key of its own for it
+        values["overrides"] = f"{values.get('overrides', '')} {shlex.quote(going_on)}".strip()
+    lines = [
+        f"{toml_text(key)} = {toml_text(value) if isinstance(value, str) else json.dumps(value)}\n"
+        for key, value in values.items()
+    ]
+    write_atomic(folder / RESUME, "".join(lines))
 
 
 def resuming(folder: Path, rounds: int) -> str:
     """Write the command that continues a run, with its rounds if it did not begin with so many."""
     file = folder / "config.yaml"
-    begun_with = rounds if not file.exists() else _saved(file)["rounds"]
+    begun_with = rounds if not file.exists() else saved_options(file)["rounds"]
     more = f" rounds={rounds}" if rounds != begun_with else ""
     return f"{command()} run --resume {shlex.quote(str(folder))}{more}"
 
@@ -207,7 +228,7 @@ def _same_options(config: RunConfig, file: Path) -> None:
     """Refuse to resume a run with other options; rounds, folders, device and waiting times may differ."""
     import yaml
 
-    saved = _saved(file)
+    saved = saved_options(file)
     now = flat(yaml.safe_load(to_yaml(config)))
     differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key) and key not in FREE)
     if differing:
@@ -217,7 +238,7 @@ def _same_options(config: RunConfig, file: Path) -> None:
         )
 
 
-def _saved(file: Path) -> dict[str, Any]:
+def saved_options(file: Path) -> dict[str, Any]:
     """Return a run's options, by their full names."""
     import yaml
 

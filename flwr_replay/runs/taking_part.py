@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flwr_replay.files.atomic import Form, Lines, read_bytes, read_lines, write_atomic
+from flwr_replay.files.atomic import Form, read_bytes, write_atomic
+from flwr_replay.files.lines import Lines, read_lines
 from flwr_replay.server.recorder import Snapshot
 
 __all__ = ["MEMBERS", "TakingPart"]

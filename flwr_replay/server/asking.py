@@ -19,6 +19,7 @@ from flwr_replay.wire.records import config_in
 
 __all__ = [
     "ask",
+    "deployed",
     "failure_of",
     "reason_of",
     "refuse_unsaid_nodes",
@@ -41,6 +42,11 @@ SILENCE = 60.0  # seconds without an answer, after which it is said for the firs
 LONGEST = 1000  # the most characters of a reason that an institution gives
 
 
+def deployed(grid: Grid) -> bool:
+    """Say whether SuperNodes join over the network."""
+    return type(grid).__name__ in DEPLOYED
+
+
 def refuse_unsaid_nodes(grid: Grid, nodes: int) -> None:
     """Refuse a deployment that does not say how many institutions take part: it would begin with the first.
 
@@ -49,7 +55,7 @@ def refuse_unsaid_nodes(grid: Grid, nodes: int) -> None:
     ConfigError
         If `nodes` is 0 and SuperNodes join over the network.
     """
-    if not nodes and type(grid).__name__ in DEPLOYED:
+    if not nodes and deployed(grid):
         raise ConfigError(
             "a deployment must say how many institutions it waits for; got nodes=0: set nodes to their number, in an "
             "app of your own by Settings(nodes=…)"

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from flwr_replay.files.atomic import Lines
+from flwr_replay.files.lines import Lines
 from flwr_replay.wire.payload import Row
 
-__all__ = ["Ledger", "Traffic", "unanswered"]
+__all__ = ["PART", "Ledger", "Traffic", "unanswered"]
 
+PART = 64 * 2**20  # bytes from which on an institution's ledger is closed to the next part
 RAW = "raw-bytes-they-stand-for"
 SAMPLE_KINDS = ("per-sample", "per-sample-raw", "synthetic")
 

@@ -1,5 +1,6 @@
 """deploy init and doctor --clinic: what they write, what they refuse, and what they find."""
 
+import json
 import os
 import re
 import runpy
@@ -10,14 +11,17 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from deployed import HOSPITALS
 from harness import command
-from integration.conftest import HOSPITALS
 
 from flwr_replay.config.quoting import node_config
 from flwr_replay.errors import ConfigError
+from flwr_replay.files.atomic import alone
 from flwr_replay.institution.policy import read_policy
+from flwr_replay.runs import coordinator, examining
 from flwr_replay.runs.certificates import SERVER, SERVER_KEY, write_certificates
 from flwr_replay.runs.clinic import examine_clinic
 from flwr_replay.runs.coordinator import examine_coordinator
@@ -179,9 +183,53 @@ def test_the_doctor_names_what_is_wrong_at_the_coordinator(written, tmp_path, mo
     assert "must be the key of server.crt" in said["NO  certificates"]
     assert said["NO  keys"] == "not registered: south: run ./register.sh"
     assert "nothing answers at localhost" in said["NO  connection"]
-    assert "Flower does not know this SuperLink yet" in said["NO  run directories"]
+    assert "Flower does not know this SuperLink yet" in said["NO  runs"]
+    assert said["NO  run directories"].startswith("not finished: first: ./run.sh --run-config 'resume=")
+    assert "first 0 B" in said["ok  disk"]
     for words in (["--deployment", str(written / "north")], ["--deployment", str(home), "--clinic", str(home)]):
         assert command(monkeypatch, "doctor", *words) == 2
+
+
+def test_the_doctor_names_a_serverapp_that_hangs_and_a_full_disk(written, tmp_path, monkeypatch):
+    """While nothing answers, a live process holds the lock of a run directory; later a SuperLink has its run."""
+    home = tmp_path / "coordinator"
+    shutil.copytree(written / "coordinator", home)
+    (home / "flower").mkdir()
+    (home / "flower" / "config.toml").touch()
+    run = home / "runs" / "first"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("timeout: 60\n")
+    sent = {"round": 3, "direction": "down", "stage": "train", "kind": "model", "bytes": 9}
+    lines = [json.dumps({**sent, "institution": name}) for name in ("north", "south")]
+    (run / "ledger.jsonl").write_text("\n".join([*lines, lines[0].replace("down", "up")]) + "\n")
+
+    def said(check):
+        return dict(line.split(": ", 1) for line in examine_coordinator(home)[1].splitlines())[check]
+
+    def lists(*live):
+        runs = [{"status": status, "run-id": "1"} for status in live]
+        answer = {"success": True, "runs": runs, "nodes": []}
+        done = subprocess.CompletedProcess([], 0, json.dumps(answer))
+        monkeypatch.setattr(coordinator, "answers", lambda address: bool(live))
+        monkeypatch.setattr(coordinator.subprocess, "run", lambda *words, **options: done)
+
+    lists()
+    with alone(run):
+        resume = f"./run.sh --run-config 'resume=\"{run}\"' goes on"
+        assert "a ServerApp works on first, and the SuperLink has no live run" in (line := said("NO  ServerApps"))
+        assert line.endswith(f"end process {os.getpid()}, then {resume}")
+        assert said("ok  run directories") == "0 finished, one goes on"
+        lists("running")
+        assert said("ok  ServerApps").endswith("after its last line; it waits for south")
+        for file in (run / "ledger.jsonl", run / "config.yaml"):
+            os.utime(file, (0, 0))
+        assert "answers are waited for timeout=60 s (it waits for south): see `flwr log`" in said("NO  ServerApps")
+    assert said("NO  run directories") == f"not finished: first: {resume} where it was"
+    monkeypatch.setattr(examining.shutil, "disk_usage", lambda folder: SimpleNamespace(free=5e8))
+    assert "is nearly full, 500 MB are free: `flwr-replay runs clean` says what can go; the largest: first" in said(
+        "NO  disk"
+    )
+    assert "is nearly full" in examine_clinic(written / "north")[1]
 
 
 def test_a_key_is_never_made_twice(written):

@@ -16,17 +16,16 @@ from replay_runs import GENERATOR
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import (
-    Lines,
     alone,
     make_folder,
     private_folder,
     read_json,
-    read_lines,
     sweep,
     tighten,
     write_atomic,
     write_json,
 )
+from flwr_replay.files.lines import Lines, read_lines
 from flwr_replay.files.tensors import write_tensors
 from flwr_replay.institution.owner import Institution
 from flwr_replay.report.progress import Display

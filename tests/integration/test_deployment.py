@@ -6,6 +6,7 @@ FedReplay and ProxyFL share the deployment and run at the same time, since a dep
 from __future__ import annotations
 
 import shutil
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deployed import CLINICS, COORDINATOR, REFUSES, until
 from harness import command
-from integration.conftest import CLINICS, REFUSES
 from safetensors.numpy import load_file
 
-from flwr_replay.files.atomic import read_json
+from flwr_replay.files.atomic import in_use, read_json
 from flwr_replay.report.progress import LogDisplay
 from flwr_replay.runs.clinic import examine_clinic
 from flwr_replay.runs.coordinator import examine_coordinator
@@ -32,6 +33,7 @@ RUNS = {
     "fedreplay": ("rounds=8", "encoder_epochs=4"),  # rounds at the server cost no messages
     "proxyfl": ("rounds=1", "model=mlp", "private_models=[lenet5]", "noise=seeded", "epsilon=50"),
 }
+ENDS = 60  # seconds after its SuperLink, in which a ServerApp and `flwr run` have ended
 AT_ONCE = 60  # seconds; without a reason Flower waits as long for a sign of life
 
 
@@ -189,6 +191,50 @@ def test_a_refusal_of_the_server_is_shown_by_flwr_run(deployment: Any, said: dic
     assert "run-name must be new; " in shown[0]
     assert "Traceback" not in shown[0]
     assert time.monotonic() - began < AT_ONCE, "\n".join(lines)
+
+
+def test_two_runs_at_once_keep_apart_what_they_leave(deployment: Any, said: dict[str, str]) -> None:
+    """Their weights and bytes are compared above."""
+    ids = {name: read_run_id(deployment.runs / name) for name in RUNS}
+    for clinic in CLINICS:
+        folders = [deployment.state(clinic) / "runs" / run for run in ids.values()]
+        assert all((folder / "options.json").exists() for folder in folders)
+        assert [(folder / "privacy.jsonl").exists() for folder in folders] == [name == "proxyfl" for name in ids]
+        for name, run in ids.items():
+            own = Counter(_what_left(row) for row in deployment.own_ledger(clinic) if row["run"] == run)
+            seen = deployment.server_ledger(name)
+            assert own == Counter(
+                _what_left(row) for row in seen if row["institution"] == clinic and row["direction"] == "up"
+            )
+
+
+def test_a_serverapp_ends_with_its_superlink_and_one_command_goes_on(
+    deployment: Any, said: dict[str, str], tmp_path: Path
+) -> None:
+    """The last one, since it kills the SuperLink: while the second clinic trains, after the first one has."""
+    name, options = "killed", ("strategy=cwt", "rounds=1", "evaluate_every=100", "lr=0.05")
+    run = deployment.runs / name
+    with deployment.begun(name, *options) as streamed:
+        until(lambda: (run / "checkpoints" / "000001.safetensors").exists(), 120, deployment.logs())
+        deployment.kill(COORDINATOR)
+        until(lambda: not deployment.of_a_run() and not in_use(run), ENDS, deployment.logs())
+        streamed.communicate(timeout=ENDS)
+    assert streamed.returncode == 1
+    _, found = examine_coordinator(deployment.coordinator)
+    lines = dict(line.split(": ", 1) for line in found.splitlines())
+    assert "nothing answers at 127.0.0.1" in lines["NO  connection"], found
+    assert "see the line connection" in lines["NO  runs"], found
+    command = f"./run.sh {run}/resume.toml"
+    assert lines["NO  run directories"] == f"not finished: {name}: {command} goes on where it was", found
+    deployment.start(COORDINATOR)
+    subprocess.run(command, shell=True, cwd=deployment.coordinator, env=deployment.environment, check=False)
+    overrides = [*deployment.task, *options, "partition=natural", f"data_dir='{deployment.data}'"]
+    _, undisturbed = run_inline([*overrides, f"nodes={len(CLINICS)}", f"runs_dir='{tmp_path}'"], LogDisplay())
+    expected, resumed = (load_file(folder / "models" / "global.safetensors") for folder in (undisturbed, run))
+    for key, array in expected.items():
+        np.testing.assert_allclose(resumed[key], array, rtol=1e-5, atol=1e-7, err_msg=key)
+    visits = [row["institution"] for row in deployment.server_ledger(name) if row["field"] == "train-loss"]
+    assert visits == list(CLINICS)  # the first one's was not repeated
 
 
 def _models(name: str, run: Path, state: Callable[[str], Path]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ import sys
 
 import psutil
 import pytest
-from integration.conftest import HOSPITALS
+from deployed import HOSPITALS
 from PIL import Image
 
 from flwr_replay.cli.main import app
 from flwr_replay.errors import ConfigError, DataError, RunError
-from flwr_replay.files.atomic import read_json, read_lines
+from flwr_replay.files.atomic import read_json
+from flwr_replay.files.lines import read_lines
 
 
 @pytest.fixture(scope="module")

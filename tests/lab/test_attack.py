@@ -361,6 +361,8 @@ def test_an_institution_attacks_its_own_record(tmp_path, monkeypatch, capsys):
     own, data = tmp_path / "state" / "a", str(tmp_path / "a.npz")
     (digests,) = (tmp_path / "state").glob(f"*/runs/*/{DATA}")  # b records nothing
     evidence = Evidence.of(own)
+    (own / "ledger.jsonl").rename(own / "ledger-0001.jsonl")  # as one that has grown large
+    assert [one.field for one in Evidence.of(own).exhibits] == [one.field for one in evidence.exhibits]
     assert digests.parents[2] == own
     assert evidence.digests("a") == [originals_of(evidence.config, "a", data).digest]
     words = ["privacy", "attack", str(own), "--minutes", "0.001", "--field", "latents"]

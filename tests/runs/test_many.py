@@ -9,7 +9,8 @@ import pytest
 from harness import Stopping
 
 from flwr_replay.errors import RunError
-from flwr_replay.files.atomic import each_line, home, read_lines, write_json
+from flwr_replay.files.atomic import home, write_json
+from flwr_replay.files.lines import each_line, read_lines
 from flwr_replay.files.tensors import read_with_texts
 from flwr_replay.institution.identity import proof_of
 from flwr_replay.institution.owner import Institution

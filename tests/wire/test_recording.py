@@ -10,7 +10,7 @@ from harness import command, node_configs, run, write_shards
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.files.atomic import read_lines
+from flwr_replay.files.lines import read_lines
 from flwr_replay.runs.forecast import forecast
 from flwr_replay.runs.simulate import Simulation
 from flwr_replay.wire.recording import FOLDER, Recording, read_message

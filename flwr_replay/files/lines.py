@@ -1,0 +1,168 @@
+"""Files of JSON lines: what a crash leaves of them is whole, and one that only grows can be divided into parts.
+
+    ledger.jsonl         the current part, to which lines are added
+    ledger-0001.jsonl    a closed part, the oldest; it is not written again
+
+A file is closed to a part by its new name, under its lock. So a kill at any moment leaves each line in one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import Form, fits, parsed, sync
+from flwr_replay.files.disk import lock, locked, opener, reading, shut, unlocking, writing
+
+__all__ = ["Lines", "each_line", "parts", "read_lines"]
+
+
+def each_line(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
+    """Read JSON lines one by one, without an incomplete last line, which a crash leaves; `Lines` removes it.
+
+    Raises
+    ------
+    RunError
+        If any other line is damaged or does not have the form; no crash of a run does that.
+    """
+    if not path.exists():
+        return
+    with reading(path), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            text = line.removesuffix(b"\n")
+            record = parsed(text) if text else None
+            if isinstance(record, dict) and fits(record, form or {}):
+                yield record
+            elif text and (record is not None or text != line):
+                keys = f" with {', '.join(form)}" if form else ""
+                raise RunError(f"every line of {path} must be JSON{keys}; line {number} is not: repair or remove it")
+
+
+def read_lines(path: Path, form: Form | None = None) -> list[dict[str, Any]]:
+    """Read JSON lines; as `each_line`."""
+    return list(each_line(path, form))
+
+
+def parts(path: Path) -> list[Path]:
+    """Return the parts of a file that is divided: the closed ones, the oldest first, then the file itself."""
+    form = re.compile(rf"{re.escape(path.stem)}-([0-9]{{4,}}){re.escape(path.suffix)}")
+    closed = [(int(found[1]), file) for file in path.parent.glob("*") if (found := form.fullmatch(file.name))]
+    return [*(file for _, file in sorted(closed)), path]
+
+
+class Lines:
+    """A file of JSON lines, open for appending; added lines reach the file with the next `flush`.
+
+    A flush writes all lines or none, and several processes may append. Opening removes an incomplete last line.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    most : float
+        Bytes from which on the file is closed to the next part; not on a file system without locks.
+    """
+
+    def __init__(self, path: Path, most: float = inf) -> None:
+        self.path, self.most = path, most
+        self._added: list[str] = []
+        self._open()
+
+    def append(self, records: Iterable[dict[str, Any]]) -> None:
+        """Add records."""
+        self.write("".join(json.dumps(record) + "\n" for record in records))
+
+    def write(self, text: str) -> None:
+        """Add lines."""
+        self._added.append(text)
+
+    def flush(self, to_disk: bool = False) -> None:
+        """Write the added lines to the file, so that they outlive this process; with `to_disk`, wait for the disk.
+
+        Raises
+        ------
+        RunError
+            If they cannot be written. Then all are dropped, and the caller must not do what they record.
+        """
+        data = memoryview("".join(self._added).encode())
+        self._added.clear()
+        if not data and not to_disk:
+            return
+        with writing(self.path), self._current():
+            size = os.fstat(self._file.fileno()).st_size
+            try:
+                while data:
+                    data = data[self._file.write(data) :]
+                if to_disk:
+                    os.fsync(self._file.fileno())
+            except OSError:
+                with suppress(OSError):  # if this fails, the next opening removes the incomplete line
+                    self._file.truncate(size)
+                raise
+            if to_disk and not size:
+                sync(self.path.parent)
+
+    def close(self) -> None:
+        """Write what was added, and close the file."""
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+    def _open(self) -> None:
+        with writing(self.path):
+            self._file = open(self.path, "a+b", 0, opener=opener())  # noqa: SIM115 - open while it grows
+            shut(self.path)
+            with locked(self._file):
+                self._mend()
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Hold the lock of the file that has the path, and room for lines; the one that was open may be a part now."""
+        while True:
+            with unlocking(self._file):
+                held, size = lock(self._file, wait=True), self._size()
+                if size is not None and not (held and size >= self.most):
+                    yield
+                    return
+                if size is not None:
+                    self._divide()
+            self._file.close()
+            self._open()
+
+    def _size(self) -> int | None:
+        """Return the bytes of the open file; None if the path is another file's by now, or nobody's."""
+        found = os.fstat(self._file.fileno())
+        try:
+            return found.st_size if os.path.samestat(found, self.path.stat()) else None
+        except FileNotFoundError:
+            return None
+
+    def _divide(self) -> None:
+        """Close the file to the next part."""
+        closed = parts(self.path)[:-1]
+        number = int(closed[-1].stem.rpartition("-")[2]) + 1 if closed else 1
+        os.rename(self.path, self.path.with_stem(f"{self.path.stem}-{number:04d}"))
+        sync(self.path.parent)
+
+    def _mend(self) -> None:
+        """Remove an incomplete last line; if only its line end is missing, add that."""
+        size = self._file.seek(0, os.SEEK_END)
+        if not size:
+            return
+        self._file.seek(size - 1)
+        if self._file.read(1) == b"\n":
+            return
+        self._file.seek(0)
+        torn = self._file.read().rpartition(b"\n")[2]
+        if parsed(torn) is None:
+            self._file.truncate(size - len(torn))
+        else:
+            self._file.write(b"\n")

@@ -1,0 +1,101 @@
+"""What an institution keeps in its state directory, with bytes; and how it removes what a run that is over has left.
+
+Models, optimizer states, codes, latents and pictures of a run can go. What shows what has left, and what it has cost,
+stays: the ledger with all its parts, each run's account, its options, its counted tests and the parcels that came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flwr_replay.errors import RunError, nearest
+from flwr_replay.files.atomic import write_atomic
+from flwr_replay.files.disk import writing
+from flwr_replay.files.lines import parts
+from flwr_replay.institution.state import REMOVED, RUNS
+from flwr_replay.wire.recording import FOLDER
+
+__all__ = ["Kept", "bytes_of", "kept", "ledger_bytes", "remove"]
+
+LEDGER = "ledger.jsonl"
+GOES = (".safetensors", ".npy", ".png")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an institution keeps of a run.
+
+    Attributes
+    ----------
+    run : str
+        The run's id.
+    bytes : int
+        Of all its files.
+    spare : list of Path
+        Those that can go.
+    seconds : float
+        Since the last of them was written.
+    removed : bool
+        Whether they were removed before; no message of the run is answered any more.
+    """
+
+    run: str
+    bytes: int
+    spare: list[Path]
+    seconds: float
+    removed: bool
+
+
+def kept(state: Path) -> list[Kept]:
+    """Look at an institution's runs, the oldest first.
+
+    Raises
+    ------
+    RunError
+        If the folder is no institution's state directory.
+    """
+    if not (state / RUNS).is_dir() or not any(part.exists() for part in parts(state / LEDGER)):
+        raise RunError(
+            f"an institution's state directory, as state/NAME, has {RUNS}/ and {LEDGER}; {state} has not: give another"
+        )
+    found = []
+    for folder in (folder for folder in (state / RUNS).iterdir() if folder.is_dir()):
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        last = max(file.stat().st_mtime for file in [folder, *files])
+        spare = [file for file in files if file.suffix in GOES]
+        since = max(0.0, time.time() - last)
+        found.append(Kept(folder.name, bytes_of(files), spare, since, (folder / REMOVED).exists()))
+    return sorted(found, key=lambda one: -one.seconds)
+
+
+def bytes_of(files: Sequence[Path]) -> int:
+    """Return the bytes of some files."""
+    return sum(file.stat().st_size for file in files)
+
+
+def ledger_bytes(state: Path) -> tuple[int, int, int]:
+    """Return the number of the ledger's parts and their bytes, and the bytes of recorded messages."""
+    ledger = [part for part in parts(state / LEDGER) if part.exists()]
+    return len(ledger), bytes_of(ledger), bytes_of(list((state / FOLDER).glob("*")))
+
+
+def remove(state: Path, runs: Sequence[str]) -> None:
+    """Remove what runs have left that can go; from then on the institution answers no message of these runs.
+
+    Raises
+    ------
+    RunError
+        If a run is not there, before anything is removed; or if a file cannot be removed.
+    """
+    known = {one.run: one for one in kept(state)}
+    for run in runs:
+        if run not in known:
+            raise RunError(f"--remove must be a run that {state} has; got {run!r}: {nearest(run, [*known])}")
+    for run in runs:
+        write_atomic(state / RUNS / run / REMOVED, "")  # first: a run must not go on with half of its files
+        for file in known[run].spare:
+            with writing(file):
+                file.unlink(missing_ok=True)

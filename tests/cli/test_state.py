@@ -1,0 +1,50 @@
+"""What an institution keeps: listed with bytes; what a run has left can go, and its evidence cannot."""
+
+from flwr_replay import run
+
+TINY = {"task": "digits", "nodes": 2, "partition.size": 60, "model": "mlp", "model.width": 4, "device": "cpu"}
+NOISY = {"strategy": "local", "dp": "classifier", "privacy.noise": "seeded", "epsilon": 50, "delta": 1e-3}
+
+
+def test_what_a_run_has_left_can_go_but_for_its_evidence(tmp_path, flwr_replay):
+    home, runs = tmp_path / "home", tmp_path / "runs"
+    ran = [run(TINY | NOISY, rounds=1, run_name=name, runs_dir=runs) for name in ("first", "second")]
+    first, second = ((one.folder / "run-id").read_text().strip() for one in ran)
+    own = home / "state" / "simulation" / "institution-1"
+    code, out, err = flwr_replay("deploy", "state", str(own))
+    assert code == 0, err
+    lines = out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")][:-1] == [first, second]
+    assert lines[-1].startswith("ledger: ")
+    assert lines[-1].endswith("parts: 1; recorded messages: 0 B")
+    kept = [own / "ledger.jsonl", *(own / "runs" / first / name for name in ("privacy.jsonl", "options.json"))]
+    before = [file.read_bytes() for file in kept]
+    models = list((own / "runs" / first).rglob("*.safetensors"))
+    assert models
+    code, out, err = flwr_replay("deploy", "state", str(own), "--remove", first, "--yes")
+    assert code == 0, err
+    assert f"{first}\n  " in out
+    assert ", removed; last written 0:00:0" in out
+    assert not any(file.exists() for file in models)
+    assert [file.read_bytes() for file in kept] == before
+    assert list((own / "runs" / second).rglob("*.safetensors"))
+    for name, said in (("../..", "must be a run that"), (first[:-1], "did you mean")):
+        code, _, err = flwr_replay("deploy", "state", str(own), "--remove", second, "--remove", name, "--yes")
+        assert code == 2
+        assert said in " ".join(err.split())
+    assert list((own / "runs" / second).rglob("*.safetensors"))
+    code, _, err = flwr_replay("deploy", "state", str(tmp_path))
+    assert code == 2
+    assert "has runs/ and ledger.jsonl" in " ".join(err.split())
+
+
+def test_a_run_does_not_go_on_where_its_state_was_removed(tmp_path, flwr_replay):
+    home, runs = tmp_path / "home", tmp_path / "runs"
+    ran = run(TINY, strategy="local", rounds=1, run_name="first", runs_dir=runs)
+    for name in ("institution-1", "institution-2"):
+        own = home / "state" / "simulation" / name
+        words = ["--remove", (ran.folder / "run-id").read_text().strip(), "--yes"]
+        assert flwr_replay("deploy", "state", str(own), *words)[0] == 0
+    code, _, err = flwr_replay("run", "--resume", str(ran.folder), "rounds=2")
+    assert code == 2
+    assert "has removed what it kept of run" in " ".join(err.split())

@@ -1,0 +1,168 @@
+"""A real deployment on the loopback, of what `deploy init` wrote: a SuperLink, and a SuperNode for each clinic."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flwr_replay.files.lines import read_lines
+from flwr_replay.processes import MARK, family, members
+from flwr_replay.runs.clinic import examine_clinic
+from flwr_replay.runs.deployment import init
+from flwr_replay.runs.superlink import free_port
+
+HOSPITALS = Path(__file__).parents[1] / "docs" / "examples" / "hospitals"
+COORDINATOR, CLINICS = "coordinator", ("clinic-a", "clinic-b")
+REFUSES = "clinic-c"  # lets statistics leave, and nothing else
+TASK = ("task=folder", "channels=1", "task.size=8", "classes=10", "model=cnn", "width=8", "device=cpu", "threads=1")
+OF_A_RUN = ("flwr-serverapp", "flower-superexec")  # processes that the SuperLink starts
+
+
+@dataclass
+class Deployment:
+    """What runs, and where its files lie."""
+
+    place: Path  # coordinator, and a folder for each clinic
+    data: Path  # data/<clinic>, and data/manifest.csv over those that take part
+    logs_of: Path  # each process's log
+    environment: dict[str, str]
+    port: int
+    checked: dict[str, tuple[bool, str]] = field(default_factory=dict)  # by clinic: the doctor's word before it started
+    started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)  # by place: SuperLink or SuperNode
+    task: tuple[str, ...] = TASK
+
+    @property
+    def coordinator(self) -> Path:
+        """The coordinator's folder."""
+        return self.place / COORDINATOR
+
+    @property
+    def runs(self) -> Path:
+        """The server's run directories."""
+        return self.coordinator / "runs"
+
+    def start(self, name: str, again: bool = False) -> None:
+        """Start the SuperLink or a clinic's SuperNode by its script, if asked again and again; its log is added to."""
+        script: list[Any] = [self.place / name / ("superlink.sh" if name == COORDINATOR else "start.sh")]
+        script = ["sh", "-c", f"until {script[0]}; do sleep 10; done"] if again else script
+        with open(self.logs_of / f"{name}.log", "a") as log:
+            options = {"env": self.environment, "stdout": log, "stderr": log, "start_new_session": True}
+            self.started[name] = subprocess.Popen(script, **options)
+        if name == COORDINATOR:
+            until(lambda: _answers(self.port), 60, "the SuperLink did not start")
+
+    def kill(self, name: str) -> None:
+        """End the SuperLink or a SuperNode by SIGKILL, but none of the processes that it has started."""
+        self.started[name].send_signal(signal.SIGKILL)
+        self.started[name].wait()
+
+    def of_a_run(self) -> list[psutil.Process]:
+        """Return the processes that the SuperLink has started."""
+        found = []
+        for one in members(self.environment[MARK]):
+            with suppress(psutil.Error):
+                names = any(name in word for word in one.cmdline()[:3] for name in OF_A_RUN)
+                found += [one] if names and one.cwd() == str(self.coordinator) else []
+        return found
+
+    def run(self, name: str, *options: str) -> str:
+        """Run to the end; return what it said."""
+        said = self.said(name, *options)
+        assert (self.runs / name / "result.json").exists(), f"{name} did not end well:\n{said}\n{self.logs()}"
+        return said
+
+    def said(self, name: str, *options: str, further: str = "") -> str:
+        """Return what the coordinator's run.sh says."""
+        return self.begun(name, *options, further=further).communicate()[0]
+
+    def begun(self, name: str, *options: str, further: str = "") -> subprocess.Popen[str]:
+        """Begin a run by the coordinator's run.sh."""
+        config = f'run-name="{name}" overrides="{shlex.join([*TASK, *options])}" {further}'
+        command = [self.coordinator / "run.sh", "--run-config", config]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=self.environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+    def logs(self) -> str:
+        """Return the ends of all processes' logs."""
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-5000:]}" for log in sorted(self.logs_of.glob("*.log")))
+
+    def own_ledger(self, clinic: str) -> list[dict[str, Any]]:
+        """Return what a clinic wrote down before it left."""
+        return read_lines(self.state(clinic) / "ledger.jsonl")
+
+    def state(self, clinic: str) -> Path:
+        """Return a clinic's own state directory."""
+        return self.place / clinic / "state" / clinic
+
+    def server_ledger(self, name: str) -> list[dict[str, Any]]:
+        """Return what the server saw travel."""
+        return read_lines(self.runs / name / "ledger.jsonl")
+
+
+def until(true: Callable[[], Any], seconds: float, otherwise: str) -> float:
+    """Wait until something is true; return the seconds that it took."""
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < seconds, otherwise
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def deployed(root: Path) -> Iterator[Deployment]:
+    """Two clinics that take part, and a third whose policy forbids what all methods share.
+
+    They run what `deploy init` wrote, by its scripts: over TLS, with keys that each clinic has made.
+    """
+    runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](root / "data")
+    manifest = root / "data" / "manifest.csv"
+    rows = [row for row in manifest.read_text().splitlines() if not row.startswith(REFUSES)]
+    manifest.write_text("\n".join(rows))
+    policy = (HOSPITALS / "policy.yaml").read_text()
+    open_policy = policy.replace("[fedreplay, cwt]", "[fedreplay, cwt, proxyfl, fedavg, local]")
+    place, port = root / "deployment", free_port()
+    init((*CLINICS, REFUSES), f"127.0.0.1:{port}", TASK[1:], place)
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+    }
+    with family() as environment[MARK]:
+        found = Deployment(place, root / "data", root, environment, port)
+        for clinic in (*CLINICS, REFUSES):
+            own = place / clinic
+            subprocess.run([own / "make-key.sh"], env=environment, check=True)
+            shutil.copy(own / f"{clinic}.pub", found.coordinator / "keys")
+            (own / "data").symlink_to(root / "data" / clinic)
+            (own / "policy.yaml").write_text(open_policy if clinic != REFUSES else "kinds: [statistic]\n")
+            values = (own / "clinic.env").read_text()
+            (own / "clinic.env").write_text(re.sub("PORT=.*", f"PORT={free_port()}", values))
+            start = (own / "start.sh").read_text()
+            (own / "start.sh").write_text(start.replace('policy=\\"', 'record=\\"all\\" policy=\\"'))
+        found.start(COORDINATOR)
+        subprocess.run([found.coordinator / "register.sh"], env=environment, check=True)
+        for clinic in (*CLINICS, REFUSES):
+            found.checked[clinic] = examine_clinic(place / clinic)
+            found.start(clinic)
+        yield found

@@ -1,0 +1,112 @@
+"""A ledger that only grows is divided into parts: every line stays, once, whoever writes and whoever is killed."""
+
+import errno
+import os
+import signal
+from random import Random
+
+import pytest
+
+from flwr_replay.errors import RunError
+from flwr_replay.files import lines as module
+from flwr_replay.files.lines import Lines, parts, read_lines
+
+LONG = "x" * 30
+MOST = 150  # bytes: three lines
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.jsonl"
+
+
+def write(lines, *numbers):
+    for number in numbers:
+        lines.append([{"n": number, "text": LONG}])
+        lines.flush(to_disk=True)
+
+
+def kept(path):
+    return [row["n"] for part in parts(path) for row in read_lines(part)]
+
+
+def test_a_file_is_divided_and_all_lines_stay_in_order(path):
+    lines = Lines(path, most=MOST)
+    write(lines, *range(10))
+    assert [part.name for part in parts(path)] == [*(f"ledger-{n:04d}.jsonl" for n in (1, 2, 3)), "ledger.jsonl"]
+    assert kept(path) == list(range(10))
+    assert all(part.stat().st_mode & 0o077 == 0 for part in parts(path))
+    path.with_name("ledger-0001.jsonl").rename(path.with_name("archive"))  # its owner takes a part away
+    path.with_name("ledger-notes.jsonl").touch()  # and has a file of a similar name
+    write(lines, *range(10, 13))
+    assert [part.name for part in parts(path)] == [*(f"ledger-{n:04d}.jsonl" for n in (2, 3, 4)), "ledger.jsonl"]
+    assert kept(path) == list(range(3, 13))
+
+
+def test_of_two_processes_none_writes_to_a_closed_part(path):
+    one, other = Lines(path, most=MOST), Lines(path, most=100)
+    write(one, *range(3))
+    write(other, 3)  # divides
+    write(one, 4)
+    assert [len(read_lines(part)) for part in parts(path)] == [3, 2]
+    path.unlink()  # as a user may by mistake
+    write(other, 5)
+    assert read_lines(path) == [{"n": 5, "text": LONG}]
+
+
+def test_without_locks_nothing_is_divided(path, monkeypatch):
+    """Two processes could give two parts one name."""
+    monkeypatch.setattr(module, "lock", lambda file, wait: False)
+    write(Lines(path, most=MOST), *range(10))
+    assert parts(path) == [path]
+    assert kept(path) == list(range(10))
+
+
+def test_a_file_that_cannot_be_divided_gets_no_line(path, monkeypatch):
+    def refused(*names):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    lines = Lines(path, most=MOST)
+    write(lines, *range(3))
+    monkeypatch.setattr(module.os, "rename", refused)
+    with pytest.raises(RunError, match="Permission denied: give this user the right to write there"):
+        write(lines, 3)
+    monkeypatch.undo()
+    write(lines, 4)
+    assert kept(path) == [0, 1, 2, 4]
+
+
+def test_a_kill_at_any_moment_loses_no_line_that_was_written(path):
+    """Two processes write and divide; each says a number once its line is on the disk."""
+    rng, said, first = Random(0), [], 0
+    for _ in range(6):
+        ends, children = [], []
+        for _ in range(2):
+            reading, writing = os.pipe()
+            if not (child := os.fork()):
+                lines = Lines(path, most=MOST)
+                for number in range(first, first + 10_000):
+                    write(lines, number)
+                    os.write(writing, f"{number} ".encode())
+                os._exit(0)
+            os.close(writing)
+            ends.append(reading)
+            children.append(child)
+            first += 10_000
+        heard = [b"", b""]
+        for k, reading in enumerate(ends):
+            for _ in range(rng.randrange(100)):
+                heard[k] += os.read(reading, 1)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for reading, begun in zip(ends, heard, strict=True):
+            with open(reading, "rb") as numbers:
+                said += [int(number) for number in (begun + numbers.read()).split(b" ")[:-1]]
+    Lines(path).close()  # removes an incomplete last line
+    found = kept(path)
+    assert len(found) == len(set(found))
+    assert set(said) <= set(found)
+    assert len(found) <= len(said) + 12  # written, and killed before that was said
+    assert len(parts(path)) > 5
+    assert all(part.read_bytes().endswith(b"\n") for part in parts(path) if part.stat().st_size)
