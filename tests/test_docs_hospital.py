@@ -66,7 +66,7 @@ def test_its_commands_in_order(tmp_path, monkeypatch, capsys):
             assert command(monkeypatch, *words, *smaller) == 0, capsys.readouterr().err
         else:
             subprocess.run(["bash", "-c", line], check=True, cwd=tmp_path)
-    assert len((tmp_path / "predictions.csv").read_text().splitlines()) == 37
+    assert len((tmp_path / "deployment" / "predictions.csv").read_text().splitlines()) == 37
     assert "may try to reconstruct" in (tmp_path / "deployment" / "clinic-1" / "officer" / "officer.html").read_text()
     assert sorted(file.name for file in (tmp_path / "deployment" / "coordinator" / "keys").iterdir()) == [
         f"clinic-{k}.pub" for k in (1, 2, 3)

@@ -76,7 +76,7 @@ def write_run_page(folder: Path) -> Path:
         notes=[*filter(None, [result.get("metrics-note", "")]), *map(_sentence, best_lines(result))],
         confusion=_confusion(result, found, classes),
         skew=[*map(_sentence, skew_lines(result.get("skew")))] or [UNKNOWN_SKEW],
-        labels=_labels(result.get("skew") or {}),
+        labels=_labels(result.get("skew") or {}, classes),
         claim=[result["privacy-claim"], *map(_sentence, sample_lines(result))],
         privacy=_privacy(result),
         left=(left := _left(folder)),
@@ -192,12 +192,13 @@ def _confusion(
     return _shaded(caption, "label", classes, rows, classes)
 
 
-def _labels(skew: Mapping[str, Any]) -> dict[str, Any] | None:
+def _labels(skew: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any] | None:
     known = skew.get("labels")
     if not known or len(known["values"]) > MOST_CLASSES:
         return None
     names, rows = list(known["institutions"]), list(known["institutions"].values())
-    return _shaded("Training examples by label", "institution", known["values"], rows, names)
+    labels = [classes[int(value)] for value in known["values"]] if classes else known["values"]
+    return _shaded("Training examples by label", "institution", labels, rows, names)
 
 
 def _shaded(

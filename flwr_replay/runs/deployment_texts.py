@@ -142,10 +142,17 @@ END
 """,
     "register.sh": """\
 #!/bin/sh
-# Registers the clinics' public keys that lie in keys/.
+# Registers the clinics' public keys that lie in keys/, as soon as the SuperLink answers.
 set -eu
 cd "$(dirname "$0")"
 . ./connect.sh
+tries=4
+until flwr supernode list superlink > /dev/null 2>&1; do
+  tries=$((tries - 1))
+  [ $tries -gt 0 ] || { echo "the SuperLink does not answer: start ./superlink.sh" >&2; exit 1; }
+  echo "waiting for the SuperLink"
+  sleep 5
+done
 for name in <<names>>; do
   if [ -e "keys/$name.registered" ]; then
     echo "$name: registered before"
