@@ -64,7 +64,7 @@ class Deployment:
             options = {"env": self.environment, "stdout": log, "stderr": log, "start_new_session": True}
             self.started[name] = subprocess.Popen(script, **options)
         if name == COORDINATOR:
-            until(lambda: _answers(self.port), 60, "the SuperLink did not start")
+            until(lambda: _answers(self.port), 60, self.logs)
 
     def kill(self, name: str) -> None:
         """End the SuperLink or a SuperNode by SIGKILL, but none of the processes that it has started."""
@@ -114,11 +114,11 @@ class Deployment:
         return read_lines(self.runs / name / "ledger.jsonl")
 
 
-def until(true: Callable[[], Any], seconds: float, otherwise: str) -> float:
+def until(true: Callable[[], Any], seconds: float, otherwise: Callable[[], str]) -> float:
     """Wait until something is true; return the seconds that it took."""
     began = time.monotonic()
     while not true():
-        assert time.monotonic() - began < seconds, otherwise
+        assert time.monotonic() - began < seconds, otherwise()
         time.sleep(0.1)
     return time.monotonic() - began
 

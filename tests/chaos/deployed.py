@@ -53,10 +53,10 @@ def killed(deployment, name, options, exchange=1):
     """Kill the SuperLink after an exchange of a run; say what the doctor then says."""
     run = deployment.runs / name
     with deployment.begun(name, *options) as streamed:
-        until(lambda: list(run.glob(f"checkpoints/{exchange:06d}.*")), MINUTES, "no exchange ended")
+        until(lambda: list(run.glob(f"checkpoints/{exchange:06d}.*")), MINUTES, deployment.logs)
         began = time.monotonic()
         deployment.kill(COORDINATOR)
-        ended = until(lambda: not deployment.of_a_run() and not in_use(run), 90, "they live on")
+        ended = until(lambda: not deployment.of_a_run() and not in_use(run), 90, deployment.logs)
         say(f"SuperLink killed; its processes ended after {ended:.1f} s")
         said = streamed.communicate(timeout=MINUTES)[0]
         say(f"flwr run ended after {time.monotonic() - began:.0f} s with code {streamed.returncode}:", said[-500:])
@@ -80,7 +80,7 @@ def of_superlink(deployment):
     deployment.run("whole", *CWT)
     killed(deployment, "killed", CWT)
     deployment.start(COORDINATOR)
-    say("all SuperNodes are online after", until(lambda: online(deployment), MINUTES, deployment.logs()))
+    say("all SuperNodes are online after", until(lambda: online(deployment), MINUTES, deployment.logs))
     say(examine_coordinator(deployment.coordinator)[1])
     goes_on(deployment, "killed")
     say("same bits as undisturbed:", weights(deployment, "killed") == weights(deployment, "whole"))
@@ -101,7 +101,7 @@ def of_fresh(deployment):
     for clinic in (*CLINICS, REFUSES):
         if deployment.started[clinic].poll() is not None:
             deployment.start(clinic)
-    say("all SuperNodes are online after", until(lambda: online(deployment), MINUTES, deployment.logs()))
+    say("all SuperNodes are online after", until(lambda: online(deployment), MINUTES, deployment.logs))
     goes_on(deployment, "fresh")
     say("same bits as undisturbed:", weights(deployment, "fresh") == weights(deployment, "whole-2"))
 
@@ -109,7 +109,7 @@ def of_fresh(deployment):
 def of_supernode(deployment):
     run = deployment.runs / "node"
     with deployment.begun("node", *LONG) as streamed:
-        until(lambda: list(run.glob("checkpoints/000001.*")), MINUTES, "no exchange ended")
+        until(lambda: list(run.glob("checkpoints/000001.*")), MINUTES, deployment.logs)
         deployment.kill(CLINICS[1])
         say("SuperNode killed, and started again and again")
         deployment.start(CLINICS[1], again=True)
@@ -143,7 +143,8 @@ def answered(run):
     rows = [row for row in read_lines(run / "ledger.jsonl") if row["direction"] == "up" and row["stage"] == "train"]
     for name in CLINICS:
         say(name, "trained in", sorted({row["round"] for row in rows if row["institution"] == name}))
-    say(*read_lines(run / "failures.jsonl"), *read_lines(run / "timings.jsonl"), sep="\n")
+    for row in (*read_lines(run / "failures.jsonl"), *read_lines(run / "timings.jsonl")):
+        say(row)
 
 
 def of_together(deployment):
@@ -186,7 +187,7 @@ def main():
     parser.add_argument("scenes", nargs="*", default=[*SCENES, "quick"])
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="flwr-replay-chaos-") as folder, deployed(Path(folder)) as deployment:
-        until(lambda: online(deployment), MINUTES, deployment.logs())
+        until(lambda: online(deployment), MINUTES, deployment.logs)
         for name in asked.scenes:
             say(f"--- {name}")
             of_quick(Path(folder)) if name == "quick" else SCENES[name](deployment)
