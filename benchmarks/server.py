@@ -24,6 +24,8 @@ from contextlib import closing
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 
 from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
-from flwr_replay.learning.latents import LatentStore, prefetched
+from flwr_replay.learning.latents import LatentStore, on_device, prefetched
 from flwr_replay.learning.ranks import Ranks
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import make_optimizer, select_device, torch_rng
@@ -92,7 +94,8 @@ class Primary:
 
     def ahead(self) -> None:
         """Read each batch while the last one trains."""
-        torch.stack(descend(self.module, self.optimizer, self.loss, prefetched(self.e(), self.device))).mean().item()
+        e = on_device(self.e(), self.device) if self.device.type == "cuda" else prefetched(self.e())
+        torch.stack(descend(self.module, self.optimizer, self.loss, e)).mean().item()
 
     def by(self, ranks: Ranks) -> None:
         """Train in several processes."""
@@ -121,50 +124,49 @@ def say(name: str, first: Sequence[float], second: Sequence[float]) -> None:
     print(f"| {name} | {one:.3f} | {other:.3f} | {statistics.median(ratios):.3f} ({spread}) |", flush=True)
 
 
-def recorded(repeats: int) -> None:
+class Clock(Display):
+    """A display that notes when exchanges end, by one clock."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now, self.ends = now, [now()]
+
+    def exchange(self, *said: object) -> None:
+        """Note the time."""
+        self.ends.append(self.now())
+
+
+def recorded(repeats: int, now: Callable[[], float], unit: str) -> None:
     """Compare whole runs with the bare loop, and with each other."""
     learning: list[float] = []
-    rounds: dict[str, list[float]] = {"none": [], "all": []}
     loops, learn = list[float](), FedReplay.learn
-
-    def timed(strategy: FedReplay, *given: object) -> object:
-        begun = time.perf_counter()
-        found = learn(strategy, *given)  # type: ignore[arg-type]
-        learning.append(time.perf_counter() - begun)
-        return found
-
-    class Clock(Display):
-        def __init__(self) -> None:
-            self.ends = [time.perf_counter()]
-
-        def exchange(self, *said: object) -> None:
-            self.ends.append(time.perf_counter())
-
-    FedReplay.learn = timed  # type: ignore[method-assign, assignment]
+    rounds: dict[str, list[float]] = {"none": [], "all": []}
     stages: dict[str, list[float]] = {"none": [], "all": []}
-    for repeat in range(repeats):
-        for record in ("none", "all") if repeat % 2 else ("all", "none"):
-            with tempfile.TemporaryDirectory() as folder:
-                os.environ["FLWR_REPLAY_HOME"] = folder
-                learning.clear()
-                overrides = [*RUN.split(), "rounds=8", f"record={record}", f"runs_dir={folder}", "run_name=one"]
-                clock = Clock()
-                run_inline(overrides, clock)
-                ends = clock.ends[-7:]
-                rounds[record].append(statistics.median(b - a for a, b in pairwise(ends)))
-                stages[record].append(statistics.median(learning[1:]))
-                if record == "none":
-                    config = compose(overrides)
-                    bare = Primary(config, LatentStore(Path(folder) / "one" / "latents"), torch.device("cpu"))
-                    spent = []
-                    for _ in range(8):
-                        begun = time.perf_counter()
-                        bare.plain()
-                        spent.append(time.perf_counter() - begun)
-                    loops.append(statistics.median(spent[1:]))
-    say("an epoch: bare loop, stage 3 of a run", loops, stages["none"])
-    say("stage 3: record=none, record=all", stages["none"], stages["all"])
-    say("a whole round: record=none, record=all", rounds["none"], rounds["all"])
+
+    def timed(call: Callable[[], Any], found: list[float]) -> Any:
+        begun = now()
+        given = call()
+        found.append(now() - begun)
+        return given
+
+    with patch.object(FedReplay, "learn", lambda *given: timed(partial(learn, *given), learning)):
+        for repeat in range(repeats):
+            for record in ("none", "all") if repeat % 2 else ("all", "none"):
+                with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, FLWR_REPLAY_HOME=folder):
+                    learning.clear()
+                    overrides = [*RUN.split(), "rounds=8", f"record={record}", f"runs_dir={folder}", "run_name=one"]
+                    clock = Clock(now)
+                    run_inline(overrides, clock)
+                    rounds[record].append(statistics.median(b - a for a, b in pairwise(clock.ends[-7:])))
+                    stages[record].append(statistics.median(learning[1:]))
+                    if record == "none":
+                        latents, spent = LatentStore(Path(folder) / "one" / "latents"), list[float]()
+                        bare = Primary(compose(overrides), latents, torch.device("cpu"))
+                        for _ in range(8):
+                            timed(bare.plain, spent)
+                        loops.append(statistics.median(spent[1:]))
+    say(f"{unit}: bare loop, stage 3 of a run", loops, stages["none"])
+    say(f"{unit}: stage 3 with record=none, record=all", stages["none"], stages["all"])
+    say(f"{unit}: a whole round with record=none, record=all", rounds["none"], rounds["all"])
 
 
 def main() -> None:
@@ -179,7 +181,8 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| | first, s | second, s | second / first, median (range) |\n|---|---|---|---|")
     if asked.what == "record":
-        recorded(asked.repeats)
+        recorded(asked.repeats, time.perf_counter, "wall")
+        recorded(asked.repeats, time.process_time, "processor")
         return
     device = select_device(asked.device)
     for name, options in JOBS.items():
@@ -193,7 +196,12 @@ def main() -> None:
                 compare(f"{name}, cold", [primary.plain, primary.ahead], asked.repeats, cold)
                 continue
             with closing(Ranks(asked.count, device)) as ranks:
-                compare(name, [primary.ahead, partial(primary.by, ranks)], asked.repeats, kept)
+                compare(
+                    name,
+                    [primary.ahead if device.type == "cuda" else primary.plain, partial(primary.by, ranks)],
+                    asked.repeats,
+                    kept,
+                )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,17 @@ from flwr_replay.files.atomic import private_folder, read_json, tally, write_jso
 from flwr_replay.files.disk import opener, writing
 from flwr_replay.payloads.fedreplay import Latents
 
-__all__ = ["BLOCK", "LatentStore", "bytes_by_cut", "pack", "prefetched", "rows_per_chunk", "shift_each", "unpack"]
+__all__ = [
+    "BLOCK",
+    "LatentStore",
+    "bytes_by_cut",
+    "on_device",
+    "pack",
+    "prefetched",
+    "rows_per_chunk",
+    "shift_each",
+    "unpack",
+]
 
 BLOCK = 32  # rows encoded together, always the same ones: their last bits depend on the size of the batch
 UPLOAD = {"filled": int, "total": int, "raw-bytes": int}  # keys of upload.json; each array adds its length and checksum
@@ -268,25 +278,24 @@ class LatentStore:
         )
 
 
-def prefetched(found: Iterator[tuple[Tensor, Tensor]], device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same batches on a device; a thread reads each of them while the one before it is used.
-
-    For a GPU they are pinned, so that the copy runs beside the computation.
-    """
-    pinned = torch.device(device).type == "cuda"
-
-    def read() -> tuple[Tensor, Tensor] | None:
-        if (batch := next(found, None)) is None:
-            return None
-        x_B, y_B = batch
-        return (x_B.pin_memory(), y_B.pin_memory()) if pinned else (x_B, y_B)
-
+def prefetched(found: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same batches; a thread reads each of them while the one before it is used."""
     with ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(read)
+        coming = reader.submit(next, found, None)
         while (batch := coming.result()) is not None:
-            coming = reader.submit(read)
-            x_B, y_B = batch
-            yield x_B.to(device, non_blocking=True), y_B.to(device, non_blocking=True)
+            coming = reader.submit(next, found, None)
+            yield batch
+
+
+def on_device(found: Iterator[tuple[Tensor, Tensor]], device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches on a device; for a GPU they are read ahead and pinned, so that they are copied while it computes.
+
+    On a CPU reading ahead was slower (docs/speed.md).
+    """
+    if torch.device(device).type == "cuda":
+        found = prefetched((x_B.pin_memory(), y_B.pin_memory()) for x_B, y_B in found)
+    for x_B, y_B in found:
+        yield x_B.to(device, non_blocking=True), y_B.to(device, non_blocking=True)
 
 
 def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:

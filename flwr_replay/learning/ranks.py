@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flwr_replay.config.sections import TrainingConfig, require
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.learning.latents import prefetched
+from flwr_replay.learning.latents import on_device
 from flwr_replay.learning.training import make_optimizer
 from flwr_replay.models import has_batch_norm
 from flwr_replay.processes import end_with_parent
@@ -143,7 +143,7 @@ class Ranks:
             If a process fails or ends.
         """
         if self.count == 1:
-            return epoch(module, optimizer, loss, prefetched(batches(share=slice(None)), self.device))
+            return epoch(module, optimizer, loss, on_device(batches(share=slice(None)), self.device))
         if not self.processes:
             self.check(module, size)
             self._start()
@@ -269,7 +269,7 @@ def _train(
         return loss(outputs, y_B) * (len(y_B) / size * ranks)  # the mean over ranks is the mean over the batch
 
     share = slice(rank, None, ranks)
-    losses = torch.stack(epoch(together, optimizer, share_of_loss, prefetched(batches(share=share), device))) / ranks
+    losses = torch.stack(epoch(together, optimizer, share_of_loss, on_device(batches(share=share), device))) / ranks
     dist.all_reduce(losses)
     return to_arrays(module), optimizer_arrays(optimizer), losses.cpu().numpy()
 

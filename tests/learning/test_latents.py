@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from flwr_replay.errors import WireError
-from flwr_replay.learning.latents import LatentStore, pack, prefetched, shift_each, unpack
+from flwr_replay.learning.latents import LatentStore, on_device, pack, prefetched, shift_each, unpack
 from flwr_replay.payloads.fedreplay import Latents
 
 
@@ -162,7 +162,7 @@ def readers(before):
 
 def test_a_thread_reads_one_batch_ahead_and_no_more():
     read, before = [], threading.enumerate()
-    for i, (x_B, y_B) in enumerate(prefetched(counted(5, read), "cpu")):
+    for i, (x_B, y_B) in enumerate(prefetched(counted(5, read))):
         [reader] = readers(before)
         while len(read) < min(i + 2, 5):  # the next one comes although nobody has asked for it
             reader.join(0.01)
@@ -176,12 +176,12 @@ def test_a_thread_reads_one_batch_ahead_and_no_more():
 
 def test_an_error_of_the_reader_is_the_trainings_and_no_thread_stays():
     before = threading.enumerate()
-    ahead = prefetched(counted(2, [], RuntimeError("torn")), "cpu")
+    ahead = prefetched(counted(2, [], RuntimeError("torn")))
     assert next(ahead)[1].tolist() == [0, 0]
     assert next(ahead)[1].tolist() == [1, 1]
     with pytest.raises(RuntimeError, match="torn"):
         next(ahead)
-    stopped = prefetched(counted(5, []), "cpu")
+    stopped = prefetched(counted(5, []))
     next(stopped)
     stopped.close()
     assert not readers(before)
@@ -193,8 +193,16 @@ def test_for_a_gpu_batches_are_pinned_by_the_reader_and_copied_beside_the_comput
         torch.Tensor, "pin_memory", lambda tensor: pinned.append((id(tensor), threading.current_thread())) or tensor
     )
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *to, **how: moved.append((id(tensor), to, how)) or tensor)
-    assert [y_B.tolist() for _, y_B in prefetched(counted(3, []), "cuda")] == [[0, 0], [1, 1], [2, 2]]
+    assert [y_B.tolist() for _, y_B in on_device(counted(3, []), "cuda")] == [[0, 0], [1, 1], [2, 2]]
     assert len(pinned) == 6
     assert here not in {thread for _, thread in pinned}
     assert [number for number, _ in pinned] == [number for number, _, _ in moved]
     assert all(to == ("cuda",) and how == {"non_blocking": True} for _, to, how in moved)
+
+
+def test_for_a_cpu_batches_are_read_when_they_are_asked_for():
+    read = []
+    for i, (x_B, y_B) in enumerate(on_device(counted(3, read), "cpu")):
+        assert (x_B == i).all()
+        assert y_B.tolist() == [i, i]
+        assert read[-1] == (i, threading.current_thread())
