@@ -80,7 +80,7 @@ class Checkpoints:
         self._writer.shutdown()
 
     def read(self, log: Callable[[str], None]) -> tuple[StateDict, dict[str, Any]] | None:
-        """Return the last complete checkpoint; None if there is no checkpoint file.
+        """Return the last complete checkpoint; None if there is no checkpoint file. Keep it and the one before.
 
         Raises
         ------
@@ -88,7 +88,7 @@ class Checkpoints:
             If there are checkpoints but none is complete, or if a growing file no longer begins as it did then.
         """
         found = sorted(self.folder.glob("*.safetensors"), reverse=True)
-        for path in found:
+        for i, path in enumerate(found):
             try:
                 arrays, texts = read_with_texts(path)
                 values = json.loads(texts.get("values", ""))
@@ -97,6 +97,8 @@ class Checkpoints:
                 continue
             if fits(values, FORM):
                 self._check(values.get("files", {}))
+                for old in found[i + 2 :]:  # that a killed process had no time to remove
+                    remove(old)
                 return arrays, values
             log(f"{path} is not a checkpoint; the run continues from the previous one")
         if found:

@@ -1,6 +1,7 @@
 """Many institutions in one process: what they hold open and write, and that a run's files say the same as before."""
 
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -136,6 +137,15 @@ def test_a_run_that_breaks_off_goes_on_with_who_had_trained_by_its_checkpoint(tm
     assert rows[0] == rows[1]
     model = Path("models") / "global.safetensors"
     assert (whole / model).read_bytes() == (resumed / model).read_bytes()
+
+
+def test_a_checkpoint_that_a_killed_process_could_not_remove_goes_when_the_run_resumes(tmp_path):
+    _, folder = ran(tmp_path, "strategy=cwt", "nodes=2", "rounds=2")
+    last = sorted((folder / "checkpoints").iterdir())
+    shutil.copy(last[0], folder / "checkpoints" / "000001.safetensors")
+    (folder / "result.json").unlink()
+    run_inline(resolve([], "", str(folder))[0], Display())
+    assert sorted((folder / "checkpoints").iterdir()) == last
 
 
 def test_a_checkpoint_of_an_older_version_names_its_institutions_itself(tmp_path):
