@@ -44,6 +44,7 @@ __all__ = ["examine_coordinator"]
 ANEW = "make the deployment's folders anew with `flwr-replay deploy init`"
 STRANGER = "stop what runs there, and start ./superlink.sh"
 SECONDS = 60  # for an answer of Flower's `flwr`
+NEW = "no other is known; if superlink.db is new: rm keys/*.registered, ./register.sh"
 LOSES = 60  # by which a ServerApp has ended that lost its SuperLink
 LARGEST = 3  # places on the disk that are named
 Ask = Callable[..., dict[str, Any]]
@@ -133,8 +134,8 @@ def _supernodes(ask: Ask, names: Sequence[str]) -> Iterator[str]:
             f"{node['node-id']} {node['status']} since {node['offline-at']}" for node in nodes if node not in online
         )
         raise RunError(
-            f"{len(online)} of {len(names)} SuperNodes are online ({away or 'no other is known'}): ask the clinics to "
-            "run ./start.sh; a killed one is admitted again after about a minute"
+            f"{len(online)} of {len(names)} SuperNodes are online ({away or NEW}): ask the clinics to run ./start.sh; "
+            "a killed one is admitted again after about a minute"
         )
     yield f"SuperNodes: {len(online)} online"
 

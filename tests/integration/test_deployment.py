@@ -232,7 +232,8 @@ def test_a_serverapp_ends_with_its_superlink_and_one_command_goes_on(deployment:
     expected, resumed = (load_file(folder / "models" / "global.safetensors") for folder in (undisturbed, run))
     for key, array in expected.items():
         np.testing.assert_allclose(resumed[key], array, rtol=1e-5, atol=1e-7, err_msg=key)
-    visits = [row["institution"] for row in deployment.server_ledger(name) if row["field"] == "train-loss"]
+    up = [row for row in deployment.server_ledger(name) if row["direction"] == "up" and row["kind"] == "model"]
+    visits = [row["institution"] for row in up]
     assert visits == list(CLINICS)  # the first one's was not repeated
 
 
