@@ -106,8 +106,6 @@ class Lines:
                 with suppress(OSError):  # if this fails, the next opening removes the incomplete line
                     self._file.truncate(size)
                 raise
-            if to_disk and not size:
-                sync(self.path.parent)
 
     def close(self) -> None:
         """Write what was added, and close the file."""
@@ -136,6 +134,7 @@ class Lines:
                     self._divide()
             self._file.close()
             self._open()
+            sync(self.path.parent)
 
     def _size(self) -> int | None:
         """Return the bytes of the open file; None if the path is another file's by now, or nobody's."""
@@ -150,7 +149,6 @@ class Lines:
         closed = parts(self.path)[:-1]
         number = int(closed[-1].stem.rpartition("-")[2]) + 1 if closed else 1
         os.rename(self.path, self.path.with_stem(f"{self.path.stem}-{number:04d}"))
-        sync(self.path.parent)
 
     def _mend(self) -> None:
         """Remove an incomplete last line; if only its line end is missing, add that."""

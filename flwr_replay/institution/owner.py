@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flwr_replay.data import Dataset, Examples, examples_of
 from flwr_replay.errors import DataError, RefusedError, TrainingError
-from flwr_replay.files.atomic import home, make_folder, private_folder, sweep
+from flwr_replay.files.atomic import home, make_folder, private_folder, sweep, sync
 from flwr_replay.institution.policy import Policy
 from flwr_replay.institution.seal import Seal
 from flwr_replay.learning.training import select_device
@@ -222,4 +222,7 @@ class Institution:
 
     @cached_property
     def _ledger(self) -> Ledger:
-        return Ledger(self.state / "ledger.jsonl", PART)
+        ledger = Ledger(self.state / "ledger.jsonl", PART)
+        if self.durable:
+            sync(self.state)  # the entry of a new file
+        return ledger
