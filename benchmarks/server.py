@@ -4,12 +4,11 @@
     python benchmarks/server.py processes [--rows 4096] [--repeats 7] [--device cpu] [--count 2]
     python benchmarks/server.py record [--repeats 7]
 
-All compare two ways in turn in one process, and print medians and the median of the paired ratios. `ahead`: an epoch
-in which a thread reads each batch while the last one trains, beside one that reads and trains in turn; `warm`, and with
-the latents' pages dropped from the system's cache before every epoch (`cold`). `processes`: an epoch in several
-processes that have started, beside one in this process. `record`: an epoch of stage 3 in a whole run in process, with
-an evaluation in every round, beside the bare loop over the same latents; and the round with all messages recorded,
-beside the round with none.
+The first two compare two ways in turn in one process, and print medians and the median of the paired ratios. `ahead`:
+an epoch in which a thread reads each batch while the last one trains, beside one that reads and trains in turn; `warm`,
+and with the latents' pages dropped from the system's cache before every epoch (`cold`). `processes`: an epoch in
+several processes that have started, beside one in this process. `record`: what the server's ledger and recorded
+messages cost in a round with an evaluation, beside stage 3 in the same run.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +39,7 @@ from flwr_replay.models import placed, split
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.report.progress import Display
+from flwr_replay.runs.directory import RunDirectory
 from flwr_replay.runs.simulate import run_inline
 from flwr_replay.strategies.fedreplay import FedReplay, descend
 
@@ -50,6 +49,7 @@ JOBS = {  # from training that takes all of the time to reading that does
     "resnet18, layer1": "task=cifar10 model=resnet18 model.width=32 model.norm=group strategy.cut=layer1",
     "resnet18, layer4": "task=cifar10 model=resnet18 model.width=64 model.norm=group strategy.cut=layer4",
 }
+ROUNDS = 8
 RUN = "strategy=fedreplay task=digits partition=iid nodes=4 model=cnn model.width=16 encoder=random device=cpu"
 
 
@@ -124,49 +124,46 @@ def say(name: str, first: Sequence[float], second: Sequence[float]) -> None:
     print(f"| {name} | {one:.3f} | {other:.3f} | {statistics.median(ratios):.3f} ({spread}) |", flush=True)
 
 
-class Clock(Display):
-    """A display that notes when exchanges end, by one clock."""
+def recorded(repeats: int) -> None:
+    """Time stage 3 and what the server writes of its messages, within one run of each kind."""
+    print(
+        "| record | stage 3, ms a round | ledger and recording, ms a round | calls during stage 3 |\n|---|---|---|---|"
+    )
+    for record in ("none", "all"):
+        stage, written, inside = list[float](), list[float](), 0
+        for _ in range(repeats):
+            spent, at_work = {"learn": 0.0, "write": 0.0}, False
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.now, self.ends = now, [now()]
+            def timed(kind: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+                nonlocal at_work, inside
+                inside += at_work
+                at_work, begun = kind == "learn", time.perf_counter()
+                try:
+                    return call(*given, **named)
+                finally:
+                    at_work = False
+                    spent[kind] += time.perf_counter() - begun  # noqa: B023
 
-    def exchange(self, *said: object) -> None:
-        """Note the time."""
-        self.ends.append(self.now())
+            ways = (
+                (FedReplay, "learn", "learn"),
+                (RunDirectory, "travelled", "write"),
+                (RunDirectory, "flush", "write"),
+            )
+            with tempfile.TemporaryDirectory() as folder, ExitStack() as patched:
+                patched.enter_context(patch.dict(os.environ, FLWR_REPLAY_HOME=folder))
+                for owner, name, kind in ways:
+                    patched.enter_context(patch.object(owner, name, method_of(timed, kind, getattr(owner, name))))
+                run_inline([*RUN.split(), f"rounds={ROUNDS}", f"record={record}", f"runs_dir={folder}"], Display())
+            stage.append(1000 * spent["learn"] / ROUNDS)
+            written.append(1000 * spent["write"] / ROUNDS)
+        print(
+            f"| {record} | {statistics.median(stage):.1f} | {statistics.median(written):.1f} | {inside} |", flush=True
+        )
 
 
-def recorded(repeats: int, now: Callable[[], float], unit: str) -> None:
-    """Compare whole runs with the bare loop, and with each other."""
-    learning: list[float] = []
-    loops, learn = list[float](), FedReplay.learn
-    rounds: dict[str, list[float]] = {"none": [], "all": []}
-    stages: dict[str, list[float]] = {"none": [], "all": []}
-
-    def timed(call: Callable[[], Any], found: list[float]) -> Any:
-        begun = now()
-        given = call()
-        found.append(now() - begun)
-        return given
-
-    with patch.object(FedReplay, "learn", lambda *given: timed(partial(learn, *given), learning)):
-        for repeat in range(repeats):
-            for record in ("none", "all") if repeat % 2 else ("all", "none"):
-                with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, FLWR_REPLAY_HOME=folder):
-                    learning.clear()
-                    overrides = [*RUN.split(), "rounds=8", f"record={record}", f"runs_dir={folder}", "run_name=one"]
-                    clock = Clock(now)
-                    run_inline(overrides, clock)
-                    rounds[record].append(statistics.median(b - a for a, b in pairwise(clock.ends[-7:])))
-                    stages[record].append(statistics.median(learning[1:]))
-                    if record == "none":
-                        latents, spent = LatentStore(Path(folder) / "one" / "latents"), list[float]()
-                        bare = Primary(compose(overrides), latents, torch.device("cpu"))
-                        for _ in range(8):
-                            timed(bare.plain, spent)
-                        loops.append(statistics.median(spent[1:]))
-    say(f"{unit}: bare loop, stage 3 of a run", loops, stages["none"])
-    say(f"{unit}: stage 3 with record=none, record=all", stages["none"], stages["all"])
-    say(f"{unit}: a whole round with record=none, record=all", rounds["none"], rounds["all"])
+def method_of(timed: Callable[..., Any], kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that is timed."""
+    return lambda *given, **named: timed(kind, call, *given, **named)
 
 
 def main() -> None:
@@ -179,11 +176,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    print("| | first, s | second, s | second / first, median (range) |\n|---|---|---|---|")
     if asked.what == "record":
-        recorded(asked.repeats, time.perf_counter, "wall")
-        recorded(asked.repeats, time.process_time, "processor")
+        recorded(asked.repeats)
         return
+    print("| | first, s | second, s | second / first, median (range) |\n|---|---|---|---|")
     device = select_device(asked.device)
     for name, options in JOBS.items():
         with tempfile.TemporaryDirectory() as folder:
