@@ -1,45 +1,38 @@
-"""Runs that are killed by SIGKILL at any moment and go on, each in a forked process that has everything imported.
+"""Runs that faults strike at any moment and that go on, each in a forked process that has everything imported."""
 
-A kill strikes at a random time, or at a step on the disk: before a file is opened, renamed, removed, locked or flushed,
-after it was flushed, or in the middle of a write. The memory that all processes share counts these steps, and the noisy
-steps that institutions have taken, so that their accounts can be compared with what was really spent.
-"""
-
-import io
-import itertools
-import mmap
+import logging
 import os
+import re
 import select
 import shutil
 import signal
-import struct
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from random import Random
+
+from chaos_faults import STEPS, STRUCK, Fault, Shared, slot, watch
 
 from flwr_replay.check import JOB as SMALL
 from flwr_replay.check import NEEDED, OF_REPLAY, REPEATABLE
 from flwr_replay.cli.main import main
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
-from flwr_replay.files import atomic, disk, lines
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.lines import read_lines
-from flwr_replay.institution import state as institution_state
-from flwr_replay.institution.budget import DPTraining, PrivacyBudget
-from flwr_replay.learning import latents
 from flwr_replay.privacy.plan import mechanisms_of
 
 GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior.width=4", "prior.layers=1"]
 NAME = "one"  # of every run
-KINDS = ("time", "open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "fcntl.flock", "fsync", "write")
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-PATCHED = (atomic, disk, lines, institution_state, latents)  # all modules that open files for writing
+DELIVERED = re.compile(r"(/codes-\d+|/decoder-\d+|/pictures/prior)-\d{6}")  # again to all when a run resumes
+KINDS = ("kill", "full", "no more files", "read-only")  # of faults
+NONE = Fault()
 
 
 def jobs() -> dict[str, list[str]]:
@@ -61,29 +54,6 @@ def jobs() -> dict[str, list[str]]:
     return found
 
 
-class Shared:
-    """Numbers that outlive a killed process: steps on the disk, what it died of, noisy steps by institution."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 8 * 64)
-
-    def __getitem__(self, slot: int) -> int:
-        return struct.unpack_from("q", self._memory, 8 * slot)[0]
-
-    def __setitem__(self, slot: int, number: int) -> None:
-        struct.pack_into("q", self._memory, 8 * slot, number)
-
-    def clear(self) -> None:
-        self._memory[:] = bytes(len(self._memory))
-
-
-STEPS, KIND, INSTITUTIONS = 0, 1, 2  # slots; those of the institutions come last
-
-
-def slot(name: str) -> int:
-    return INSTITUTIONS + int(name.rpartition("-")[2])
-
-
 @dataclass
 class Ended:
     """How a process ended: its exit code, negative if a signal killed it, and what it said."""
@@ -92,44 +62,72 @@ class Ended:
     said: str
     seconds: float
 
+    @property
+    def error(self) -> str:
+        """The one line with which it ended by itself; anything else is a finding."""
+        lines = [line for line in self.said.splitlines() if line.startswith("error: ")]
+        found = self.code, len(lines), "Traceback" in self.said
+        assert found == (2, 1, False), f"exit code {self.code}: {self.said}"
+        return lines[0]
+
 
 class Place:
     """A folder with the run and its institutions, where one process after another works on it."""
 
     def __init__(self, folder: Path, options: list[str]) -> None:
-        self.folder, self.shared = folder, Shared()
-        self.run = folder / "runs" / NAME
+        self.folder, self.options, self.shared = folder, options, Shared()
+        self.run, self.modules = folder / "runs" / NAME, folder.with_suffix(".modules")
         self.words = ["run", *options, f"run_name={NAME}", "--runs-dir", str(folder / "runs")]
         folder.mkdir()
 
-    def attempt(self, at: int = 0, after: float = 0.0, share: float = 0.5) -> Ended:
-        """Begin the run or go on with it; die at a step on the disk, or be killed after some seconds."""
+    def copy(self, folder: Path) -> "Place":
+        """Return a copy of all that lies here, and of what was counted."""
+        other = Place(folder, self.options)
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+        other.shared = self.shared.copy()
+        return other
+
+    def clear(self) -> None:
+        shutil.rmtree(self.folder)
+
+    def attempt(self, fault: Fault = NONE) -> Ended:
+        """Begin the run or go on with it, while a fault may strike."""
         words = ["run", "--resume", str(self.run)] if self.run.exists() else self.words
         began = time.monotonic()
         child = os.fork()
         if not child:
-            self._work(words, at, share)
-        if after:
+            self._work(words, fault)
+        if fault.after:
             watched = os.pidfd_open(child)
-            if not select.select([watched], [], [], after)[0]:
-                self.shared[KIND] = 0
+            if not select.select([watched], [], [], fault.after)[0]:
+                self.shared[STRUCK] = 0
                 os.kill(child, signal.SIGKILL)
             os.close(watched)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return Ended(code, (self.folder / "said").read_text(), time.monotonic() - began)
 
-    def _work(self, words: list[str], at: int, share: float) -> None:
+    @property
+    def struck(self) -> str:
+        """The step that the last fault struck first."""
+        return STEPS[at - 1] if (at := self.shared[STRUCK]) else "no step"
+
+    def _work(self, words: list[str], fault: Fault) -> None:
         """Run the command line in this forked process, and end it."""
         code = 99
         try:
             file = os.open(self.folder / "said", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
             os.dup2(file, 1)
             os.dup2(file, 2)
+            sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1)  # those of pytest write elsewhere
+            for handler in logging.getLogger("flwr").handlers:
+                handler.setStream(sys.stderr)
             os.environ["FLWR_REPLAY_HOME"] = str(self.folder)
             sys.argv = ["flwr-replay", *words]
-            watch(self.shared, at, share)
+            watch(self.shared, fault, self.folder)
             main()
         except SystemExit as ended:
+            if fault == NONE:
+                self.modules.write_text("\n".join(sys.modules))
             code = ended.code if isinstance(ended.code, int) else 1
         except BaseException:
             traceback.print_exc()
@@ -149,91 +147,61 @@ class Place:
         return {state.name: read_lines(state / "runs" / run_id / "privacy.jsonl") for state in states}
 
     def kept(self) -> set[str]:
-        """Return the names of all files of the run and its institutions, the run's id left out."""
+        """Return the names of all files of the run and its institutions, without its id and exchanges of deliveries."""
         run_id = (self.run / "run-id").read_text().strip()
-        files = (path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file())
-        return {str(path).replace(run_id, "ID") for path in files}
-
-
-def watch(shared: Shared, at: int, share: float) -> None:
-    """Count steps on the disk and noisy steps; die at the step of this number."""
-    counted, fsync, beginning, step = itertools.count(1), os.fsync, PrivacyBudget.beginning, DPTraining.step
-
-    def reached(kind: str) -> bool:
-        shared[STEPS] = number = next(counted)
-        if number == at:
-            shared[KIND] = KINDS.index(kind)
-        return number == at
-
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def hook(event: str, arguments: tuple) -> None:
-        if event in KINDS and (event != "open" or arguments[2] & WRITING) and reached(event):
-            die()
-
-    class Torn(io.FileIO):
-        def write(self, data: bytes) -> int:
-            if reached("write"):
-                super().write(memoryview(data).cast("B")[: int(share * memoryview(data).nbytes)])
-                die()
-            return super().write(data)
-
-    def opened(path, mode="r", buffering=-1, opener=None, **more):
-        if "b" not in mode or mode == "rb":
-            return open(path, mode, buffering, opener=opener, **more)
-        raw = Torn(path, mode.replace("b", ""), opener=opener)
-        return raw if buffering == 0 else io.BufferedWriter(raw)
-
-    def flushed(descriptor: int) -> None:
-        for before in (True, False):
-            if reached("fsync"):
-                die()
-            if before:
-                fsync(descriptor)
-
-    def begun(budget, *arguments):
-        training = beginning(budget, *arguments)
-        training.taken_at = slot(budget.institution.name)
-        return training
-
-    def stepped(training, *arguments, **more):
-        shared[training.taken_at] += 1
-        return step(training, *arguments, **more)
-
-    for module in PATCHED:
-        module.open = opened
-    os.fsync, PrivacyBudget.beginning, DPTraining.step = flushed, begun, stepped
-    sys.addaudithook(hook)
+        found = (path for path in self.folder.rglob("*") if path.is_file())
+        files = [one.relative_to(self.folder) for one in found if one.name != "failures.jsonl" or one.stat().st_size]
+        return {DELIVERED.sub(r"\1", str(path).replace(run_id, "ID")) for path in files}
 
 
 def whole(folder: Path, options: list[str]) -> tuple[Place, Ended]:
-    """Run a job to its end, undisturbed."""
+    """Run a job to its end, undisturbed; what that imported the next processes have from the start."""
     place = Place(folder, options)
     ended = place.attempt()
     assert ended.code == 0, ended.said
+    for name in place.modules.read_text().splitlines():
+        with suppress(Exception):  # a part of another one, or made by hand
+            import_module(name)
     return place, ended
 
 
-def killed(place: Place, rng: Random, steps: int, seconds: float, most: int) -> Iterator[str]:
-    """Kill a run at random moments, at most so often, and go on each time until it ends; yield what each died of."""
+def struck(place: Place, rng: Random, undisturbed: Ended, steps: int, most: int, kinds=KINDS) -> Iterator[str]:
+    """Let faults strike a run, at most so often, and go on each time until it ends; yield what struck where."""
     for _ in range(most):
-        if rng.random() < 0.25:
-            ended = place.attempt(after=rng.uniform(0.001, seconds))
-        else:
-            ended = place.attempt(at=rng.randint(1, steps), share=rng.random())
-        if ended.code != -signal.SIGKILL:
-            assert ended.code == 0, ended.said
+        fault = Fault.drawn(rng, kinds, steps, undisturbed.seconds)
+        ended = place.attempt(fault)
+        if ended.code == 0:
             return
-        yield KINDS[place.shared[KIND]]
+        if fault.kind == "kill":
+            assert ended.code == -signal.SIGKILL, ended.said
+        else:
+            assert str(place.folder) in ended.error, ended.said
+        yield f"{fault.kind}: {place.struck}"
     ended = place.attempt()
     assert ended.code == 0, ended.said
 
 
-def check(one: Place, other: Place, kills: int) -> None:
-    """Compare what a run has left that was killed so often with what an undisturbed one has."""
+def check(one: Place, other: Place, faults: int) -> None:
+    """Compare what a run has left that faults have struck with what an undisturbed one has."""
+    if not check_failures(one, other):
+        check_results(one, other)
+    check_accounts(one, other, faults)
+
+
+def check_failures(one: Place, other: Place) -> list[str]:
+    """Return the reasons why institutions were left out, if any: a full disk of theirs, and nothing else."""
+    reasons = [failure["reason"] for failure in other.result["failures"]]
+    assert not one.result["failures"]
+    for reason in reasons:
+        assert str(other.folder / "state") in reason, reason
+        assert "\n" not in reason, reason
+    return reasons
+
+
+def check_results(one: Place, other: Place, but: str = "") -> None:
+    """See that two runs have the same results, bit by bit, and the same files but perhaps one."""
     expected, found = one.result, other.result
-    for key in ("final", "best", "examples-seen", "forgetting", "failures"):
+    for key in ("final", "best", "examples-seen", "forgetting"):
         assert found[key] == expected[key], f"{key} differs: {found[key]}, undisturbed {expected[key]}"
     for folder in ("models", "best"):
         files = [sorted((place.run / folder).glob("*")) for place in (one, other)]
@@ -245,22 +213,19 @@ def check(one: Place, other: Place, kills: int) -> None:
     for row in read_lines(other.run / "ledger.jsonl"):
         sums[row["direction"]] += row["bytes"]
     assert {key: found["bytes"][key] for key in ("up", "down")} == sums
-    assert other.kept() == one.kept(), f"files differ: {other.kept() ^ one.kept()}"
-    check_accounts(one, other, kills)
+    assert other.kept() ^ one.kept() <= {but}, f"files differ: {other.kept() ^ one.kept()}"
 
 
-def check_accounts(one: Place, other: Place, kills: int) -> None:
-    """See that nothing was spent without a charge, and that a kill adds no more than what was repeated."""
+def check_accounts(one: Place, other: Place, faults: int) -> None:
+    """See that nothing was spent without a charge, and that a fault adds no more than what was repeated."""
     undisturbed, charges = one.charges(), other.charges()
     assert charges.keys() == undisturbed.keys()
     for name, written in charges.items():
         charged, once = (sum(line["steps"] for line in rows) for rows in (written, undisturbed[name]))
         taken = other.shared[slot(name)]
         assert charged >= max(taken, once), f"{name} took {taken} noisy steps and is charged for {charged}"
-        assert len(written) <= len(undisturbed[name]) + 3 * kills, f"{name}: {len(written)} charges after {kills} kills"
+        assert len(written) <= len(undisturbed[name]) + 3 * faults, (
+            f"{name}: {len(written)} charges after {faults} faults"
+        )
     stated = other.result["privacy"]
     assert {name for name, written in charges.items() if written} <= stated.keys()
-
-
-def clear(place: Place) -> None:
-    shutil.rmtree(place.folder)

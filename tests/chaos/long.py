@@ -1,4 +1,7 @@
-"""Kill every strategy's runs at random moments, as often as wanted: `python tests/chaos/long.py --kills 1000`."""
+"""Let faults strike every strategy's runs at random moments, as often as wanted.
+
+`python tests/chaos/long.py --faults 1000 --seed 0`: SIGKILL, full disks, disks that become read-only.
+"""
 
 import argparse
 import sys
@@ -9,37 +12,39 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from chaos_runs import STEPS, Place, check, clear, jobs, killed, whole
+from chaos_faults import TAKEN
+from chaos_runs import KINDS, Place, check, jobs, struck, whole
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="jobs whose names hold this text")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of faults, by commas; default: all")
     asked = parser.parse_args()
 
-    rng, died, lost, undisturbed, number = Random(asked.seed), Counter(), [], {}, 0
+    rng, found, findings, undisturbed, number = Random(asked.seed), Counter(), [], {}, 0
     chosen = {name: options for name, options in jobs().items() if asked.only in name}
     with tempfile.TemporaryDirectory(prefix="flwr-replay-chaos-") as folder:
-        while died.total() < asked.kills:
+        while found.total() < asked.faults:
             for name, options in chosen.items():
                 number += 1
                 if name not in undisturbed:
                     undisturbed[name] = whole(Path(folder) / f"whole-{number}", options)
                 once, ended = undisturbed[name]
-                place, of = Place(Path(folder) / f"killed-{number}", options), []
+                place, of = Place(Path(folder) / f"struck-{number}", options), []
                 try:
-                    of.extend(killed(place, rng, once.shared[STEPS], ended.seconds, 9))
+                    of.extend(struck(place, rng, ended, once.shared[TAKEN], 9, asked.kinds.split(",")))
                     check(once, place, len(of))
                 except AssertionError as error:
-                    lost.append(f"{name}: {error}")
-                died.update(of)
-                clear(place)
-                print(f"{name}: {len(of)} kills, {died.total()} in all, {len(lost)} findings", flush=True)
-                if died.total() >= asked.kills:
+                    findings.append(f"{name}: {error}")
+                found.update(of)
+                place.clear()
+                print(f"{name}: {len(of)} faults, {found.total()} in all, {len(findings)} findings", flush=True)
+                if found.total() >= asked.faults:
                     break
-    print(dict(died), *lost, sep="\n")
+    print(dict(sorted(found.items())), *findings, sep="\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,14 @@ from flwr_replay.runs.simulate import run_inline
 
 COMMAND = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()"]
 SMALL = ["model=mlp", "model.width=4", "nodes=2", "rounds=5000"]
-ON_RAY = ["run", "--engine", "ray", "strategy=cwt", *SMALL, "threads=2"]  # on two cores: one actor
+ON_RAY = ["run", "--engine", "ray", "strategy=fedavg", *SMALL, "threads=2"]  # on two cores: one actor
+KILLED = {  # a part of each one's command line; in a simulation the ServerApp runs in the process that drives Ray
+    "the SuperLink": "flower-superlink",
+    "the ServerApp and Ray's driver": "flwr-simulation",
+    "Ray's actor": "ClientAppActor",
+    "the command": "flwr_replay.cli.main",
+}
+ALWAYS = ("the SuperLink", "Ray's actor")  # the others take minutes, by hand: FLWR_REPLAY_CHAOS=1
 
 
 @pytest.fixture
@@ -67,11 +74,25 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=2 * GRACE)[1]
 
 
+def check_resumed(folder: Path, may_fail: bool = False) -> None:
+    """Resume a run in this process; its weights have the bits of an undisturbed run, unless failures are stated."""
+    done = max(int(path.stem) for path in (folder / "checkpoints").glob("*.safetensors"))
+    overrides = [*overrides_of(folder / "config.yaml"), f"rounds={done + 2}"]
+    result, _ = run_inline([*overrides, f"resume='{folder}'"], Display())
+    if [failure for failure in result["failures"] if failure["round"] <= done]:
+        assert may_fail, result["failures"]
+        return
+    once = folder.parent / "once"
+    run_inline([*overrides, f"runs_dir='{once.parent}'", f"run_name={once.name}"], Display())
+    for name in ("models/global.safetensors", "metrics.jsonl"):
+        assert (folder / name).read_bytes() == (once / name).read_bytes()
+
+
 def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(started, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))  # where the institutions' state lies, then too
     run = start(started, tmp_path, *ON_RAY, "run-name=x")
     wait_for("round 2/5000", run.stderr)
-    mark = mark_of(run)  # a killed opener's family ends by its mark: tests/runs/test_processes.py
+    mark = mark_of(run)
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGTERM)
     _, said = run.communicate(timeout=60)
@@ -79,9 +100,30 @@ def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(starte
     assert run.returncode == 128 + signal.SIGTERM
     assert not psutil.wait_procs(family, timeout=10)[1]
     assert not members(mark)
-    config = tmp_path / "x" / "config.yaml"
-    overrides = [*overrides_of(config), f"resume='{config.parent}'", "rounds=3"]
-    assert run_inline(overrides, Display())[0]["final"]
+    check_resumed(tmp_path / "x")
+
+
+@pytest.mark.parametrize("killed", KILLED if os.environ.get("FLWR_REPLAY_CHAOS") else ALWAYS)
+def test_whoever_is_killed_no_process_stays_and_the_run_goes_on(started, tmp_path, monkeypatch, killed):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    run = start(started, tmp_path, *ON_RAY, "run-name=x")
+    wait_for("round 2/5000", run.stderr)
+    mark = mark_of(run)
+    family = psutil.Process(run.pid).children(recursive=True)
+    victims = [one for one in (psutil.Process(run.pid), *family) if KILLED[killed] in " ".join(one.cmdline())]
+    victims[0].kill()
+    _, said = run.communicate(timeout=240)
+    if killed == "the command":
+        assert run.returncode == -signal.SIGKILL
+    else:
+        assert run.returncode == 2, said
+        error = said.splitlines()[-1]
+        assert error.startswith("error: "), said
+        said_so = ("no institution answered", "resume the run") if killed == "Ray's actor" else ("to continue: ",)
+        assert any(words in error for words in said_so), said
+    assert gone(family)
+    assert not members(mark)
+    check_resumed(tmp_path / "x", may_fail=killed == "Ray's actor")  # it may have died between two answers
 
 
 def test_a_killed_comparison_leaves_no_worker(started, tmp_path):

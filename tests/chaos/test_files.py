@@ -1,0 +1,20 @@
+"""Damage to files of a run and its institutions: the same bits all the same, or one line that names the file.
+
+Each kind of file in each way, of more methods, by hand: `python tests/chaos/damage.py`.
+"""
+
+from random import Random
+
+import pytest
+from chaos_damage import SECRET, Broken, drawn
+from chaos_runs import jobs
+
+JOBS = jobs()
+
+
+@pytest.mark.parametrize(("name", "more"), [("fedreplay", ()), ("fedavg dp=classifier", (SECRET,))])
+def test_damage_is_repaired_or_reported(name, more, tmp_path):
+    broken, rng = Broken(tmp_path / "broken", [*JOBS[name], *more], 0.8), Random(name)
+    said = [broken.resumed(path, way) for path, way in drawn(broken, rng, 6)]
+    assert any(said)
+    assert not all(said)
