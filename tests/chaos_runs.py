@@ -126,9 +126,9 @@ class Place:
             watch(self.shared, fault, self.folder)
             main()
         except SystemExit as ended:
-            if fault == NONE:
-                self.modules.write_text("\n".join(sys.modules))
             code = ended.code if isinstance(ended.code, int) else 1
+            if not code:
+                self.modules.write_text("\n".join(sys.modules))
         except BaseException:
             traceback.print_exc()
         finally:
