@@ -205,7 +205,9 @@ def write_atomic(
 
 def sync(folder: Path) -> None:
     """Flush a folder's entries to the disk; flushing its files does not."""
-    if os.name == "posix":
+    if os.name != "posix":
+        return
+    with writing(folder):
         entries = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(entries)

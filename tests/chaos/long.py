@@ -38,13 +38,14 @@ def main():
                     of.extend(struck(place, rng, ended, once.shared[TAKEN], 9, asked.kinds.split(",")))
                     check(once, place, len(of))
                 except AssertionError as error:
-                    findings.append(f"{name}: {error}")
+                    findings.append(f"{name}, after {of}: {error}")
+                    print(findings[-1], flush=True)
                 found.update(of)
                 place.clear()
                 print(f"{name}: {len(of)} faults, {found.total()} in all, {len(findings)} findings", flush=True)
                 if found.total() >= asked.faults:
                     break
-    print(dict(sorted(found.items())), *findings, sep="\n")
+    print(dict(sorted(found.items())), f"{len(findings)} findings", sep="\n")
 
 
 if __name__ == "__main__":

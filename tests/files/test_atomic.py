@@ -1,5 +1,6 @@
 """Files and folders: for their owner only, whole or not at all on a full disk, and no leftovers of who was killed."""
 
+import errno
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ from flwr_replay.files.atomic import (
     private_folder,
     read_json,
     sweep,
+    sync,
     tighten,
     write_atomic,
     write_json,
@@ -164,6 +166,15 @@ def test_no_room_is_reported_with_the_file(tmp_path):
     ):
         lines.flush()
     lines.close()
+
+
+def test_a_folder_whose_entries_cannot_be_flushed_is_named(tmp_path, monkeypatch):
+    def failing(descriptor):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(RunError, match=f"{tmp_path} must be written; Read-only file system"):
+        sync(tmp_path)
 
 
 def test_a_file_is_as_it_was_where_the_disk_is_full(tmp_path):
