@@ -107,12 +107,17 @@ def overrides_in(run_config: Mapping[str, Any]) -> list[str]:
     Every plain key is one override. The key `overrides` is split as a shell does, and wins over plain keys.
     """
     try:
-        further = shlex.split(str(run_config.get("overrides", "")))
+        further = _words(str(run_config.get("overrides", "")))
     except ValueError as error:
         raise ConfigError(f"overrides must be quoted as in a shell; got {run_config['overrides']!r}: {error}") from None
     unset = [key for key, value in run_config.items() if value == "" or (key in COUNTS and value == 0)]
     plain = [f"{key}={value}" for key, value in run_config.items() if key not in ("overrides", *unset)]
     return [*plain, *further]
+
+
+@lru_cache(maxsize=16)  # the same text comes with every message
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(shlex.split(text))
 
 
 def strategy_part(overrides: Sequence[str]) -> tuple[str, ...]:

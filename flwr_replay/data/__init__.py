@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flwr_replay.data.datasets import Dataset, Examples, examples_of, load
-from flwr_replay.data.partitions import Partition, institution_name, partition, site_names
+from flwr_replay.data.partitions import Partition, institution_name, institution_names, partition, site_names
 from flwr_replay.data.show import show
 from flwr_replay.data.skew import ks_matrix, label_histogram, tv_matrix
 
@@ -13,6 +13,7 @@ __all__ = [
     "Partition",
     "examples_of",
     "institution_name",
+    "institution_names",
     "ks_matrix",
     "label_histogram",
     "load",

@@ -10,6 +10,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from flwr_replay.files.atomic import NAME
 from flwr_replay.rng import derived_rng, derived_seed
 from flwr_replay.terminal import installing
 
-__all__ = ["Partition", "institution_name", "partition"]
+__all__ = ["Partition", "institution_name", "institution_names", "partition"]
 
 Indices = NDArray[np.int64]
 
@@ -105,6 +106,12 @@ def institution_name(k: int, nodes: int) -> str:
     return f"institution-{k + 1:0{len(str(nodes))}d}"
 
 
+@lru_cache(maxsize=4)  # with every message of a simulation
+def institution_names(nodes: int) -> tuple[str, ...]:
+    """Name all simulated institutions."""
+    return tuple(institution_name(k, nodes) for k in range(nodes))
+
+
 def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) -> Partition:
     """Deal a data set to institutions.
 
@@ -153,7 +160,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         train, test = _by_site(dataset.train, names), _by_site(dataset.test, names)
         val_shards = _by_site(val, names) if val else None
     else:
-        names = tuple(institution_name(k, nodes) for k in range(nodes))
+        names = institution_names(nodes)
         if config.name == "ks":
             train, dropped = deal_by_ks(dataset.train.labels, config, nodes, seed)
         elif config.name == "majority":

@@ -17,7 +17,7 @@ from flwr_replay.config.compose import from_run_config, overrides_in, strategy_p
 from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH, TaskConfig
-from flwr_replay.data import institution_name, load
+from flwr_replay.data import institution_names, load
 from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.files.atomic import home
@@ -207,7 +207,7 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
     check_allowed(config.own_parts, os.environ.get(VARIABLE, ""), f"export {VARIABLE}='package.module:function'")
     names = dealt(config.task, config.partition, nodes, config.seed).names if config.partition.name == "natural" else ()
     root = Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation"
-    all_names = names or [institution_name(one, nodes) for one in range(nodes)]
+    all_names = names or institution_names(nodes)
     private, sizes, classes = config.strategy.private_models, config.training.batch_sizes, config.generator.classes
     return Institution(
         name=all_names[k],

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flwr_replay.attacks.attacker import Attacker, Attempt
 from flwr_replay.attacks.catalogue import LAST, MATCHING
 from flwr_replay.attacks.gradients import LocalSteps, change_of, is_statistic
-from flwr_replay.data.partitions import institution_name
+from flwr_replay.data.partitions import institution_names
 from flwr_replay.errors import DataError, RunError
 from flwr_replay.files.tensors import StateDict
 from flwr_replay.lab.begun import begun_with
@@ -95,7 +95,7 @@ class OfChange(Trial):
     def batch_size(self) -> int:
         """Return the institution's batch size; a simulation's options say which it was dealt."""
         sizes, nodes = self.training.batch_sizes, self.evidence.config.nodes
-        names = [institution_name(k, nodes) for k in range(nodes)]
+        names = institution_names(nodes)
         if not sizes or self.exhibit.institution not in names:
             return self.training.batch_size
         return sizes[names.index(self.exhibit.institution) % len(sizes)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
         yield
 
 
+@lru_cache(maxsize=16)  # the same builder comes with every message
 def require_builder(model: Callable[[int], nn.Module]) -> None:
     """Refuse what cannot be called with a seed alone, such as a network's class without arguments.
 
