@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from os.path import normpath
@@ -17,6 +19,7 @@ from flwr_replay.processes import end_with_parent
 
 __all__ = ["attacked", "leakage"]
 
+THREADS = "OMP_NUM_THREADS"  # read by PyTorch and by NumPy's linear algebra
 HEAD = "| method | {metric} | field | attack | PSNR, dB | identified | control | members, AUC | values per pixel |"
 
 
@@ -47,13 +50,31 @@ def attacked(report: Mapping[str, Any], aux: str, field: str, minutes: float, jo
     if jobs == 1:
         attacks = [attack(folder) for folder in folders]
     else:
-        with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent) as pool:
+        with (
+            _share_of_cores(jobs),
+            ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent) as pool,
+        ):
             attacks = list(pool.map(attack, folders))
     found: list[dict[str, Any]] = []
     for cell, seen in zip(cells, attacks, strict=True):
         metric = cell["result"]["final"]["global"][report["metric"]]
         found += [{**one, "label": cell["label"], "metric": metric} for one in seen["attacks"]]
     return found
+
+
+@contextmanager
+def _share_of_cores(jobs: int) -> Iterator[None]:
+    """Give the processes that are started in here as many threads as their share of the cores, unless the user says.
+
+    Libraries read the number when they are imported. Two processes with all cores each take several times as long.
+    """
+    said = os.environ.get(THREADS)
+    os.environ.setdefault(THREADS, str(max(1, (os.cpu_count() or 1) // jobs)))
+    try:
+        yield
+    finally:
+        if said is None:
+            del os.environ[THREADS]
 
 
 def leakage(found: list[dict[str, Any]], metric: str) -> list[str]:
