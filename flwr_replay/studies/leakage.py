@@ -17,7 +17,7 @@ from flwr_replay.attacks.intervals import share
 from flwr_replay.lab.attack import Only, attack_run
 from flwr_replay.processes import end_with_parent
 
-__all__ = ["attacked", "leakage"]
+__all__ = ["attacked", "leakage", "share_of_cores"]
 
 THREADS = "OMP_NUM_THREADS"  # read by PyTorch and by NumPy's linear algebra
 HEAD = "| method | {metric} | field | attack | PSNR, dB | identified | control | members, AUC | values per pixel |"
@@ -51,7 +51,7 @@ def attacked(report: Mapping[str, Any], aux: str, field: str, minutes: float, jo
         attacks = [attack(folder) for folder in folders]
     else:
         with (
-            _share_of_cores(jobs),
+            share_of_cores(jobs),
             ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent) as pool,
         ):
             attacks = list(pool.map(attack, folders))
@@ -63,7 +63,7 @@ def attacked(report: Mapping[str, Any], aux: str, field: str, minutes: float, jo
 
 
 @contextmanager
-def _share_of_cores(jobs: int) -> Iterator[None]:
+def share_of_cores(jobs: int) -> Iterator[None]:
     """Give the processes that are started in here as many threads as their share of the cores, unless the user says.
 
     Libraries read the number when they are imported. Two processes with all cores each take several times as long.

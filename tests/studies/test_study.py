@@ -1,6 +1,7 @@
 """Studies: their parts compose, their report holds what the runs found, and wrong names are reported."""
 
 import json
+import os
 
 import pytest
 
@@ -13,6 +14,7 @@ from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.gaps import gaps
 from flwr_replay.report.histories import by_epsilon
 from flwr_replay.simulations import feder, leakage, partitions, proxyfl, replay, skew
+from flwr_replay.studies.leakage import share_of_cores
 from flwr_replay.studies.methods import methods_of, named, options_of
 from flwr_replay.studies.study import Part, parts_of, run_study, studies
 
@@ -144,3 +146,16 @@ def test_a_part_whose_messages_are_attacked_has_a_table_of_what_they_show(tmp_pa
     assert "| fedsgd | " in text
     assert "| differentiate arrays | gradient matching | " in text
     assert len(list(tmp_path.rglob("attacks.json"))) == 1
+
+
+def test_attacks_at_the_same_time_share_the_cores(monkeypatch):
+    """Two processes with all cores each took six times as long as two with one each."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with share_of_cores(3):
+        assert os.environ["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in os.environ
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    with share_of_cores(3):
+        assert os.environ["OMP_NUM_THREADS"] == "5"
+    assert os.environ["OMP_NUM_THREADS"] == "5"
