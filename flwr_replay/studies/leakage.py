@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from multiprocessing import get_context
 from os.path import normpath
 from pathlib import Path
@@ -17,14 +17,15 @@ from flwr_replay.attacks.intervals import share
 from flwr_replay.lab.attack import Only, attack_run
 from flwr_replay.processes import end_with_parent
 
-__all__ = ["attacked", "leakage", "share_of_cores"]
+__all__ = ["Asked", "attacked", "leakage", "share_of_cores"]
 
 THREADS = "OMP_NUM_THREADS"  # read by PyTorch and by NumPy's linear algebra
 HEAD = "| method | {metric} | field | attack | PSNR, dB | identified | control | members, AUC | values per pixel |"
 
 
-def attacked(report: Mapping[str, Any], aux: str, field: str, minutes: float, jobs: int) -> list[dict[str, Any]]:
-    """Attack the first institution's messages in every finished run of a comparison.
+@dataclass(frozen=True)
+class Asked:
+    """A comparison whose finished runs are to be attacked.
 
     Parameters
     ----------
@@ -34,6 +35,29 @@ def attacked(report: Mapping[str, Any], aux: str, field: str, minutes: float, jo
         The attacker's own images, as `flwr-replay privacy attack` takes them.
     field : str
         The only field that is attacked; empty: all.
+    """
+
+    report: Mapping[str, Any]
+    aux: str
+    field: str
+
+    @property
+    def cells(self) -> list[dict[str, Any]]:
+        """The finished runs."""
+        return [cell for cell in self.report["cells"] if "result" in cell]
+
+    def folder(self, cell: Mapping[str, Any]) -> Path:
+        """Return a run's directory."""
+        return Path(normpath(Path(self.report["folder"]) / cell["folder"]))
+
+
+def attacked(asked: Sequence[Asked], minutes: float, jobs: int) -> list[list[dict[str, Any]]]:
+    """Attack the first institution's messages in every finished run of some comparisons.
+
+    Parameters
+    ----------
+    asked : sequence of Asked
+        The comparisons.
     minutes : float
         For all attacks on one run, about.
     jobs : int
@@ -41,25 +65,31 @@ def attacked(report: Mapping[str, Any], aux: str, field: str, minutes: float, jo
 
     Returns
     -------
-    list of dict
-        A line for each attack and run: its result, with the method's `label` and the run's `metric`.
+    list of list of dict
+        By comparison a line for each attack and run: its result, with the method's `label` and the run's `metric`.
     """
-    cells = [cell for cell in report["cells"] if "result" in cell]
-    folders = [Path(normpath(Path(report["folder"]) / cell["folder"])) for cell in cells]
-    attack = partial(attack_run, only=Only("institution-1", field), aux=aux, data="", minutes=minutes, say=print)
-    if jobs == 1:
-        attacks = [attack(folder) for folder in folders]
+    todo = [(one.folder(cell), one.aux, one.field, minutes) for one in asked for cell in one.cells]
+    if jobs == 1 or not todo:
+        seen = iter([_attack(*one) for one in todo])
     else:
-        with (
-            share_of_cores(jobs),
-            ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent) as pool,
-        ):
-            attacks = list(pool.map(attack, folders))
-    found: list[dict[str, Any]] = []
-    for cell, seen in zip(cells, attacks, strict=True):
-        metric = cell["result"]["final"]["global"][report["metric"]]
-        found += [{**one, "label": cell["label"], "metric": metric} for one in seen["attacks"]]
+        # as one list, so that no process waits for the end of a comparison, and each imports PyTorch once
+        with share_of_cores(jobs), ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent) as pool:
+            seen = iter(list(pool.map(_attack, *zip(*todo, strict=True))))
+    found: list[list[dict[str, Any]]] = []
+    for one in asked:
+        lines = [(cell, line) for cell in one.cells for line in next(seen)["attacks"]]
+        metric = one.report["metric"]
+        found.append(
+            [
+                {**line, "label": cell["label"], "metric": cell["result"]["final"]["global"][metric]}
+                for cell, line in lines
+            ]
+        )
     return found
+
+
+def _attack(folder: Path, aux: str, field: str, minutes: float) -> dict[str, Any]:
+    return attack_run(folder, only=Only("institution-1", field), aux=aux, data="", minutes=minutes, say=print)
 
 
 @contextmanager

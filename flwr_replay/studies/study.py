@@ -25,7 +25,7 @@ from flwr_replay.report.plots import lines
 from flwr_replay.report.study_page import write_study_page
 from flwr_replay.studies.cells import short_hash
 from flwr_replay.studies.compare import planned, run_comparisons
-from flwr_replay.studies.leakage import attacked, leakage
+from flwr_replay.studies.leakage import Asked, attacked, leakage
 
 __all__ = ["Part", "parts_of", "run_study", "studies"]
 
@@ -125,13 +125,9 @@ def run_study(
     reports = {part.name: report for part, (_, report) in zip(chosen, outcomes, strict=True)}
     name = f"{name}-quick" if quick else name
     minutes = minutes / 60 if quick else minutes
-    leaks = {
-        part.name: leakage(
-            attacked(reports[part.name], part.attack, part.field, minutes, jobs), reports[part.name]["metric"]
-        )
-        for part in chosen
-        if part.attack
-    }
+    asked = {part.name: Asked(reports[part.name], part.attack, part.field) for part in chosen if part.attack}
+    found = attacked(list(asked.values()), minutes, jobs)
+    leaks = {one: leakage(lines, reports[one]["metric"]) for one, lines in zip(asked, found, strict=True)}
     some = f" --only {','.join(only)}" if only else ""
     some += f" --minutes {minutes:g}" if minutes != MINUTES and not quick else ""
     command = f"flwr-replay study {name.replace('-quick', ' --quick')} --data DIR{some}"
