@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of
-from flwr_replay.data.readers import Raw, picture
+from flwr_replay.data.picture import DICOM, fitted, picture
+from flwr_replay.data.readers import Raw
 from flwr_replay.errors import ConfigError, DataError
 
 __all__ = ["SUFFIXES", "folder_rows", "read_folder", "read_image"]
 
-SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
+SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp", *DICOM])
 MODES = {1: "L", 3: "RGB"}
 
 
@@ -80,13 +81,13 @@ def _class_rows(root: Path, split: str | None) -> list[Row]:
 
 
 def read_image(row: Row, task: TaskConfig) -> NDArray[np.uint8]:
-    """Read one image as (C, H, W); it is never resized, since that would change the data silently."""
+    """Read one image as (C, H, W); one of another size is fitted as `task.fit` says, or refused."""
     image = picture(row.file, MODES[task.channels], row.where)
-    if image.size != (task.size, task.size):
+    if task.fit == "exact" and image.size != (task.size, task.size):
         raise DataError(
             f"images of task={task.name} must be task.channels x task.size x task.size = {task.channels} x "
-            f"{task.size} x {task.size}; {row.file} is {image.height} x {image.width} pixels: resize it, or set "
-            "task.size"
+            f"{task.size} x {task.size}; {row.file} is {image.height} x {image.width} pixels: set task.size, or "
+            "task.fit=pad"
         )
-    pixels = np.asarray(image)
+    pixels = np.asarray(fitted(image, task.size, task.fit))
     return pixels[None] if task.channels == 1 else pixels.transpose(2, 0, 1)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +32,12 @@ from flwr_replay.files.atomic import home, make_folder
 from flwr_replay.rng import derived_rng
 from flwr_replay.terminal import installing
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 __all__ = [
     "SPLIT_SEED",
     "Raw",
     "csv_rows",
     "data_root",
     "line_of",
-    "picture",
     "read_cifar10",
     "read_digits",
     "read_idx",
@@ -50,7 +46,6 @@ __all__ = [
 ]
 
 TORCHVISION_FOLDER = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
-EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 IDX_UBYTE = 8  # the idx header's code for unsigned bytes
 SHOWN = 40  # characters of a cell in an error line
 SPLIT_SEED = 0  # a fixed split: the run's seed must not move examples between train and test
@@ -258,42 +253,6 @@ def _fetch_medmnist(path: Path) -> None:
 def data_root(task: TaskConfig) -> Path:
     """Return the folder in which a task's files are searched."""
     return Path(task.data_dir).expanduser().absolute() if task.data_dir else home() / "data"
-
-
-def picture(path: Path, mode: str, where: str = "") -> Image.Image:
-    """Read an opaque image with 8 bits per channel.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    mode : str
-        Pillow's name of the mode to return: L (grey) or RGB.
-    where : str
-        The place that lists the file, for error lines.
-
-    Raises
-    ------
-    DataError
-        If it is missing, truncated, not an image, not opaque, or has more bits; the error names it.
-    """
-    from PIL import Image
-
-    named = f"{path} ({where})" if where else f"{path}"
-    try:
-        with Image.open(path) as image:
-            if image.mode not in EIGHT_BIT:
-                raise DataError(f"images must have 8 bits per channel; {named} has mode {image.mode}: convert it")
-            if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] != 255:
-                raise DataError(
-                    f"images must be opaque; {named} has transparent pixels, whose background is unknown: save it "
-                    "without an alpha channel"
-                )
-            return image.convert(mode)
-    except FileNotFoundError:
-        raise DataError(f"image {named} does not exist: add it") from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{named} must be an image; it cannot be read: {line_of(error)}") from None
 
 
 def csv_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:

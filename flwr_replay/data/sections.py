@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig
-from flwr_replay.data.readers import Raw, data_root, picture
+from flwr_replay.data.picture import picture
+from flwr_replay.data.readers import Raw, data_root
 from flwr_replay.errors import ConfigError, DataError
 
 __all__ = ["read_isbi2012"]

@@ -24,7 +24,7 @@ from flwr_replay.config.compose import compose_own
 from flwr_replay.config.quoting import node_config, quoted
 from flwr_replay.data.folder import folder_rows
 from flwr_replay.data.manifest import INTEGER, Row
-from flwr_replay.data.readers import picture
+from flwr_replay.data.picture import picture
 from flwr_replay.errors import ConfigError, DataError, RunError
 from flwr_replay.files.atomic import NAME, private_folder, write_atomic
 from flwr_replay.institution.policy import read_policy

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.clinical.subjects import Case, keyed_rows, root_of, splits_of
-from flwr_replay.data.readers import Raw, picture
+from flwr_replay.data.picture import picture
+from flwr_replay.data.readers import Raw
 from flwr_replay.errors import DataError
 
 __all__ = ["read_isic"]

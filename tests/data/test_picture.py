@@ -1,0 +1,119 @@
+"""Images of any size and mode, and DICOM files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydicom.dataset import Dataset, FileMetaDataset
+from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage
+
+from flwr_replay.data.picture import fitted, picture
+from flwr_replay.errors import ConfigError, DataError
+
+RAMP = np.arange(12, dtype=np.uint16).reshape(3, 4) * 100 + 1000  # 1000 .. 2100
+
+
+def scaled(values):
+    low, high = values.min(), values.max()
+    return np.rint((values - float(low)) * 255 / float(high - low)).astype(np.uint8)
+
+
+def dicom(path: Path, pixels: np.ndarray, kind: str = "MONOCHROME2", **tags: object) -> Path:
+    found = Dataset()
+    found.file_meta = FileMetaDataset()
+    found.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    found.file_meta.MediaStorageSOPClassUID = SecondaryCaptureImageStorage
+    found.file_meta.MediaStorageSOPInstanceUID = "1.2.3"
+    found.SOPClassUID, found.SOPInstanceUID = SecondaryCaptureImageStorage, "1.2.3"
+    colours = pixels.ndim == 3 and pixels.shape[-1] == 3
+    found.Rows, found.Columns = pixels.shape[:2] if colours else pixels.shape[-2:]
+    found.SamplesPerPixel, found.PhotometricInterpretation = (3 if colours else 1), kind
+    if colours:
+        found.PlanarConfiguration = 0
+    if pixels.ndim == 3 and not colours:
+        found.NumberOfFrames = len(pixels)
+    found.BitsAllocated = found.BitsStored = 8 * pixels.itemsize
+    found.HighBit, found.PixelRepresentation = found.BitsStored - 1, 0
+    found.PixelData = pixels.tobytes()
+    for name, value in tags.items():
+        setattr(found, name, value)
+    found.save_as(path, enforce_file_format=True)
+    return path
+
+
+def grey(path: Path) -> np.ndarray:
+    return np.asarray(picture(path, "L"))
+
+
+def test_sixteen_bits_are_scaled_from_the_images_own_least_to_greatest_value(tmp_path: Path) -> None:
+    for name in ("a.png", "a.tiff"):
+        Image.fromarray(RAMP).save(tmp_path / name)
+        np.testing.assert_array_equal(grey(tmp_path / name), scaled(RAMP))
+    Image.fromarray(np.full((3, 4), 700, np.uint16)).save(tmp_path / "flat.png")
+    assert not grey(tmp_path / "flat.png").any()
+
+
+def test_an_image_of_eight_bits_keeps_its_bytes(tmp_path: Path) -> None:
+    pixels = (RAMP // 10).astype(np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    np.testing.assert_array_equal(grey(tmp_path / "a.png"), pixels)
+
+
+def test_a_dicom_file_goes_through_its_own_transformations(tmp_path: Path) -> None:
+    np.testing.assert_array_equal(grey(dicom(tmp_path / "a.dcm", RAMP)), scaled(RAMP))
+    np.testing.assert_array_equal(grey(dicom(tmp_path / "b.dcm", RAMP, "MONOCHROME1")), 255 - scaled(RAMP))
+    window = {"RescaleSlope": 2, "RescaleIntercept": -1000, "WindowCenter": 2000, "WindowWidth": 401}
+    found = grey(dicom(tmp_path / "c.dcm", RAMP, **window))
+    hounsfield = RAMP.astype(float) * 2 - 1000
+    shown = np.clip((hounsfield - 1999.5) / 400 + 0.5, 0, 1)  # DICOM PS3.3 C.11.2.1.2.1
+    np.testing.assert_allclose(found, np.rint(255 * shown), atol=1)
+    dicom(tmp_path / "d.dcm", RAMP).rename(tmp_path / "without-suffix")
+    np.testing.assert_array_equal(grey(tmp_path / "without-suffix"), scaled(RAMP))
+
+
+def test_a_dicom_file_in_colour(tmp_path: Path) -> None:
+    colours = np.arange(36, dtype=np.uint8).reshape(3, 4, 3)
+    file = dicom(tmp_path / "a.dcm", colours, "RGB")
+    np.testing.assert_array_equal(np.asarray(picture(file, "RGB")), colours)
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = dicom(tmp_path / "a.dcm", RAMP).read_bytes()
+    (tmp_path / "torn.dcm").write_bytes(whole[:-5])
+    (tmp_path / "other.dcm").write_bytes(b"no image" * 40)
+    dicom(tmp_path / "frames.dcm", np.stack([RAMP, RAMP]))
+    for name in ("torn.dcm", "other.dcm", "frames.dcm"):
+        with pytest.raises(DataError, match=name) as caught:
+            picture(tmp_path / name, "L")
+        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="does not exist"):
+        picture(tmp_path / "missing.dcm", "L")
+    Image.fromarray(np.full((2, 2), np.nan, np.float32)).save(tmp_path / "nan.tiff")
+    with pytest.raises(DataError, match="finite"):
+        picture(tmp_path / "nan.tiff", "L")
+    monkeypatch.setitem(sys.modules, "pydicom", None)
+    with pytest.raises(ConfigError, match=r"flwr-replay\[dicom\]"):
+        picture(tmp_path / "a.dcm", "L")
+
+
+def test_fitting() -> None:
+    wide = Image.fromarray(np.repeat(np.array([[0, 90, 180, 240]], np.uint8), 2, axis=0))  # 4 wide, 2 high
+    padded, cropped, stretched = (np.asarray(fitted(wide, 4, fit)) for fit in ("pad", "crop", "stretch"))
+    assert [array.shape for array in (padded, cropped, stretched)] == [(4, 4)] * 3
+    assert not padded[[0, 3]].any()
+    np.testing.assert_array_equal(padded[1:3], np.asarray(wide))
+    np.testing.assert_array_equal(stretched, np.repeat(np.asarray(wide)[:1], 4, axis=0))
+    assert 45 < cropped.min() < cropped.max() < 225  # the outer columns are cut off
+    assert fitted(wide.crop((0, 0, 2, 2)), 2, "pad").size == (2, 2)
+
+
+def test_shrinking_averages_over_all_pixels() -> None:
+    """Without antialiasing a fine checkerboard would become all black, all white, or stripes."""
+    board = Image.fromarray((np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8))
+    for fit in ("pad", "crop", "stretch"):
+        found = np.asarray(fitted(board, 8, fit))
+        assert abs(found.astype(int) - 127).max() < 8
