@@ -183,12 +183,14 @@ class PartitionConfig:
     ks: float = 0.9  # ks: target mean pairwise Kolmogorov-Smirnov statistic
     drop: bool = False  # ks: allow leaving out examples of the most frequent class to reach the target?
     alpha: float = 0.5  # dirichlet: concentration
+    shares: tuple[str, ...] = ()  # shares: a row for each institution, a share for each class
+    file: str = ""  # shares: a CSV file in place of the list
     size: int = 0  # examples per institution; 0: as many as possible
     test: str = "iid"  # iid: each test shard is a sample of all; mirror: it has its institution's label distribution
     contrast: float = 0.0  # scale the contrast of institution 1..K's images by 1 - contrast .. 1 + contrast
 
     def __post_init__(self) -> None:
-        one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet"))
+        one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet", "shares"))
         one_of("partition.majors", self.majors, ("distinct", "random"))
         one_of("partition.rest", self.rest, ("as-left", "uniform"))
         one_of("partition.test", self.test, ("iid", "mirror"))

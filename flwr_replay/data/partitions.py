@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from flwr_replay.config.sections import PartitionConfig, require
 from flwr_replay.data.by_ks import deal_by_ks
 from flwr_replay.data.by_majority import deal_by_majority
+from flwr_replay.data.by_shares import deal_by_shares
 from flwr_replay.data.class_counts import ClassCounts
 from flwr_replay.data.datasets import Dataset, Examples
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_groups, mean_pairwise, tv_matrix
@@ -119,6 +120,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     - majority: one class makes up a share p of an institution's data, the rest is drawn from the other classes
       (Kalra et al. 2023, section 4.1); see `by_majority`.
     - ks: with a given mean pairwise KS statistic (Qu et al. 2022, section 4.1); see `by_ks`.
+    - shares: stated shares of each class at each institution; see `by_shares`.
     - natural: by the sites that the data name.
     - dirichlet: flwr-datasets' `DirichletPartitioner`.
 
@@ -165,6 +167,9 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
             train, dropped = deal_by_ks(dataset.train.labels, config, nodes, seed)
         elif config.name == "majority":
             train, classes = deal_by_majority(dataset.train.labels, config, nodes, seed)
+        elif config.name == "shares":
+            given, train = deal_by_shares(dataset.train.labels, config, nodes, seed)
+            names = _checked_names(given) or names
         else:
             train = DEALERS[config.name](dataset.train.labels, config, nodes, seed)
         test = _shards(dataset.test, "test", dataset.train, train, config, seed)
@@ -261,19 +266,23 @@ def site_names(dataset: Dataset) -> tuple[str, ...]:
 
 
 def _institutions_of(dataset: Dataset, config: PartitionConfig, nodes: int) -> tuple[str, ...]:
-    names = site_names(dataset)
-    for name in names:
-        require(
-            NAME.fullmatch(name) is not None,
-            "a site's name must be at most 160 letters, digits, spaces, dots, hyphens and underscores, a letter or "
-            f"digit first; got {name!r}: rename it in the manifest",
-        )
+    names = _checked_names(site_names(dataset))
     require(config.size == 0, f"partition=natural takes every example of a site; got partition.size={config.size}")
     require(
         nodes == len(names),
         f"partition=natural has as many institutions as the data have sites, {len(names)}; got nodes={nodes}: "
         f"set nodes={len(names)}",
     )
+    return names
+
+
+def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        require(
+            NAME.fullmatch(name) is not None,
+            "a site's name must be at most 160 letters, digits, spaces, dots, hyphens and underscores, a letter or "
+            f"digit first; got {name!r}: rename it in the manifest",
+        )
     return names
 
 

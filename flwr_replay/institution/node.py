@@ -205,7 +205,8 @@ def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
 
 def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) -> Institution:
     check_allowed(config.own_parts, os.environ.get(VARIABLE, ""), f"export {VARIABLE}='package.module:function'")
-    names = dealt(config.task, config.partition, nodes, config.seed).names if config.partition.name == "natural" else ()
+    named = config.partition.name == "natural" or config.partition.file  # by the data, or by a table
+    names = dealt(config.task, config.partition, nodes, config.seed).names if named else ()
     root = Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation"
     all_names = names or institution_names(nodes)
     private, sizes, classes = config.strategy.private_models, config.training.batch_sizes, config.generator.classes

@@ -60,6 +60,7 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
     config = compose_own(overrides)
     own = asdict(config.strategy)
     files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights}
+    files |= {"partition.file": config.partition.file}
     files |= {f"strategy.{name}": own[name] for name in config.strategy.files}
     for option, file in files.items():
         if file:  # absolute, since the run may be resumed from another working directory
@@ -73,7 +74,9 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
         and any(option.partition("=")[0] == "rounds" for option in options)
     ):
         refuse_fewer(Path(config.resume), config.rounds, read_result(Path(config.resume))["rounds"])
-    nodes = config.nodes or (_sites(config.task) if config.partition.name == "natural" else INLINE_NODES)
+    nodes = config.nodes or (
+        _sites(config.task) if config.partition.name == "natural" else len(config.partition.shares) or INLINE_NODES
+    )
     return [*overrides, f"nodes={nodes}"], replace(config, nodes=nodes)
 
 
