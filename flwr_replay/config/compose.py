@@ -168,6 +168,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
         section, option = key.split(".")
         if key not in given and option in values[section]:  # a model without norm layers has no such option
             values[section][option] = value
+    values["task"]["validation"] = values["split"] == "validation"
     strategy = values.pop("strategy")
     _, strategy_config = load_strategy(strategy.pop("name"))
     if values["privacy"]["dp"] == "auto":

@@ -52,6 +52,7 @@ class RunConfig:
     seed: int  # of weights, orders and partitions
     fraction: float  # of the institutions that train in a round, drawn anew from the seed; all evaluate
     evaluate_every: int  # rounds; the last round is always evaluated
+    split: str  # by which rounds are judged: test | validation: the model of the last round is then tested, too
     external: bool  # also test every model on examples of institutions outside the run
     evaluate_before_mixing: bool  # also test every institution's model before it is averaged or mixed
     forgetting: bool  # after every exchange, test the model on each institution's own training examples too
@@ -81,6 +82,7 @@ class RunConfig:
         )
         require(self.record in RECORD, f"record must be {', '.join(RECORD)}; got {self.record!r}")
         one_of("tracking", self.tracking, TRACKERS)
+        one_of("split", self.split, ("test", "validation"))
         if self.sealed:
             self._check_sealed()
         within("", self, record_mb=Range(0, inf, "must be positive, in MB", "(]"))

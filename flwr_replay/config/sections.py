@@ -126,6 +126,7 @@ class TaskConfig:
     train_size: int = 0  # clinical sets: subjects to train on; 0: all that remain
     val_size: int = 0  # clinical sets: subjects to validate on
     test_size: int = 0  # clinical sets: subjects to test on; 0: the set's own test split, else one in five
+    validation: bool = False  # by split=validation: hold out training examples where the data have no validation split
     balanced: bool = False  # as many examples of every class; retina: in every split, tuberculosis and isic: in tests
 
     def __post_init__(self) -> None:

@@ -18,11 +18,13 @@ from flwr_replay.config.sections import TaskConfig, one_of
 from flwr_replay.data.bags import read_bags
 from flwr_replay.data.clinical import read_boneage, read_brats, read_isic, read_retina, read_tuberculosis
 from flwr_replay.data.folder import read_folder
+from flwr_replay.data.manifest import VALIDATED, parted
 from flwr_replay.data.own import arrays_of, channels_first, read_own
-from flwr_replay.data.readers import Raw, read_cifar10, read_digits, read_idx, read_medmnist
+from flwr_replay.data.readers import SPLIT_SEED, Raw, read_cifar10, read_digits, read_idx, read_medmnist
 from flwr_replay.data.sections import read_isbi2012
 from flwr_replay.data.tables import read_diabetes, read_heart_disease
 from flwr_replay.errors import DataError
+from flwr_replay.rng import derived_seed
 
 __all__ = ["MIXES_PATIENTS", "Dataset", "Examples", "examples_of", "load"]
 
@@ -192,6 +194,8 @@ def load(task: TaskConfig) -> Dataset:
             raise DataError(
                 f"task={task.name} needs {split} examples; got none in {source and source.images}: add some"
             )
+    if task.validation and not len(splits.get("val", ())):
+        splits |= _held_out(splits["train"])
     rest = {split: splits[split] for split in ("val", "external") if split in splits and len(splits[split])}
     return Dataset(task.name, splits["train"], splits["test"], **rest)
 
@@ -200,6 +204,16 @@ def _divided(examples: Examples) -> dict[str, Examples]:
     """Divide four to one: the first 80 % train, the rest test."""
     train, test = np.split(np.arange(len(examples)), [len(examples) - round(len(examples) / 5)])
     return {"train": examples.take(train), "test": examples.take(test)}
+
+
+def _held_out(examples: Examples) -> dict[str, Examples]:
+    """Hold out about one training example in ten; a hash of it decides, so that no other example moves it."""
+    places = [
+        derived_seed(SPLIT_SEED, "val", hashlib.sha256(x.tobytes() + y.tobytes()).hexdigest()) / 2**63
+        for x, y in zip(examples.x, examples.y, strict=True)
+    ]
+    held, rest = parted(np.asarray(places), VALIDATED)
+    return {"val": examples.take(held), "train": examples.take(rest)}
 
 
 def _checked(raw: Raw, task: TaskConfig) -> Examples:

@@ -23,10 +23,11 @@ from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
 from flwr_replay.errors import DataError, nearest
 from flwr_replay.rng import derived_seed
 
-__all__ = ["SPLITS", "Row", "manifest_rows", "raws_of"]
+__all__ = ["SPLITS", "VALIDATED", "Row", "manifest_rows", "parted", "raws_of"]
 
 SPLITS = ("train", "test", "val")
 TESTED = 0.2  # share of the patients to test on, if no split is given
+VALIDATED = 0.1  # with split=validation, share of the patients to train on that are held out, if no split is given
 DIGITS = 19  # the most digits of a label that is a number
 INTEGER = re.compile(r"[+-]?\d+(\.0+)?")  # spreadsheets write 1 as 1.0
 
@@ -117,6 +118,8 @@ def raws_of(
     y = _labels(rows, task, source)
     sites = None if rows[0].site is None else np.asarray([row.site for row in rows], dtype=np.str_)
     splits = _splits(rows, sites)
+    if task.validation and "val" not in splits:
+        _hold_out(rows, splits, sites)
     found = {}
     for split in known:
         # Keep the order of rows within a split, so that a site's examples are in the order of the site's own folder.
@@ -177,6 +180,27 @@ def _splits(rows: list[Row], sites: NDArray[np.str_] | None) -> NDArray[np.str_]
             if not (splits[members] == split).any():
                 splits[members[places[members] == end]] = split
     return splits
+
+
+def _hold_out(rows: list[Row], splits: NDArray[np.str_], sites: NDArray[np.str_] | None) -> None:
+    """Make a tenth of every site's patients to train on those to validate on."""
+    low = 0.0 if rows[0].split is not None else TESTED  # where a hash has chosen who trains, it lies above
+    for site in [None] if sites is None else np.unique(sites):
+        members = np.flatnonzero((splits == "train") & (True if sites is None else sites == site))
+        if len(members):
+            places = np.asarray([_place(rows[member]) for member in members])
+            splits[members[parted((places - low) / (1 - low), VALIDATED)[0]]] = "val"
+
+
+def parted(places: NDArray[np.float64], share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the indices of places below a share, and the others; one at least of both, if there are two places."""
+    low = places < share
+    if len(np.unique(places)) > 1:
+        low |= places == places.min()
+        low &= places != places.max()
+    elif low.all():
+        low[:] = False
+    return np.flatnonzero(low), np.flatnonzero(~low)
 
 
 def _place(row: Row) -> float:

@@ -137,4 +137,5 @@ def _bytes(values_HW: NDArray[Any], named: str) -> NDArray[np.uint8]:
     if not np.isfinite(values_HW).all():
         raise DataError(f"an image's values must be finite; {named} has others: convert it")
     low, high = values_HW.min(), values_HW.max()
-    return np.rint((values_HW - low) * (255 / ((high - low) or 1))).astype(np.uint8)
+    scaled: NDArray[np.uint8] = np.rint((values_HW - low) * (255 / ((high - low) or 1))).astype(np.uint8)
+    return scaled

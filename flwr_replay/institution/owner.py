@@ -69,6 +69,7 @@ class Institution:
     policy: Policy = field(default_factory=Policy)
     state_root: Path = field(default_factory=lambda: home() / "state")
     tests_external: bool = False  # external=true: models are tested on its external examples, too
+    validates: bool = False  # split=validation: models are tested on its validation examples, too
     tests_training: bool = False  # forgetting=true: models are tested on its training examples, too
     batch_size: int = 0  # examples in a batch; 0: as many as the run says
     classes: str = ""  # for which its generator draws images: all, or numbers; empty: those of which it has enough
@@ -165,17 +166,25 @@ class Institution:
         return Shard.of(found, self.device)
 
     def shard(self, split: str) -> Shard:
-        """Return the training, the test or the external examples."""
+        """Return the training, the validation, the test or the external examples."""
         if split == "external":
             return self.external
+        if split == "validation":
+            if self.validation is None:
+                raise DataError(
+                    f"split=validation needs validation examples; institution {self.name!r} has none: add some"
+                )
+            return self.validation
         return self.train if split == "train" else self.test
 
     def check_split(self, split: str) -> None:
         """Refuse a test on examples that the run's configuration does not name."""
-        if not {"test": True, "train": self.tests_training, "external": self.tests_external}.get(split, False):
+        further = {"validation": self.validates, "train": self.tests_training, "external": self.tests_external}
+        if split != "test" and not further.get(split, False):
             raise RefusedError(
-                "an institution tests on its test examples, with forgetting=true on its training examples and with "
-                f"external=true on others'; this run asks for split={split!r} without it: refused"
+                "an institution tests on its test examples, with split=validation on its validation examples, with "
+                "forgetting=true on its training examples and with external=true on others'; this run asks for "
+                f"split={split!r} without it: refused"
             )
 
     @cached_property

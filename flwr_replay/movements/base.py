@@ -78,6 +78,7 @@ class Movement(Evaluating):
         self.replay = self.new_replay()
         further = {"external": self.settings.external, UNMIXED: self.settings.evaluate_before_mixing}
         self.observers: list[Observer] = [FurtherTests(split) for split, asked in further.items() if asked]
+        self.observers += [FurtherTests("test", at_end=True)] if self.settings.split != "test" else []
         self.observers += [Forgetting(self.recorder)] if self.settings.forgetting else []
         private = self.settings.privacy and "train" in self.stages
         own = self.needs_roll_call or self.replay or self.observers or private or self.settings.sealed

@@ -39,9 +39,9 @@ class Evaluating(Exchanging):
         return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
 
     def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
-        """Return the request to evaluate on another split than the test shard: train or external; or before mixing."""
+        """Return the request to evaluate on a split; `UNMIXED` is the one that rounds are judged by, before mixing."""
         request = self.evaluation(server_round, arrays)
-        return request if split == UNMIXED else replace(request, split=split)  # type: ignore[call-arg]
+        return replace(request, split=self.settings.split if split == UNMIXED else split)  # type: ignore[call-arg]
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the weights that an institution is to test on a split; None: it has nothing to test there."""
@@ -54,7 +54,8 @@ class Evaluating(Exchanging):
         if rest or not (last or completed % self.settings.evaluate_every == 0):
             return
         for observer in self.observers:
-            observer.before_evaluation(self.tester(run, server_round, arrays))
+            if last or not observer.at_end:
+                observer.before_evaluation(self.tester(run, server_round, arrays))
         messages = self.configure_evaluate(server_round, arrays, run.evaluate_config, run.grid)
         replies = self.exchange(run.grid, server_round, messages, needed=False)
         metrics = self.aggregate_evaluate(server_round, replies)
@@ -70,8 +71,10 @@ class Evaluating(Exchanging):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every institution to evaluate on its test shard."""
-        request = self.evaluation(server_round, arrays)
+        """Ask every institution to evaluate on its test shard, or on its validation examples."""
+        split = self.settings.split
+        asked = partial(self.evaluation_on, split) if split != "test" else self.evaluation
+        request = asked(server_round, arrays)
         return (self.message(member, request, config) for member in self.members)
 
     def tester(self, run: Run, server_round: int, arrays: ArrayRecord) -> TestOn:

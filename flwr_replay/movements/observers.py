@@ -18,6 +18,7 @@ class Observer:
     """Base of the observers; it does nothing."""
 
     split: str  # the split on which it tests
+    at_end: bool = False  # whether it tests with the last evaluation only
 
     def forecast(self, exchanges: int, evaluations: int) -> int:
         """Return the number of tests in a run, given its numbers of training exchanges and of evaluations."""
@@ -58,17 +59,20 @@ class FurtherTests(Observer):
     Parameters
     ----------
     split : str
-        `external`: on other institutions' examples; `UNMIXED`: on the test shards, models as they were trained.
+        `external`: on other institutions' examples; `UNMIXED`: models as they were trained; `test`: on the test shards,
+        where rounds are judged by validation examples.
+    at_end : bool
+        Whether to test with the last evaluation only.
     """
 
     found: Pooled | None = None  # the last metrics there
 
-    def __init__(self, split: str) -> None:
-        self.split = split
+    def __init__(self, split: str, at_end: bool = False) -> None:
+        self.split, self.at_end = split, at_end
 
     def forecast(self, exchanges: int, evaluations: int) -> int:
-        """Return one test for each evaluation."""
-        return evaluations
+        """Return one test for each evaluation, or one."""
+        return 1 if self.at_end else evaluations
 
     def before_evaluation(self, test_on: TestOn) -> None:
         """Test, and keep the metrics for `completed`."""

@@ -23,4 +23,4 @@ class EvaluatePeer(LabelScale, Request, stage="evaluate-peer", answer=Evaluation
 
     run: str = instruction()
     mixed: bool = instruction(MIXED, default=True)
-    split: str = instruction("test, train or external", default="test")
+    split: str = instruction("test, validation, train or external", default="test")

@@ -286,4 +286,4 @@ class Evaluate(LabelScale, Request, stage="evaluate", answer=Evaluation, message
 
     arrays: Weights = model()
     run: str = instruction()
-    split: str = instruction("test, train or external", default="test")
+    split: str = instruction("test, validation, train or external", default="test")

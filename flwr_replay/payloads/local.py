@@ -39,4 +39,4 @@ class EvaluateOwn(LabelScale, Request, stage="evaluate-own", answer=Evaluation, 
     """Test your own model on your test shard."""
 
     run: str = instruction()
-    split: str = instruction("test, train or external", default="test")
+    split: str = instruction("test, validation, train or external", default="test")

@@ -130,7 +130,7 @@ class EvaluatePair(Listening, Request, stage="evaluate-pair", answer=PairEvaluat
 
     run: str = instruction()
     mixed: bool = instruction(MIXED, default=True)
-    split: str = instruction("test, train or external", default="test")
+    split: str = instruction("test, validation, train or external", default="test")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,4 +141,4 @@ class EvaluateWithProxy(
 
     arrays: Weights = model()
     run: str = instruction()
-    split: str = instruction("test, train or external", default="test")
+    split: str = instruction("test, validation, train or external", default="test")

@@ -80,6 +80,7 @@ FORMS: dict[str, Form] = {  # of a line in each file
     "generator": {"institution": str, "epoch": int, "loss": int | float},
     "privacy": {"institution": str, "epsilon": int | float | None, "delta": int | float, "mechanism": str},
 }
+VALIDATED = "Rounds are judged by validation examples; metrics named test-… are the last model's, of test examples."
 LOST_BEST = "its file was damaged or removed before the run was resumed"
 GROWING = (*(f"{name}.jsonl" for name in (*FORMS, "forgetting") if name != "generator"), MEMBERS)
 
@@ -307,7 +308,9 @@ class RunDirectory(Recorder):
             "partition": config.partition.name,
             "model": config.model.name,
             "replay": config.replay.name,
-            "metrics-note": config.strategy.metrics_note,
+            "metrics-note": " ".join(
+                filter(None, (config.strategy.metrics_note, VALIDATED * (config.split != "test")))
+            ),
             "nodes": len(own),
             "rounds": server_round // self.per_round,
             "seed": config.seed,

@@ -97,6 +97,7 @@ def settings_of(config: RunConfig) -> Settings:
         seed=config.seed,
         fraction=config.fraction,
         evaluate_every=config.evaluate_every,
+        split=config.split,
         external=config.external,
         evaluate_before_mixing=config.evaluate_before_mixing,
         forgetting=config.forgetting,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from flwr_replay.config.sections import SHARE, TrainingConfig, require, within
+from flwr_replay.config.sections import SHARE, TrainingConfig, one_of, require, within
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import Task
@@ -49,6 +49,7 @@ class Settings:
     seed: int = 0
     fraction: float = 1.0  # of the institutions that train in a round, in (0, 1]; all evaluate
     evaluate_every: int = 1  # rounds
+    split: str = "test"  # examples by which rounds are judged: test | validation, then the last one on test, too
     external: bool = False  # with every evaluation, also evaluate on other institutions' examples
     evaluate_before_mixing: bool = False  # with every evaluation, also evaluate models as they were trained
     forgetting: bool = False  # after every exchange, also evaluate on each institution's training examples
@@ -73,6 +74,7 @@ class Settings:
                 isinstance(value, kind) or (value is None and name not in ("nodes", "training")),
                 f"Settings({name}=…) must be of type {kind.__name__}; got {value!r} of type {type(value).__name__}",
             )
+        one_of("Settings(split=…)", self.split, ("test", "validation"))
         require(self.nodes >= 0, f"Settings(nodes=…) must be at least 0; got {self.nodes}")
         within("Settings: ", self, fraction=SHARE)
         if self.model is not None:

@@ -130,10 +130,11 @@ def planned(
         raise ConfigError(f"--against must be one of the methods compared; got {against!r}: {nearest(against, labels)}")
     runs, config, cells, more = _plan(methods, shared, seeds, runs_dir)
     task = make_task(config.task)
-    metric = metric or task.metric
+    metric = metric or ("test-" if config.split != "test" else "") + task.metric
     reported = [load_strategy(method.strategy)[0].evaluated.metrics(task) for method in methods]
     reported_by_all = [name for name in reported[0] if all(name in names for names in reported)]
     prefixes = ["external-"] * config.external + ["before-mixing-"] * config.evaluate_before_mixing
+    prefixes += ["test-"] * (config.split != "test")
     known = [f"{prefix}{name}" for prefix in ["", *prefixes] for name in reported_by_all]
     if metric not in known:
         raise ConfigError(f"--metric must be one that all methods report; got {metric!r}: {nearest(metric, known)}")
@@ -142,7 +143,7 @@ def planned(
         "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config, methods)}: {config.model.name}, "
         f"{config.rounds} round{'s' * (config.rounds > 1)}",
         "metric": metric,
-        "higher-is-better": re.sub("^(external-|before-mixing-)?(proxy-)?", "", metric) not in ERRORS,
+        "higher-is-better": re.sub("^(external-|before-mixing-|test-)?(proxy-)?", "", metric) not in ERRORS,
         "against": against,
         "seeds": list(seeds),
         **more,

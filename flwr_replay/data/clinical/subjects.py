@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig, require
+from flwr_replay.data.manifest import VALIDATED
 from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, data_root
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.rng import derived_seed
@@ -115,12 +116,13 @@ def divide(
             places[subject] = (rank + 0.5) / used
     order = sorted(places, key=lambda subject: (places[subject], hashes[subject]))
     test = task.test_size or sum(place < test_share for place in places.values())
-    held = test + task.val_size
+    validated = task.val_size or (max(1, round(VALIDATED * (len(order) - test))) if task.validation else 0)
+    held = test + validated
     train = task.train_size or max(len(order) - held, 1)
     if held + train > len(order):
         kind = f" in {len(groups)} classes of equal size" if task.balanced else ""
         raise DataError(
-            f"task={task.name} must train on {train}, validate on {task.val_size} and test on {test} subjects; got "
+            f"task={task.name} must train on {train}, validate on {validated} and test on {test} subjects; got "
             f"{len(order)}{kind} in {source}: lower task.train-size, task.val-size or task.test-size, or add data"
         )
     chosen = {"test": order[:test], "val": order[test:held], "train": order[held : held + train]}

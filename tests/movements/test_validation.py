@@ -1,0 +1,109 @@
+"""split=validation: rounds are judged by held-out examples; the last round's model is tested, too."""
+
+import json
+
+import numpy as np
+import pytest
+from hostile_server import HostileServer, refusal
+from peers import JOB, NAMES, hospitals, run
+
+from flwr_replay.check import check_strategy
+from flwr_replay.config.catalogue import choices
+from flwr_replay.config.compose import compose
+from flwr_replay.data import load
+from flwr_replay.data.dealt import dealt, loaded, pooled
+from flwr_replay.payloads.common import Evaluate
+from flwr_replay.studies.compare import planned
+
+VALIDATED = "split=validation"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hospitals")
+    hospitals(folder)
+    return folder
+
+
+def splits(ran):
+    lines = [json.loads(line) for line in (ran.folder / "ledger.jsonl").read_text().splitlines()]
+    return [line["split"] for line in lines if line.get("split") and line["direction"] == "down"]
+
+
+def test_rounds_are_judged_by_validation_examples_and_the_last_by_test_examples(folder):
+    ran = run(folder, "strategy=fedavg", VALIDATED, "rounds=3")
+    asked = [split for split in splits(ran) if split]
+    assert asked.index("test") >= 2 * len(NAMES)  # in the last round only
+    tested = run(folder, "strategy=fedavg", "rounds=3")
+    final = ran.result["final"]["global"]
+    assert {"accuracy", "test-accuracy", "loss", "test-loss"} <= final.keys()
+    assert {*tested.result["final"]["global"]} <= {*final}
+    lines = [json.loads(line) for line in (ran.folder / "metrics.jsonl").read_text().splitlines()]
+    assert {line["round"] for line in lines if line["metric"] == "accuracy"} == {1, 2, 3}
+    assert {line["round"] for line in lines if line["metric"] == "test-accuracy"} == {3}
+    assert "validation examples" in ran.result["metrics-note"]
+    rounds = [line["value"] for line in lines if line["metric"] == "accuracy" and not line["institution"]]
+    assert ran.result["best"]["accuracy"] == max(rounds)
+
+
+def test_the_examples_are_nobody_elses():
+    options = ["task=digits", "partition=iid", "nodes=3"]
+    plain, held = compose(options), compose([*options, VALIDATED])
+    before, after = load(plain.task), load(held.task)
+    assert before.val is None
+    assert 0.07 < len(after.val) / len(before.train) < 0.13
+    assert len(after.train) + len(after.val) == len(before.train)
+    np.testing.assert_array_equal(after.test.x, before.test.x)
+    part = dealt(held.task, held.partition, 3, 0)
+    owned = [part.examples(loaded(held.task), k) for k in range(3)]
+    assert sum(len(one.val) for one in owned) == len(after.val)
+    assert len(pooled(held.task, held.partition, 3, 0).train) == len(after.train)
+
+
+def test_a_further_example_moves_no_other(tmp_path):
+    """Neighbouring data differ by one example: else no epsilon would be of one example."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (61, 8, 8), dtype=np.uint8), np.arange(61) % 3
+    found = []
+    for n in (60, 61):
+        arrays = {"train_images": x[:n], "train_labels": y[:n, None], "test_images": x[:9], "test_labels": y[:9, None]}
+        np.savez(tmp_path / "made.npz", **arrays)
+        options = ["task=medmnist", f"task.data_dir={tmp_path}/made.npz", "task.size=8", "classes=3", VALIDATED]
+        data = load(compose(options).task)
+        found.append({row.tobytes() for row in data.val.x})
+        assert len(data.val)
+    assert len(found[1] - found[0]) <= 1
+    assert found[0] <= found[1]
+
+
+def test_a_patients_images_are_held_out_together(tmp_path):
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    lines = ["image,label,patient"]
+    for n in range(90):
+        Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8)).save(tmp_path / f"{n}.png")
+        lines.append(f"{n}.png,{n % 2},p{n // 3}")
+    (tmp_path / "manifest.csv").write_text("\n".join(lines) + "\n")
+    base = ["task=folder", f"task.data_dir={tmp_path}", "task.size=8", "task.channels=1", "task.classes=2"]
+    plain, held = load(compose(base).task), load(compose([*base, VALIDATED]).task)
+    assert len(held.val) % 3 == len(held.train) % 3 == 0
+    assert len(held.val) >= 3
+    np.testing.assert_array_equal(held.test.x, plain.test.x)
+
+
+@pytest.mark.parametrize("strategy", sorted(choices("strategy")))
+def test_every_method(strategy):
+    check_strategy(strategy, [VALIDATED])
+
+
+def test_an_institution_tests_on_them_only_where_the_run_says_so(folder):
+    server = HostileServer(folder, "strategy=fedavg")
+    assert "split=validation" in refusal(server.send(Evaluate(arrays=server.weights, run="r", split="validation")))
+
+
+def test_a_comparison_is_of_test_examples(tmp_path):
+    options = [*JOB, "task.data_dir=none", VALIDATED, "seeds=2"]
+    found = planned(["fedavg", "cwt"], options, "", tmp_path)
+    assert found.about["metric"] == "test-accuracy"
+    assert found.about["higher-is-better"]
