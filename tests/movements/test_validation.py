@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from hostile_server import HostileServer, refusal
-from peers import JOB, NAMES, hospitals, run
+from peers import NAMES, hospitals, run
 
 from flwr_replay.check import check_strategy
 from flwr_replay.config.catalogue import choices
@@ -103,7 +103,7 @@ def test_an_institution_tests_on_them_only_where_the_run_says_so(folder):
 
 
 def test_a_comparison_is_of_test_examples(tmp_path):
-    options = [*JOB, "task.data_dir=none", VALIDATED, "seeds=2"]
+    options = ["task=digits", "partition=iid", VALIDATED, "seeds=2"]
     found = planned(["fedavg", "cwt"], options, "", tmp_path)
     assert found.about["metric"] == "test-accuracy"
     assert found.about["higher-is-better"]
