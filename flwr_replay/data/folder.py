@@ -8,18 +8,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig
-from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of
+from flwr_replay.data.manifest import INTEGER, SPLITS, Row, manifest_rows, raws_of
 from flwr_replay.data.picture import DICOM, fitted, picture
 from flwr_replay.data.readers import Raw
 from flwr_replay.errors import ConfigError, DataError
 
-__all__ = ["SUFFIXES", "folder_rows", "read_folder", "read_image"]
+__all__ = ["SUFFIXES", "folder_rows", "form_of", "read_folder", "read_image"]
 
 SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp", *DICOM])
 MODES = {1: "L", 3: "RGB"}
@@ -56,6 +58,27 @@ def folder_rows(root: Path, site_column: str = "site") -> list[Row]:
         raise DataError(f"task.data-dir must be a folder; {root} is not: set it to the folder with the images")
     manifest = root / "manifest.csv"
     return manifest_rows(manifest, site_column, "image") if manifest.is_file() else _folder_rows(root)
+
+
+def form_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """Read size and channels off the first image, and classes off the labels, with class_names if these are words.
+
+    Raises
+    ------
+    DataError
+        If the first image cannot be read.
+    """
+    try:
+        image = picture(rows[0].file, "RGB", rows[0].where)
+    except DataError as error:
+        raise DataError(f"{error}; the form of all images is read off the first") from None
+    red, green, blue = image.split()
+    grey = red.tobytes() == green.tobytes() == blue.tobytes()
+    labels = sorted({row.label for row in rows})
+    words = [label for label in labels if not INTEGER.fullmatch(label)]
+    classes = len(labels) if words else int(max(float(label) for label in labels)) + 1
+    named = {"class_names": labels} if words else {}
+    return {"size": image.height, "channels": 1 if grey else 3, "classes": classes, **named}
 
 
 def _folder_rows(root: Path) -> list[Row]:

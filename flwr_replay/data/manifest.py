@@ -23,7 +23,7 @@ from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
 from flwr_replay.errors import DataError, nearest
 from flwr_replay.rng import derived_seed
 
-__all__ = ["SPLITS", "VALIDATED", "Row", "manifest_rows", "parted", "raws_of"]
+__all__ = ["INTEGER", "SPLITS", "VALIDATED", "Row", "manifest_rows", "parted", "raws_of"]
 
 SPLITS = ("train", "test", "val")
 TESTED = 0.2  # share of the patients to test on, if no split is given

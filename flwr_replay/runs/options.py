@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from flwr_replay.config.compose import COMMAND_LINE, compose, compose_own, overrides_of
+from flwr_replay.config.quoting import quoted
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError, RunError
@@ -56,7 +57,7 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
         overrides = [*run_overrides(Path(resume).expanduser()), *options]
         overrides.append(f"resume={_quoted(Path(resume).expanduser().absolute())}")
     else:
-        overrides = [*options, f"runs_dir={_quoted(Path(runs_dir).expanduser().absolute())}"]
+        overrides = [*_read_off(options), *options, f"runs_dir={_quoted(Path(runs_dir).expanduser().absolute())}"]
     config = compose_own(overrides)
     own = asdict(config.strategy)
     files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights}
@@ -96,6 +97,20 @@ def run_overrides(folder: Path) -> list[str]:
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
         detail = " ".join(str(error).split())
         raise RunError(f"a run's config.yaml must be as the run wrote it; {file} is damaged: {detail}") from None
+
+
+def _read_off(options: Sequence[str]) -> list[str]:
+    """Read off a folder of images what the options do not say: channels, classes and their names."""
+    given = {option.partition("=")[0].replace("-", "_").removeprefix("task."): option for option in options}
+    if "task=folder" not in options or "data_dir" not in given:
+        return []
+    from flwr_replay.data.folder import folder_rows, form_of
+
+    task = compose(["task=folder", given["data_dir"]]).task
+    found = form_of(folder_rows(Path(task.data_dir).expanduser().absolute(), task.site_column))
+    named = {"classes", "class_names"} & given.keys()
+    wanted = ["channels", *([] if named else ["classes", "class_names"])]
+    return [f"task.{name}={quoted(found[name])}" for name in wanted if name in found and name not in given]
 
 
 def _sites(task: TaskConfig) -> int:

@@ -22,9 +22,8 @@ from typing import Any
 
 from flwr_replay.config.compose import compose_own
 from flwr_replay.config.quoting import node_config, quoted
-from flwr_replay.data.folder import folder_rows
-from flwr_replay.data.manifest import INTEGER, Row
-from flwr_replay.data.picture import picture
+from flwr_replay.data.folder import folder_rows, form_of
+from flwr_replay.data.manifest import Row
 from flwr_replay.errors import ConfigError, DataError, RunError
 from flwr_replay.files.atomic import NAME, private_folder, write_atomic
 from flwr_replay.institution.policy import read_policy
@@ -98,7 +97,7 @@ def rehearse(
             raise ConfigError(f"a rehearsal sets {key.replace('_', '-')} itself: leave it out")
     rows = folder_rows(data)
     given = {key.removeprefix("task.") for key in keys}
-    task = [f"task.{key}={quoted(value)}" for key, value in _form(rows).items() if key not in given]
+    task = [f"task.{key}={quoted(value)}" for key, value in form_of(rows).items() if key not in given]
     names = _names(rows, institutions)
     node_config({"--out": str(place)})  # a folder that Flower could not be told is reported now, too
     policies = {name: _policy(policy, name) for name in set(names)} if policy else {}
@@ -248,18 +247,3 @@ def _names(rows: Sequence[Row], institutions: int) -> list[str]:
         raise ConfigError(f"--institutions must be from 2 to the number of images, {len(rows)}; got {institutions}")
     order = derived_rng(0, "rehearsal").permutation(len(rows))
     return [f"clinic-{at % number + 1}" for at in order.argsort()]
-
-
-def _form(rows: Sequence[Row]) -> dict[str, Any]:
-    """Read the task's options off the first image and the labels."""
-    try:
-        image = picture(rows[0].file, "RGB", rows[0].where)
-    except DataError as error:
-        raise DataError(f"{error}; a rehearsal reads the form of all images off the first") from None
-    red, green, blue = image.split()
-    grey = red.tobytes() == green.tobytes() == blue.tobytes()
-    labels = sorted({row.label for row in rows})
-    words = [label for label in labels if not INTEGER.fullmatch(label)]
-    classes = len(labels) if words else int(max(float(label) for label in labels)) + 1
-    named = {"class_names": labels} if words else {}
-    return {"size": image.height, "channels": 1 if grey else 3, "classes": classes, **named}

@@ -13,6 +13,7 @@ from PIL import Image
 from flwr_replay.config.sections import PartitionConfig, TaskConfig
 from flwr_replay.data import Dataset, load, partition
 from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.runs.options import resolve
 
 Task = Callable[..., TaskConfig]
 
@@ -252,6 +253,19 @@ def test_a_site_that_lacks_a_class_needs_the_class_names(tmp_path: Path, make: T
     manifest(tmp_path, "image,label", ["a.png,ill", "b.png,ill"])
     refused(make(), "1 class names", "(ill)", "set task.class-names")
     assert load(make(class_names=("healthy", "ill"))).train.y.tolist() == [1]
+
+
+def test_a_run_reads_channels_and_classes_off_the_folder(tmp_path: Path) -> None:
+    for n in range(12):
+        draw(tmp_path / f"{n}.png", n, mode="RGB" if n else "L")
+    manifest(tmp_path, "image,label", [f"{n}.png,{label}" for n, label in enumerate(["ill", "well", "fine"] * 4)])
+    given = ["task=folder", f"task.data-dir={tmp_path}", "task.size=8"]
+    task = resolve(given, "", "")[1].task
+    assert (task.channels, task.classes, task.class_names) == (1, 3, ("fine", "ill", "well"))
+    task = resolve([*given, "channels=3", "task.class-names=[well,ill,fine]", "classes=3"], "", "")[1].task
+    assert (task.channels, task.classes, task.class_names) == (3, 3, ("well", "ill", "fine"))
+    with pytest.raises(DataError, match="must be a folder"):
+        resolve(["task=folder", "task.data-dir=nowhere"], "", "")
 
 
 def test_images_that_are_wrong(tmp_path: Path, make: Task) -> None:
