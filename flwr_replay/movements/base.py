@@ -179,7 +179,7 @@ class Movement(Evaluating):
         exchanges = num_rounds * self.exchanges_per_round()
         evaluations = ceil(num_rounds / self.settings.evaluate_every)
         travelling = self.travelling(arrays)
-        requests = [(self.evaluation(0, travelling), evaluations)]
+        requests = [(self.judging(0, travelling), evaluations)]
         for observer in self.observers:
             times = observer.forecast(exchanges, evaluations)
             requests.append((self.evaluation_on(observer.split, 0, travelling), times))

@@ -40,8 +40,13 @@ class Evaluating(Exchanging):
 
     def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
         """Return the request to evaluate on a split; `UNMIXED` is the one that rounds are judged by, before mixing."""
-        request = self.evaluation(server_round, arrays)
-        return replace(request, split=self.settings.split if split == UNMIXED else split)  # type: ignore[call-arg]
+        request = self.judging(server_round, arrays)
+        return request if split == UNMIXED else replace(request, split=split)  # type: ignore[call-arg]
+
+    def judging(self, server_round: int, arrays: Weights) -> Request:
+        """Return the request to evaluate on the split that rounds are judged by."""
+        request, split = self.evaluation(server_round, arrays), self.settings.split
+        return request if split == "test" else replace(request, split=split)  # type: ignore[call-arg]
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the weights that an institution is to test on a split; None: it has nothing to test there."""
@@ -72,9 +77,7 @@ class Evaluating(Exchanging):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask every institution to evaluate on its test shard, or on its validation examples."""
-        split = self.settings.split
-        asked = partial(self.evaluation_on, split) if split != "test" else self.evaluation
-        request = asked(server_round, arrays)
+        request = self.judging(server_round, arrays)
         return (self.message(member, request, config) for member in self.members)
 
     def tester(self, run: Run, server_round: int, arrays: ArrayRecord) -> TestOn:
