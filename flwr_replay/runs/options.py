@@ -102,15 +102,15 @@ def run_overrides(folder: Path) -> list[str]:
 def _read_off(options: Sequence[str]) -> list[str]:
     """Read off a folder of images what the options do not say: channels, classes and their names."""
     given = {option.partition("=")[0].replace("-", "_").removeprefix("task."): option for option in options}
-    if "task=folder" not in options or "data_dir" not in given:
+    named = {"classes", "class_names"} & given.keys()
+    wanted = [name for name in ("channels", *(() if named else ("classes", "class_names"))) if name not in given]
+    if "task=folder" not in options or "data_dir" not in given or not wanted:
         return []
     from flwr_replay.data.folder import folder_rows, form_of
 
     task = compose(["task=folder", given["data_dir"]]).task
     found = form_of(folder_rows(Path(task.data_dir).expanduser().absolute(), task.site_column))
-    named = {"classes", "class_names"} & given.keys()
-    wanted = ["channels", *([] if named else ["classes", "class_names"])]
-    return [f"task.{name}={quoted(found[name])}" for name in wanted if name in found and name not in given]
+    return [f"task.{name}={quoted(found[name])}" for name in wanted if name in found]
 
 
 def _sites(task: TaskConfig) -> int:

@@ -239,7 +239,7 @@ def test_every_text_comes_back_as_it_was(drawn, tmp_path_factory):
 def test_what_is_planned_is_what_institutions_compose(tmp_path, monkeypatch):
     """A command line is composed here, its overrides again at every institution."""
     monkeypatch.chdir(tmp_path)
-    files = ["task.data_dir=d", "topology=file", "topology_file='a b.npy'"]
+    files = ["task.data_dir=d", "task.channels=1", "task.classes=2", "topology=file", "topology_file='a b.npy'"]
     overrides, config = resolve(["strategy=avgpush", "task=folder", *files], "runs", "")
     assert compose(overrides) == config
     assert (config.nodes, config.strategy.topology_file) == (4, str(tmp_path / "a b.npy"))

@@ -305,4 +305,5 @@ def test_choices_are_named_as_their_files_and_hold_known_options() -> None:
     for path in (ROOT / "conf" / "partition").glob("*.yaml"):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert {"name", "size", "test"} <= set(values) <= set(PartitionConfig.__dataclass_fields__), path
+        values |= {"shares": tuple(values["shares"])} if "shares" in values else {}
         assert PartitionConfig(**values) == PartitionConfig(name=path.stem), path
