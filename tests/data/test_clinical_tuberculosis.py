@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 from clinical import draw, levels, read, refused, truncate
-from PIL import Image
 
 from flwr_replay.errors import ConfigError
 from flwr_replay.report.progress import Display
