@@ -190,7 +190,7 @@ policy says to it, you can see before you start: step 5.
    coordinator says where to get it. From a checkout: `pip install .`; or `uv sync` there, and then, in every new
    terminal, `. .venv/bin/activate`. It opens no port to the outside.
 2. Put your images where `data` in this folder points: `ln -s /path/to/your/images data`. Or write the path into
-   `clinic.env`, after `DATA=`. The images lie in that folder or below it, all of one size, with 8 bits per channel.
+   `clinic.env`, after `DATA=`. The images lie in that folder or below it, of any size; they are fitted to the study's.
    Beside them is `manifest.csv`: a line `image,label,patient`, then one for each image, such as
    `scans/0001.png,Normal,P017`. Of each patient's images all train or all test: a column `split` with `train` or `test`
    says which; without it one patient in five tests. Labels are written as in the study, with the same capitals.
