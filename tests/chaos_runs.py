@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from random import Random
 
+import torch
 from chaos_faults import STEPS, STRUCK, Fault, Shared, slot, watch
 
 from flwr_replay.check import JOB as SMALL
@@ -33,6 +34,7 @@ NAME = "one"  # of every run
 DELIVERED = re.compile(r"(/codes-\d+|/decoder-\d+|/pictures/prior)-\d{6}")  # again to all when a run resumes
 KINDS = ("kill", "full", "no more files", "read-only")  # of faults
 NONE = Fault()
+LONGEST = 240  # seconds of a run
 
 
 def jobs() -> dict[str, list[str]]:
@@ -97,12 +99,13 @@ class Place:
         child = os.fork()
         if not child:
             self._work(words, fault)
-        if fault.after:
-            watched = os.pidfd_open(child)
-            if not select.select([watched], [], [], fault.after)[0]:
-                self.shared[STRUCK] = 0
-                os.kill(child, signal.SIGKILL)
-            os.close(watched)
+        watched = os.pidfd_open(child)
+        ended = select.select([watched], [], [], fault.after or LONGEST)[0]
+        os.close(watched)
+        if not ended:
+            self.shared[STRUCK] = 0
+            os.kill(child, signal.SIGKILL)
+            assert fault.after, f"{words} did not end within {LONGEST} s"
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return Ended(code, (self.folder / "said").read_text(), time.monotonic() - began)
 
@@ -114,6 +117,7 @@ class Place:
     def _work(self, words: list[str], fault: Fault) -> None:
         """Run the command line in this forked process, and end it."""
         code = 99
+        torch.set_num_threads(1)  # before any work: if this process had threads, a fork waits for them for ever
         try:
             file = os.open(self.folder / "said", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
             os.dup2(file, 1)
