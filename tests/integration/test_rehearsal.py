@@ -104,8 +104,8 @@ def test_what_cannot_be_rehearsed_is_refused_before_anything_is_written(play, tm
 
 
 def test_a_folder_without_sites_is_dealt_at_random_and_colours_are_seen(tmp_path):
-    from flwr_replay.data.folder import folder_rows
-    from flwr_replay.runs.rehearsal import _form, _names
+    from flwr_replay.data.folder import folder_rows, form_of
+    from flwr_replay.runs.rehearsal import _names
 
     for label in ("cat", "dog"):
         (tmp_path / label).mkdir()
@@ -114,6 +114,6 @@ def test_a_folder_without_sites_is_dealt_at_random_and_colours_are_seen(tmp_path
     rows = folder_rows(tmp_path)
     names = _names(rows, 3)
     assert sorted(map(names.count, set(names))) == [3, 3, 4]
-    assert _form(rows) == {"size": 6, "channels": 3, "classes": 2, "class_names": ["cat", "dog"]}
+    assert form_of(rows) == {"size": 6, "channels": 3, "classes": 2, "class_names": ["cat", "dog"]}
     with pytest.raises(ConfigError, match="from 2 to the number of images, 10; got 11"):
         _names(rows, 11)
