@@ -296,7 +296,8 @@ class FedER(Relay):
         found: dict[str, dict[str, float]] = {}
         for model, weights in sorted(self.models_at_end({}).items()):
             self.shown = weights
-            messages = self.configure_evaluate(server_round, arrays, run.evaluate_config, run.grid)
+            request = self.evaluation_on("test", server_round, arrays)
+            messages = (self.message(member, request, run.evaluate_config) for member in self.members)
             replies = self.exchange(run.grid, server_round, messages, needed=False)
             _, own = self.pooled(server_round, replies) or ({}, {})
             for name, metrics in own.items():

@@ -68,7 +68,7 @@ def deal_by_shares(
         "partition=shares needs partition.shares, a list, or partition.file, a table: set one of them",
     )
     values_C, counts_C = np.unique(y, return_counts=True)
-    names, shares_KC, sizes_K = _listed(config) if config.shares else _tabled(Path(config.file), values_C)
+    names, shares_KC, sizes_K = _listed(config) if config.shares else _tabled(Path(config.file), values_C, len(y))
     require(
         len(shares_KC) == nodes,
         f"partition=shares has a row for each institution; got {len(shares_KC)} for nodes={nodes}: set "
@@ -116,7 +116,7 @@ def _listed(config: PartitionConfig) -> tuple[tuple[str, ...], NDArray[np.float6
 
 
 def _tabled(
-    path: Path, values_C: NDArray[np.int64]
+    path: Path, values_C: NDArray[np.int64], most: int
 ) -> tuple[tuple[str, ...], NDArray[np.float64], NDArray[np.int64] | None]:
     classes = [str(value) for value in values_C]
     rows, names, sizes = [], [], []
@@ -134,8 +134,8 @@ def _tabled(
             raise DataError(f"shares must be numbers, sizes whole ones; {where} has others: correct it") from None
         _check(rows[-1], where, DataError)
         names.append(cells["institution"])
-        if sizes and sizes[-1] < 1:
-            raise DataError(f"size must be at least 1; got {sizes[-1]} in {where}")
+        if sizes and not 1 <= sizes[-1] <= most:
+            raise DataError(f"size must lie in 1 to {most}, the training examples; got {sizes[-1]} in {where}")
     if not rows:
         raise DataError(f"{path} must have a row for each institution; got none")
     order = np.argsort(names)

@@ -212,8 +212,11 @@ def _held_out(examples: Examples) -> dict[str, Examples]:
         derived_seed(SPLIT_SEED, "val", hashlib.sha256(x.tobytes() + y.tobytes()).hexdigest()) / 2**63
         for x, y in zip(examples.x, examples.y, strict=True)
     ]
-    held, rest = parted(np.asarray(places), VALIDATED)
-    return {"val": examples.take(held), "train": examples.take(rest)}
+    held, sites = np.zeros(len(examples), bool), examples.sites
+    for site in [None] if sites is None else np.unique(sites):  # a site's depend on its own examples only
+        members = np.arange(len(examples)) if sites is None else np.flatnonzero(sites == site)
+        held[members[parted(np.asarray(places)[members], VALIDATED)[0]]] = True
+    return {"val": examples.take(np.flatnonzero(held)), "train": examples.take(np.flatnonzero(~held))}
 
 
 def _checked(raw: Raw, task: TaskConfig) -> Examples:

@@ -117,9 +117,7 @@ def raws_of(
         raise DataError(f"task={task.name} needs examples; got none in {source}")
     y = _labels(rows, task, source)
     sites = None if rows[0].site is None else np.asarray([row.site for row in rows], dtype=np.str_)
-    splits = _splits(rows, sites)
-    if task.validation and "val" not in splits:
-        _hold_out(rows, splits, sites)
+    splits = _splits(rows, sites, task.validation)
     found = {}
     for split in known:
         # Keep the order of rows within a split, so that a site's examples are in the order of the site's own folder.
@@ -168,28 +166,26 @@ def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[np.int64]
     return y
 
 
-def _splits(rows: list[Row], sites: NDArray[np.str_] | None) -> NDArray[np.str_]:
-    if rows[0].split is not None:
-        return np.asarray([row.split for row in rows])
+def _splits(rows: list[Row], sites: NDArray[np.str_] | None, validates: bool) -> NDArray[np.str_]:
+    """Return each row's split. A site's depend on its own rows only."""
+    given = rows[0].split is not None
+    splits = np.asarray([row.split or "train" for row in rows], dtype="<U8")
+    if given and not validates:
+        return splits
     places = np.asarray([_place(row) for row in rows])
-    splits = np.where(places < TESTED, "test", "train")
     for site in [None] if sites is None else np.unique(sites):
         members = np.arange(len(rows)) if sites is None else np.flatnonzero(sites == site)
-        # All of a few patients may fall into one split, but both need some; a single patient is for training.
-        for split, end in (("test", places[members].min()), ("train", places[members].max())):
-            if not (splits[members] == split).any():
-                splits[members[places[members] == end]] = split
+        if not given:
+            splits[members[places[members] < TESTED]] = "test"
+            # All of a few patients may fall into one split, but both need some; a single patient is for training.
+            for split, end in (("test", places[members].min()), ("train", places[members].max())):
+                if not (splits[members] == split).any():
+                    splits[members[places[members] == end]] = split
+        trained = members[splits[members] == "train"]
+        if validates and len(trained) and "val" not in splits[members]:
+            low = 0.0 if given else TESTED  # where a hash has chosen who trains, it lies above
+            splits[trained[parted(places[trained], low + (1 - low) * VALIDATED)[0]]] = "val"
     return splits
-
-
-def _hold_out(rows: list[Row], splits: NDArray[np.str_], sites: NDArray[np.str_] | None) -> None:
-    """Make a tenth of every site's patients to train on those to validate on."""
-    low = 0.0 if rows[0].split is not None else TESTED  # where a hash has chosen who trains, it lies above
-    for site in [None] if sites is None else np.unique(sites):
-        members = np.flatnonzero((splits == "train") & (True if sites is None else sites == site))
-        if len(members):
-            places = np.asarray([_place(rows[member]) for member in members])
-            splits[members[parted((places - low) / (1 - low), VALIDATED)[0]]] = "val"
 
 
 def parted(places: NDArray[np.float64], share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -280,8 +280,8 @@ def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         require(
             NAME.fullmatch(name) is not None,
-            "a site's name must be at most 160 letters, digits, spaces, dots, hyphens and underscores, a letter or "
-            f"digit first; got {name!r}: rename it in the manifest",
+            "an institution's name must be at most 160 letters, digits, spaces, dots, hyphens and underscores, a "
+            f"letter or digit first; got {name!r}: rename it where the data name it",
         )
     return names
 

@@ -127,7 +127,9 @@ def _dicom(path: Path, named: str) -> Image.Image:
         array = pixels.apply_voi_lut(pixels.apply_modality_lut(array, found), found)
         grey = _bytes(np.asarray(array, np.float64), named)
         return Image.fromarray(255 - grey if kind == "MONOCHROME1" else grey)
-    except (pydicom.errors.InvalidDicomError, AttributeError, NotImplementedError, RuntimeError) as error:
+    except (DataError, FileNotFoundError):
+        raise
+    except Exception as error:  # a damaged file can raise any error
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{named} must be a DICOM image; it cannot be read: {reason}") from None
 

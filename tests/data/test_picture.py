@@ -100,6 +100,22 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         picture(tmp_path / "a.dcm", "L")
 
 
+def test_a_damaged_dicom_file_is_one_line_or_read(tmp_path: Path) -> None:
+    whole, rng = dicom(tmp_path / "a.dcm", RAMP).read_bytes(), np.random.default_rng(0)
+    said = []
+    for n in range(200):
+        data = bytearray(whole)
+        for at in rng.integers(132, len(data), 3):
+            data[at] = int(rng.integers(256))
+        (tmp_path / "damaged.dcm").write_bytes(data[: len(data) - int(rng.integers(0, 40)) * (n % 2)])
+        try:
+            picture(tmp_path / "damaged.dcm", "L")
+        except DataError as error:
+            said.append(str(error))
+    assert len(said) > 20
+    assert all("damaged.dcm" in line and "\n" not in line for line in said)
+
+
 def test_fitting() -> None:
     wide = Image.fromarray(np.repeat(np.array([[0, 90, 180, 240]], np.uint8), 2, axis=0))  # 4 wide, 2 high
     padded, cropped, stretched = (np.asarray(fitted(wide, 4, fit)) for fit in ("pad", "crop", "stretch"))

@@ -1,6 +1,7 @@
 """split=validation: rounds are judged by held-out examples; the last round's model is tested, too."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from flwr_replay.check import check_strategy
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose
 from flwr_replay.data import load
+from flwr_replay.data.clinical.subjects import divide
 from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.payloads.common import Evaluate
 from flwr_replay.studies.compare import planned
@@ -107,3 +109,44 @@ def test_a_comparison_is_of_test_examples(tmp_path):
     found = planned(["fedavg", "cwt"], options, "", tmp_path)
     assert found.about["metric"] == "test-accuracy"
     assert found.about["higher-is-better"]
+
+
+def test_one_site_alone_holds_out_what_it_does_among_all(tmp_path):
+    """What a deployment rests on: each institution reads its own rows, a simulation reads all of them."""
+    from PIL import Image
+
+    rng, rows = np.random.default_rng(1), {"a": [], "b": [], "c": []}
+    for n in range(120):
+        site = "abc"[n % 3]
+        Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8)).save(tmp_path / f"{n}.png")
+        split = ("val" if n % 9 == 1 else "test" if n % 9 == 4 else "train") if site == "b" else "test" * (n % 7 == 0)
+        rows[site].append(f"{n}.png,{n % 2},{site},{split or 'train'}")  # only b has a validation split of its own
+    base = ["task=folder", f"task.data_dir={tmp_path}", "task.size=8", "task.channels=1", "task.classes=2"]
+    options = [*base, "partition=natural", "nodes=3", VALIDATED]
+
+    def read(lines):
+        (tmp_path / "manifest.csv").write_text("\n".join(["image,label,site,split", *lines]) + "\n")
+        return load(compose(options).task)
+
+    whole = read([line for lines in rows.values() for line in lines])
+    for site, lines in rows.items():
+        alone = read(lines)
+        for split in ("train", "val", "test"):
+            among = getattr(whole, split)
+            np.testing.assert_array_equal(getattr(alone, split).x, among.x[among.sites == site])
+            assert len(getattr(alone, split))
+
+
+def test_subjects_of_one_stratum_do_not_move_another():
+    task = replace(
+        compose(["task=retina", "task.data_dir=none", VALIDATED]).task, train_size=0, val_size=0, test_size=0
+    )
+    task = replace(task, balanced=False)
+    names = [f"s{n}" for n in range(150)]
+    strata = ["a" if n % 3 else "b" for n in range(150)]
+    whole = divide(names, strata, task, None)
+    own = [n for n in range(150) if strata[n] == "a"]
+    alone = divide([names[n] for n in own], ["a"] * len(own), task, None)
+    for split in ("train", "val", "test"):
+        assert {names[own[n]] for n in alone[split]} == {names[n] for n in whole[split] if strata[n] == "a"}
+        assert len(alone[split])

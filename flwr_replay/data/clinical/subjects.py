@@ -116,7 +116,9 @@ def divide(
             places[subject] = (rank + 0.5) / used
     order = sorted(places, key=lambda subject: (places[subject], hashes[subject]))
     test = task.test_size or sum(place < test_share for place in places.values())
-    validated = task.val_size or (max(1, round(VALIDATED * (len(order) - test))) if task.validation else 0)
+    share = test / len(order) if task.test_size else test_share
+    below = sum(place < share + VALIDATED * (1 - share) for place in places.values())
+    validated = task.val_size or (max(below - test, 1) if task.validation else 0)
     held = test + validated
     train = task.train_size or max(len(order) - held, 1)
     if held + train > len(order):
