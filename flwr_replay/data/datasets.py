@@ -65,6 +65,8 @@ class Examples:
         Labels.
     sites : ndarray of str, shape (N,), or None
         The institution each example comes from, where the data name it.
+    patients : ndarray of str, shape (N,), or None
+        The patient each example comes from, where the data name it.
 
     Raises
     ------
@@ -75,6 +77,7 @@ class Examples:
     x: NDArray[np.uint8] | NDArray[np.float32]
     y: NDArray[np.int64] | NDArray[np.float32] | NDArray[np.uint8]
     sites: NDArray[np.str_] | None = None
+    patients: NDArray[np.str_] | None = None
 
     def __post_init__(self) -> None:
         if self.x.ndim != 4 or self.x.dtype not in (np.uint8, np.float32):
@@ -118,7 +121,8 @@ class Examples:
 
     def take(self, indices: NDArray[np.int64]) -> Examples:
         """Return the examples at these indices, in their order, as copies."""
-        return Examples(self.x[indices], self.y[indices], None if self.sites is None else self.sites[indices])
+        sites, patients = (None if of is None else of[indices] for of in (self.sites, self.patients))
+        return Examples(self.x[indices], self.y[indices], sites, patients)
 
 
 def examples_of(given: Any) -> Examples:
@@ -248,7 +252,7 @@ def _checked(raw: Raw, task: TaskConfig) -> Examples:
             f"labels of task={task.name} must {rule}; got {value} (example {first} of {raw.labels}): correct the label"
         )
     # Writable, since torch shares the array's memory.
-    return Examples(np.require(raw.x, requirements=["C", "W"]), y, raw.sites)
+    return Examples(np.require(raw.x, requirements=["C", "W"]), y, raw.sites, raw.patients)
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -117,7 +117,9 @@ def raws_of(
         raise DataError(f"task={task.name} needs examples; got none in {source}")
     y = _labels(rows, task, source)
     sites = None if rows[0].site is None else np.asarray([row.site for row in rows], dtype=np.str_)
+    patients = _patients(rows)
     splits = _splits(rows, sites, task.validation)
+    _refuse_shared(rows, patients, splits)
     found = {}
     for split in known:
         # Keep the order of rows within a split, so that a site's examples are in the order of the site's own folder.
@@ -125,7 +127,8 @@ def raws_of(
         x = np.empty((len(members), task.channels, task.size, task.size), dtype)
         for n, member in enumerate(members):
             x[n] = read(rows[member], task)
-        found[split] = Raw(x, y[members], source, source, None if sites is None else sites[members])
+        known_of = (None if of is None else of[members] for of in (sites, patients))
+        found[split] = Raw(x, y[members], source, source, *known_of)
     return found
 
 
@@ -186,6 +189,24 @@ def _splits(rows: list[Row], sites: NDArray[np.str_] | None, validates: bool) ->
             low = 0.0 if given else TESTED  # where a hash has chosen who trains, it lies above
             splits[trained[parted(places[trained], low + (1 - low) * VALIDATED)[0]]] = "val"
     return splits
+
+
+def _patients(rows: list[Row]) -> NDArray[np.str_] | None:
+    """Return each row's patient: a site's own name of one, or nobody else's; None if no row names one."""
+    if not any(row.patient for row in rows):
+        return None
+    return np.asarray([f"{row.site or ''}/{row.patient or row.where}" for row in rows], np.str_)
+
+
+def _refuse_shared(rows: list[Row], patients: NDArray[np.str_] | None, splits: NDArray[np.str_]) -> None:
+    """Refuse a patient whose examples are in two splits: testing on somebody known by training is no test."""
+    splits_of: dict[str, str] = {}
+    for row, patient, split in zip(rows, () if patients is None else patients, splits, strict=False):
+        if (other := splits_of.setdefault(patient, split)) != split:
+            raise DataError(
+                f"all examples of a patient must be in one split; {shortened(row.patient)} is in {other} and in "
+                f"{split} ({row.where}): correct the column split"
+            )
 
 
 def parted(places: NDArray[np.float64], share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

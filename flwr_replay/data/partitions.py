@@ -22,6 +22,7 @@ from flwr_replay.data.by_majority import deal_by_majority
 from flwr_replay.data.by_shares import deal_by_shares
 from flwr_replay.data.class_counts import ClassCounts
 from flwr_replay.data.datasets import Dataset, Examples
+from flwr_replay.data.patients import Patients, patients_of
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_groups, mean_pairwise, tv_matrix
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.files.atomic import NAME
@@ -124,6 +125,9 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     - natural: by the sites that the data name.
     - dirichlet: flwr-datasets' `DirichletPartitioner`.
 
+    Where the data name patients, these are dealt, each with all examples of theirs: a size counts patients then, and
+    labels are their most frequent ones.
+
     Test and validation examples are dealt IID in equal shards. With `config.test="mirror"`, each class (or decile of a
     continuous label) is dealt in the proportions of its training examples. natural deals them by site.
 
@@ -156,22 +160,24 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         f"partition.contrast needs images of bytes; got {dataset.train.x.dtype}: leave it at 0",
     )
     val = dataset.val if dataset.val is not None and len(dataset.val) else None
-    dropped, classes, val_shards = 0, None, None
+    dropped, classes, val_shards, patients = 0, None, None, patients_of(dataset.train)
     if config.name == "natural":
         names = _institutions_of(dataset, config, nodes)
         train, test = _by_site(dataset.train, names), _by_site(dataset.test, names)
         val_shards = _by_site(val, names) if val else None
     else:
         names = institution_names(nodes)
+        _refuse_counting(patients, config)
         if config.name == "ks":
-            train, dropped = deal_by_ks(dataset.train.labels, config, nodes, seed)
+            dealt, dropped = deal_by_ks(patients.labels, config, nodes, seed)
         elif config.name == "majority":
-            train, classes = deal_by_majority(dataset.train.labels, config, nodes, seed)
+            dealt, classes = deal_by_majority(patients.labels, config, nodes, seed)
         elif config.name == "shares":
-            given, train = deal_by_shares(dataset.train.labels, config, nodes, seed)
+            given, dealt = deal_by_shares(patients.labels, config, nodes, seed)
             names = _checked_names(given) or names
         else:
-            train = DEALERS[config.name](dataset.train.labels, config, nodes, seed)
+            dealt = DEALERS[config.name](patients.labels, config, nodes, seed)
+        train = patients.examples(dealt)
         test = _shards(dataset.test, "test", dataset.train, train, config, seed)
         val_shards = _shards(val, "val", dataset.train, train, config, seed) if val else None
     shards = {"train": train, "test": test, "val": val_shards or []}
@@ -249,6 +255,16 @@ DEALERS: dict[str, Callable[[NDArray[Any], PartitionConfig, int, int], list[Indi
 }
 
 
+def _refuse_counting(patients: Patients, config: PartitionConfig) -> None:
+    """Refuse options that count examples of a class, where patients with several examples are dealt."""
+    counts = {"partition=majority": config.name == "majority", "partition.drop": config.name == "ks" and config.drop}
+    for option in (option for option, used in counts.items() if used and patients.several):
+        raise ConfigError(
+            f"{option} counts single examples; these data name patients with several, who are dealt as a whole: choose "
+            "another partition, or leave the column patient out"
+        )
+
+
 def site_names(dataset: Dataset) -> tuple[str, ...]:
     """Return the sorted names of the sites in the data.
 
@@ -296,11 +312,11 @@ def _by_site(examples: Examples, names: Sequence[str]) -> list[Indices]:
 def _shards(
     held: Examples, split: str, train: Examples, parts: list[Indices], config: PartitionConfig, seed: int
 ) -> list[Indices]:
-    """Deal every test (or validation) example to one institution."""
-    rng = derived_rng(seed, "partition", split)
+    """Deal every test (or validation) example to one institution, a patient's all to the same."""
+    rng, patients = derived_rng(seed, "partition", split), patients_of(held)
     if config.test == "iid":
-        return np.array_split(rng.permutation(len(held)), len(parts))
-    groups = label_groups(held.labels, train.labels)
+        return patients.examples(np.array_split(rng.permutation(len(patients.members)), len(parts)))
+    groups = label_groups(patients.labels, train.labels)
     groups_train = label_groups(train.labels, train.labels)
     shards: list[list[Indices]] = [[] for _ in parts]
     for group in np.unique(groups):
@@ -311,7 +327,7 @@ def _shards(
         ends = np.cumsum(_apportion(len(members), owned_K, rng))
         for shard, dealt in zip(shards, np.split(members, ends[:-1]), strict=True):
             shard.append(dealt)
-    return [np.concatenate(shard) for shard in shards]
+    return patients.examples([np.concatenate(shard) for shard in shards])
 
 
 def _apportion(total: int, weights_K: Indices, rng: np.random.Generator) -> Indices:

@@ -63,6 +63,7 @@ class Raw:
     images: str
     labels: str
     sites: NDArray[np.str_] | None = None
+    patients: NDArray[np.str_] | None = None
 
 
 def read_digits(task: TaskConfig) -> dict[str, Raw]:

@@ -66,16 +66,18 @@ def read_brats(task: TaskConfig) -> dict[str, Raw]:
     folders = sorted(path for path in (root / "HGG").glob("*") if path.is_dir())
     if not folders:
         raise DataError(f"task={task.name} needs subjects; got none in {root / 'HGG'}: set task.data-dir")
-    sites = _sites([folder.name for folder in folders], root)
-    splits = divide([folder.name for folder in folders], sites, task, root / "HGG")
+    names = [folder.name for folder in folders]
+    sites = _sites(names, root)
+    splits = divide(names, sites, task, root / "HGG")
     read = partial(_examples, size=task.size, nibabel=nibabel)
     raws = {}
     for split, rows in splits.items():
         found = each(read, [folders[n] for n in rows])
         x = np.concatenate([x for x, _ in found] or [np.empty((0, SLICES, task.size, task.size), np.uint8)])
         y = np.concatenate([y for _, y in found] or [np.empty((0, task.size, task.size), np.uint8)])
-        taken = np.repeat(np.asarray(sites, np.str_)[rows], [len(x) for x, _ in found])
-        raws[split] = Raw(x, y, str(root / "HGG"), str(root / "HGG"), taken)
+        slices = [len(x) for x, _ in found]
+        taken, patients = (np.repeat(np.asarray(of, np.str_)[rows], slices) for of in (sites, names))
+        raws[split] = Raw(x, y, str(root / "HGG"), str(root / "HGG"), taken, patients)
     return raws
 
 

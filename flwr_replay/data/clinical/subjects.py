@@ -149,7 +149,8 @@ def pictures(cases: Sequence[Case], read: Callable[[Path], NDArray[np.uint8]], t
     each(fill, range(len(cases)))
     y: NDArray[Any] = np.asarray([case.label for case in cases], np.float32 if task.kind == "regression" else np.int64)
     sites = np.asarray([case.site for case in cases], np.str_)
-    return Raw(x, y, str(source), str(source), sites if sites.all() and len(cases) else None)
+    patients = np.asarray([case.subject for case in cases], np.str_)
+    return Raw(x, y, str(source), str(source), sites if sites.all() and len(cases) else None, patients)
 
 
 def _divided(cases: Sequence[Case], task: TaskConfig, source: Path, **options: float) -> dict[str, Indices]:
