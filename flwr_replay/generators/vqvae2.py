@@ -50,6 +50,7 @@ class VQVAE2Config(GeneratorConfig):
     dim: int = 16  # numbers in each vector
     width: int = 32  # channels of the encoders and the decoder
     blocks: int = 1  # residual blocks of every part
+    residual_width: int = 8  # channels within a residual block
     beta: float = 0.25  # weight of the commitment loss
     codebook: str = "ema"  # ema: running means, dead codes revived | gradient: learned by the loss, as DP-SGD needs it
     decay: float = 0.99  # ema: the share of the running means that a step keeps
@@ -61,6 +62,7 @@ class VQVAE2Config(GeneratorConfig):
         super().__post_init__()
         one_of("generator.codebook", self.codebook, ("ema", "gradient"))
         within("generator.", self, codes=(2, 2**16), width=(2, WIDTH), dim=(1, WIDTH), blocks=(0, 100))
+        within("generator.", self, residual_width=(1, WIDTH))
         within("generator.", self, epochs=(1, PASSES), lr_halving=NOT_NEGATIVE)
         within("generator.", self, beta=NOT_NEGATIVE_FINITE, decay=FRACTION)
 
@@ -140,17 +142,17 @@ class VQVAE2(ReplayGenerator):
         self.size, self.before, self.after = size, (padded - size) // 2, (padded - size + 1) // 2
         self.grids = (side, side), (2 * side, 2 * side)
         self.codebook_size, self.beta = config.codes, config.beta
-        halved = width // 2
+        halved, residual = width // 2, (config.blocks, config.residual_width)
         self.encoder = nn.Sequential(
-            _down(channels, halved), nn.ReLU(), _down(halved, width), nn.ReLU(), *_body(width, width, config.blocks)
+            _down(channels, halved), nn.ReLU(), _down(halved, width), nn.ReLU(), *_body(width, width, *residual)
         )
-        self.encoder_top = nn.Sequential(_down(width, halved), nn.ReLU(), *_body(halved, width, config.blocks))
+        self.encoder_top = nn.Sequential(_down(width, halved), nn.ReLU(), *_body(halved, width, *residual))
         self.to_top = nn.Conv2d(width, dim, 1)
-        self.from_top = nn.Sequential(*_body(dim, width, config.blocks), _up(width, dim))
+        self.from_top = nn.Sequential(*_body(dim, width, *residual), _up(width, dim))
         self.to_bottom = nn.Conv2d(width + dim, dim, 1)
         self.top = _codebook(config, side**2)
         self.bottom = _codebook(config, 4 * side**2)
-        self.decoder = Decoder(dim, width, config.blocks, channels)
+        self.decoder = Decoder(dim, width, *residual, channels)
         # After PyTorch's own initialisation features hardly differ between images: all of them round to one code.
         for part in (self.encoder, self.encoder_top, self.to_top, self.to_bottom):
             for layer in part.modules():
@@ -207,11 +209,11 @@ class VQVAE2(ReplayGenerator):
 class Decoder(nn.Module):
     """Both levels' vectors, (B, D, h, w) and (B, D, 2h, 2w), to images (B, C, 8h, 8w)."""
 
-    def __init__(self, dim: int, width: int, blocks: int, channels: int) -> None:
+    def __init__(self, dim: int, width: int, blocks: int, residual_width: int, channels: int) -> None:
         super().__init__()
         self.widen = _up(dim, dim)
         self.body = nn.Sequential(
-            *_body(2 * dim, width, blocks), _up(width, width // 2), nn.ReLU(), _up(width // 2, channels)
+            *_body(2 * dim, width, blocks, residual_width), _up(width, width // 2), nn.ReLU(), _up(width // 2, channels)
         )
 
     def forward(self, e_top: Tensor, e_bottom: Tensor) -> Tensor:
@@ -221,11 +223,10 @@ class Decoder(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + conv1x1(ReLU(conv3x3(ReLU(x)))), with a quarter of the channels between."""
+    """x + conv1x1(ReLU(conv3x3(ReLU(x)))), with `inner` channels between."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        inner = max(1, width // 4)
         self.body = nn.Sequential(
             nn.ReLU(), nn.Conv2d(width, inner, 3, padding=1), nn.ReLU(), nn.Conv2d(inner, width, 1)
         )
@@ -236,8 +237,8 @@ class Residual(nn.Module):
         return changed
 
 
-def _body(inputs: int, width: int, blocks: int) -> list[nn.Module]:
-    return [nn.Conv2d(inputs, width, 3, padding=1), *(Residual(width) for _ in range(blocks)), nn.ReLU()]
+def _body(inputs: int, width: int, blocks: int, inner: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, width, 3, padding=1), *(Residual(width, inner) for _ in range(blocks)), nn.ReLU()]
 
 
 def _down(inputs: int, outputs: int) -> nn.Conv2d:
