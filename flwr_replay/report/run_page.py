@@ -19,6 +19,7 @@ from flwr_replay.report.summary import (
     best_lines,
     classes_of,
     confusion_of,
+    judged_by,
     recorded_lines,
     sample_lines,
     skew_lines,
@@ -115,7 +116,7 @@ def _question(result: Mapping[str, Any]) -> str:
 def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> str:
     metric, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
     own = {name: one[metric] for name, one in result["final"]["institutions"].items() if metric in one}
-    said = f"At the end {metric} is {result['final']['global'][metric]:.3f}{unit} over all test examples"
+    said = f"At the end {metric} is {result['final']['global'][metric]:.3f}{unit} over all {judged_by(result)} examples"
     if len(own) > 1:
         low, high = min(own, key=lambda name: own[name]), max(own, key=lambda name: own[name])
         guess = {name: f" ({_majority(counts):.3f})" for name, counts in found.items()} if metric == "accuracy" else {}
@@ -126,6 +127,8 @@ def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> st
     if more := beside(result["final"]["global"], found):
         shown = " and ".join(f"{name} is {value:.3f}" for name, value in more.items())
         said += f". Labels are unequal; this model's {shown}"
+    if (tested := result["final"]["global"].get(f"test-{metric}")) is not None:
+        said += f". On test examples, which were used only then, {metric} is {tested:.3f}{unit}"
     return f"{said}."
 
 
@@ -149,7 +152,7 @@ def _curves(folder: Path, result: Mapping[str, Any], more: Sequence[str]) -> lis
         if len(lines) > MOST_LINES + 1:
             lines = {name: line for name, line in lines.items() if name == "all institutions"}
         if chart := curves(lines, "round", metric):
-            drawn.append((chart, f"{metric} on the institutions' test examples, by round"))
+            drawn.append((chart, f"{metric} on the institutions' {judged_by(result)} examples, by round"))
     return drawn
 
 

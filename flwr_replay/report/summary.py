@@ -22,6 +22,7 @@ __all__ = [
     "best_lines",
     "classes_of",
     "confusion_of",
+    "judged_by",
     "recorded_lines",
     "sample_lines",
     "skew_lines",
@@ -56,6 +57,7 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
         f"(best {result['best'][leading]:.4f} in round {result['best']['round']})"
         f"{epsilon_suffix(result)}{missing_suffix(result)}",
         *_fewer([f"  {_own(name, one, leading, confusion)}" for name, one in tested.items()]),
+        *_tested_at_the_end(result, unit),
         *imbalance_lines(final["global"], confusion),
         *best_lines(result),
         *skew_lines(result.get("skew")),
@@ -92,6 +94,20 @@ def _own(name: str, metrics: Mapping[str, float], leading: str, confusion: Mappi
     return f"{name}: {metrics[leading]:.4f}{more}"
 
 
+def judged_by(result: Mapping[str, Any]) -> str:
+    """Return the split whose examples judge rounds: test, or with split=validation validation."""
+    return "validation" if f"test-{result['metric']}" in result["final"]["global"] else "test"
+
+
+def _tested_at_the_end(result: Mapping[str, Any], unit: str) -> list[str]:
+    """Say that rounds were judged by validation examples, and what the test examples say."""
+    if judged_by(result) == "test":
+        return []
+    metric = result["metric"]
+    tested = result["final"]["global"][f"test-{metric}"]
+    return [f"all this is of validation examples; the last round's model on test examples: {metric} {tested:.4f}{unit}"]
+
+
 def best_lines(result: Mapping[str, Any]) -> list[str]:
     """Say that the best round's model is kept, or why not; nothing if it is the last, or of an older version."""
     kept, best = result.get("best-model", {"file": "", "none": ""}), result["best"]["round"]
@@ -100,7 +116,7 @@ def best_lines(result: Mapping[str, Any]) -> list[str]:
     if kept["none"]:
         return [f"no model of the best round is kept: {kept['none']}"]
     return [
-        f"the model of round {best} is kept, too (--best); it was chosen on the test examples, so its "
+        f"the model of round {best} is kept, too (--best); it was chosen on the {judged_by(result)} examples, so its "
         f"{result['metric']} there is optimistic"
     ]
 
@@ -185,10 +201,13 @@ def warnings(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]], 
         if len(guessed) == 1 < sum(map(bool, label_counts(counts))):
             always = classes[guessed[0]] if classes else guessed[0]
             lines.append(
-                f"The model predicts class {always} for every test example. It has learned nothing: try more rounds, "
-                "another lr or model, and where there is a cut an earlier one."
+                f"The model predicts class {always} for every {judged_by(result)} example. It has learned nothing: "
+                "try more rounds, another lr or model, and where there is a cut an earlier one."
             )
     loss = result["final"]["global"].get("loss", 0.0)
     if not loss < EXPLODED:
-        lines.append(f"The loss on the test examples is {loss:.3g}. Training diverged, or almost: try a smaller lr.")
+        lines.append(
+            f"The loss on the {judged_by(result)} examples is {loss:.3g}. Training diverged, or almost: try a "
+            "smaller lr."
+        )
     return lines

@@ -15,6 +15,8 @@ from flwr_replay.data import load
 from flwr_replay.data.clinical.subjects import divide
 from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.payloads.common import Evaluate
+from flwr_replay.report.run_page import write_run_page
+from flwr_replay.report.summary import summary
 from flwr_replay.studies.compare import planned
 
 VALIDATED = "split=validation"
@@ -46,6 +48,10 @@ def test_rounds_are_judged_by_validation_examples_and_the_last_by_test_examples(
     assert "validation examples" in ran.result["metrics-note"]
     rounds = [line["value"] for line in lines if line["metric"] == "accuracy" and not line["institution"]]
     assert ran.result["best"]["accuracy"] == max(rounds)
+    said, page = summary(ran.result, ran.folder), write_run_page(ran.folder).read_text()
+    assert f"the last round's model on test examples: accuracy {final['test-accuracy']:.4f}" in said
+    assert f"On test examples, which were used only then, accuracy is {final['test-accuracy']:.3f}" in page
+    assert "on test examples" not in summary(tested.result, tested.folder)
 
 
 def test_the_examples_are_nobody_elses():
