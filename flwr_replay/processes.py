@@ -10,19 +10,22 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-__all__ = ["MARK", "end", "end_with_parent", "family", "members", "using"]
+__all__ = ["MARK", "end", "end_with_parent", "family", "members", "using", "wake_with_parent"]
 
 MARK = "FLWR_REPLAY_FAMILY"
 GRACE = 5  # seconds between SIGTERM and SIGKILL
+LOOKS = 1  # seconds between two looks at the parent
 WAVES = 5  # a process started while others end is found in the next wave
 
 
@@ -94,6 +97,25 @@ def end_with_parent() -> None:
     def wait() -> None:
         parent.join()
         os._exit(1)  # whatever the main thread does
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def wake_with_parent() -> None:
+    """Wake the main thread, of which this is called, when the parent ends: signals that wait for it are handled then.
+
+    Flower ends a ServerApp whose parent has ended by a signal that its own thread raises. That does not wake a main
+    thread that waits for a lock: with a few connections that wait to be tried again, for more than a minute.
+    """
+    parent, main = os.getppid(), threading.main_thread().ident
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+
+    def wait() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOKS)
+        while main:  # the signal that Flower raises may come later
+            signal.pthread_kill(main, signal.SIGUSR1)
+            time.sleep(LOOKS)
 
     threading.Thread(target=wait, daemon=True).start()
 

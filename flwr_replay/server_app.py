@@ -9,6 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from flwr_replay.config.compose import compose_own, overrides_in
 from flwr_replay.errors import FlwrReplayError, RunError
+from flwr_replay.processes import wake_with_parent
 from flwr_replay.report.progress import LogDisplay
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.report.summary import summary
@@ -38,6 +39,8 @@ def main(grid: Grid, context: Context) -> None:
 
     It must end with an `Exception`: if the process just exits, Flower waits for it and reports no reason.
     """
+    if deployed(grid):
+        wake_with_parent()
     try:
         config = compose_own(overrides_in(context.run_config))  # of whoever started the run
         refuse_resources(config)

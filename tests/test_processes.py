@@ -62,3 +62,42 @@ def test_other_families_are_let_alone():
         assert outer.poll() is None
         assert [process.pid for process in members(one)] == [outer.pid]
     assert outer.wait() is not None
+
+
+WAITS = """
+import os, signal, threading, time
+from flwr_replay.processes import wake_with_parent
+
+signal.signal(signal.SIGINT, lambda *_: os._exit(7))
+lock = threading.Lock()
+lock.acquire()
+parent = os.getppid()
+
+
+def raise_it():
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    signal.raise_signal(signal.SIGINT)
+
+
+threading.Thread(target=raise_it, daemon=True).start()
+if WAKES:
+    wake_with_parent()
+print(os.getpid(), flush=True)
+lock.acquire()
+"""
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_main_thread_that_waits_for_a_lock_is_woken(wakes):
+    """Without it the signal of another thread is not handled; with it it is."""
+    start = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {WAITS.replace('WAKES', str(wakes))!r}])"
+    parent = f"{start}; sys.stdin.read()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=pipe, stdout=pipe, text=True) as started:
+        process = psutil.Process(int(started.stdout.readline()))
+        started.kill()
+    gone, _ = psutil.wait_procs([process], timeout=20 if wakes else 4)
+    assert bool(gone) == wakes
+    if not wakes:
+        process.kill()

@@ -171,14 +171,14 @@ def test_what_others_wrote_is_escaped_and_failures_are_told(ran, tmp_path):
 
 def test_a_model_that_knows_one_class_only_and_an_exploded_loss_are_warned_of(ran, tmp_path):
     one_class = {"a": [5, 0, 4, 0], "b": [1, 0, 0, 0]}
-    fine = {"final": {"global": {"loss": 0.5}}}
+    fine = {"metric": "accuracy", "final": {"global": {"loss": 0.5}}}
     (line,) = warnings(fine, one_class, [])
     assert line.startswith("The model predicts class 0 for every test example. It has learned nothing: try more rounds")
     assert "predicts class ill for" in warnings(fine, one_class, ["ill", "well"])[0]
     assert warnings(fine, {"a": [5, 0, 0, 0]}, []) == []  # no other class was there
     assert warnings(fine, {"a": [5, 1, 0, 3]}, []) == []
     for loss in (1789.0, float("nan"), float("inf")):
-        assert len(warnings({"final": {"global": {"loss": loss}}}, {}, [])) == 1
+        assert len(warnings({**fine, "final": {"global": {"loss": loss}}}, {}, [])) == 1
     folder = shutil.copytree(ran[1], tmp_path / "run")
     write_json(folder / "confusion.json", {"round": 2, "institutions": {"a": [9, 0, 9, 0]}})
     assert "warning: The model predicts class 0" in summary(ran[0], folder)
