@@ -90,7 +90,9 @@ def preset(name: str) -> str:
             inner = {f"{option}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {option: value}
             chosen += [f"`{key(full)}={shown(v)}`" for full, v in inner.items()]
         task = "every other task" if path.stem == "default" else f"`task={path.stem}`"
-        lines.append(f"- {task}: {', '.join(chosen) or 'nothing'}. {comments(path)['']}")
+        guessed = [f"`{key(option)}`" for option, text in comments(path).items() if text.startswith("not given in")]
+        own = f" Our choice, since the paper gives none: {', '.join(guessed)}." if guessed else ""
+        lines.append(f"- {task}: {', '.join(chosen) or 'nothing'}. {comments(path)['']}{own}")
         for method, options in by_strategy.items():
             told = ", ".join(f"`{key(full)}={shown(v)}`" for full, v in options.items())
             lines.append(f"    - `{method}`: {told}")
