@@ -22,7 +22,7 @@ from flwr_replay.memory import remembered
 from flwr_replay.models.layers import as_input
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["CodeSampler", "ImageSampler", "ReplaySampler", "Source", "sampler_of"]
+__all__ = ["CodeSampler", "ImageSampler", "ReplaySampler", "Rows", "Source", "sampler_of"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,33 @@ class Source:
     decoder: StateDict = field(compare=False)
     codes: NDArray[np.uint8] = field(compare=False)  # packed, (n, bytes)
     labels: NDArray[Any] = field(compare=False)  # (n,)
+
+
+class Rows:
+    """Draws row numbers without end; every row comes once before any comes again.
+
+    Parameters
+    ----------
+    examples : int
+        How many rows there are.
+    rng : torch.Generator
+        On the CPU.
+
+    Attributes
+    ----------
+    order : Tensor
+        Rows that come next, int64; together with the rng's state they say what is still to come.
+    """
+
+    def __init__(self, examples: int, rng: torch.Generator) -> None:
+        self.examples, self.rng, self.order = examples, rng, torch.empty(0, dtype=torch.int64)
+
+    def draw(self, size: int) -> Tensor:
+        """Return the next rows, int64 (size,)."""
+        lacking = math.ceil(max(0, size - len(self.order)) / self.examples)
+        fresh = [torch.randperm(self.examples, generator=self.rng) for _ in range(lacking)]
+        drawn, self.order = torch.tensor_split(torch.cat([self.order, *fresh]), [size])
+        return drawn
 
 
 class ReplaySampler(ABC):
@@ -54,13 +81,11 @@ class ReplaySampler(ABC):
 
     def batches(self, size: int, rng: torch.Generator, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches without end, from number `first` on; every example comes once before any comes again."""
-        order = torch.empty(0, dtype=torch.int64)
+        rows = Rows(len(self), rng)
         for i in itertools.count():
-            lacking = math.ceil(max(0, size - len(order)) / len(self))
-            order = torch.cat([order, *(torch.randperm(len(self), generator=rng) for _ in range(lacking))])
+            drawn = rows.draw(size)
             if i >= first:
-                yield self.take(order[:size])
-            order = order[size:]
+                yield self.take(drawn)
 
     def mixed_batches(
         self, real: Iterator[tuple[Tensor, Tensor]], batch_size: int, rng: torch.Generator, first: int = 0

@@ -79,6 +79,17 @@ class PrivacyBudget:
         self.charge(mechanism, cost, request)
         return self.beginning(mechanism, replace(cost, steps=cost.steps // epochs), stream, epochs)
 
+    def check_room(self, mechanism: str, steps: int, request: ChargedRequest) -> None:
+        """Refuse a training of which the budget does not allow all steps, before the first; nothing is charged.
+
+        Raises
+        ------
+        BudgetError
+            If so.
+        """
+        cost = replace(self.plan.cost(mechanism, self.examples, 1), steps=steps)
+        self.account(request.run).check(mechanism, cost)
+
     def begin_steps(self, mechanism: str, steps: range, request: ChargedRequest) -> DPTraining:
         """Charge for the steps of these numbers, of a mechanism that the run trains under DP; return their DP-SGD.
 
@@ -158,7 +169,8 @@ class PrivacyBudget:
             raise BudgetError(
                 f"the privacy budget does not allow a first pass of {mechanism}: choose more noise or a larger epsilon"
             )
-        self.charge(mechanism, replace(self.plan.cost(mechanism, self.examples, 1), steps=0), request)
+        cost = self.plan.counts() if mechanism == COUNTS else self.plan.cost(mechanism, self.examples, 1)
+        self.charge(mechanism, replace(cost, steps=0), request)
 
     def stream(self, mechanism: str, request: ChargedRequest, *first: int) -> Stream:
         """Open a stream of noise; `first` is the number of its first step, where one message takes several streams."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,15 @@ from flwr_replay.errors import DataError, TrainingError, WireError
 from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import pack_codes, unpack_codes
-from flwr_replay.generators.pixelcnn import summed_nats
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import ReplaySampler, Source, sampler_of
-from flwr_replay.generators.vqvae2 import summed_loss
-from flwr_replay.institution.budget import DPTraining, PrivacyBudget
+from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.pictures import SHOWN, draw_grid
+from flwr_replay.institution.pieces import Pieces, Progress
 from flwr_replay.institution.state import StateStore
-from flwr_replay.learning.training import batches, mean_loss, step, torch_rng
+from flwr_replay.institution.trainings import GeneratorTraining, PriorTraining
+from flwr_replay.learning.training import torch_rng
 from flwr_replay.memory import remembered
 from flwr_replay.payloads.common import RunRequest
 from flwr_replay.payloads.replay import (
@@ -55,47 +56,33 @@ class GenerativeStages:
         self, institution: Institution, state: StateStore, replay_plan: ReplayPlan, budget: PrivacyBudget | None = None
     ) -> None:
         self.institution, self.state, self.replay_plan, self.budget = institution, state, replay_plan, budget
+        self.pieces = Pieces(institution, state, budget, replay_plan.generator.slice_seconds)
 
     # --- Algorithm 1, lines 7-20 --------------------------------------------------------------------------------------
 
     def train_generator(self, request: TrainGenerator) -> Generated:
-        """Update the generator on real images and on replays."""  # line 7
-        config, data = self.replay_plan.generator, self.checked_images("generator")
-        model = self.generator(request.arrays)
-        if self.replay_plan.replay.name == "vqvae2":  # line 8: D_old ← D
-            decoder = {name: value.cpu().numpy() for name, value in model.decoder_state_dict().items()}
-            self.state.save("decoder-00", request.run, request.server_round, decoder)
-        old = self.sampler(request.run, request.server_round, request.replayed)
-        optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
-        dp = self.dp_training("generator", config.epochs, request)
-        num_replayed = self.replay_plan.replay.num_replayed(config.batch_size) if old else 0
-        losses, seen = [], 0
-        for epoch in range(config.epochs):  # line 9
-            set_rate(optimizer, config.lr, epoch, config.lr_halving)
-            rng, epoch_losses = self.rng("generator", epoch), []
-            replayed = old.batches(num_replayed, rng) if old else None
-            real = dp.batches(data) if dp else batches(data.x, data.y, config.batch_size, rng)
-            # under DP how often the model draws depends on secret batches, so replayed examples have another rng
-            model_rng = self.rng("generator", epoch, "private") if dp else rng
-            for x_B, y_B in real:  # line 10
-                x_k = self.replay_plan.generator_input(x_B, y_B)
-                x_U = torch.cat([next(replayed)[0], x_k]) if replayed else x_k  # lines 11-12
-                if dp:  # Algorithm 3, noise once on the sum
-                    example_losses = partial(summed_loss, model, model_rng)
-                    dp.step(model, optimizer, example_losses, (x_U,), config.batch_size, num_replayed)
-                else:
-                    loss, parts = model.loss(x_U, model_rng)  # lines 13-17
-                    epoch_losses.append(step(model, optimizer, loss))  # line 18
-                seen += config.batch_size + num_replayed if dp else len(x_U)
-            losses += [] if dp else [mean_loss(epoch_losses)]
-        self.draw("generator", request, model.eval(), old)
+        """Update the generator on real images and on replays, for a piece of the training."""  # line 7
+        given, run = opened(request.arrays or {}), request.run
+        with self.pieces.alone(run):
+            data, model = self.checked_images("generator"), self.blank_generator().train()
+            if given and self.replay_plan.replay.name == "vqvae2":  # line 8: D_old ← D
+                load_arrays(model, given)
+                decoder = {name: value.cpu().numpy() for name, value in model.decoder_state_dict().items()}
+                self.state.save("decoder-00", run, request.server_round, decoder)
+            old = self.sampler(run, request.server_round, request.replayed)
+            training = GeneratorTraining(self.replay_plan, model, data, old, self.rng)
+            sources = self.sources(run, request.server_round) if old else ()
+            around = self.around(*(source.digest for source in sources))
+            done = self.pieces.train(training, request, given, around)  # lines 9-18
+            if done.steps_left:
+                return Generated(num_examples=len(data), **self.progress(done, run))
+            self.draw("generator", request, model.eval(), old)
         return Generated(
             arrays=encoded(model),
             num_examples=len(data),
-            examples_seen=seen,
-            losses=losses,
-            perplexity=[] if dp else [float(parts[f"perplexity-{level}"]) for level in ("top", "bottom")],
-            **self.spent(request.run),
+            losses=done.losses,
+            perplexity=done.result["perplexity"].tolist(),
+            **self.progress(done, run),
         )
 
     def encode_images(self, request: EncodeImages) -> Codes:
@@ -116,36 +103,29 @@ class GenerativeStages:
         )
 
     def train_prior(self, request: TrainPrior) -> TrainedPrior:
-        """Train a prior on the codes of x_k. The codes do not leave."""  # footnote 1
-        config, data = self.replay_plan.prior, self.checked_images("prior")
-        parts = unnested(opened(request.arrays), only=("generator", "prior"))
-        model = self.generator(parts["generator"]).eval()
-        prior = self.replay_plan.fresh_prior(model).to(self.institution.device)
-        load_arrays(prior, parts["prior"])
-        codes, classes = self.codes_of(model), self.classes(data.y.cpu(), request)
-        counts = torch.bincount(classes, minlength=prior.classes)
-        optimizer = torch.optim.Adam(prior.parameters(), lr=config.lr)
-        dp = self.dp_training("prior", config.epochs, request)
-        losses, seen = [], 0
-        for epoch in range(config.epochs):
-            epoch_losses = []
-            shuffled = torch.split(torch.randperm(len(data), generator=self.rng("prior", epoch)), config.batch_size)
-            for rows in dp.rows(len(data)) if dp else shuffled:
-                e_B, y_B = codes[rows].to(self.institution.device), classes[rows].to(self.institution.device)
-                if dp:
-                    example_losses = partial(summed_nats, prior)
-                    dp.step(prior, optimizer, example_losses, (e_B, y_B), config.batch_size)
-                else:
-                    epoch_losses.append(step(prior, optimizer, prior.loss(e_B, y_B)))
-                seen += config.batch_size if dp else len(rows)
-            losses += [] if dp else [mean_loss(epoch_losses)]
+        """Train a prior on the codes of x_k, for a piece of the training. The codes do not leave."""  # footnote 1
+        data, run, generator = self.checked_images("prior"), request.run, self.blank_generator().eval()
+        with self.pieces.alone(run):
+            training = PriorTraining(
+                self.replay_plan,
+                generator,
+                self.replay_plan.fresh_prior(generator).to(self.institution.device),
+                self.codes_of,
+                self.classes(data.y.cpu(), request),
+                partial(self.counted, request=request),
+                self.rng,
+                self.prior_steps(len(data)),
+            )
+            around = self.around(f"{request.label_mean} {request.label_scale}")
+            done = self.pieces.train(training, request, opened(request.arrays or {}), around)
+        if done.steps_left:
+            return TrainedPrior(num_examples=len(data), **self.progress(done, run))
         return TrainedPrior(
-            arrays=nested({"prior": to_arrays(prior)}),
+            arrays=nested({"prior": to_arrays(training.model)}),
             num_examples=len(data),
-            examples_seen=seen,
-            losses=losses,
-            label_counts=(self.budget.noisy_counts(counts, request) if self.budget else counts).tolist(),
-            **self.spent(request.run),
+            losses=done.losses,
+            label_counts=done.result["label_counts"].tolist(),
+            **self.progress(done, run),
         )
 
     # --- what is kept for replay --------------------------------------------------------------------------------------
@@ -193,17 +173,22 @@ class GenerativeStages:
         """
         if not replayed:
             return None
-        sources: list[Source] = []
-        while (kept := self.kept("codes", len(sources), run, server_round)) and (
-            decoder := self.kept("decoder", len(sources), run, server_round)
-        ):
-            sources.append(Source(digest(kept) + digest(decoder), decoder, kept["codes"], kept["labels"]))
+        sources = self.sources(run, server_round)
         if (have := sum(len(source.labels) for source in sources)) != replayed:
             raise TrainingError(
                 f"an institution replays the {replayed} examples that it has received; it has codes and decoder of "
                 f"{have}: restore the state directory, or begin a new run"
             )
-        return sampler_of(tuple(sources), self.replay_plan, self.institution.device)
+        return sampler_of(sources, self.replay_plan, self.institution.device)
+
+    def sources(self, run: str, server_round: int) -> tuple[Source, ...]:
+        """Return all codes that are kept, with their decoders."""
+        found: list[Source] = []
+        while (kept := self.kept("codes", len(found), run, server_round)) and (
+            decoder := self.kept("decoder", len(found), run, server_round)
+        ):
+            found.append(Source(digest(kept) + digest(decoder), decoder, kept["codes"], kept["labels"]))
+        return tuple(found)
 
     def kept(self, what: str, source: int, run: str, server_round: int) -> StateDict | None:
         """Return the codes or the decoder of a source."""
@@ -213,9 +198,13 @@ class GenerativeStages:
 
     def generator(self, arrays: Weights) -> ReplayGenerator:
         """Return the generator with these weights, in training mode."""
-        model = self.replay_plan.fresh_generator().to(self.institution.device)
+        model = self.blank_generator()
         load_arrays(model, arrays)
         return model.train()
+
+    def blank_generator(self) -> ReplayGenerator:
+        """Return a generator with fresh weights on the institution's device."""
+        return self.replay_plan.fresh_generator().to(self.institution.device)
 
     def checked_images(self, mechanism: str) -> Shard:
         """Return the institution's training examples, in the range that a generator or prior needs.
@@ -234,13 +223,24 @@ class GenerativeStages:
             raise DataError("replay needs images of bytes, or of numbers in [0, 1]; got others: choose replay=none")
         return data
 
-    def dp_training(self, mechanism: str, epochs: int, request: TrainGenerator | TrainPrior) -> DPTraining | None:
-        """Charge for a training and return its DP-SGD; None where the run does not train it under DP."""
-        return self.budget.begin(mechanism, epochs, request) if self.budget else None
+    def around(self, *further: str) -> str:
+        """Return a digest of the institution's examples, and of further texts, on which a training depends."""
+        return sha256(" ".join([self.institution.data.train.digest, *further]).encode()).hexdigest()
 
-    def spent(self, run: str) -> dict[str, Any]:
-        """Return the epsilon and delta that an answer states; none without DP."""
-        return self.budget.spent(run) if self.budget else {}
+    def prior_steps(self, examples: int) -> int:
+        """Return the steps of an epoch of a prior."""
+        if self.budget and self.budget.plan.covers("prior"):
+            return self.budget.plan.cost("prior", examples, 1).steps
+        return -(-examples // self.replay_plan.prior.batch_size)
+
+    def counted(self, counts: Tensor, request: TrainPrior) -> Tensor:
+        """Return label counts as they leave: under DP with noise."""
+        return self.budget.noisy_counts(counts, request) if self.budget else counts
+
+    def progress(self, done: Progress, run: str) -> dict[str, Any]:
+        """Return how far a training is, and the epsilon and delta that an answer states; none without DP."""
+        spent = self.budget.spent(run) if self.budget else {}
+        return {"examples_seen": done.seen, "steps": done.steps, "steps_left": done.steps_left, **spent}
 
     def draw(self, stage: str, request: RunRequest, model: ReplayGenerator, old: ReplaySampler | None) -> None:
         """Draw a picture of real images, reconstructions and replayed examples, in the state directory."""
@@ -301,9 +301,3 @@ def drawn(drawing: Drawing, replay_plan: ReplayPlan, device: torch.device) -> ND
     blocks = torch.split(classes.to(device), replay_plan.at_once)
     codes = [prior.sample(labels, rng).cpu() for labels in blocks]
     return pack_codes(torch.cat(codes).numpy(), model.codebook_size)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, lr: float, epoch: int, halving: int) -> None:
-    """Set the learning rate of an epoch: halved every `halving` epochs."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * 0.5 ** (epoch // halving if halving else 0)

@@ -22,7 +22,7 @@ from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.models.zoo import backbone
 from flwr_replay.runs.options import run_overrides
 from flwr_replay.wire.fields import Field, Meaning
-from flwr_replay.wire.payload import REQUESTS
+from flwr_replay.wire.payload import REQUESTS, Request
 from flwr_replay.wire.recording import FOLDER, Recorded, read_message
 
 __all__ = ["NO_MODEL", "UNKNOWN_NETWORK", "Answer", "Evidence", "Exhibit"]
@@ -145,6 +145,7 @@ class Evidence:
         answered: list[Answer] = []
         declared: dict[tuple[str, str], Field] = {}
         asked: dict[tuple[str, str], Recorded] = {}
+        begun: dict[tuple[str, str], Recorded] = {}
         institutions: set[str] = set()
         for name in dict.fromkeys(names):
             message = read_message(folder / FOLDER / name)
@@ -153,7 +154,9 @@ class Evidence:
             if (request := REQUESTS.get(stage)) is None or (institution and who != institution):
                 continue
             if message.about["direction"] == "down":
-                asked[who, stage] = message
+                if message.arrays or not _goes_on(request):  # else the first message of the training says more
+                    begun[who, stage] = message
+                asked[who, stage] = begun.get((who, stage), message)
                 continue
             if "failure" in message.scalars:
                 continue
@@ -205,6 +208,11 @@ class Evidence:
         """(C, H, W) of an image."""
         task = self.config.task
         return task.channels, task.size, task.size
+
+
+def _goes_on(request: type[Request]) -> bool:
+    """Return whether requests of this class may ask, without weights, to go on with a training."""
+    return any(field.optional for field in request.declared().values())
 
 
 def _options(folder: Path, lines: Sequence[dict[str, Any]], run: str) -> tuple[RunConfig, str]:

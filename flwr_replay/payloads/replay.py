@@ -2,6 +2,9 @@
 
 A code is a function of one patient's image: anybody who has it and the decoder sees the reconstruction. Labels travel
 with the codes, unprotected. With priors neither codes nor labels travel; the number of examples of each label does.
+
+Training a generator or a prior may take several messages. The first request has the weights, the last answer has them
+after the training. All between say how many steps were made and how many are left.
 """
 
 from __future__ import annotations
@@ -28,25 +31,34 @@ __all__ = [
     "TrainGenerator",
     "TrainPrior",
     "TrainedPrior",
+    "Trains",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated(Spent):
-    """The generator after an institution has trained it, with counts and losses."""
+class Trains(Spent):
+    """Part of an answer to a message of a training that may take several: how far it is."""
 
-    arrays: Weights = model(dp="generator", means="generator weights")
+    steps: int = statistic("steps made so far", public=True)
+    steps_left: int = statistic("steps to the end of the training", public=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated(Trains):
+    """How far an institution's training of the generator is; at its end the generator, with losses."""
+
+    arrays: Weights | None = model(dp="generator", means="generator weights", optional=True)
     num_examples: int = statistic("examples", public=True)
-    examples_seen: int = statistic("examples, replayed ones included", public=True)
+    examples_seen: int = statistic("examples so far, replayed ones included", public=True)
     losses: Sequence[float] = statistic("mean over each epoch", default=(), withheld=True)
     perplexity: Sequence[float] = statistic("codes in use, top and bottom, last batch", default=(), withheld=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainGenerator(Spending, Request, stage="train-generator", answer=Generated):
-    """Algorithm 1, lines 7-18: train this generator on your images and on replayed ones."""
+    """Algorithm 1, lines 7-18: train this generator on your images and on replayed ones; none: go on training."""
 
-    arrays: Weights = model(means="generator weights")
+    arrays: Weights | None = model(means="generator weights", optional=True)
     run: str = instruction()
     replayed: int = instruction("examples that the institution keeps for replay")
 
@@ -95,21 +107,24 @@ class KeepDecoder(Request, stage="keep-decoder", answer=Kept):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedPrior(Spent):
-    """A prior over an institution's codes; the decoder of these codes is not in its state dict."""
+class TrainedPrior(Trains):
+    """How far the training of a prior is; at its end the prior.
 
-    arrays: Weights = model(part=True, dp="prior", means="generator weights")
+    The decoder of the codes that it draws is not in its state dict.
+    """
+
+    arrays: Weights | None = model(part=True, dp="prior", means="generator weights", optional=True)
     num_examples: int = statistic("examples", public=True)
-    examples_seen: int = statistic("examples", public=True)
+    examples_seen: int = statistic("examples so far", public=True)
     losses: Sequence[float] = statistic("nats per code, mean over each epoch", default=(), withheld=True)
-    label_counts: Sequence[int] = statistic("examples of each class, or bin of a number", dp="label counts")
+    label_counts: Sequence[int] = statistic("examples of each class, or bin of a number", default=(), dp="label counts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPrior(Spending, LabelScale, Request, stage="train-prior", answer=TrainedPrior):
-    """Footnote 1: train this prior on the codes of your images by this generator."""
+    """Footnote 1: train this prior on the codes of your images by this generator; none: go on training."""
 
-    arrays: Weights = model(means="generator weights")  # under generator. and prior.
+    arrays: Weights | None = model(means="generator weights", optional=True)  # under generator. and prior.
     run: str = instruction()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flwr_replay.payloads.common import Spending, Spent
-from flwr_replay.payloads.replay import Kept
+from flwr_replay.payloads.replay import Kept, Trains
 from flwr_replay.wire.fields import instruction, statistic, synthetic
 from flwr_replay.wire.payload import Request
 
@@ -21,12 +21,10 @@ __all__ = ["Buffer", "DrawBuffer", "GeneratorSlice", "KeepBuffer", "TrainSlice"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeneratorSlice(Spent):
+class GeneratorSlice(Trains):
     """How far the training of an institution's generator is; the generator stays there."""
 
     num_examples: int = statistic("examples", public=True)
-    steps: int = statistic("steps made so far", public=True)
-    steps_left: int = statistic("steps to the end of the training", public=True)
     loss: float | None = statistic("mean over the steps of this message", default=None, dp="generator", withheld=True)
     margin: float | None = statistic("at the end: m of the privacy loss", default=None, withheld=True)
     diversity: float | None = statistic(

@@ -68,14 +68,27 @@ class Account:
             If the budget does not allow all of these steps. Then nothing is charged, and no step may be taken.
         """
         with self._held() as book:
-            spent = book.costs
-            if self.limit < inf and (total := epsilon([*spent, cost], self.delta)) > self.limit:
-                raise BudgetError(
-                    f"the privacy budget is epsilon {self.limit:g} at delta {self.delta:.2g}; {cost.steps} steps of "
-                    f"{mechanism} would make {total:.2f}, {self._affordable(spent, cost)} of them are left: end the "
-                    "training here, or begin a run with more noise or a larger privacy.epsilon"
-                )
+            self._check(book, mechanism, cost)
             book.add(mechanism, cost, noise)
+
+    def check(self, mechanism: str, cost: SampledGaussian) -> None:
+        """Refuse, as `charge` does, what the budget does not allow; charge nothing.
+
+        Raises
+        ------
+        BudgetError
+            If the budget does not allow all of these steps.
+        """
+        self._check(self._read(), mechanism, cost)
+
+    def _check(self, book: _Book, mechanism: str, cost: SampledGaussian) -> None:
+        spent = book.costs
+        if self.limit < inf and (total := epsilon([*spent, cost], self.delta)) > self.limit:
+            raise BudgetError(
+                f"the privacy budget is epsilon {self.limit:g} at delta {self.delta:.2g}; {cost.steps} steps of "
+                f"{mechanism} would make {total:.2f}, {self._affordable(spent, cost)} of them are left: end the "
+                "training here, or begin a run with more noise or a larger privacy.epsilon"
+            )
 
     def _affordable(self, spent: list[SampledGaussian], cost: SampledGaussian) -> int:
         low, high = 0, cost.steps + 1  # low steps are allowed, high are too many

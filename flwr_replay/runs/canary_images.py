@@ -27,6 +27,7 @@ from flwr_replay.privacy.secret import Stream
 from flwr_replay.rng import derived_rng
 from flwr_replay.runs.canaries import Canaries
 from flwr_replay.runs.canary_scores import scorers
+from flwr_replay.wire.records import config_in
 
 __all__ = ["ImageCanaries"]
 
@@ -58,6 +59,7 @@ class ImageCanaries:
     def __init__(self, canaries: Canaries, data: Dataset, config: RunConfig, noise: bool) -> None:
         self.canaries = canaries
         self.scores_m, self.releases = np.zeros(len(canaries.rows_m)), 0
+        self.begun: dict[str, RecordDict] = {}  # by stage: the last request with weights
         rng, rows_m, train = derived_rng(config.seed, "canary-images"), canaries.rows_m, data.train
         x, y, rows = train.x.copy(), train.y.copy(), np.arange(len(train.y))
         if noise:
@@ -77,6 +79,9 @@ class ImageCanaries:
 
     def saw(self, request: RecordDict, answer: RecordDict) -> None:
         """Score what an answer releases."""
+        stage = str(config_in(request)["stage"])
+        request = self.begun[stage] if stage in self.begun and "arrays" not in request else request
+        self.begun[stage] = request  # a training may take several messages, of which the first brings the weights
         for score in self.scorers:
             found_m = score(request, answer)
             if found_m is not None:

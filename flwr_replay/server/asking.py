@@ -18,6 +18,7 @@ from flwr_replay.wire.payload import request_of
 from flwr_replay.wire.records import config_in
 
 __all__ = [
+    "LOST",
     "ask",
     "deployed",
     "failure_of",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 EXPIRED = (3, 4)  # Flower's codes for a message or an answer that is missing or has expired
+LOST = (*EXPIRED, 5, 8)  # and for a node that has gone, or a ClientApp that was killed
 DEPLOYED = ("GrpcGrid", "HttpGrid")  # Flower's grids of deployments; a simulation's has all nodes from the start
 #: What Ray says where modules of two apps have the same names, and what to do. A module of the folder in which the
 #: SuperLink was started goes before the app's.

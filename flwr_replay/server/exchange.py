@@ -14,7 +14,7 @@ from flwr_replay.errors import DivergedError, FlwrReplayError, RefusedError, Run
 from flwr_replay.payloads.common import MOST, OPEN_STAGES, Failure
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.server.answers import check_answer, check_foreign, legible, read_answer
-from flwr_replay.server.asking import ask, failure_of, reason_of, split_of, stopped, with_advice
+from flwr_replay.server.asking import LOST, ask, failure_of, reason_of, split_of, stopped, with_advice
 from flwr_replay.server.calling import Calling
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Payload, Request, request_of, rows
@@ -69,13 +69,15 @@ class Exchanging(Calling):
             If all of them failed by weights or losses that are not finite.
         """
         good: list[tuple[str, Message]] = []
-        answered, trained, diverged, failed = list[str](), list[str](), list[str](), 0
+        answered, trained, diverged, lost, failed = list[str](), list[str](), list[str](), list[str](), 0
         take = take or (lambda member, reply: good.append((member.name, reply)))
         noted = map(partial(self.noted, server_round), messages)
         for message, reply in ask(grid, noted, self.timeout, at_once, self.silent):
             member = self.members.by_node(message.metadata.dst_node_id)
             assert member is not None
             fault = self.fault_of(server_round, member, message, reply)
+            if reply is None or (reply.has_error() and reply.error.code in LOST):
+                lost.append(member.name)
             self.recorder.flush()  # the ledger is written before the answer is used
             if fault is None and reply is not None:
                 try:
@@ -96,7 +98,7 @@ class Exchanging(Calling):
             if request is not None and "continues" in request.declared():
                 trained.append(member.name)
         self.trained |= dict.fromkeys(trained, server_round)  # only now: in an exchange some train several times
-        self.answered, self.diverged = sorted(answered), diverged
+        self.answered, self.diverged, self.lost = sorted(answered), diverged, lost
         if max(self.faults.values(), default=0) >= SAME_FAULTS:  # a simulation continues to send to a dead worker
             raise RunError(
                 f"all workers of a simulation must be alive; {SAME_FAULTS} messages to one have failed: "

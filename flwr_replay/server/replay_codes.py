@@ -28,15 +28,17 @@ what is missing. The last pass of codes=last-pass takes effect once all institut
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
+from flwr_replay.config.sections import PriorConfig
 from flwr_replay.errors import WireError
 from flwr_replay.files.tensors import nested, read_tensors, unnested, write_tensors
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.vqvae2 import VQVAE2Config
 from flwr_replay.payloads.replay import (
     Codes,
     EncodeImages,
@@ -50,6 +52,7 @@ from flwr_replay.payloads.replay import (
 )
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
+from flwr_replay.server.pieces import Asking
 from flwr_replay.server.replay_base import Replay
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, opened
@@ -57,7 +60,6 @@ from flwr_replay.wire.weights import load_arrays, to_arrays
 
 __all__ = ["GenerativeReplay"]
 
-Answer = TypeVar("Answer", Codes, Generated, TrainedPrior)
 KEPT = ("itinerary", "visits", "trained", "codes_at", "rows", "coded", "counts", "missing")
 
 
@@ -181,10 +183,10 @@ class GenerativeReplay(Replay):
             return False
         stale = self.replay_plan.replay.codes == "stale"
         request = self.train_request(self.generator, self.num_replay_examples)
-        generated = self.asked(member, request, Generated)
+        generated = self.asking.train(member, request, Generated, self.steps(self.replay_plan.generator, member))
         if generated is None:
             return False
-        weights = opened(generated.arrays)
+        weights = opened(generated.arrays or {})
         if fault := self.fault_of(weights):
             self.movement.recorder.failed(self.server_round, member.name, fault)
             return False
@@ -209,7 +211,7 @@ class GenerativeReplay(Replay):
 
     def encoded(self, member: Member, weights: StateDict, replayed: int) -> StateDict | None:
         """Have an institution encode its images and `replayed` ones; return None if it fails."""
-        answer = self.asked(member, self.encode_request(weights, replayed), Codes)
+        answer = self.asking.answer(member, self.encode_request(weights, replayed), Codes)
         if answer is None:
             return None
         n = member.num_examples + replayed
@@ -246,7 +248,8 @@ class GenerativeReplay(Replay):
 
     def take_prior(self, member: Member, weights: StateDict) -> bool:
         """Have an institution train a prior for the generator that it has just trained; return whether it succeeded."""
-        answer = self.asked(member, self.prior_request(weights), TrainedPrior)
+        total = self.steps(self.replay_plan.prior, member)
+        answer = self.asking.train(member, self.prior_request(weights), TrainedPrior, total)
         if answer is None:
             return False
         if fault := self.fault_of_prior(member, answer):
@@ -255,7 +258,7 @@ class GenerativeReplay(Replay):
         self.movement.recorder.saw(answer.examples_seen)
         self.movement.recorder.generated(member.name, "prior", list(answer.losses))
         self.keep("generator", self.visits, weights)
-        self.keep("source", self.visits, nested({"decoder": self.decoder(weights)}) | opened(answer.arrays))
+        self.keep("source", self.visits, nested({"decoder": self.decoder(weights)}) | opened(answer.arrays or {}))
         self.counts.append(list(answer.label_counts))
         return True
 
@@ -279,7 +282,7 @@ class GenerativeReplay(Replay):
         if len(counts) != prior.classes or not sum(counts) > 0 or abs(sum(counts) - n) > slack:
             return f"must count its {n} examples of {prior.classes} kinds of label; it reported {sum(counts)}"
         try:
-            load_arrays(prior, unnested(opened(answer.arrays), only=("prior",))["prior"])
+            load_arrays(prior, unnested(opened(answer.arrays or {}), only=("prior",))["prior"])
             prior.sample(torch.arange(prior.classes), torch.Generator().manual_seed(0))
         except (WireError, RuntimeError, IndexError) as error:
             return f"sent a prior that draws no codes: {' '.join(str(error).split())[:200]}"
@@ -340,15 +343,14 @@ class GenerativeReplay(Replay):
         fresh = to_arrays(self.replay_plan.fresh_prior(self.model))
         return TrainPrior(**self.head, arrays=nested({"generator": weights, "prior": fresh}))
 
-    def asked(self, member: Member, request: Request, declared: type[Answer]) -> Answer | None:
-        """Send one request; return its answer, or None if it failed, which is then recorded."""
-        message = self.movement.message(member, request, self.extra)
-        for reply in self.movement.exchange(self.grid, self.server_round, [message], needed=False):
-            try:
-                return declared.decode(reply.content)
-            except WireError as error:
-                self.movement.recorder.failed(self.server_round, member.name, str(error))
-        return None
+    @property
+    def asking(self) -> Asking:
+        """What asks institutions in this exchange."""
+        return Asking(self.movement, self.grid, self.server_round, self.extra)
+
+    def steps(self, config: VQVAE2Config | PriorConfig, member: Member) -> int:
+        """Return the most steps that an institution's training has."""
+        return config.epochs * -(-member.num_examples // config.batch_size)
 
     # --- files --------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,9 @@ __all__ = ["exchanges_of"]
 def exchanges_of(replay: Replay, members: Sequence[Member]) -> list[tuple[Member, Request, Payload, int]]:
     """Return the exchanges if every institution stays: member, request, answer, how often; codes are zeros.
 
+    Every training of a generator or prior takes one message. One that takes longer than a message may has more, which
+    hold numbers and no weights.
+
     From then on the replay is as if they had been made.
     """
     if isinstance(replay, BufferReplay):
@@ -36,7 +39,7 @@ def exchanges_of(replay: Replay, members: Sequence[Member]) -> list[tuple[Member
     found: list[tuple[Member, Request, Payload, int]] = []
     weights, prior = to_arrays(replay.model), plan.fresh_prior(replay.model)
     losses, kept, total = [0.0] * plan.generator.epochs, Kept(num_examples=0), sum(m.num_examples for m in members)
-    counts: dict[str, Any] = {"num_examples": 0, "examples_seen": 0}
+    counts: dict[str, Any] = {"num_examples": 0, "examples_seen": 0, "steps": 0, "steps_left": 0}
     generated = Generated(arrays=weights, losses=losses, perplexity=[0.0, 0.0], **counts)
     given = to_arrays(prior)
     own = TrainedPrior(

@@ -28,6 +28,7 @@ from flwr_replay.payloads.replay import Kept
 from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, KeepBuffer, TrainSlice
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
+from flwr_replay.server.pieces import check_going_on
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.sealed import blank
@@ -124,12 +125,7 @@ class Buffers:
 
             def take(member: Member, reply: Message, going_on: list[Member] = going_on) -> None:
                 answer = GeneratorSlice.decode(reply.content)
-                total = totals[member.name]
-                if answer.steps_left and not made[member.name] < answer.steps <= total - answer.steps_left:
-                    raise WireError(
-                        f"must train on to step {total}; its generator had {max(0, made[member.name])} steps, now it "
-                        f"has {answer.steps} and {answer.steps_left} to go"
-                    )
+                check_going_on(made[member.name], answer, totals[member.name])
                 made[member.name] = answer.steps
                 losses[member.name] += [] if answer.loss is None else [answer.loss]
                 if answer.steps_left:

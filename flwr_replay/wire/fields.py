@@ -53,6 +53,7 @@ class Field:
     dtypes: tuple[str, ...] = ()  # of a per-sample or synthetic array; empty: any
     unit: str = ""
     part: bool = False  # weights: a part of the received model, not all of it
+    optional: bool = False  # weights: there are none in messages between the first and the last of a training
     dp: str = ""  # the mechanism under DP that makes it differentially private, if it is on; never inherited
     withheld: bool = False  # not sent if another field of its payload is under DP
     public: bool = False  # a number of examples, which every privacy claim declares public
@@ -66,9 +67,13 @@ def _declare(declaration: Field, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"wire": declaration})
 
 
-def model(part: bool = False, dp: str = "", means: Meaning = "weights") -> Any:
-    """Declare weights or a gradient: a state dict, name to array; `part` if it is a part of the received model."""
-    return _declare(Field("model", "state dict", part=part, dp=dp, means=means), dataclasses.MISSING)
+def model(part: bool = False, dp: str = "", means: Meaning = "weights", optional: bool = False) -> Any:
+    """Declare weights or a gradient: a state dict, name to array; `part` if it is a part of the received model.
+
+    With `optional` a message may have none. They are then None before it is encoded, and empty after it is decoded.
+    """
+    declaration = Field("model", "state dict", part=part, dp=dp, means=means, optional=optional)
+    return _declare(declaration, None if optional else dataclasses.MISSING)
 
 
 def per_sample(

@@ -224,7 +224,8 @@ def test_a_prior_is_tried_before_anybody_is_given_it(change, says):
     fresh = to_arrays(replay.replay_plan.fresh_prior(replay.model))
     arrays, counts = {f"prior.{name}": array.copy() for name, array in fresh.items()}, [4, 4, 4]
     change(arrays, counts)
-    reported = TrainedPrior(arrays=arrays, num_examples=12, examples_seen=12, label_counts=counts)
+    counted = {"num_examples": 12, "examples_seen": 12, "steps": 1, "steps_left": 0}
+    reported = TrainedPrior(arrays=arrays, label_counts=counts, **counted)
     fault = replay.fault_of_prior(Member("a", 1, 12), reported)
     assert says in fault
     assert bool(fault) == bool(says)
