@@ -49,8 +49,8 @@ class FedReplayClient(InstitutionClient):
         self.institution.policy.check_upload(encoded(encoder).count_bytes(), "the encoder")
         if dp := self.budget.begin("encoder", request.max_epochs, request) if self.budget else None:
             return self.encode_by_dpsgd(request, dp, model, encoder)
-        train, held_out = self.validation_split()
-        refuse_single_batches(model, len(train), self.batch_size)
+        train, (kept, held_out) = self.institution.train, self.validation_split()
+        refuse_single_batches(model, len(kept), self.batch_size)
         optimizer = make_optimizer(model, self.training, request.lr)
         best, best_arrays, best_loss, seen, epoch = float("inf"), to_arrays(model), 0.0, 0, 0
         since_best = 0
@@ -59,7 +59,7 @@ class FedReplayClient(InstitutionClient):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(replace(self.training, lr=request.lr), epoch)
             losses = []
-            for x_B, y_B in batches(train.x, train.y, self.batch_size, self.shuffle("encoder", epoch)):
+            for x_B, y_B in batches(train.x, train.y, self.batch_size, self.shuffle("encoder", epoch), among=kept):
                 losses.append(step(model, optimizer, self.task.loss(model(x_B), y_B)))
                 seen += len(y_B)
             train_loss = mean_loss(losses)
@@ -72,7 +72,7 @@ class FedReplayClient(InstitutionClient):
         load_arrays(model, best_arrays)
         return Encoder(
             arrays=encoded(encoder),
-            num_examples=len(train),
+            num_examples=len(kept),
             examples_seen=seen,
             train_loss=best_loss,
             validation_loss=best,
@@ -96,13 +96,14 @@ class FedReplayClient(InstitutionClient):
             **self.spent(request.run),
         )
 
-    def validation_split(self) -> tuple[Shard, Shard]:
-        """Return the encoder's training and validation examples: the data set's split, or a tenth held out."""
+    def validation_split(self) -> tuple[Tensor, Shard]:
+        """Return the rows to train the encoder on, and what validates it: the data set's split, or a tenth held out."""
         train = self.institution.train
         if self.institution.validation is not None:
-            return train, self.institution.validation
-        kept, held = (rows.to(train.y.device) for rows in held_out(len(train), self.shuffle("held out")))
-        return Shard(train.x[kept], train.y[kept], 0), Shard(train.x[held], train.y[held], 0)
+            return torch.arange(len(train)), self.institution.validation
+        kept, held = held_out(len(train), self.shuffle("held out"))
+        held = held.to(train.y.device)
+        return kept, Shard(train.x[held], train.y[held], 0)
 
     def extract(self, request: Extract) -> Latents:
         """Stage 2: e_k ← E(x_k), the rows from `first` on that fit one message."""  # Alg. 2, lines 1-3

@@ -20,7 +20,7 @@ class FMLClient(PairClient):
     def train_mutually(self, request: TrainMutually) -> TrainedMutually:
         """Train both models for one pass and return the proxy."""
         data, learner = self.training_data(), self.pair(request, request.arrays)
-        learner.alone(self.lessons(request), self.shuffle(request.server_round, "private"))
+        learner.alone(data, self.lessons(request), self.shuffle(request.server_round, "private"))
         for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):
             learner.step(x_B, y_B)
         statistics = self.keep_pair(request, learner)

@@ -22,7 +22,7 @@ class ProxyFLClient(PairClient, PeerClient):
         """Train both models for one pass and release the proxy."""
         data, (theta, w) = self.training_data(), self.begin(request)
         learner = self.pair(request, theta if request.committed else self.with_first_state(request, theta))
-        learner.alone(self.lessons(request), self.shuffle(request.server_round, "private"))
+        learner.alone(data, self.lessons(request), self.shuffle(request.server_round, "private"))
         for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):  # lines 2-3
             learner.step(x_B, y_B)  # line 4
         statistics = self.keep_pair(request, learner)  # line 6

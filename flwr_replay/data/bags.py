@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig
+from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of
 from flwr_replay.data.readers import Raw
 from flwr_replay.errors import ConfigError, DataError
@@ -25,8 +26,8 @@ from flwr_replay.errors import ConfigError, DataError
 __all__ = ["read_bags"]
 
 
-def read_bags(task: TaskConfig) -> dict[str, Raw]:
-    """Read a folder of bags, laid out as in the module's docstring.
+def read_bags(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str, Raw]:
+    """Read a folder of bags, laid out as in the module's docstring; `kept` has those that were read before.
 
     Raises
     ------
@@ -38,9 +39,8 @@ def read_bags(task: TaskConfig) -> dict[str, Raw]:
     if not task.data_dir:
         raise ConfigError(f"task={task.name} reads a folder of bags: set task.data-dir=FOLDER")
     manifest, known = Path(task.data_dir).expanduser().absolute() / "manifest.csv", (*SPLITS, "external")
-    return raws_of(
-        manifest_rows(manifest, task.site_column, "bag", known), task, str(manifest), _read_bag, np.float32, known
-    )
+    rows = manifest_rows(manifest, task.site_column, "bag", known)
+    return raws_of(rows, task, str(manifest), _read_bag, np.float32, known, kept)
 
 
 def _read_bag(row: Row, task: TaskConfig) -> NDArray[np.float32]:

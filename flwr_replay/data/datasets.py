@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from flwr_replay.config.sections import TaskConfig, one_of
 from flwr_replay.data.bags import read_bags
 from flwr_replay.data.clinical import read_boneage, read_brats, read_isic, read_retina, read_tuberculosis
+from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.folder import read_folder
 from flwr_replay.data.manifest import VALIDATED, parted
 from flwr_replay.data.own import arrays_of, channels_first, read_own
@@ -33,17 +34,20 @@ READERS: dict[str, Callable[[TaskConfig], dict[str, Raw]]] = {
     "idx": read_idx,
     "cifar10": read_cifar10,
     "medmnist": read_medmnist,
-    "folder": read_folder,
-    "bags": read_bags,
     "diabetes": read_diabetes,
     "heart_disease": read_heart_disease,
     "isbi2012": read_isbi2012,
+    "brats": read_brats,
+    "own": read_own,
+}
+#: Readers of a file for each example, which an institution decodes once.
+DECODERS: dict[str, Callable[[TaskConfig, DecodedImages | None], dict[str, Raw]]] = {
+    "folder": read_folder,
+    "bags": read_bags,
     "retina": read_retina,
     "boneage": read_boneage,
-    "brats": read_brats,
     "isic": read_isic,
     "tuberculosis": read_tuberculosis,
-    "own": read_own,
 }
 #: Readers that mix patients' data, and how; there is no DP with them.
 MIXES_PATIENTS = {
@@ -164,7 +168,7 @@ class Dataset:
     external: Examples | None = None
 
 
-def load(task: TaskConfig) -> Dataset:
+def load(task: TaskConfig, kept: DecodedImages | None = None) -> Dataset:
     """Read a task's data; the same files give the same bits on every machine.
 
     Nothing is fetched from the network unless `task.download` says so.
@@ -173,6 +177,9 @@ def load(task: TaskConfig) -> Dataset:
     ----------
     task : TaskConfig
         Its `format` chooses the reader. The data must have its `channels`, `size` and `classes`.
+    kept : DecodedImages, or None
+        Where an institution keeps decoded images. From there examples are memory maps, which cannot be written to. Sets
+        of a few files, such as idx, MedMNIST and BraTS, are read each time.
 
     Returns
     -------
@@ -187,8 +194,8 @@ def load(task: TaskConfig) -> Dataset:
     ConfigError
         If an option or a package that the format needs is missing.
     """
-    one_of("task.format", task.format, tuple(READERS))
-    raws = READERS[task.format](task)
+    one_of("task.format", task.format, (*READERS, *DECODERS))
+    raws = DECODERS[task.format](task, kept) if task.format in DECODERS else READERS[task.format](task)
     splits = {split: _checked(raw, task) for split, raw in raws.items()}
     if "all" in splits:
         splits |= _divided(splits.pop("all"))
@@ -251,8 +258,9 @@ def _checked(raw: Raw, task: TaskConfig) -> Examples:
         raise DataError(
             f"labels of task={task.name} must {rule}; got {value} (example {first} of {raw.labels}): correct the label"
         )
-    # Writable, since torch shares the array's memory.
-    return Examples(np.require(raw.x, requirements=["C", "W"]), y, raw.sites, raw.patients)
+    # Writable, since torch shares the array's memory; a memory map stays on the disk.
+    x = raw.x if isinstance(raw.x, np.memmap) else np.require(raw.x, requirements=["C", "W"])
+    return Examples(x, y, raw.sites, raw.patients)
 
 
 def _by(shape: tuple[int, ...]) -> str:

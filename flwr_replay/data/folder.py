@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig
+from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.manifest import INTEGER, SPLITS, Row, manifest_rows, raws_of
 from flwr_replay.data.picture import DICOM, fitted, picture
 from flwr_replay.data.readers import Raw
@@ -27,8 +28,8 @@ SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", "
 MODES = {1: "L", 3: "RGB"}
 
 
-def read_folder(task: TaskConfig) -> dict[str, Raw]:
-    """Read a folder of images, laid out as in the module's docstring.
+def read_folder(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str, Raw]:
+    """Read a folder of images, laid out as in the module's docstring; `kept` has those that were decoded before.
 
     Raises
     ------
@@ -43,7 +44,8 @@ def read_folder(task: TaskConfig) -> dict[str, Raw]:
         raise ConfigError(f"images of a folder have task.channels=1 (grey) or 3 (colour); got {task.channels}")
     root = Path(task.data_dir).expanduser().absolute()
     manifest = root / "manifest.csv"
-    return raws_of(folder_rows(root, task.site_column), task, str(manifest if manifest.is_file() else root), read_image)
+    rows, source = folder_rows(root, task.site_column), str(manifest if manifest.is_file() else root)
+    return raws_of(rows, task, source, read_image, kept=kept)
 
 
 def folder_rows(root: Path, site_column: str = "site") -> list[Row]:

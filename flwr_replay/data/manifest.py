@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from flwr_replay.config.sections import TaskConfig
+from flwr_replay.data.decoded import DecodedImages, Source, decoded
 from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
 from flwr_replay.errors import DataError, nearest
 from flwr_replay.rng import derived_seed
@@ -90,6 +91,7 @@ def raws_of(
     read: Callable[[Row, TaskConfig], NDArray[Any]],
     dtype: DTypeLike = np.uint8,
     known: Sequence[str] = SPLITS,
+    kept: DecodedImages | None = None,
 ) -> dict[str, Raw]:
     """Read all files, split by split.
 
@@ -107,6 +109,8 @@ def raws_of(
         The dtype that `read` returns.
     known : sequence of str
         The splits.
+    kept : DecodedImages, or None
+        Where what was read is kept.
 
     Raises
     ------
@@ -118,18 +122,19 @@ def raws_of(
     y = _labels(rows, task, source)
     sites = None if rows[0].site is None else np.asarray([row.site for row in rows], dtype=np.str_)
     patients = _patients(rows)
-    splits = _splits(rows, sites, task.validation)
-    _refuse_shared(rows, patients, splits)
-    found = {}
-    for split in known:
+
+    def divide() -> dict[str, NDArray[np.int64]]:
         # Keep the order of rows within a split, so that a site's examples are in the order of the site's own folder.
-        members = np.flatnonzero(splits == split)
-        x = np.empty((len(members), task.channels, task.size, task.size), dtype)
-        for n, member in enumerate(members):
-            x[n] = read(rows[member], task)
-        known_of = (None if of is None else of[members] for of in (sites, patients))
-        found[split] = Raw(x, y[members], source, source, *known_of)
-    return found
+        splits = _splits(rows, sites, task.validation)
+        _refuse_shared(rows, patients, splits)
+        return {split: np.flatnonzero(splits == split) for split in known}
+
+    files, about = [row.file for row in rows], [(row.site, row.split, row.patient) for row in rows]
+    found = decoded(Source(task, files, about, divide, lambda n: read(rows[n], task), dtype), kept)
+    return {
+        split: Raw(x, y[members], source, source, *(None if of is None else of[members] for of in (sites, patients)))
+        for split, (members, x) in found.items()
+    }
 
 
 def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[np.int64]:

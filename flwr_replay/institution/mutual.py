@@ -84,11 +84,11 @@ class MutualLearner:
         """Yield one pass over the examples: Poisson batches where θ's steps are under DP."""
         return self.dp.batches(data) if self.dp else batches(data.x, data.y, self.batch_size, shuffle)
 
-    def alone(self, data: Shard, shuffle: torch.Generator) -> None:
-        """Let φ learn from the proxy as it arrived, pass after pass; θ stays as it is."""
+    def alone(self, data: Shard, rows: Tensor, shuffle: torch.Generator) -> None:
+        """Let φ learn from the proxy as it arrived, pass after pass over these rows; θ stays as it is."""
         phi, theta = self.private, self.proxy
         for _ in range(self.request.private_epochs):
-            for plain_B, y_B in batches(data.x, data.y, self.request.private_batch_size, shuffle):
+            for plain_B, y_B in batches(data.x, data.y, self.request.private_batch_size, shuffle, among=rows):
                 x_B = shift_batch(plain_B, self.request.private_shift, shuffle)
                 f_B, h_B = phi.model(x_B), inference(theta.model, x_B)
                 loss_phi = partial(mutual_loss, self.task, self.alpha, f_B, y_B=y_B)  # eq. 4

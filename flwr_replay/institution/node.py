@@ -19,6 +19,7 @@ from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH, TaskConfig
 from flwr_replay.data import institution_names, load
 from flwr_replay.data.dealt import dealt, loaded, pooled
+from flwr_replay.data.decoded import FOLDER, DecodedImages
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.files.atomic import home
 from flwr_replay.institution.owner import Institution
@@ -40,6 +41,7 @@ NODE_KEYS = (
     "private-model",
     "record",
     "record-mb",
+    "cache-gb",
     "own-parts",
     "seal-key",
     "seal-peers",
@@ -96,12 +98,13 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
     # Flower silently drops a key with spaces around =, so the SuperNode's log shows the policy in force.
     rules = owned.get("policy") or "none: everything may leave"
     logging.getLogger("flwr").info("%s: data %s, policy %s", owned["name"], owned["data"], rules)
+    root = Path(owned["state"]) if owned.get("state") else home() / "state"
     return Institution(
         name=owned["name"],
-        read=lambda: load(task),
+        read=partial(load, task, DecodedImages(root / owned["name"] / FOLDER, _cache_gb(owned) * 1e9)),
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
-        state_root=Path(owned["state"]) if owned.get("state") else home() / "state",
+        state_root=root,
         tests_external=config.external,
         validates=config.split == "validation",
         tests_training=config.forgetting,
@@ -158,13 +161,24 @@ def _seal(owned: Mapping[str, str]) -> Callable[[], Seal] | None:
 
 def _record_mb(owned: Mapping[str, str]) -> float:
     most = owned.get("record-mb", "1000")
-    try:
-        size = float(most)
-    except ValueError:
-        size = nan
-    if not size > 0:
+    if not (size := _number(most)) > 0:
         raise ConfigError(f"record-mb in --node-config must be a positive number of MB; got {most!r}")
     return size
+
+
+def _cache_gb(owned: Mapping[str, str]) -> float:
+    most = owned.get("cache-gb", "20")
+    if not (size := _number(most)) >= 0:
+        raise ConfigError(f"cache-gb in --node-config must be a number of GB, 0 for no cache; got {most!r}")
+    return size
+
+
+def _number(text: str) -> float:
+    """Read a number; NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return nan
 
 
 def _classes(config: RunConfig, owned: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ owns: `--node-config 'name="a" data="/data/a" state="/var/lib/flwr-replay" polic
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -40,7 +41,10 @@ on_forget(_prepared.clear)
 
 @dataclass(frozen=True)
 class Shard:
-    """Examples on the institution's device: x (n, C, H, W) as stored, y (n,)."""
+    """Examples on the institution's device: x (n, C, H, W) as stored, y (n,).
+
+    On the CPU they share the memory of the data set, which may be a memory map: nobody may write to them.
+    """
 
     x: Tensor
     y: Tensor
@@ -48,9 +52,11 @@ class Shard:
 
     @classmethod
     def of(cls, examples: Examples, device: torch.device) -> Shard:
-        """Move examples to a device."""
-        # Copied into C order: PyTorch takes one channel with odd strides for "channels last" and computes other bits.
-        x, y = (torch.from_numpy(array.ravel()).view(array.shape).to(device) for array in (examples.x, examples.y))
+        """Move examples to a device; on the CPU nothing is copied."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # a memory map; nobody writes
+            # In C order: PyTorch takes one channel with odd strides for "channels last" and computes other bits.
+            x, y = (torch.from_numpy(array.ravel()).view(array.shape).to(device) for array in (examples.x, examples.y))
         return cls(x, y, examples.nbytes)
 
     def __len__(self) -> int:

@@ -95,17 +95,19 @@ class PairClient(InstitutionClient):
 
     # --- listening by a pool ------------------------------------------------------------------------------------------
 
-    def lessons(self, request: Listening) -> Shard:
-        """Return the examples from which φ learns in passes of its own: all but those that are held out."""
-        data, held = self.training_data(), self.held_rows(request)
-        return data if not len(held) else rows_of(data, ~torch.isin(torch.arange(len(data)), held))
+    def lessons(self, request: Listening) -> Tensor:
+        """Return the rows from which φ learns in passes of its own: all but those that are held out."""
+        rows = torch.arange(len(self.training_data()))
+        return rows[~torch.isin(rows, self.held_rows(request))]
 
     def held_out(self, request: Listening) -> Shard:
         """Return the examples by which a pool's weights are chosen: the validation split, or those that are held out.
 
         They never leave. φ's test metrics do, which depend on them.
         """
-        return self.institution.validation or rows_of(self.training_data(), self.held_rows(request))
+        data, rows = self.training_data(), self.held_rows(request)
+        rows = rows.to(data.y.device)
+        return self.institution.validation or replace(data, x=data.x[rows], y=data.y[rows])
 
     def held_rows(self, request: Listening) -> Tensor:
         """Return the rows that are held out, the same in every exchange; none without a pool or beside a split.
@@ -184,12 +186,6 @@ class PairClient(InstitutionClient):
         self.save("pool", request, used)  # whoever uses φ here later needs both
         own = self.task.evaluate(pool, shard.x, shard.y)
         return PairEvaluation.of_pair(own, proxy)
-
-
-def rows_of(data: Shard, rows: Tensor) -> Shard:
-    """Return some examples."""
-    rows = rows.to(data.y.device)
-    return replace(data, x=data.x[rows], y=data.y[rows])
 
 
 def load_arrived(optimizer: torch.optim.Optimizer, arrived: StateDict, own: StateDict) -> None:

@@ -114,7 +114,12 @@ def iterations(examples: int, batch_size: int) -> int:
 
 
 def batches(
-    x: Tensor, y: Tensor, batch_size: int, shuffle: torch.Generator, only: slice = slice(None)
+    x: Tensor,
+    y: Tensor,
+    batch_size: int,
+    shuffle: torch.Generator,
+    only: slice = slice(None),
+    among: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield max(1, ⌊n/b⌋) full batches of one fresh shuffle: Qu et al.'s iterations per visit.
 
@@ -130,10 +135,14 @@ def batches(
         On the CPU; it decides the order.
     only : slice
         Which of these batches to yield.
+    among : Tensor | None
+        The rows of the examples that take part, int64; None: all. Nothing is copied but the batches.
     """
-    order = torch.randperm(len(y), generator=shuffle).to(y.device)
-    size = min(batch_size, len(y))
-    chosen = range(iterations(len(y), batch_size))[only]
+    number = len(y) if among is None else len(among)
+    order = torch.randperm(number, generator=shuffle)
+    order = (order if among is None else among[order]).to(y.device)
+    size = min(batch_size, number)
+    chosen = range(iterations(number, batch_size))[only]
     together = max(1, at_once(x, GATHERED * size) // size)
     for first in range(chosen.start, chosen.stop, together):  # several at a time, which is faster
         rows = order[first * size : min(first + together, chosen.stop) * size]

@@ -121,7 +121,7 @@ def test_a_proxy_whose_budget_is_used_up_rests_and_goes_on_teaching():
 def test_passes_of_the_private_model_alone_learn_from_the_proxy_as_it_came():
     data = SimpleNamespace(x=batch(12)[0], y=batch(12)[1])
     one = learner(1.0, 0.0, None, private_epochs=150, private_batch_size=4, private_shift=0)
-    one.alone(data, torch.Generator().manual_seed(0))
+    one.alone(data, torch.arange(12), torch.Generator().manual_seed(0))
     theta = model(2)
     gap = functional.kl_div(
         one.private.model(data.x).log_softmax(1), theta(data.x).log_softmax(1), log_target=True, reduction="batchmean"

@@ -16,6 +16,7 @@ institution with its own part has the same files with its own rows and images.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.clinical.subjects import Case, divide, keyed_rows, pictures, root_of
+from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.picture import picture
 from flwr_replay.data.readers import Raw
 from flwr_replay.errors import DataError
@@ -36,7 +38,7 @@ MALE = {"true": True, "false": False, "m": True, "f": False}
 MONTHS = 300  # the oldest age examined for bone age
 
 
-def read_boneage(task: TaskConfig) -> dict[str, Raw]:
+def read_boneage(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str, Raw]:
     """Read male hands, laid out as in the module's docstring: grey, resized to a square; the label is in months.
 
     Raises
@@ -59,8 +61,11 @@ def read_boneage(task: TaskConfig) -> dict[str, Raw]:
     # No strata: they would need classes, and ages are continuous.
     splits = divide([case.subject for case in cases], [""] * len(cases), task, table, test_share=0)
     read = partial(_read, size=task.size)
-    raws = {split: pictures([cases[n] for n in rows], read, task, table) for split, rows in splits.items()}
-    return raws if task.test_size else raws | {"test": pictures(own_test, read, task, truth)}
+    if task.test_size:
+        return pictures(cases, splits, read, task, table, kept)
+    splits["test"] = np.arange(len(cases), len(cases) + len(own_test))
+    raws = pictures([*cases, *own_test], splits, read, task, table, kept)
+    return raws | {"test": replace(raws["test"], images=str(truth), labels=str(truth))}
 
 
 def _cases(table: Path, name: str, sex: str, age: str, folder: Path) -> list[Case]:

@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig, require
-from flwr_replay.data.clinical.subjects import divide, each, keyed_rows, root_of
+from flwr_replay.data.clinical.subjects import divide, keyed_rows, root_of
+from flwr_replay.data.decoded import each
 from flwr_replay.data.readers import Raw, line_of
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.terminal import installing

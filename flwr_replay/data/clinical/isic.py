@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.clinical.subjects import Case, keyed_rows, root_of, splits_of
+from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.picture import picture
 from flwr_replay.data.readers import Raw
 from flwr_replay.errors import DataError
@@ -34,7 +35,7 @@ NUMBERS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
 LESION = re.compile(r"(BCN|HAM|MSK4)_\w+")
 
 
-def read_isic(task: TaskConfig) -> dict[str, Raw]:
+def read_isic(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str, Raw]:
     """Read lesions, laid out as in the module's docstring; the shorter side is resized, and the central square kept.
 
     Raises
@@ -67,7 +68,7 @@ def read_isic(task: TaskConfig) -> dict[str, Raw]:
         if source is None:
             raise DataError(f"a lesion id begins with BCN_, HAM_ or MSK4_; got {lesion!r} for {name} in {metadata}")
         cases.append(Case(root / f"{SET}_Input" / f"{name}.jpg", NUMBERS[row["MEL"]], lesion, source[1]))
-    return splits_of(cases, partial(_read, size=task.size), task, table)
+    return splits_of(cases, partial(_read, size=task.size), task, table, kept)
 
 
 def _read(path: Path, size: int) -> NDArray[np.uint8]:

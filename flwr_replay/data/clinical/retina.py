@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.clinical.subjects import Case, keyed_rows, root_of, splits_of
+from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.picture import picture
 from flwr_replay.data.readers import Raw
 from flwr_replay.errors import DataError
@@ -43,7 +44,7 @@ DARK = 10  # a column of the middle row shows the eye if brighter than a tenth o
 SMALLEST = 8  # an eye is at least an eighth as wide as the image's shorter side
 
 
-def read_retina(task: TaskConfig) -> dict[str, Raw]:
+def read_retina(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str, Raw]:
     """Read left eyes, laid out as in the module's docstring, and preprocess them as Graham 2015.
 
     Raises
@@ -61,7 +62,7 @@ def read_retina(task: TaskConfig) -> dict[str, Raw]:
     ]
     if not cases:
         raise DataError(f"task={task.name} needs trainLabels.csv with left eyes; got none in {root}: set task.data-dir")
-    return splits_of(cases, partial(_read, size=task.size), task, root)
+    return splits_of(cases, partial(_read, size=task.size), task, root, kept)
 
 
 def _cases(table: Path, folder: str) -> list[Case]:

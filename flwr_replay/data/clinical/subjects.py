@@ -5,29 +5,26 @@ Letters: N examples, C channels, H and W height and width in pixels.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig, require
+from flwr_replay.data.decoded import DecodedImages, Source, decoded
 from flwr_replay.data.manifest import VALIDATED
 from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, data_root
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.rng import derived_seed
 
-__all__ = ["TEST_SHARE", "Case", "divide", "each", "keyed_rows", "pictures", "root_of", "splits_of"]
+__all__ = ["TEST_SHARE", "Case", "divide", "keyed_rows", "pictures", "root_of", "splits_of"]
 
 TEST_SHARE = 0.2  # of the subjects of every stratum, if `task.test_size` is 0
 
 Indices = NDArray[np.int64]
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -133,24 +130,34 @@ def divide(
     return {split: np.flatnonzero(of_row == split) for split in ("train", "val", "test")}
 
 
-def each(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Read items in as many threads as there are cores; results are in the items' order, and so is the first error."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(read, items))
+def pictures(
+    cases: Sequence[Case],
+    splits: Mapping[str, Indices],
+    read: Callable[[Path], NDArray[np.uint8]],
+    task: TaskConfig,
+    source: Path,
+    kept: DecodedImages | None,
+) -> dict[str, Raw]:
+    """Decode the cases of each split, or find them in `kept`.
 
-
-def pictures(cases: Sequence[Case], read: Callable[[Path], NDArray[np.uint8]], task: TaskConfig, source: Path) -> Raw:
-    """Decode cases into one split; `read` returns one image, (C, H, W) with H = W = `task.size`."""
-    x = np.empty((len(cases), task.channels, task.size, task.size), np.uint8)
-
-    def fill(n: int) -> None:
-        x[n] = read(cases[n].image)
-
-    each(fill, range(len(cases)))
-    y: NDArray[Any] = np.asarray([case.label for case in cases], np.float32 if task.kind == "regression" else np.int64)
-    sites = np.asarray([case.site for case in cases], np.str_)
-    patients = np.asarray([case.subject for case in cases], np.str_)
-    return Raw(x, y, str(source), str(source), sites if sites.all() and len(cases) else None, patients)
+    `read` returns one image, (C, H, W) with H = W = `task.size`.
+    """
+    chosen = np.concatenate(list(splits.values()))
+    places = np.split(np.arange(len(chosen)), np.cumsum([len(rows) for rows in splits.values()])[:-1])
+    files, divided = [cases[n].image for n in chosen], dict(zip(splits, places, strict=True))
+    about = [(split, len(rows)) for split, rows in splits.items()]
+    found = decoded(Source(task, files, about, lambda: divided, lambda n: read(files[n])), kept)
+    raws = {}
+    for split, rows in splits.items():
+        own = [cases[n] for n in rows]
+        y: NDArray[Any] = np.asarray(
+            [case.label for case in own], np.float32 if task.kind == "regression" else np.int64
+        )
+        sites = np.asarray([case.site for case in own], np.str_)
+        named = sites if sites.all() and len(own) else None
+        patients = np.asarray([case.subject for case in own], np.str_)
+        raws[split] = Raw(found[split][1], y, str(source), str(source), named, patients)
+    return raws
 
 
 def _divided(cases: Sequence[Case], task: TaskConfig, source: Path, **options: float) -> dict[str, Indices]:
@@ -189,9 +196,13 @@ def with_balanced_tests(cases: Sequence[Case], task: TaskConfig, source: Path) -
 
 
 def splits_of(
-    cases: Sequence[Case], read: Callable[[Path], NDArray[np.uint8]], task: TaskConfig, source: Path
+    cases: Sequence[Case],
+    read: Callable[[Path], NDArray[np.uint8]],
+    task: TaskConfig,
+    source: Path,
+    kept: DecodedImages | None,
 ) -> dict[str, Raw]:
     """Divide cases in the same proportion for every class of every site, and decode the chosen ones."""
     balance = task.balanced and any(case.site for case in cases)
     splits = with_balanced_tests(cases, task, source) if balance else _divided(cases, task, source)
-    return {split: pictures([cases[n] for n in rows], read, task, source) for split, rows in splits.items()}
+    return pictures(cases, splits, read, task, source, kept)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.clinical.subjects import Case, root_of, splits_of
+from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.picture import picture
 from flwr_replay.data.readers import Raw
 from flwr_replay.errors import DataError
@@ -30,7 +31,7 @@ __all__ = ["read_tuberculosis"]
 SETS = {"montgomery": ("MontgomerySet", "MCUCXR"), "shenzhen": ("ChinaSet_AllFiles", "CHNCXR")}
 
 
-def read_tuberculosis(task: TaskConfig) -> dict[str, Raw]:
+def read_tuberculosis(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str, Raw]:
     """Read radiographs, laid out as in the module's docstring: grey, resized to a square.
 
     Raises
@@ -46,7 +47,7 @@ def read_tuberculosis(task: TaskConfig) -> dict[str, Raw]:
     if not cases:
         folders = " and ".join(f"{folder}/CXR_png" for folder, _ in SETS.values())
         raise DataError(f"task={task.name} needs PNG images; got none in {folders} of {root}: set task.data-dir")
-    return splits_of(cases, partial(_read, size=task.size), task, root)
+    return splits_of(cases, partial(_read, size=task.size), task, root, kept)
 
 
 def _cases(root: Path, site: str) -> list[Case]:

@@ -1,0 +1,264 @@
+"""Images that were decoded once: an institution keeps them on its disk, and reads them as a memory map.
+
+    <folder>/<form>.images      all images one after the other, in the order of the splits
+    <folder>/<form>.json        what they were made of, how they are divided, and the file that was written
+
+A deployment starts a process for every message, and decoding takes longer than most messages. A map's pages are read
+when they are used, and the system takes them back when memory is short. So an institution may have more images than
+memory.
+
+An entry is used only if all that its images depend on is as it was: the task's form, the rows of the list, path, size,
+inode and times of change of every file, and the versions of the packages that decode. It must also be the file that was
+written, with its size, inode and times of change. So truncation, any write, and a copy put in its place are noticed,
+and the images are decoded again. A disk that returns other bytes by itself is not noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from flwr_replay.config.sections import TaskConfig
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import private_folder, read_json, sweep, sync, write_json
+from flwr_replay.files.disk import claimed, folder_locked, writing
+
+__all__ = ["FOLDER", "DecodedImages", "Source", "decoded", "each"]
+
+FOLDER = "decoded"  # in a state directory
+FORMAT = 1
+PACKAGES = ("flwr-replay", "numpy", "pillow", "pydicom", "scipy")  # whose version may change an image's bits
+READ = {"key": str, "splits": dict, "written": list, "shape": list, "dtype": str}
+TOGETHER, BYTES = 256, 2**26  # images that are decoded before they are written: so many, or of so many bytes
+
+Indices = NDArray[np.int64]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files to decode, one example each.
+
+    Parameters
+    ----------
+    task : TaskConfig
+        With the form of an example, (task.channels, task.size, task.size).
+    files : sequence of N Path
+        The files.
+    about : object
+        What else the division depends on, as JSON has it.
+    divide : Callable
+        Returns the indices of the files in each split.
+    read : Callable
+        Decodes the n-th file.
+    dtype : dtype
+        Of an example.
+    """
+
+    task: TaskConfig
+    files: Sequence[Path]
+    about: object
+    divide: Callable[[], Mapping[str, Indices]]
+    read: Callable[[int], NDArray[Any]]
+    dtype: DTypeLike = np.uint8
+
+    @property
+    def form(self) -> str:
+        """What an entry is named by: the data folder, and the task without what changes no example."""
+        plain = replace(self.task, name="", mean=(), std=(), unit="", class_names=(), class_groups=())
+        return _digest(asdict(plain))
+
+    @property
+    def key(self) -> str:
+        """All that the examples and their division depend on, as a digest."""
+        files = [(str(file), *_stamp(file)) for file in self.files]
+        return _digest([FORMAT, self.form, np.dtype(self.dtype).str, _versions(), self.about, files])
+
+    def examples(self, members: Mapping[str, Indices]) -> Iterator[NDArray[Any]]:
+        """Decode split by split; yield some at a time, (n, C, H, W)."""
+        order = np.concatenate(list(members.values()))
+        size = prod(self.shape(1)) * np.dtype(self.dtype).itemsize
+        together = max(1, min(TOGETHER, BYTES // size))
+        for first in range(0, len(order), together):
+            yield np.stack(each(self.read, order[first : first + together].tolist())).astype(self.dtype, copy=False)
+
+    def shape(self, n: int) -> tuple[int, int, int, int]:
+        """Return the shape of n examples."""
+        return n, self.task.channels, self.task.size, self.task.size
+
+
+class DecodedImages:
+    """An institution's decoded images on its disk, an entry for every data folder and form of images.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder, for its owner only.
+    limit : float
+        The most bytes of all entries together; for a new one the oldest go. What is larger alone is not kept. With 0
+        nothing is kept, and what is there goes.
+    """
+
+    def __init__(self, folder: Path, limit: float) -> None:
+        self.folder, self.limit = folder, limit
+
+    def decoded(self, source: Source) -> tuple[Mapping[str, Indices], NDArray[Any]]:
+        """Return the indices of the files in each split, and all examples in the order of the splits.
+
+        Raises
+        ------
+        DataError
+            If a file cannot be decoded; then nothing is kept.
+        RunError
+            If an entry cannot be written.
+        """
+        size = prod(source.shape(len(source.files))) * np.dtype(source.dtype).itemsize
+        if size > self.limit:
+            self._make_room(0)
+            if self.limit:
+                logging.getLogger("flwr").warning(
+                    "decoded images take %.3g GB, and cache-gb=%g: they are decoded for every message, and all are in "
+                    "memory; set cache-gb in --node-config to more",
+                    size / 1e9,
+                    self.limit / 1e9,
+                )
+            return _in_memory(source)
+        form, key = source.form, source.key
+        if found := self._find(form, key):
+            return found
+        with folder_locked(private_folder(self.folder)):
+            if not (found := self._find(form, key)):  # another process may have been faster
+                sweep(self.folder)
+                self._remove(form)
+                self._make_room(size)
+                self._write(form, key, source)
+                found = self._find(form, key)
+        return found or _in_memory(source)  # not found: somebody has changed it since
+
+    def _find(self, form: str, key: str) -> tuple[Mapping[str, Indices], NDArray[Any]] | None:
+        """Return an entry if it is valid."""
+        try:
+            about = read_json(self._about(form), READ)
+            with open(self._images(form), "rb") as file:
+                if about["key"] != key or about["written"] != list(_times(os.fstat(file.fileno()))):
+                    return None
+                x = np.memmap(file, about["dtype"], "r", shape=tuple(about["shape"]))
+        except (RunError, OSError, ValueError, TypeError):  # missing or damaged
+            return None
+        return {split: np.asarray(rows, np.int64) for split, rows in about["splits"].items()}, x
+
+    def _write(self, form: str, key: str, source: Source) -> None:
+        """Decode all files and write them; no part of a file is left if one cannot be decoded."""
+        members, path = source.divide(), self._images(form)
+        shape = source.shape(sum(map(len, members.values())))
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with writing(path):
+            try:
+                with claimed(temporary, 0o600) as file:
+                    for x in source.examples(members):
+                        file.write(np.ascontiguousarray(x).data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    os.replace(temporary, path)
+                    written = _times(os.fstat(file.fileno()))  # after its renaming, which may change a time
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        sync(self.folder)
+        splits = {split: rows.tolist() for split, rows in members.items()}
+        about = {"key": key, "splits": splits, "written": written, "shape": shape}
+        write_json(self._about(form), {**about, "dtype": np.dtype(source.dtype).str})
+
+    def _make_room(self, size: float) -> None:
+        """Remove the oldest entries until one of this size fits."""
+        entries = sorted((file.stat().st_mtime_ns, file) for file in self.folder.glob("*.images"))
+        while entries and size + sum(file.stat().st_size for _, file in entries) > self.limit:
+            self._remove(entries.pop(0)[1].stem)
+
+    def _remove(self, form: str) -> None:
+        for path in (self._about(form), self._images(form)):
+            with writing(path):
+                path.unlink(missing_ok=True)
+
+    def _images(self, form: str) -> Path:
+        return self.folder / f"{form}.images"
+
+    def _about(self, form: str) -> Path:
+        return self.folder / f"{form}.json"
+
+
+def decoded(source: Source, kept: DecodedImages | None) -> dict[str, tuple[Indices, NDArray[Any]]]:
+    """Decode files, or find them decoded.
+
+    Parameters
+    ----------
+    source : Source
+        The files.
+    kept : DecodedImages, or None
+        Where decoded images are kept; None: in memory only.
+
+    Returns
+    -------
+    dict of str to (int64 array, array)
+        For each split the indices of its files, and their examples, (n, C, H, W): a slice of one array, which must not
+        be written to.
+    """
+    members, x = kept.decoded(source) if kept else _in_memory(source)
+    ends = np.cumsum([len(rows) for rows in members.values()])
+    return {
+        split: (members[split], x[end - len(members[split]) : end]) for split, end in zip(members, ends, strict=True)
+    }
+
+
+def each(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Read items in as many threads as there are cores; results are in the items' order, and so is the first error."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(read, items))
+
+
+def _in_memory(source: Source) -> tuple[Mapping[str, Indices], NDArray[Any]]:
+    members = source.divide()
+    x, first = np.empty(source.shape(sum(map(len, members.values()))), source.dtype), 0
+    for part in source.examples(members):
+        x[first : first + len(part)] = part
+        first += len(part)
+    return members, x
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """Return what changes with a file; nothing if there is none, which decoding it will say."""
+    with suppress(OSError):
+        return _times(file.stat())
+    return ()
+
+
+def _times(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _versions() -> list[str]:
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(version(package))
+        except PackageNotFoundError:
+            found.append("")
+    return found
+
+
+def _digest(values: object) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

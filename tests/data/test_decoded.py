@@ -1,0 +1,267 @@
+"""Images that are decoded once: found again, made anew after any change, never wrong, bounded, their owner's only."""
+
+import json
+import os
+import stat
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flwr_replay.config.compose import compose
+from flwr_replay.data import decoded as module
+from flwr_replay.data import load
+from flwr_replay.data.decoded import DecodedImages
+from flwr_replay.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    data = tmp_path / "data"
+    for label in ("healthy", "ill"):
+        (data / label).mkdir(parents=True)
+        for n in range(12):
+            pixels = np.random.default_rng(n + 100 * (label == "ill")).integers(0, 256, (8, 8), np.uint8)
+            Image.fromarray(pixels).save(data / label / f"{n:02d}.png")
+    return data
+
+
+@pytest.fixture
+def make(folder, task):
+    """A task on the folder."""
+    return lambda **options: task("folder", data_dir=str(folder), channels=1, **{"size": 8, **options})
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The files that were decoded."""
+    found, picture = [], module.Source.examples
+
+    def watched(source, members):
+        found.extend(source.files)
+        return picture(source, members)
+
+    monkeypatch.setattr(module.Source, "examples", watched)
+    return found
+
+
+def cache(tmp_path, limit=1e9):
+    return DecodedImages(tmp_path / "state" / "a" / "decoded", limit)
+
+
+def entries(kept):
+    return sorted(path.name for path in kept.folder.iterdir()) if kept.folder.exists() else []
+
+
+def same(one, other):
+    for split in ("train", "test", "val"):
+        mine, its = getattr(one, split), getattr(other, split)
+        assert (mine is None) == (its is None)
+        if mine is not None:
+            np.testing.assert_array_equal(mine.x, its.x)
+            np.testing.assert_array_equal(mine.y, its.y)
+            assert mine.x.dtype == its.x.dtype
+
+
+@pytest.mark.parametrize("options", [{}, {"validation": True}, {"size": 6, "fit": "crop"}])
+def test_the_second_time_nothing_is_decoded_and_the_bits_are_the_same(tmp_path, make, reads, options):
+    task, kept = make(**options), cache(tmp_path)
+    plain, first = load(task), load(task, kept)
+    reads.clear()
+    again = load(task, cache(tmp_path))
+    assert reads == []
+    assert isinstance(again.train.x, np.memmap)
+    assert not again.train.x.flags.writeable
+    same(plain, first)
+    same(plain, again)
+    assert plain.train.digest == again.train.digest
+
+
+def test_the_splits_of_a_map_are_slices_of_it_and_not_copies(tmp_path, make):
+    found = load(make(validation=True), cache(tmp_path))
+    assert all(part.x.base is not None and part.x.flags.c_contiguous for part in (found.train, found.test, found.val))
+
+
+def changed(file, way):
+    times = file.stat()
+    pixels = np.full((8, 8), 7, np.uint8)
+    if way == "replaced":
+        Image.fromarray(pixels).save(other := file.with_name("other.part"), "PNG")
+        os.replace(other, file)
+    else:
+        Image.fromarray(pixels).save(file)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # the time of change cannot be set back
+
+
+@pytest.mark.parametrize("way", ["written", "replaced"])
+def test_a_changed_image_is_decoded_again_even_with_its_old_time(tmp_path, make, folder, reads, way):
+    task, kept = make(), cache(tmp_path)
+    before = load(task, kept)
+    changed(folder / "ill" / "03.png", way)
+    after = load(task, kept)
+    assert len(reads) == 48
+    same(after, load(task))
+    assert not np.array_equal(
+        np.concatenate([before.train.x, before.test.x]), np.concatenate([after.train.x, after.test.x])
+    )
+    assert len(entries(kept)) == 2  # in place of the old entry
+
+
+def test_another_file_or_another_split_is_another_entry(tmp_path, make, folder):
+    task, kept = make(), cache(tmp_path)
+    load(task, kept)
+    (folder / "ill" / "11.png").unlink()
+    same(load(task, kept), load(task))
+    rows = [
+        f"{label}/{n:02d}.png,{label},{'test' if n < 3 else 'train'}" for label in ("healthy", "ill") for n in range(9)
+    ]
+    (folder / "manifest.csv").write_text("\n".join(["image,label,split", *rows]) + "\n")
+    assert len(load(task, kept).test) == 6
+    (folder / "manifest.csv").write_text("\n".join(["image,label,split", *rows[1:], rows[0]]) + "\n")  # another order
+    same(load(task, kept), load(task))
+
+
+def test_labels_are_read_anew(tmp_path, make, folder, reads):
+    rows = [
+        f"{label}/{n:02d}.png,{label},{'test' if n < 3 else 'train'}" for label in ("healthy", "ill") for n in range(9)
+    ]
+    (folder / "manifest.csv").write_text("\n".join(["image,label,split", *rows]) + "\n")
+    task, kept = make(class_names=("healthy", "ill")), cache(tmp_path)
+    before = load(task, kept)
+    reads.clear()
+    (folder / "manifest.csv").write_text("\n".join(["image,label,split", *rows]).replace(",ill,", ",healthy,"))
+    after = load(task, kept)
+    assert reads == []
+    assert before.train.y.sum() == 6
+    assert after.train.y.sum() == 0
+
+
+def truncate(images, about):
+    images.write_bytes(images.read_bytes()[:-5])
+
+
+def flip(images, about):
+    times = images.stat()
+    content = bytearray(images.read_bytes())
+    content[10] ^= 255
+    images.write_bytes(content)
+    os.utime(images, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def copy(images, about):
+    content = bytes(reversed(images.read_bytes()))
+    images.unlink()
+    images.write_bytes(content)
+
+
+def lose(images, about):
+    images.unlink()
+
+
+def break_off(images, about):
+    about.write_bytes(about.read_bytes()[:-20])
+
+
+def lie(images, about):
+    found = json.loads(about.read_text())
+    found["splits"]["train"].reverse()
+    about.write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, copy, lose, break_off, lie])
+def test_any_damage_of_an_entry_is_noticed_and_the_images_are_decoded_again(tmp_path, make, reads, damage):
+    task, kept = make(), cache(tmp_path)
+    plain = load(task)
+    load(task, kept)
+    damage(next(kept.folder.glob("*.images")), next(kept.folder.glob("*.json")))
+    reads.clear()
+    same(plain, load(task, kept))
+    assert len(reads) == 24
+    reads.clear()
+    same(plain, load(task, kept))
+    assert reads == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_only_the_owner_may_read_it(tmp_path, make):
+    old = os.umask(0)
+    try:
+        kept = cache(tmp_path)
+        load(make(), kept)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(kept.folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in kept.folder.iterdir()} == {0o600}
+
+
+def test_all_entries_together_have_at_most_the_limit_and_the_oldest_goes(tmp_path, make, reads):
+    size = 24 * 64
+    kept = cache(tmp_path, 2 * size)
+    forms = [make(fit=fit) for fit in ("exact", "pad", "crop")]
+    for task in forms:
+        load(task, kept)
+    assert len(list(kept.folder.glob("*.images"))) == 2
+    reads.clear()
+    load(forms[2], kept)
+    load(forms[1], kept)
+    assert reads == []
+    load(forms[0], kept)
+    assert len(reads) == 24
+
+
+def test_what_is_larger_than_the_limit_is_not_kept_and_the_log_says_so(tmp_path, make, caplog):
+    kept = cache(tmp_path, 24 * 64 - 1)
+    found = load(make(), kept)
+    assert (entries(kept), type(found.train.x)) == ([], np.ndarray)
+    assert "cache-gb=1.535e-06" in caplog.text
+
+
+def test_without_a_cache_nothing_is_written_and_what_is_there_goes(tmp_path, make, caplog):
+    load(make(), cache(tmp_path, 0))
+    assert not (tmp_path / "state").exists()
+    load(make(), cache(tmp_path))
+    found = load(make(), cache(tmp_path, 0))
+    assert (entries(cache(tmp_path)), type(found.train.x), caplog.text) == ([], np.ndarray, "")
+
+
+def test_an_image_that_cannot_be_decoded_leaves_nothing(tmp_path, make, folder):
+    (folder / "ill" / "05.png").write_bytes(b"no image")
+    kept = cache(tmp_path)
+    with pytest.raises(DataError, match=r"05\.png"):
+        load(make(), kept)
+    assert entries(kept) == []
+
+
+def test_another_version_of_what_decodes_makes_another_entry(tmp_path, make, reads, monkeypatch):
+    load(make(), cache(tmp_path))
+    reads.clear()
+    monkeypatch.setattr(module, "version", lambda package: "99")
+    load(make(), cache(tmp_path))
+    assert len(reads) == 24
+
+
+def test_names_and_normalisation_decode_nothing_again(tmp_path, make, reads):
+    task = make()
+    load(task, cache(tmp_path))
+    reads.clear()
+    load(replace(task, mean=(0.5,), std=(0.5,), class_names=("healthy", "ill"), name="other"), cache(tmp_path))
+    assert reads == []
+
+
+def test_clinical_sets_are_decoded_once_too(tmp_path, reads):
+    place = tmp_path / "MontgomerySet" / "CXR_png"
+    place.mkdir(parents=True)
+    for n in range(20):
+        pixels = np.random.default_rng(n).integers(0, 256, (20, 16), np.uint8)
+        Image.fromarray(pixels).save(place / f"MCUCXR_{n:04d}_{n % 2}.png")
+    wanted = compose(["task=tuberculosis", f"task.data_dir='{tmp_path}'", "task.size=8"]).task
+    kept = cache(tmp_path)
+    plain, first = load(wanted), load(wanted, kept)
+    reads.clear()
+    again = load(wanted, kept)
+    assert reads == []
+    same(plain, first)
+    same(plain, again)
+    changed(place / "MCUCXR_0003_1.png", "written")
+    same(load(wanted, kept), load(wanted))
