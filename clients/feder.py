@@ -85,7 +85,7 @@ class FedERClient(InstitutionClient):
                 penalty = None
                 if replayed:
                     x_R, y_R = next(replayed)
-                    x_R = learner.augment(x_R) if learner.augment else x_R
+                    x_R, y_R = learner.augment(x_R, y_R) if learner.augment else (x_R, y_R)
                     penalty = self.task.loss(model(x_R), y_R)  # L(θ; B)
                     learner.seen += len(y_R)
                 learner.step(x_B, y_B, penalty)  # θ ← θ − η ∇(L(θ; D_i) + L(θ; B))

@@ -17,6 +17,7 @@ from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.noisy import NoisyUpload
 from flwr_replay.institution.owner import Shard
+from flwr_replay.learning.augment import changed
 from flwr_replay.learning.latents import BLOCK, pack, rows_per_chunk, shift_each
 from flwr_replay.learning.training import (
     batches,
@@ -59,7 +60,8 @@ class FedReplayClient(InstitutionClient):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(replace(self.training, lr=request.lr), epoch)
             losses = []
-            for x_B, y_B in batches(train.x, train.y, self.batch_size, self.shuffle("encoder", epoch), among=kept):
+            drawn = batches(train.x, train.y, self.batch_size, self.shuffle("encoder", epoch), among=kept)
+            for x_B, y_B in changed(drawn, self.augmentation(None, "encoder", epoch)):
                 losses.append(step(model, optimizer, self.task.loss(model(x_B), y_B)))
                 seen += len(y_B)
             train_loss = mean_loss(losses)
@@ -82,10 +84,11 @@ class FedReplayClient(InstitutionClient):
     def encode_by_dpsgd(self, request: Encode, dp: DPTraining, model: nn.Module, encoder: nn.Module) -> Encoder:
         """Stage 1 by DP-SGD, for all epochs: stopping early would reveal something about the examples."""
         train, optimizer = self.institution.train, make_optimizer(model, self.training, request.lr)
+        augment = self.augmentation(dp, "encoder")
         for epoch in range(request.max_epochs):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(replace(self.training, lr=request.lr), epoch)
-            for batch in dp.batches(train):
+            for batch in changed(dp.batches(train), augment):
                 dp.step(model, optimizer, lambda x, y: self.task.losses(model(x), y), batch, self.batch_size)
         seen = request.max_epochs * (len(train) // self.batch_size) * self.batch_size
         return Encoder(

@@ -10,6 +10,7 @@ import math
 import torch
 
 from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.learning.augment import changed
 from flwr_replay.learning.training import at_once, mean_loss, refuse_single_batches
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
@@ -35,7 +36,7 @@ class FedSGDClient(InstitutionClient):
             size, draws = math.ceil(len(data) / number), self.shuffle(request.server_round, "replay")
             blocks = sampler.mixed_batches(blocks, size, draws)
             total += len(parts) * sampler.options.num_replayed(size)
-        for x_B, y_B in blocks:
+        for x_B, y_B in changed(iter(blocks), self.augmentation(None, request.server_round)):
             loss = self.task.loss(model(x_B), y_B) * (len(y_B) / total)
             loss.backward()  # g_k ← g_k + ∇L of this block, weighted
             losses.append(loss.detach() * len(parts))  # their mean is the loss over all examples

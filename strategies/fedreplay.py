@@ -99,6 +99,11 @@ class FedReplayConfig(StrategyConfig):
         within("strategy.", self, encoder_epochs=(1, PASSES), patience=(1, PASSES), upload_views=(1, VIEWS))
         within("strategy.", self, server_processes=(1, THREADS))
 
+    @property
+    def trains_on_images(self) -> bool:
+        """Only the encoder is; the last layers train on latents of images as they are."""
+        return self.encoder == "institution"
+
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """The most epochs of the encoder's one training, if an institution trains it; all views of the one upload."""
         trained = {"encoder": self.encoder_epochs} if self.encoder == "institution" else {}

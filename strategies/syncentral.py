@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from flwr_replay.config.sections import within
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.tensors import read_tensors
+from flwr_replay.learning.augment import augmented, changed
 from flwr_replay.learning.training import batches, make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
 from flwr_replay.models import placed
 from flwr_replay.movements.base import Exchange, Movement
@@ -108,7 +109,10 @@ class SynCentral(Movement):
             group["lr"] = self.lr(server_round)
         device, losses = self.settings.device, []
         shuffle = torch_rng(self.settings.seed, "server", server_round)
-        for x_B, y_B in batches(x.to(device), y.to(device), self.settings.training.batch_size, shuffle):
+        drawn = batches(x.to(device), y.to(device), self.settings.training.batch_size, shuffle)
+        draws = torch_rng(self.settings.seed, "server", server_round, "augment")
+        augment = partial(augmented, changes=self.settings.training.changes, rng=draws)
+        for x_B, y_B in changed(drawn, augment):
             losses.append(step(self.model, self.optimizer, self.task.loss(self.model(x_B), y_B)))
             self.recorder.saw(len(y_B))
         return array_record(to_arrays(self.model)), MetricRecord({"train-loss": mean_loss(losses)})

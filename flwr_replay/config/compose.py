@@ -65,6 +65,7 @@ COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
 COUNTS = ("nodes", "rounds", "seed")  # Flower's run config needs a number for them; 0: as in conf/config.yaml
 LONGEST = 20_000  # characters of all options; the time of Hydra's parser grows with their square, here seconds
 WHOLE = 10**18
+WORDS = ("training.augment",)  # options that take words with commas between
 CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 SHOWN = 80  # characters of a wrong value in an error line
 SECTIONS: dict[str, type] = {
@@ -163,7 +164,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     given = {_full_key(key, values): (key, value) for key, value in pairs if key not in (*GROUPS, *later)}
     for full, (key, value) in given.items():
         section, _, option = full.rpartition(".")
-        (values[section] if section else values)[option] = _value(key, value)
+        (values[section] if section else values)[option] = _comma_words(full, value) or _value(key, value)
     for key, value in by_strategy.get(values["strategy"]["name"], {}).items():
         section, option = key.split(".")
         if key not in given and option in values[section]:  # a model without norm layers has no such option
@@ -237,6 +238,11 @@ def _pairs(override: str) -> list[tuple[str, str]]:
     if key in OWN and is_part(value):
         return [(key, "own"), (f"{key}.{OWN[key]}", quoted(value))]
     return [(key.replace("-", "_"), value)]
+
+
+def _comma_words(full: str, text: str) -> str:
+    """Return a text of words with commas between, where an option takes some; for Hydra that would be a sweep."""
+    return text if full in WORDS and re.fullmatch(r"\w+(,\w+)+", text) else ""
 
 
 def _value(key: str, text: str) -> Any:

@@ -87,19 +87,26 @@ class RunConfig:
             self._check_sealed()
         within("", self, record_mb=Range(0, inf, "must be positive, in MB", "(]"))
         self.strategy.check_task(self.task)
-        changed = [f"training.augment={self.training.augment}"] if self.training.augment != "none" else []
-        changed += ["training.batch-sizes"] if self.training.batch_sizes else []
-        for option in changed:
+        if self.training.batch_sizes:
             require(
                 self.strategy.own_batches,
-                f"{option} is for methods whose institutions train on batches of their own; got strategy="
+                "training.batch-sizes is for methods whose institutions train on batches of their own; got strategy="
                 f"{self.strategy.name}: leave it out",
             )
-            require(not self.privacy.mechanisms, f"{option} is not for training under DP: leave it out, or dp=none")
-        require(
-            self.training.augment == "none" or (self.task.size > 1 and self.task.kind != "segmentation"),
-            f"training.augment changes images, and no masks; got task={self.task.name}: leave it out",
-        )
+            require(
+                not self.privacy.mechanisms,
+                "training.batch-sizes is not for training under DP: leave it out, or dp=none",
+            )
+        if self.training.changes:
+            require(
+                self.task.size > 1 and self.task.format != "bags",
+                f"training.augment changes images; got task={self.task.name}: leave it out",
+            )
+            require(
+                self.strategy.trains_on_images,
+                f"training.augment changes images in training; with these options strategy={self.strategy.name} trains "
+                "on none: leave it out",
+            )
 
     def _check_sealed(self) -> None:
         """Refuse what needs a server that can read."""

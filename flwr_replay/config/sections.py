@@ -14,6 +14,7 @@ from flwr_replay.errors import ConfigError, near_matches
 
 __all__ = [
     "BATCH",
+    "CHANGES",
     "FRACTION",
     "NOT_NEGATIVE",
     "NOT_NEGATIVE_FINITE",
@@ -99,6 +100,7 @@ def within(prefix: str, config: object, **ranges: Range | tuple[float, float]) -
         require(value <= high, f"{option} must be at most {high}; got {value}")
 
 
+CHANGES = ("flip", "rot90", "rotate", "shift", "crop")
 MODELS = ("mlp", "lenet5", "lenet5_unpadded", "cnn", "cnn1", "cnn2", "gabor", "deepset", "resnet18", "resnet34", "unet")
 FUNCTION = "package.module:function"
 
@@ -231,16 +233,27 @@ class TrainingConfig:
     weight_decay: float = 0.0
     batch_size: int = 32
     batch_sizes: tuple[int, ...] = ()  # of the institutions, by turns; empty: batch_size
-    augment: str = "none"  # none | flip | flip+rot90
+    augment: str = "none"  # none, or some of flip, rot90, rotate, shift, crop, with commas between
     lr_step: int = 0  # rounds after which the learning rate is divided by ten; 0: never (paper: 35)
 
     def __post_init__(self) -> None:
         one_of("training.optimizer", self.optimizer, ("sgd", "adam"))
-        one_of("training.augment", self.augment, ("none", "flip", "flip+rot90"))
+        for change in self.changes:
+            one_of("training.augment", change, ("none", *CHANGES))
+        require("none" not in self.changes, f"training.augment=none stands alone; got {self.augment!r}: leave it out")
+        require(
+            len(set(self.changes)) == len(self.changes),
+            f"training.augment names every change once; got {self.augment!r}: leave one out",
+        )
         for size in self.batch_sizes:
             require(1 <= size <= BATCH, f"training.batch-sizes must lie in 1 to {BATCH:,}; got {size}")
         within("training.", self, lr=POSITIVE, momentum=FRACTION, weight_decay=NOT_NEGATIVE_FINITE)
         within("training.", self, batch_size=(1, BATCH), lr_step=NOT_NEGATIVE)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The random changes of training images; those of older versions have + between."""
+        return () if self.augment == "none" else tuple(self.augment.replace("+", ",").split(","))
 
 
 @dataclass(frozen=True, kw_only=True)

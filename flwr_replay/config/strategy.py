@@ -38,7 +38,7 @@ class StrategyConfig:
     draws_images : bool
         Whether each institution trains an image generator, from which it draws synthetic images.
     own_batches : bool
-        Whether institutions train on batches of a `Learner`, which can be augmented, and have the institution's size.
+        Whether institutions train on batches of a `Learner`, which have the institution's size.
     relayed : bool
         Whether the server only hands on what institutions send, so that it can be sealed (sealed=true).
     """
@@ -88,6 +88,11 @@ class StrategyConfig:
         An institution refuses a request with other values, as it does for options and instructions of one name.
         """
         return {}
+
+    @property
+    def trains_on_images(self) -> bool:
+        """Whether anybody trains on images, which can be changed at random."""
+        return True
 
     def check_task(self, task: TaskConfig) -> None:
         """Refuse options that do not fit the task.

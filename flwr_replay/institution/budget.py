@@ -201,6 +201,10 @@ class DPTraining:
         """Yield the row numbers of each batch of an epoch."""
         return poisson_batches(examples, self.epoch_cost, self.stream)
 
+    def draws(self) -> torch.Generator:
+        """Return a generator, on the CPU, whose seed comes from the stream."""
+        return torch.Generator().manual_seed(int(self.stream.uniform(1)[0] * 2**52))
+
     def batches(self, data: Shard) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield an epoch's batches of examples and labels. Sizes vary; a batch may be empty."""
         for rows in self.rows(len(data)):

@@ -24,14 +24,14 @@ from flwr_replay.files.tensors import digest
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import ReplaySampler
 from flwr_replay.generators.synthesis import SynthesisPlan
-from flwr_replay.institution.budget import PrivacyBudget
+from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.identity import proof_of
 from flwr_replay.institution.learner import Learner
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.replay import GenerativeStages
 from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.synthesis import SynthesisStages
-from flwr_replay.learning.augment import augmented
+from flwr_replay.learning.augment import Augment, augmented
 from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches, torch_rng
 from flwr_replay.memory import remembered
@@ -297,9 +297,19 @@ class InstitutionClient(NumPyClient):
         """Return a learner of a model. Under DP its steps are charged first."""
         dp = self.budget.begin("classifier", epochs, request) if self.budget else None
         sampler, rng = self.replay_sampler(request), self.shuffle(request.server_round, "replay")
-        draws = self.shuffle(request.server_round, "augment")
-        changed = partial(augmented, how=self.training.augment, rng=draws) if self.training.augment != "none" else None
-        return Learner(model, optimizer, self.task, self.batch_size, sampler, rng, dp, changed)
+        augment = self.augmentation(dp, request.server_round)
+        return Learner(model, optimizer, self.task, self.batch_size, sampler, rng, dp, augment)
+
+    def augmentation(self, dp: DPTraining | None, *purpose: object) -> Augment | None:
+        """Return what changes the images of a training at random; None: nothing.
+
+        The draws are the purpose's, and the run can be repeated. Under DP they are as secret as the masks, so that
+        nobody can tell from known draws which examples are in a batch.
+        """
+        if not self.training.changes:
+            return None
+        draws = dp.draws() if dp else self.shuffle(*purpose, "augment")
+        return partial(augmented, changes=self.training.changes, rng=draws)
 
     def replay_sampler(self, request: RunRequest) -> ReplaySampler | None:
         """Return a sampler of the replayed examples in every batch; None without replay.

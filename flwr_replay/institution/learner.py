@@ -5,7 +5,7 @@ The loop over the batches is in each method's file. Here is what all methods sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from flwr_replay.errors import TrainingError
 from flwr_replay.generators.sampler import ReplaySampler
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.owner import Shard
+from flwr_replay.learning.augment import Augment, changed
 from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import batches, mean_loss, step
 
@@ -37,8 +38,8 @@ class Learner:
         Chooses the replayed examples of each batch.
     dp : DPTraining | None
         Charged steps of DP-SGD; None: plain steps on shuffled batches.
-    augment : Callable[[Tensor], Tensor] | None
-        Changes the images of a batch at random; None: they stay as they are.
+    augment : Augment | None
+        Changes the images of a batch at random, and masks with them; None: they stay as they are.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Learner:
         sampler: ReplaySampler | None,
         rng: torch.Generator,
         dp: DPTraining | None = None,
-        augment: Callable[[Tensor], Tensor] | None = None,
+        augment: Augment | None = None,
     ) -> None:
         self.model, self.optimizer, self.task, self.batch_size = model, optimizer, task, batch_size
         self.sampler, self.rng, self.dp, self.augment = sampler, rng, dp, augment
@@ -63,7 +64,7 @@ class Learner:
         plain = batches(data.x, data.y, self.batch_size, shuffle)
         real = self.dp.batches(data) if self.dp else plain
         mixed = self.sampler.mixed_batches(real, self.batch_size, self.rng) if self.sampler else real
-        return ((self.augment(x_B), y_B) for x_B, y_B in mixed) if self.augment else mixed
+        return changed(mixed, self.augment)
 
     def step(self, x_B: Tensor, y_B: Tensor, penalty: Tensor | None = None) -> None:
         """Take a step on a batch: θ ← θ − η ∇(L(θ; x_U) + penalty). The reported loss has no penalty.

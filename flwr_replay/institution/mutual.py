@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.owner import Shard
+from flwr_replay.learning.augment import Augment, changed
 from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import batches, mean_loss, step
 from flwr_replay.models import has_batch_norm
@@ -61,6 +62,8 @@ class MutualLearner:
         A charged pass of DP-SGD on θ; None: plain steps.
     rests : bool
         The budget is used up: θ stays as it is, φ learns on.
+    augment : Augment | None
+        Changes the images of a batch at random, for both models alike; None: they stay as they are.
     """
 
     def __init__(
@@ -72,23 +75,26 @@ class MutualLearner:
         batch_size: int,
         dp: DPTraining | None,
         rests: bool = False,
+        augment: Augment | None = None,
     ) -> None:
         self.private, self.proxy, self.task, self.batch_size = private, proxy, task, batch_size
         self.alpha, self.beta, self.request = request.alpha, request.beta, request
-        self.dp, self.rests = dp, rests
+        self.dp, self.rests, self.augment = dp, rests, augment
         self.fewest = 2 if has_batch_norm(private.model) else 1  # examples that φ needs in a batch
         self.losses: list[Tensor] = []  # of φ
         self.seen, self.proxy_steps = 0, 0
 
     def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield one pass over the examples: Poisson batches where θ's steps are under DP."""
-        return self.dp.batches(data) if self.dp else batches(data.x, data.y, self.batch_size, shuffle)
+        drawn = self.dp.batches(data) if self.dp else batches(data.x, data.y, self.batch_size, shuffle)
+        return changed(drawn, self.augment)
 
     def alone(self, data: Shard, rows: Tensor, shuffle: torch.Generator) -> None:
         """Let φ learn from the proxy as it arrived, pass after pass over these rows; θ stays as it is."""
         phi, theta = self.private, self.proxy
         for _ in range(self.request.private_epochs):
-            for plain_B, y_B in batches(data.x, data.y, self.request.private_batch_size, shuffle, among=rows):
+            drawn = batches(data.x, data.y, self.request.private_batch_size, shuffle, among=rows)
+            for plain_B, y_B in changed(drawn, self.augment):
                 x_B = shift_batch(plain_B, self.request.private_shift, shuffle)
                 f_B, h_B = phi.model(x_B), inference(theta.model, x_B)
                 loss_phi = partial(mutual_loss, self.task, self.alpha, f_B, y_B=y_B)  # eq. 4

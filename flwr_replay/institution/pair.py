@@ -91,7 +91,8 @@ class PairClient(InstitutionClient):
             except BudgetError:  # the budget is used up: θ stays as it is, φ learns on
                 self.budget.rest("proxy", request)
                 rests = True
-        return MutualLearner(private, common, self.task, request, self.batch_size, dp, rests)
+        augment = self.augmentation(dp, request.server_round)
+        return MutualLearner(private, common, self.task, request, self.batch_size, dp, rests, augment)
 
     # --- listening by a pool ------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from flwr_replay.attacks.attacker import Attacker, Attempt
 from flwr_replay.attacks.catalogue import DECODED, LOOKED_AT
 from flwr_replay.attacks.codes import decoded
 from flwr_replay.attacks.latents import latents_of, mixes
-from flwr_replay.errors import RunError
+from flwr_replay.errors import DataError, RunError
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.lab.evidence import NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit
 from flwr_replay.lab.judge import Originals, check_anew, check_replay, rows_behind, rows_in_order, same_data
@@ -162,6 +162,8 @@ class OfActivations(Trial):
     def _rows_of_batches(self, originals: Originals) -> Tensor:
         """Draw SplitNN's first batches anew, and check that they give these activations."""
         check_replay(self.evidence.config)
+        if self.evidence.config.training.changes:
+            raise DataError("institutions trained on images that were changed at random, which the judge does not have")
         config, server_round = self.evidence.config, int(self.request.scalars.get("server-round", 0))
         shuffle = torch_rng(config.seed, self.exhibit.institution, server_round)
         first = slice(0, int(self.request.scalars["micro-batches"]))
