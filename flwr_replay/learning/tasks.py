@@ -1,7 +1,7 @@
 """What is learned: the loss, the sums an institution reports over its test shard, and the metrics pooled from them.
 
-A metric of several institutions is computed from summed counts and errors; it is never an average of averages. `B` is
-a batch, `C` the number of classes, `H` and `W` height and width in pixels.
+A metric of several institutions is computed from summed counts and errors; `dice-mean` alone is an average over
+institutions. `B` is a batch, `C` the number of classes, `H` and `W` height and width in pixels.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ class Segmentation(Task):
     @property
     def metrics(self) -> tuple[str, ...]:
         """All metrics."""
-        return ("dice", "pixel-accuracy", "loss")
+        return ("dice", "dice-mean", "pixel-accuracy", "loss")
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return binary cross-entropy plus 1 - soft Dice, a mean over images.
@@ -345,19 +345,18 @@ class Segmentation(Task):
     def pooled(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
         """Compute Dice, 2 TP / (2 TP + FP + FN), from summed pixels; 1 where neither mask nor prediction has any.
 
-        Qu et al. 2022, section 4.3, report the mean of the institutions' coefficients instead; `final.institutions` of
-        a run's result has each.
+        `dice-mean` is the mean of the institutions' own coefficients, each with the same weight, as Qu et al. 2022,
+        section 4.3, report it. Of one institution both are the same.
 
         >>> a = Evaluation(num_examples=1, loss=0.0, confusion=[5, 1, 2, 8])
-        >>> b = Evaluation(num_examples=1, loss=0.0, confusion=[16, 0, 0, 0])
-        >>> round(Segmentation().pool([a, b])["dice"], 4)
-        0.8421
+        >>> b = Evaluation(num_examples=1, loss=0.0, confusion=[15, 1, 0, 0])
+        >>> {name: round(value, 4) for name, value in Segmentation().pooled([a, b]).items()}
+        {'dice': 0.8, 'dice-mean': 0.4211, 'pixel-accuracy': 0.875}
         """
-        right_0, false_1, false_0, right_1 = _summed(evaluations, "confusion", 4).tolist()
-        pixels = right_0 + false_1 + false_0 + right_1
-        wrong = false_0 + false_1
-        dice = 2 * right_1 / (2 * right_1 + wrong) if right_1 + wrong else 1.0
-        return {"dice": dice, "pixel-accuracy": (right_0 + right_1) / pixels}
+        counts_4 = _summed(evaluations, "confusion", 4)
+        own = [_dice(_summed([one], "confusion", 4)) for one in evaluations if one.num_examples]
+        pixel_accuracy = float((counts_4[0] + counts_4[3]) / counts_4.sum())
+        return {"dice": _dice(counts_4), "dice-mean": sum(own) / len(own), "pixel-accuracy": pixel_accuracy}
 
     def accepts(self, labels: NDArray[Any]) -> bool:
         """Accept masks."""
@@ -366,6 +365,13 @@ class Segmentation(Task):
     def blank_labels(self, n: int, input_shape: tuple[int, ...]) -> NDArray[Any]:
         """Return n empty masks."""
         return np.broadcast_to(np.zeros((), np.uint8), (n, *input_shape[1:]))
+
+
+def _dice(counts_4: NDArray[np.int64]) -> float:
+    """Compute Dice from pixels by label and prediction, row by row."""
+    _, false_1, false_0, right_1 = counts_4.tolist()
+    wrong = false_0 + false_1
+    return 2 * right_1 / (2 * right_1 + wrong) if right_1 + wrong else 1.0
 
 
 def _summed(evaluations: Sequence[Evaluation], field: str, size: int) -> NDArray[np.int64]:

@@ -19,6 +19,7 @@ from flwr_replay.report.summary import (
     best_lines,
     classes_of,
     confusion_of,
+    dice_lines,
     judged_by,
     recorded_lines,
     sample_lines,
@@ -62,7 +63,7 @@ def write_run_page(folder: Path) -> Path:
         If the run has not finished, or a file of its directory is damaged.
     """
     result = read_json(folder / "result.json")
-    found, classes = confusion_of(folder), classes_of(folder)
+    found, classes, final = confusion_of(folder), classes_of(folder), result["final"]["global"]
     pictures, left_out = _pictures(folder)
     text = render(
         "run",
@@ -70,11 +71,14 @@ def write_run_page(folder: Path) -> Path:
         question=_question(result),
         answer=_answer(result, found),
         warnings=warnings(result, found, classes),
-        curves=_curves(folder, result, list(beside(result["final"]["global"], found))),
+        curves=_curves(folder, result, [*beside(final, found), *({"dice-mean"} & final.keys())]),
         bars=_bars(result, found),
         bars_caption=_bars_caption(result, found),
         metrics=_metrics(result),
-        notes=[*filter(None, [result.get("metrics-note", "")]), *map(_sentence, best_lines(result))],
+        notes=[
+            *filter(None, [result.get("metrics-note", "")]),
+            *map(_sentence, [*dice_lines(final), *best_lines(result)]),
+        ],
         confusion=_confusion(result, found, classes),
         skew=[*map(_sentence, skew_lines(result.get("skew")))] or [UNKNOWN_SKEW],
         labels=_labels(result.get("skew") or {}, classes),

@@ -22,6 +22,7 @@ __all__ = [
     "best_lines",
     "classes_of",
     "confusion_of",
+    "dice_lines",
     "judged_by",
     "recorded_lines",
     "sample_lines",
@@ -59,6 +60,7 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
         *_fewer([f"  {_own(name, one, leading, confusion)}" for name, one in tested.items()]),
         *_tested_at_the_end(result, unit),
         *imbalance_lines(final["global"], confusion),
+        *dice_lines(final["global"]),
         *best_lines(result),
         *skew_lines(result.get("skew")),
         f"sent: up {shown_bytes(result['bytes']['up'])}, down {shown_bytes(result['bytes']['down'])}",
@@ -106,6 +108,18 @@ def _tested_at_the_end(result: Mapping[str, Any], unit: str) -> list[str]:
     metric = result["metric"]
     tested = result["final"]["global"][f"test-{metric}"]
     return [f"all this is of validation examples; the last round's model on test examples: {metric} {tested:.4f}{unit}"]
+
+
+def dice_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Say what the mean over institutions is beside the pooled Dice; nothing for other tasks and older versions.
+
+    >>> dice_lines({"dice": 0.8, "dice-mean": 0.7})
+    ["dice-mean 0.7000 is the mean of the institutions' own; dice 0.8000 is of all their pixels together"]
+    """
+    if "dice-mean" not in metrics:
+        return []
+    mean = f"dice-mean {metrics['dice-mean']:.4f} is the mean of the institutions' own"
+    return [f"{mean}; dice {metrics['dice']:.4f} is of all their pixels together"]
 
 
 def best_lines(result: Mapping[str, Any]) -> list[str]:

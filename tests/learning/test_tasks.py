@@ -123,7 +123,7 @@ def test_errors_of_a_regression_are_in_the_labels_unit(seed, sizes):
     assert pooled["loss"] == pytest.approx(float(task.loss(torch.from_numpy(x), torch.from_numpy(y))), rel=1e-4)
 
 
-def test_dice_is_of_all_pixels_together():
+def test_dice_is_of_all_pixels_together_and_its_mean_is_over_institutions():
     rng = np.random.default_rng(0)
     logits, masks = rng.normal(size=(5, 1, 8, 8)).astype(np.float32), rng.integers(0, 2, (5, 8, 8), dtype=np.uint8)
     task, shards = Segmentation(), [slice(0, 1), slice(1, 5)]
@@ -131,6 +131,12 @@ def test_dice_is_of_all_pixels_together():
     guesses = logits[:, 0] > 0
     assert task.pool(found)["dice"] == pytest.approx(f1_score(masks.ravel(), guesses.ravel()))
     assert task.pool(found)["pixel-accuracy"] == pytest.approx(accuracy_score(masks.ravel(), guesses.ravel()))
+    apart = [f1_score(masks[s].ravel(), guesses[s].ravel()) for s in shards]  # four images weigh as much as one
+    assert task.pool(found)["dice-mean"] == pytest.approx(np.mean(apart))
+    assert task.pool([*found, task.empty()])["dice-mean"] == pytest.approx(np.mean(apart))
+    assert [task.pool([one])["dice-mean"] for one in found] == pytest.approx(apart)
+    assert abs(np.mean(apart) - task.pool(found)["dice"]) > 1e-4
+    assert set(task.pool(found)) == set(task.metrics)
     right = torch.from_numpy(np.where(masks == 1, 50.0, -50.0)).float()[:, None]
     assert float(task.loss(right, torch.from_numpy(masks))) == pytest.approx(0, abs=1e-6)
     assert float(task.loss(-right, torch.from_numpy(masks))) > 2
