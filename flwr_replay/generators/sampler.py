@@ -79,6 +79,10 @@ class ReplaySampler(ABC):
         """Return examples and labels, as a method trains on them, of what `take` returned."""
         return images_B, labels_B
 
+    def beside(self, batch_size: int) -> int:
+        """Return how many replayed examples stand beside b real ones; where there are fewer, all of them once."""
+        return min(self.options.num_replayed(batch_size), len(self))
+
     def batches(self, size: int, rng: torch.Generator, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches without end, from number `first` on; every example comes once before any comes again."""
         rows = Rows(len(self), rng)
@@ -103,7 +107,7 @@ class ReplaySampler(ABC):
         first : int
             Number of the first of these batches within the training.
         """
-        replayed = self.batches(self.options.num_replayed(batch_size), rng, first)
+        replayed = self.batches(self.beside(batch_size), rng, first)
         for x_B, y_B in real:
             x_R, y_R = self.example(*next(replayed))
             yield torch.cat([x_R, x_B]), torch.cat([y_R.to(y_B.dtype), y_B])

@@ -5,6 +5,8 @@ The loop over the batches is in each method's file. Here is what all methods sha
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 
 import torch
@@ -19,6 +21,8 @@ from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import batches, mean_loss, step
 
 __all__ = ["Learner"]
+
+SILENT = 30  # seconds between two lines in the log
 
 
 class Learner:
@@ -57,6 +61,7 @@ class Learner:
         self.sampler, self.rng, self.dp, self.augment = sampler, rng, dp, augment
         self.losses: list[Tensor] = []
         self.seen = 0  # examples, with repetition; under DP their expected number
+        self.began = self.told = time.monotonic()
         self.steps = 0  # taken; under DP-SGD as many as were charged, whatever the Poisson batches hold
 
     def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
@@ -75,7 +80,8 @@ class Learner:
             If there is a penalty under DP: the clipped gradients of single examples do not hold it.
         """
         self.steps += 1
-        num_replayed = self.sampler.options.num_replayed(self.batch_size) if self.sampler else 0
+        self._tell()
+        num_replayed = self.sampler.beside(self.batch_size) if self.sampler else 0
         if self.dp:
             if penalty is not None:
                 raise TrainingError("a step of DP-SGD has no penalty: leave classifier out of dp_mechanisms")
@@ -86,6 +92,13 @@ class Learner:
         self.losses.append(loss.detach())
         step(self.model, self.optimizer, loss if penalty is None else loss + penalty)
         self.seen += len(y_B)
+
+    def _tell(self) -> None:
+        """Write to Flower's log, now and then, how many steps were taken: a visit may take hours."""
+        if (now := time.monotonic()) - self.told >= SILENT:
+            pace = self.steps / (now - self.began)
+            logging.getLogger("flwr").info("%s steps in this visit so far, %.3g a second", f"{self.steps:,}", pace)
+            self.told = now
 
     @property
     def counts(self) -> dict[str, int]:

@@ -54,7 +54,7 @@ class GeneratorTraining(StepwiseTraining):
         config = replay_plan.generator
         super().__init__("generator", model, config.lr, config.epochs, iterations(len(data), config.batch_size))
         self.replay_plan, self.config, self.data, self.old, self.rngs = replay_plan, config, data, old, rngs
-        self.num_replayed = replay_plan.replay.num_replayed(config.batch_size) if old else 0
+        self.num_replayed = old.beside(config.batch_size) if old else 0
         self.perplexity: list[Tensor] = []  # of the last batch, by level
 
     def begin(self, given: StateDict) -> None:

@@ -20,13 +20,14 @@ from flwr.serverapp import Grid
 
 from flwr_replay.errors import WireError
 from flwr_replay.payloads.replay import Generated, TrainedPrior, TrainGenerator, TrainPrior, Trains
+from flwr_replay.report.progress import shown_time
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import form_of
 
-__all__ = ["Asking", "check_going_on"]
+__all__ = ["Asking", "check_going_on", "shown_progress"]
 
 Answer = TypeVar("Answer", Generated, TrainedPrior)
 Read = TypeVar("Read", bound=Payload)
@@ -79,6 +80,7 @@ class Asking:
         sent, part = opened(request.arrays or {}), declared.declared()["arrays"].part
         made, lost, there = -1, 0, True
         while there and lost < LOST:
+            began = time.monotonic()
             answer = self.answer(member, request, declared)
             if answer is None:
                 lost += 1
@@ -95,7 +97,7 @@ class Asking:
             if not answer.steps_left:
                 return answer
             self.movement.recorder.log(
-                f"{member.name}: {request.stage}, {answer.steps:,} of {answer.steps + answer.steps_left:,} steps"
+                shown_progress(member.name, request.stage, made, answer, time.monotonic() - began)
             )
             made, lost, request = answer.steps, 0, replace(request, arrays=None)
         return None
@@ -120,6 +122,17 @@ class Asking:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(PAUSE)
+
+
+def shown_progress(name: str, stage: str, made: int, answer: Trains, seconds: float) -> str:
+    """Write how far a training is, and from its second message on, how long the rest takes at this one's pace.
+
+    >>> answer = Generated(num_examples=9, examples_seen=0, steps=300, steps_left=100)
+    >>> shown_progress("north", "train-generator", 200, answer, 60.0)
+    'north: train-generator, 300 of 400 steps, 0:01:00 left'
+    """
+    left = f", {shown_time(seconds * answer.steps_left / (answer.steps - made))} left" if made >= 0 else ""
+    return f"{name}: {stage}, {answer.steps:,} of {answer.steps + answer.steps_left:,} steps{left}"
 
 
 def check_going_on(made: int, answer: Trains, total: int) -> None:

@@ -13,6 +13,7 @@ Failures: An institution that fails is asked again before the next round. Until 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,7 @@ from flwr_replay.payloads.replay import Kept
 from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, KeepBuffer, TrainSlice
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
-from flwr_replay.server.pieces import check_going_on
+from flwr_replay.server.pieces import check_going_on, shown_progress
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.sealed import blank
@@ -123,9 +124,16 @@ class Buffers:
         while asked:
             going_on: list[Member] = []
 
-            def take(member: Member, reply: Message, going_on: list[Member] = going_on) -> None:
+            def take(
+                member: Member, reply: Message, going_on: list[Member] = going_on, began: float = time.monotonic()
+            ) -> None:
                 answer = GeneratorSlice.decode(reply.content)
                 check_going_on(made[member.name], answer, totals[member.name])
+                if answer.steps_left:
+                    seconds = time.monotonic() - began
+                    self.movement.recorder.log(
+                        shown_progress(member.name, "train-slice", made[member.name], answer, seconds)
+                    )
                 made[member.name] = answer.steps
                 losses[member.name] += [] if answer.loss is None else [answer.loss]
                 if answer.steps_left:

@@ -82,6 +82,7 @@ def test_the_ratio_says_how_many_stand_beside_a_batch(ratio, beside):
     for (x, y), (own, _) in zip(
         sampler(f"replay.ratio={ratio}").mixed_batches(iter(real), B, rng()), real, strict=True
     ):
+        beside = min(beside, 11)  # there are so many
         assert len(x) == len(y) == beside + len(own)
         assert (y[:beside] < 11).all()  # the replayed come first
         assert torch.equal(x[beside:], own)
@@ -94,3 +95,13 @@ def test_a_run_sees_as_many_examples_as_the_ratio_says(tmp_path):
     beside = {"a": 4 * B // 2, "b": 2 * B // 2, "c": B // 2}
     in_generator = sum(alone.values()) + beside["b"] + beside["c"]
     assert ran.result["examples-seen"] == in_generator + sum(alone.values()) + sum(beside.values())
+
+
+def test_where_fewer_are_replayed_than_a_batch_has_each_stands_beside_real_ones_once():
+    few = sampler()  # 11 codes
+    assert [few.beside(size) for size in (3, 11, 32)] == [3, 11, 11]
+    (x_U, labels), *_ = few.mixed_batches(
+        iter([(torch.zeros(32, *few.take(torch.tensor([0]))[0].shape[1:]), torch.full((32,), 99))]), 32, rng()
+    )
+    assert len(x_U) == 11 + 32
+    assert sorted(labels.tolist()) == [*range(11), *[99] * 32]
