@@ -85,6 +85,11 @@ class RunConfig:
         one_of("split", self.split, ("test", "validation"))
         if self.sealed:
             self._check_sealed()
+        require(
+            (self.replay.name == "none" and not self.draws_images) or self.generator.slice_seconds < self.timeout,
+            "generator.slice-seconds must be below timeout, since a message must be answered before that; got "
+            f"{self.generator.slice_seconds:g} and {self.timeout:g}: choose fewer, or a longer timeout",
+        )
         within("", self, record_mb=Range(0, inf, "must be positive, in MB", "(]"))
         self.strategy.check_task(self.task)
         if self.training.batch_sizes:

@@ -79,7 +79,7 @@ class ImageCanaries:
 
     def saw(self, request: RecordDict, answer: RecordDict) -> None:
         """Score what an answer releases."""
-        stage = str(config_in(request)["stage"])
+        stage = str(config_in(request).get("stage", ""))
         request = self.begun[stage] if stage in self.begun and "arrays" not in request else request
         self.begun[stage] = request  # a training may take several messages, of which the first brings the weights
         for score in self.scorers:

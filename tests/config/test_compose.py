@@ -136,6 +136,7 @@ def test_escapes_within_quotes_are_text():
         ("threads=500", "threads must be at most 256; got 500"),
         ("seed=9999999999999999999", "seed must be a number of fewer than 19 digits"),
         ("lr=1" + "0" * 400, "training.lr must be a number of fewer than 19 digits"),
+        ("strategy=cwt replay=vqvae2 timeout=300", "slice-seconds must be below timeout, since a message must be"),
         ("timeout=inf", "timeout must be positive, in seconds, and at most a year; got inf"),
         ("wait=1e300", "wait must not be negative, in seconds, and at most a year; got 1e+300"),
         ("generator.width=100000", "generator.width must be at most 4096"),

@@ -26,6 +26,7 @@ from flwr_replay.lab.trials import OfActivations
 from flwr_replay.memory import forget
 from flwr_replay.wire.recording import FOLDER
 
+PIECES = "generator.slice-seconds=1e-9"  # a training takes a message for each step
 RUNS = {
     "latents": ["strategy=fedreplay", "encoder=random", "partition.size=60", "model.width=16"],
     "gradient": ["strategy=fedsgd", "model=mlp", "partition.size=4", "partition.test=mirror"],
@@ -34,7 +35,7 @@ RUNS = {
     "blocks": ["strategy=fedsgd", "partition.size=300", "model.norm=batch", "model.width=4"],
     "unlabelled": ["strategy=splitnn", "share-labels=false", "partition.size=32", "model.norm=group"],
     "codes": ["strategy=cwt", "replay=vqvae2", "partition.size=60", "generator.epochs=2"],
-    "prior": ["strategy=cwt", "replay=pixelcnn", "partition.size=60", "generator.epochs=2", "prior.epochs=2"],
+    "prior": ["strategy=cwt", "replay=pixelcnn", "partition.size=60", "generator.epochs=2", "prior.epochs=2", PIECES],
     "gossip": ["strategy=avgpush", "dp=none", "model.width=4", "partition.size=8", "training.batch-size=8"],
     "raw": ["strategy=fedavgshare", "partition.size=60"],
     "noisy": [

@@ -131,6 +131,11 @@ def test_a_prior_that_has_learned_codes_of_noise_gives_them_away():
     probe.saw(request, answer)
     assert probe.releases == 1
     assert auc(probe.scores_m, CANARIES.was_in_m) > 0.8
+    in_two = ImageCanaries(CANARIES, data(), config, noise=True)  # a training in two messages is scored at its end
+    in_two.saw(request, RecordDict())
+    assert in_two.releases == 0
+    in_two.saw(RecordDict({"config": request["config"]}), answer)
+    assert np.array_equal(in_two.scores_m, probe.scores_m)
 
 
 def test_drawn_images_give_away_those_that_they_copy():
