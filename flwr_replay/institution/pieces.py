@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
@@ -150,13 +150,12 @@ class Pieces:
         self, institution: Institution, state: StateStore, budget: PrivacyBudget | None, seconds: float
     ) -> None:
         self.institution, self.state, self.budget, self.seconds = institution, state, budget, seconds
-        self.clock: Callable[[], float] = time.monotonic
         self.began = 0.0
 
     @contextmanager
     def alone(self, run: str) -> Iterator[None]:
         """Keep other processes from training the same; one that has waited goes on from where the first has stopped."""
-        self.began = self.clock()
+        self.began = time.monotonic()
         with alone(private_folder(self.state.of_run(run) / "training"), wait=True):
             yield
 
@@ -250,7 +249,7 @@ class Pieces:
     @property
     def in_time(self) -> bool:
         """Whether the message may take longer."""
-        return self.clock() - self.began < self.seconds
+        return time.monotonic() - self.began < self.seconds
 
     def found(self, key: str, request: ChargedRequest, bound: list[str]) -> StateDict | None:
         """Return what is kept of a training that this request goes on with; None if there is none."""
