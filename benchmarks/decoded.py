@@ -4,9 +4,9 @@
 
 It writes colour JPEGs of their own into the folder, a manifest, and a state directory; all of it goes at the end. Each
 message is answered by a process of its own, as a SuperNode does: roll call, FedAvg's training for one pass, a test, and
-with a cache these once more. Printed are seconds from the start of the process to its end, and its most memory: anonymous pages, of
-which the system can drop none, and all resident pages, with the map's, which it can drop. With --limit-gb the system
-refuses the process more private memory than that (RLIMIT_DATA).
+with a cache these once more. Printed are seconds from the start of the process to its end, and its most memory:
+anonymous pages, of which the system can drop none, and all resident pages, with the map's, which it can drop. With
+--limit-gb the system refuses the process more private memory than that (RLIMIT_DATA).
 """
 
 from __future__ import annotations

@@ -99,11 +99,6 @@ class FedReplayConfig(StrategyConfig):
         within("strategy.", self, encoder_epochs=(1, PASSES), patience=(1, PASSES), upload_views=(1, VIEWS))
         within("strategy.", self, server_processes=(1, THREADS))
 
-    @property
-    def trains_on_images(self) -> bool:
-        """Only the encoder is; the last layers train on latents of images as they are."""
-        return self.encoder == "institution"
-
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """The most epochs of the encoder's one training, if an institution trains it; all views of the one upload."""
         trained = {"encoder": self.encoder_epochs} if self.encoder == "institution" else {}
@@ -135,8 +130,10 @@ class FedReplay(OneShot):
         strategy.fitting_rows()
         if config.upload_views > 1 and strategy.blank_labels(1).ndim > 1:
             raise ConfigError(
-                f"strategy.upload-views shifts images, not masks: leave it at 1 here; got {config.upload_views}"
+                f"strategy.upload-views shifts images, no masks: leave it at 1; got {config.upload_views}"
             )
+        if settings.training.changes and config.encoder != "institution":
+            raise ConfigError("training.augment changes images; without encoder=institution nobody trains on any")
         strategy.ranks.check(strategy.primary, settings.training.batch_size)
         if config.encoder == "file":
             read_encoder(Path(config.encoder_file), strategy.encoder_shapes)

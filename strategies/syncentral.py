@@ -28,7 +28,7 @@ from flwr_replay.config.sections import within
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.tensors import read_tensors
-from flwr_replay.learning.augment import augmented, changed
+from flwr_replay.learning.augment import augment_of, changed
 from flwr_replay.learning.training import batches, make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
 from flwr_replay.models import placed
 from flwr_replay.movements.base import Exchange, Movement
@@ -110,9 +110,8 @@ class SynCentral(Movement):
         device, losses = self.settings.device, []
         shuffle = torch_rng(self.settings.seed, "server", server_round)
         drawn = batches(x.to(device), y.to(device), self.settings.training.batch_size, shuffle)
-        draws = torch_rng(self.settings.seed, "server", server_round, "augment")
-        augment = partial(augmented, changes=self.settings.training.changes, rng=draws)
-        for x_B, y_B in changed(drawn, augment):
+        draws = partial(torch_rng, self.settings.seed, "server", server_round, "augment")
+        for x_B, y_B in changed(drawn, augment_of(self.settings.training.changes, draws)):
             losses.append(step(self.model, self.optimizer, self.task.loss(self.model(x_B), y_B)))
             self.recorder.saw(len(y_B))
         return array_record(to_arrays(self.model)), MetricRecord({"train-loss": mean_loss(losses)})

@@ -76,6 +76,7 @@ def state(
     stay. The institution answers no further message of that run.
     """
     from flwr_replay.cli.places import absolute
+    from flwr_replay.data.decoded import FOLDER
     from flwr_replay.report.progress import shown_bytes, shown_time
     from flwr_replay.runs.kept import bytes_of, kept, ledger_bytes, remove
 
@@ -90,5 +91,6 @@ def state(
     for one in found:
         said = "removed" if one.removed else f"{shown_bytes(bytes_of(one.spare))} can go"
         print(f"{one.run}\n  {shown_bytes(one.bytes)}, {said}; last written {shown_time(one.seconds)} ago")
+    print(f"decoded images, made again when they are missing: {shown_bytes(bytes_of([*(folder / FOLDER).glob('*')]))}")
     number, size, recorded = ledger_bytes(folder)
     print(f"ledger: {shown_bytes(size)}, parts: {number}; recorded messages: {shown_bytes(recorded)}")

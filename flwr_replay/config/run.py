@@ -107,11 +107,6 @@ class RunConfig:
                 self.task.size > 1 and self.task.format != "bags",
                 f"training.augment changes images; got task={self.task.name}: leave it out",
             )
-            require(
-                self.strategy.trains_on_images,
-                f"training.augment changes images in training; with these options strategy={self.strategy.name} trains "
-                "on none: leave it out",
-            )
 
     def _check_sealed(self) -> None:
         """Refuse what needs a server that can read."""

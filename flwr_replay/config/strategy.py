@@ -89,11 +89,6 @@ class StrategyConfig:
         """
         return {}
 
-    @property
-    def trains_on_images(self) -> bool:
-        """Whether anybody trains on images, which can be changed at random."""
-        return True
-
     def check_task(self, task: TaskConfig) -> None:
         """Refuse options that do not fit the task.
 

@@ -114,7 +114,7 @@ class DecodedImages:
     """
 
     def __init__(self, folder: Path, limit: float) -> None:
-        self.folder, self.limit = folder, limit
+        self.folder, self.limit = folder, limit if os.name == "posix" else 0  # elsewhere no open file is renamed
 
     def decoded(self, source: Source) -> tuple[Mapping[str, Indices], NDArray[Any]]:
         """Return the indices of the files in each split, and all examples in the order of the splits.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +15,7 @@ from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from torch import nn
+from torch.optim import Optimizer
 
 from flwr_replay.config.binding import digest_of
 from flwr_replay.config.sections import TrainingConfig
@@ -31,7 +31,7 @@ from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.replay import GenerativeStages
 from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.synthesis import SynthesisStages
-from flwr_replay.learning.augment import Augment, augmented
+from flwr_replay.learning.augment import Augment, augment_of
 from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches, torch_rng
 from flwr_replay.memory import remembered
@@ -276,7 +276,7 @@ class InstitutionClient(NumPyClient):
         shard = self.institution.shard(split)
         return self.task.evaluate(self._loaded(arrays, role), shard.x, shard.y)
 
-    def resume(self, request: Train) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def resume(self, request: Train) -> tuple[nn.Module, Optimizer]:
         """Return the model with the received weights, ready to train, and its optimizer.
 
         Between trainings the optimizer's state has one rule. `reset` begins every training with a fresh optimizer.
@@ -291,9 +291,7 @@ class InstitutionClient(NumPyClient):
         """Return a learner of the received weights."""
         return self.learner_of(*self.resume(request), request, request.local_epochs)
 
-    def learner_of(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, request: DPRequest, epochs: int = 1
-    ) -> Learner:
+    def learner_of(self, model: nn.Module, optimizer: Optimizer, request: DPRequest, epochs: int = 1) -> Learner:
         """Return a learner of a model. Under DP its steps are charged first."""
         dp = self.budget.begin("classifier", epochs, request) if self.budget else None
         sampler, rng = self.replay_sampler(request), self.shuffle(request.server_round, "replay")
@@ -301,15 +299,8 @@ class InstitutionClient(NumPyClient):
         return Learner(model, optimizer, self.task, self.batch_size, sampler, rng, dp, augment)
 
     def augmentation(self, dp: DPTraining | None, *purpose: object) -> Augment | None:
-        """Return what changes the images of a training at random; None: nothing.
-
-        The draws are the purpose's, and the run can be repeated. Under DP they are as secret as the masks, so that
-        nobody can tell from known draws which examples are in a batch.
-        """
-        if not self.training.changes:
-            return None
-        draws = dp.draws() if dp else self.shuffle(*purpose, "augment")
-        return partial(augmented, changes=self.training.changes, rng=draws)
+        """Return what changes the images of a training at random; under DP its draws are as secret as the masks."""
+        return augment_of(self.training.changes, dp.draws if dp else lambda: self.shuffle(*purpose, "augment"))
 
     def replay_sampler(self, request: RunRequest) -> ReplaySampler | None:
         """Return a sampler of the replayed examples in every batch; None without replay.
@@ -347,7 +338,7 @@ class InstitutionClient(NumPyClient):
             **self.spent(request.run),
         )
 
-    def resume_optimizer(self, model: nn.Module, request: ResumeRequest) -> torch.optim.Optimizer:
+    def resume_optimizer(self, model: nn.Module, request: ResumeRequest) -> Optimizer:
         """Build the optimizer and, under `keep`, load its saved state."""
         optimizer = make_optimizer(model, self.training, request.lr)
         if request.optimizer_state == "keep" and (kept := self.kept("optimizer", request, take=True)):
@@ -390,7 +381,7 @@ class InstitutionClient(NumPyClient):
             )
         return kept
 
-    def suspend(self, request: SuspendRequest, optimizer: torch.optim.Optimizer) -> None:
+    def suspend(self, request: SuspendRequest, optimizer: Optimizer) -> None:
         """Save the optimizer's state under `keep`."""
         if request.optimizer_state == "keep":
             self.save("optimizer", request, optimizer_arrays(optimizer), give=True)

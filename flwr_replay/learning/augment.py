@@ -17,11 +17,12 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-__all__ = ["Augment", "augmented", "changed"]
+__all__ = ["Augment", "augment_of", "augmented", "changed"]
 
 Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -65,6 +66,11 @@ def augmented(x_BCHW: Tensor, y_B: Tensor, changes: Sequence[str], rng: torch.Ge
             [_moved(y_HW[None], one, changes, mask=True)[0] for y_HW, one in zip(y_B, draws, strict=True)]
         )
     return x_BCHW, y_B
+
+
+def augment_of(changes: Sequence[str], draws: Callable[[], torch.Generator]) -> Augment | None:
+    """Return what changes the batches of one training, with a generator from `draws`; None if there are no changes."""
+    return partial(augmented, changes=changes, rng=draws()) if changes else None
 
 
 def changed(batches: Iterator[tuple[Tensor, Tensor]], augment: Augment | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -14,7 +14,8 @@ def test_what_a_run_has_left_can_go_but_for_its_evidence(tmp_path, flwr_replay):
     code, out, err = flwr_replay("deploy", "state", str(own))
     assert code == 0, err
     lines = out.splitlines()
-    assert [line for line in lines if not line.startswith(" ")][:-1] == [first, second]
+    assert [line for line in lines if not line.startswith(" ")][:-2] == [first, second]
+    assert lines[-2] == "decoded images, made again when they are missing: 0 B"
     assert lines[-1].startswith("ledger: ")
     assert lines[-1].endswith("parts: 1; recorded messages: 0 B")
     kept = [own / "ledger.jsonl", *(own / "runs" / first / name for name in ("privacy.jsonl", "options.json"))]

@@ -83,7 +83,7 @@ def test_the_sound_preset_standardises_by_public_constants(task, mean, std):
 
 @pytest.mark.parametrize(
     ("task", "sizes", "batch", "augment"),
-    [("tuberculosis", (8, 32), 32, "flip"), ("isic", (), 64, "flip+rot90")],
+    [("tuberculosis", (8, 32), 32, "flip"), ("isic", (), 64, "flip,rot90")],
 )
 def test_feders_preset_is_section_iv_b(task, sizes, batch, augment):
     config = paper(task, "feder")

@@ -266,12 +266,17 @@ def trained_bits(ran, state):
         (["strategy=fedavg", "training.batch_sizes=[8,0]"], "must lie in 1 to 1,000,000; got 0"),
         (["strategy=fedavg", "task=diabetes", "training.augment=flip"], "changes images"),
         (["strategy=fedavg", "task=histopathology", "training.augment=flip"], "changes images"),
-        (["strategy=fedreplay", "encoder=random", "training.augment=flip"], "strategy=fedreplay trains on none"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         compose(options)
+
+
+def test_without_an_encoder_that_trains_on_images_fedreplay_refuses_changes_of_images(folder):
+    job = [*TASK, "strategy=fedreplay", "cut=hidden1", "encoder=random", "training.augment=flip"]
+    with pytest.raises(ConfigError, match="without encoder=institution nobody trains on any"):
+        run(folder, job, node_configs(folder, folder / "state", "ab"))
 
 
 @pytest.mark.parametrize("spelled", ["flip,rot90", "'flip,rot90'", "flip+rot90"])
