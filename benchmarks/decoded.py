@@ -4,7 +4,7 @@
 
 It writes colour JPEGs of their own into the folder, a manifest, and a state directory; all of it goes at the end. Each
 message is answered by a process of its own, as a SuperNode does: roll call, FedAvg's training for one pass, a test, and
-with a cache these once more. Printed are seconds from the start of the process to its end, and its most memory:
+with a cache these once more. Printed are the process's seconds on the wall and of processor time, and its most memory:
 anonymous pages, of which the system can drop none, and all resident pages, with the map's, which it can drop. With
 --limit-gb the system refuses the process more private memory than that (RLIMIT_DATA).
 """
@@ -71,14 +71,14 @@ def answer(stage: str, folder: Path, size: int, cache_gb: float) -> None:
     asked.answer.decode(reply.content)  # raises if the institution has refused
 
 
-def measured(stage: str, asked: argparse.Namespace, cache_gb: float) -> tuple[float, float, float]:
-    """Return seconds, and the most anonymous and the most resident memory, MB, of a message's process."""
+def measured(stage: str, asked: argparse.Namespace, cache_gb: float) -> tuple[float, float, float, float]:
+    """Return seconds, processor seconds, and the most anonymous and resident memory, MB, of a message's process."""
 
     def limited() -> None:
         if asked.limit_gb:
             resource.setrlimit(resource.RLIMIT_DATA, (int(asked.limit_gb * 1e9),) * 2)
 
-    began, most, peak = time.monotonic(), 0.0, 0.0
+    began, used, most, peak = time.monotonic(), processor_time(), 0.0, 0.0
     words = ["--stage", stage, "--cache-gb", str(cache_gb), "--folder", asked.folder, "--size", str(asked.size)]
     process = subprocess.Popen([sys.executable, __file__, *words], preexec_fn=limited)
     while process.poll() is None:
@@ -91,7 +91,13 @@ def measured(stage: str, asked: argparse.Namespace, cache_gb: float) -> tuple[fl
         time.sleep(0.02)
     if process.returncode:
         raise SystemExit(f"{stage} with cache-gb={cache_gb:g} ended with {process.returncode}")
-    return time.monotonic() - began, most, peak
+    return time.monotonic() - began, processor_time() - used, most, peak
+
+
+def processor_time() -> float:
+    """Return the seconds that processes took which have ended."""
+    found = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return found.ru_utime + found.ru_stime
 
 
 def main() -> None:
@@ -113,11 +119,12 @@ def main() -> None:
     )
     try:
         write_folder(folder / "data", asked.images, asked.size)
-        print("| cache-gb | message | s | anonymous, MB | resident, MB |\n|---|---|---|---|---|")
+        print("| cache-gb | message | s | processor, s | anonymous, MB | resident, MB |\n|---|---|---|---|---|---|")
         for cache_gb in asked.cache_gb:
             for stage in STAGES * (2 if cache_gb else 1):
-                seconds, most, peak = measured(stage, asked, cache_gb)
-                print(f"| {cache_gb:g} | {stage} | {seconds:.1f} | {most:.0f} | {peak:.0f} |", flush=True)
+                seconds, used, most, peak = measured(stage, asked, cache_gb)
+                row = (f"{cache_gb:g}", stage, f"{seconds:.1f}", f"{used:.1f}", f"{most:.0f}", f"{peak:.0f}")
+                print("", *row, "", sep=" | ", flush=True)
             shutil.rmtree(folder / "state")
     finally:
         shutil.rmtree(folder / "data", ignore_errors=True)
