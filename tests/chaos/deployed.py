@@ -3,6 +3,7 @@
 superlink      SIGKILL in the middle of a run; started again with its database, the run goes on
 fresh          the same, and the database is lost: keys are registered again
 supernode      SIGKILL, and a loop that starts it again
+pieces         the same between the messages of a generator's training, which goes on where it was
 quick          SIGKILL of a SuperNode without a key, which comes back at once
 together       two runs under DP at once
 growth         what a round and a run leave on the disk: database, logs, ledgers
@@ -33,6 +34,7 @@ from flwr_replay.runs.superlink import flwr_run, superlink
 
 CWT = ("strategy=cwt", "rounds=1", "evaluate_every=100", "lr=0.05")
 LONG = ("strategy=fedavg", "rounds=6", "evaluate_every=100", "lr=0.05", "nodes=2")
+PIECES = (*CWT, "replay=vqvae2", "generator.epochs=3", "generator.batch-size=48", "generator.slice-seconds=0.001")
 NOISY = ("strategy=fedavg", "rounds=2", "evaluate_every=100", "dp=classifier", "epsilon=50", "noise=seeded")
 MINUTES = 600  # seconds to wait at most
 
@@ -118,6 +120,29 @@ def of_supernode(deployment):
     answered(run)
 
 
+def of_pieces(deployment):
+    """Each of three steps is a message."""
+    deployment.run("at-once", *PIECES[:-1])
+    ledger = deployment.runs / "pieces" / "ledger.jsonl"
+
+    def answered_by(clinic):
+        rows = read_lines(ledger) if ledger.exists() else []
+        wanted = ("up", "train-generator", "steps", clinic)
+        return [
+            row for row in rows if tuple(row[key] for key in ("direction", "stage", "field", "institution")) == wanted
+        ]
+
+    with deployment.begun("pieces", *PIECES) as streamed:
+        until(lambda: answered_by(CLINICS[0]), MINUTES, deployment.logs)
+        deployment.kill(CLINICS[0])
+        say("SuperNode killed after the first of its pieces, and started again and again")
+        deployment.start(CLINICS[0], again=True)
+        streamed.communicate()
+    say({clinic: f"{len(answered_by(clinic))} pieces" for clinic in CLINICS})
+    answered(deployment.runs / "pieces")
+    say("same bits as undisturbed:", weights(deployment, "pieces") == weights(deployment, "at-once"))
+
+
 def of_quick(folder):
     (folder / "flower").mkdir()
     options = [*TASK, *LONG, f"runs_dir='{folder / 'runs'}'", "run_name=quick", "wait=300"]
@@ -178,6 +203,7 @@ SCENES = {
     "growth": of_growth,
     "together": of_together,
     "supernode": of_supernode,
+    "pieces": of_pieces,
     "fresh": of_fresh,
 }
 
