@@ -129,9 +129,7 @@ class FedReplay(OneShot):
         _ = strategy.parts
         strategy.fitting_rows()
         if config.upload_views > 1 and strategy.blank_labels(1).ndim > 1:
-            raise ConfigError(
-                f"strategy.upload-views shifts images, no masks: leave it at 1; got {config.upload_views}"
-            )
+            raise ConfigError(f"strategy.upload-views shifts images, no masks: set it to 1; got {config.upload_views}")
         if settings.training.changes and config.encoder != "institution":
             raise ConfigError("training.augment changes images; without encoder=institution nobody trains on any")
         strategy.ranks.check(strategy.primary, settings.training.batch_size)
