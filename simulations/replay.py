@@ -4,7 +4,8 @@ Sources: Qu et al. 2022, section 4.2 (CWT+Replay and FedAVG+Replay under skew), 
 without differential privacy), Algorithm 1 and footnote 1.
 
 All methods use one small CNN with group norm, since DP-SGD cannot have batch norm. `central` is the reference; the gap
-is the difference between it and a plain method. Rows "DP generator" have Qu et al.'s noise (0.7); codes, labels and the
+is the difference between it and a plain method. DP-SGD needs a codebook that is learned by gradients. Rows "gradient
+codebook" have it without DP, as a control. Rows "DP generator" have Qu et al.'s noise (0.7); codes, labels and the
 classifier are not protected. Rows "end to end" have a budget of epsilon 8 for everything that depends on training
 examples, and larger batches, which suit the noise. "DP; no replay" spends that budget on the classifier alone. On
 PneumoniaMNIST a visit has a few steps only, so all methods keep their momentum from visit to visit, as in the study
@@ -22,6 +23,7 @@ __all__ = ["PARTS"]
 
 BUDGET = "target_epsilon=8:batch_size=200:lr=0.1"
 PRIVATE = {
+    "codes; gradient codebook": "replay=vqvae2:codebook=gradient",
     "codes; DP generator": "replay=vqvae2:dp=generator:codebook=gradient",
     "prior; end to end": (
         f"replay=pixelcnn:dp=end-to-end:codebook=gradient:{BUDGET}:generator.batch_size=200:generator.epochs=10"

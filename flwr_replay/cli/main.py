@@ -189,12 +189,21 @@ def compare(
 @app.command()
 def study(
     name: Annotated[str, typer.Argument()],
-    data: Annotated[str | None, typer.Option("--data", help="The folder with the studies' data sets.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="The folder with the studies' data sets; retina, boneage, brats: of that set."),
+    ] = None,
     only: Annotated[
         str | None, typer.Option("--only", help="Parts of the study, separated by commas; default: all.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="One seed and two rounds of each part: does all of it run?")
+    ] = False,
+    seeds: Annotated[
+        str | None, typer.Option("--seeds", help="A number, or several with commas; default: each part's own.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all parts on the data, count runs and hours, run nothing.")
     ] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the study's parts, and run nothing.")] = False,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
@@ -205,16 +214,22 @@ def study(
 
     NAME is a study's, such as skew or partitions. --list names its parts. Finished runs are not repeated; attacks are
     where --minutes is larger than before. Exit code 1: some runs failed.
+
+    retina, boneage and brats are Qu et al.'s figures and tables on your own copy of these sets: docs/clinical.md.
     """
-    _refuse_empty(runs_dir=runs_dir, data=data, only=only)
+    _refuse_empty(runs_dir=runs_dir, data=data, only=only, seeds=seeds)
     _say("loading …")
-    from flwr_replay.studies.study import parts_of, run_study
+    from flwr_replay.studies.forecast import forecast
+    from flwr_replay.studies.study import parts_of, plan_study, run_study
 
     if listed:
         print("\n".join(f"{part.name}: {part.about}" for part in parts_of(name)))
         return
     parts = [part for part in (only or "").split(",") if part]
-    text, whole = run_study(name, data or "", jobs, Path(runs_dir), parts, quick, minutes)
+    if dry_run:
+        print(forecast(plan_study(name, data or "", Path(runs_dir), parts, quick, seeds or "")[1]))
+        return
+    text, whole = run_study(name, data or "", jobs, Path(runs_dir), parts, quick, minutes, seeds or "")
     print(text)
     if not whole:
         sys.exit(1)

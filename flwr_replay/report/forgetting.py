@@ -6,7 +6,7 @@ Source: Qu et al. 2022, Table 1, for CWT. A row is an exchange (a visit or a rou
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from flwr_replay.files.atomic import write_atomic
 from flwr_replay.files.lines import Lines, read_lines
 from flwr_replay.report.plots import heat_map
 
-__all__ = ["Forgetting", "drops"]
+__all__ = ["Forgetting", "drops", "last_visits"]
 
 
 FORM = {"round": int, "taught": list, "own": dict}
@@ -80,3 +80,31 @@ def drops(rows: Sequence[dict[str, Any]], higher_is_better: bool = True) -> list
             if all_alike or name in row["taught"] or name in best:
                 best[name] = sign * max(sign * best.get(name, value), sign * value)
     return found
+
+
+def last_visits(matrix: Mapping[str, Any]) -> list[str]:
+    """Write a forgetting matrix as a Markdown table in the form of Qu et al.'s Table 1.
+
+    A row is an institution's own training examples, a column the model after its last visit to an institution. There
+    are no lines if exchanges train on several institutions at once.
+
+    Parameters
+    ----------
+    matrix : Mapping
+        As `Forgetting.summary` returns it.
+
+    >>> exchanges = [{"round": 1, "taught": ["a"]}, {"round": 2, "taught": ["b"]}]
+    >>> matrix = {"metric": "accuracy", "institutions": ["a", "b"], "exchanges": exchanges}
+    >>> last_visits({**matrix, "matrix": [[0.9, 0.1], [0.3, None]]})[2:]
+    ['| a | 0.900 | 0.300 |', '| b | 0.100 | – |']
+    """
+    names = matrix["institutions"]
+    last = {one["taught"][0]: at for at, one in enumerate(matrix["exchanges"]) if len(one["taught"]) == 1}
+    if set(last) != set(names):
+        return []
+    lines = [f"| {matrix['metric']} on the data of | {' | '.join(f'after {name}' for name in names)} |"]
+    lines.append(f"|{'---|' * (len(names) + 1)}")
+    for column, name in enumerate(names):
+        values = [matrix["matrix"][last[visited]][column] for visited in names]
+        lines.append(f"| {name} | {' | '.join('–' if value is None else f'{value:.3f}' for value in values)} |")
+    return lines

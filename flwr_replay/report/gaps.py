@@ -14,7 +14,8 @@ __all__ = ["gaps"]
 def gaps(report: Mapping[str, Any]) -> list[str]:
     """Write a Markdown table of the methods with replay; no lines if there are none, or no Central.
 
-    A gap is what a method lacks to training on pooled data; to any other method its share means nothing.
+    A gap is what a method lacks to training on pooled data; to any other method its share means nothing. The plain
+    method is the one with the same options of its strategy, such as the optimizer's state, and no others.
 
     Parameters
     ----------
@@ -32,15 +33,19 @@ def gaps(report: Mapping[str, Any]) -> list[str]:
     found: dict[str, list[float]] = {}
     stated: dict[str, list[dict[str, Any]]] = {}
     replayed: dict[str, dict[str, Any]] = {}
+    plain_of: dict[tuple[str, ...], str] = {}
     for cell in report["cells"]:
         if "result" in cell:
             found.setdefault(cell["label"], []).append(cell["result"]["final"]["global"][report["metric"]])
             stated.setdefault(cell["label"], []).extend(one for one in cell["result"]["privacy"].values() if one)
             if cell["result"].get("replay", "none") != "none":  # a run of an earlier version has none
                 replayed[cell["label"]] = cell
+            else:
+                plain_of.setdefault((cell["strategy"], *cell.get("options", [])), cell["label"])
     reference, rows = found.get("central"), []
     for label, cell in replayed.items():
-        plain, values = found.get(cell["strategy"]), found[label]
+        own = (option for option in cell.get("options", []) if option.startswith("strategy."))
+        plain, values = found.get(plain_of.get((cell["strategy"], *own), "")), found[label]
         if not plain or not reference:
             continue
         gap = fmean(reference) - fmean(plain)

@@ -165,13 +165,14 @@ def lines(reports: Mapping[str, Mapping[str, Any]], title: str) -> bytes:
         if held:
             xs, means, sds = zip(*held, strict=True)
             shown += [mean + sign * sd for mean, sd in zip(means, sds, strict=True) for sign in (-1, 1)]
-            style = "-" if place < len(COLOURS) else "--"
+            style = ("-", "--", ":")[place // len(COLOURS) % 3]
             moved = [at + 0.02 * (place - len(labels) / 2) for at in xs]  # so that bars do not hide each other
             named = _named(label, found)
             axes.errorbar(moved, means, sds, color=colour, marker=marker, linestyle=style, label=named, capsize=2)
     axes.set_xticks(range(len(names)), names)
     _scale(axes, shown)
-    axes.set(ylabel=f"{found[0]['metric']}; mean and standard deviation over seeds")
+    metrics = " or ".join(dict.fromkeys(report["metric"] for report in found))
+    axes.set(ylabel=f"{metrics}; mean and standard deviation over seeds")
     axes.set_title(title, fontsize="medium")
     figure.legend(loc="outside right center", frameon=False, fontsize="small")
     return _png(figure)

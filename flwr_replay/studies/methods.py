@@ -13,7 +13,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.studies.cells import Method
 
-__all__ = ["methods_of", "named", "options_of", "swept"]
+__all__ = ["methods_of", "named", "options_of", "swept", "with_kept"]
 
 SEEDS = (0, 1, 2)
 MOST_SEEDS = 1000
@@ -64,6 +64,16 @@ def swept(names: Sequence[str], options: Sequence[str]) -> tuple[list[str], list
         several = [[name] if of_one and _strategy(name) != prefix else _ending(name, ends) for name in methods]
         methods = [name for variants in several for name in variants]
     return methods, others
+
+
+def with_kept(names: Sequence[str]) -> list[str]:
+    """Return each method, and after it the same one whose optimizers keep their state from visit to visit.
+
+    >>> with_kept(["fedavg", "gain := cwt:replay=vqvae2"])[1::2]
+    ['fedavg, kept := fedavg:optimizer-state=keep', 'gain, kept := cwt:replay=vqvae2:optimizer-state=keep']
+    """
+    kept = [f"{label}, kept := {spec}:optimizer-state=keep" for label, spec in map(named, names)]
+    return [name for pair in zip(names, kept, strict=True) for name in pair]
 
 
 def _strategy(name: str) -> str:

@@ -19,15 +19,16 @@ from flwr_replay.attacks.scores import image_metrics
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files.atomic import make_folder, write_atomic
 from flwr_replay.report.comparison import markdown, overview
+from flwr_replay.report.forgetting import last_visits
 from flwr_replay.report.gaps import gaps
 from flwr_replay.report.notes import notes
 from flwr_replay.report.plots import lines
 from flwr_replay.report.study_page import write_study_page
 from flwr_replay.studies.cells import short_hash
-from flwr_replay.studies.compare import planned, run_comparisons
+from flwr_replay.studies.compare import Comparison, planned, run_comparisons
 from flwr_replay.studies.leakage import Asked, attacked, leakage
 
-__all__ = ["Part", "parts_of", "run_study", "studies"]
+__all__ = ["Part", "parts_of", "plan_study", "run_study", "studies"]
 
 MOST_TOLD = 60  # characters of the parts' names in a file's name
 MINUTES = 0.2  # for all attacks on one run, about
@@ -43,7 +44,8 @@ class Part:
     options: Sequence[str]
     against: str = "fedreplay"
     metric: str = ""  # empty: the task's main one
-    data: str = ""  # a folder or file under --data
+    data: str = ""  # a folder or file under --data; ".": --data itself
+    quick: Sequence[str] = ()  # options of --quick, in place of the same ones
     group: str = ""  # parts of one group share an overview
     attack: str = ""  # the attacker's own images, of a part whose recorded messages are attacked; empty: they are not
     field: str = ""  # the only one that is attacked; empty: all
@@ -63,6 +65,57 @@ def parts_of(name: str) -> list[Part]:
     return parts
 
 
+def plan_study(
+    name: str, data: str, runs_dir: Path, only: Sequence[str] = (), quick: bool = False, seeds: str = ""
+) -> tuple[list[Part], list[Comparison]]:
+    """Check a study's parts, or some of them, with their data; nothing runs, and nothing is written.
+
+    Parameters
+    ----------
+    name : str
+        One of `studies()`.
+    data : str
+        The folder with the parts' data sets.
+    runs_dir : Path
+        The folder for the comparisons' folders and `study-<name>.md`.
+    only : sequence of str
+        Names of parts; empty: all. Their report has a name of its own, so that it does not replace the whole one.
+    quick : bool
+        The first seed and two rounds of each part, and small networks and images where a part says so: whether all of
+        it runs. Its figures say nothing.
+    seeds : str
+        As `seeds=` of a comparison, for every part; empty: each part's own.
+
+    Returns
+    -------
+    parts : list of Part
+        Those that were asked for, as they will run.
+    comparisons : list of Comparison
+        One for each of them.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown study or part, or any other mistake that can be found before the first run.
+    DataError
+        If a part's data are missing.
+    """
+    parts = parts_of(name)
+    known = [part.name for part in parts]
+    for wanted in only:
+        if wanted not in known:
+            raise ConfigError(f"unknown part {wanted!r} of study {name}: {nearest(wanted, known)}; --list names all")
+    chosen = [part for part in parts if not only or part.name in only]
+    fixed = [f"seeds={seeds}"] if seeds else []
+    chosen = [_shortened(part) if quick else part for part in (_with(part, fixed) for part in chosen)]
+    places = {part.name: _data_option(part, data) for part in chosen}
+    if any(part.attack for part in chosen):
+        image_metrics()  # refused before anything runs
+    return chosen, [
+        planned(list(p.methods), [*p.options, *places[p.name]], p.against, runs_dir, p.metric, p.name) for p in chosen
+    ]
+
+
 def run_study(
     name: str,
     data: str,
@@ -71,23 +124,16 @@ def run_study(
     only: Sequence[str] = (),
     quick: bool = False,
     minutes: float = MINUTES,
+    seeds: str = "",
 ) -> tuple[str, bool]:
     """Run a study's comparisons, or some of them; finished cells are not repeated.
 
     Parameters
     ----------
-    name : str
-        One of `studies()`.
-    data : str
-        The folder with the parts' data sets.
+    name, data, runs_dir, only, quick, seeds
+        As of `plan_study`, which raises for what is wrong with them.
     jobs : int
         How many runs at the same time.
-    runs_dir : Path
-        The folder for the comparisons' folders and `study-<name>.md`.
-    only : sequence of str
-        Names of parts; empty: all. Their report has a name of its own, so that it does not replace the whole one.
-    quick : bool
-        The first seed and two rounds of each part: whether all of it runs. Its figures say nothing.
     minutes : float
         For all attacks on one run, about, where a part's messages are attacked.
 
@@ -101,26 +147,13 @@ def run_study(
     Raises
     ------
     ConfigError
-        For an unknown study or part, or minutes that are not positive.
-    DataError
-        If a part's data are missing; nothing has run by then.
+        For minutes that are not positive.
     """
-    parts = parts_of(name)
     if not minutes > 0:
         raise ConfigError(f"--minutes must be positive; got {minutes:g}")
+    chosen, comparisons = plan_study(name, data, runs_dir, only, quick, seeds)
     document = importlib.import_module(f"flwr_replay.simulations.{name}").__doc__ or ""
-    known = [part.name for part in parts]
-    for wanted in only:
-        if wanted not in known:
-            raise ConfigError(f"unknown part {wanted!r} of study {name}: {nearest(wanted, known)}; --list names all")
-    chosen = [_shortened(part) if quick else part for part in parts if not only or part.name in only]
-    places = {part.name: _data_option(part, data) for part in chosen}
-    if any(part.attack for part in chosen):
-        image_metrics()  # refused before anything runs
     folder = make_folder(runs_dir.expanduser().absolute(), "--runs-dir")
-    comparisons = [
-        planned(list(p.methods), [*p.options, *places[p.name]], p.against, runs_dir, p.metric, p.name) for p in chosen
-    ]
     outcomes = run_comparisons(comparisons, jobs)  # as one list, so that no job waits for the end of a part
     reports = {part.name: report for part, (_, report) in zip(chosen, outcomes, strict=True)}
     name = f"{name}-quick" if quick else name
@@ -129,10 +162,12 @@ def run_study(
     found = attacked(list(asked.values()), minutes, jobs)
     leaks = {one: leakage(lines, reports[one]["metric"]) for one, lines in zip(asked, found, strict=True)}
     some = f" --only {','.join(only)}" if only else ""
+    some += f" --seeds {seeds}" if seeds else ""
     some += f" --minutes {minutes:g}" if minutes != MINUTES and not quick else ""
     command = f"flwr-replay study {name.replace('-quick', ' --quick')} --data DIR{some}"
     parts_told = "-".join(only) if len("-".join(only)) <= MOST_TOLD else short_hash(list(only))
-    stem = "-".join(filter(None, ["study", name, parts_told]))
+    seeds_told = f"seeds-{seeds.replace(',', '-')}" if seeds else ""
+    stem = "-".join(filter(None, ["study", name, parts_told, seeds_told[:MOST_TOLD]]))
     text = _report(stem, name, document, command, chosen, reports, leaks)
     for group, members in _groups(chosen, reports).items():
         write_atomic(folder / _picture(stem, group), lines(members, group))
@@ -143,12 +178,18 @@ def run_study(
 
 
 def _shortened(part: Part) -> Part:
-    """Return a part with its first seed and two rounds."""
+    """Return a part with its first seed, two rounds and its own quick options."""
     seeds = next((option.removeprefix("seeds=") for option in part.options if option.startswith("seeds=")), "")
     first = seeds.split(",")[0] if "," in seeds else "0"
-    kept = [o for o in part.options if not o.startswith(("rounds=", "evaluate_every=", "seeds="))]
     methods = [re.sub(r":rounds=\d+", "", method) for method in part.methods]
-    return replace(part, methods=methods, options=[*kept, "rounds=2", "evaluate_every=1", f"seeds={first},"])
+    fixed = [*part.quick, "rounds=2", "evaluate_every=1", f"seeds={first},"]
+    return _with(replace(part, methods=methods), fixed)
+
+
+def _with(part: Part, fixed: Sequence[str]) -> Part:
+    """Return a part with these options in place of those of the same names."""
+    names = {option.partition("=")[0] for option in fixed}
+    return replace(part, options=[*(o for o in part.options if o.partition("=")[0] not in names), *fixed])
 
 
 def _data_option(part: Part, data: str) -> list[str]:
@@ -156,7 +197,9 @@ def _data_option(part: Part, data: str) -> list[str]:
         return []
     place = Path(data).expanduser().absolute() / part.data if data else None
     if place is None or not place.exists():
-        raise DataError(f"part {part.name} needs {part.data} under --data; got {data!r}: give the folder that holds it")
+        rule = f"part {part.name} needs {part.data} under --data; got {data!r}: give the folder that holds it"
+        own = f"--data must be the folder of the set, as docs/data.md shows it; got {data!r}: give one that exists"
+        raise DataError(own if part.data == "." else rule)
     return [f"task.data-dir={place}"]
 
 
@@ -199,9 +242,12 @@ def _picture(stem: str, group: str) -> str:
 def _forgotten(report: dict[str, Any]) -> list[str]:
     """Write how much runs with `forgetting=true` lost on institutions that an exchange did not train on."""
     found = [(cell, cell["result"].get("forgetting")) for cell in report["cells"] if "result" in cell]
-    return [
-        f"- {cell['label']} seed {cell['seed']}: mean drop {matrix['mean-drop']:+.3f}, largest "
-        f"{matrix['largest-drop']:+.3f} (`forgetting.png` in its folder is the matrix)"
-        for cell, matrix in found
-        if matrix
-    ]
+    text = []
+    for cell, matrix in found:
+        if matrix:
+            text.append(
+                f"- {cell['label']} seed {cell['seed']}: mean drop {matrix['mean-drop']:+.3f}, largest "
+                f"{matrix['largest-drop']:+.3f} (`forgetting.png` in its folder is the matrix)"
+            )
+            text += ["", *last_visits(matrix), ""]
+    return text

@@ -2,10 +2,9 @@
 
 import sys
 
-import nibabel
 import numpy as np
 import pytest
-from clinical import read, refused, truncate, write_csv
+from clinical import SHAPE, path_of, read, refused, save, subject, truncate, write_csv
 from PIL import Image
 
 from flwr_replay.config.compose import compose
@@ -13,27 +12,6 @@ from flwr_replay.data import load
 from flwr_replay.errors import ConfigError
 
 SIZE = ("task.size=28",)  # of slices that are resized to 32 pixels
-SHAPE = (32, 32, 14)  # left-right, front-back, axial; the first two slices show no brain, the last two fill no three
-
-
-def subject(folder, name, level):
-    """A brain of one grey level with a tumour of labels 1, 2 and 4 in its eighth slice, the middle of a three."""
-    flair, labels = np.zeros(SHAPE, np.int16), np.zeros(SHAPE, np.int16)
-    flair[4:28, 2:30, 2:] = level
-    labels[10:16, 20:24, 7] = np.asarray([1, 2, 4])[np.arange(6) % 3, None]
-    (folder / "HGG" / name).mkdir(parents=True)
-    for kind, volume in (("flair", flair), ("seg", labels)):
-        save(folder, name, kind, volume)
-
-
-def path_of(folder, name, kind):
-    return folder / "HGG" / name / f"{name}_{kind}.nii.gz"
-
-
-def save(folder, name, kind, volume):
-    nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1, -1, 1, 1])), path_of(folder, name, kind))
-
-
 NAMES = [
     *(f"Brats17_CBICA_A{letter}B_1" for letter in "ABCDE"),
     *(f"Brats17_TCIA_{n}_1" for n in range(105, 110)),

@@ -2,28 +2,13 @@
 
 import numpy as np
 import pytest
-from clinical import read, refused, truncate, write_csv
+from clinical import eye, photograph, read, refused, truncate, write_csv
 from PIL import Image
 
 from flwr_replay.data.clinical.retina import graham
 
 SIZE = ("task.size=16",)
 BALANCED = ("task.balanced=true", "task.train_size=4", "task.test_size=2")
-
-
-def eye(height, width, radius, seed=0):
-    """A disc of smooth noise in the middle of a black photograph."""
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(60, 200, (9, 9, 3), dtype=np.uint8))
-    pixels = np.array(coarse.resize((width, height), Image.Resampling.BICUBIC))
-    rows, columns = np.ogrid[:height, :width]
-    pixels[(rows - (height - 1) / 2) ** 2 + (columns - (width - 1) / 2) ** 2 > radius**2] = 0
-    return pixels
-
-
-def photograph(folder, name, seed=0):
-    folder.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(eye(48, 64, 20, seed)).save(folder / f"{name}.jpeg")
 
 
 @pytest.fixture

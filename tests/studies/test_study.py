@@ -13,7 +13,7 @@ from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.gaps import gaps
 from flwr_replay.report.histories import by_epsilon
-from flwr_replay.simulations import feder, leakage, partitions, proxyfl, replay, skew
+from flwr_replay.simulations import boneage, brats, feder, leakage, partitions, proxyfl, replay, retina, skew
 from flwr_replay.studies.leakage import share_of_cores
 from flwr_replay.studies.methods import methods_of, named, options_of
 from flwr_replay.studies.study import Part, parts_of, run_study, studies
@@ -21,9 +21,10 @@ from flwr_replay.studies.study import Part, parts_of, run_study, studies
 
 def test_every_part_composes():
     """Each part's options with one method at least, and each method with one part's options."""
-    assert set(studies()) >= {"feder", "leakage", "partitions", "proxyfl", "replay", "skew"}
+    modules = (boneage, brats, feder, leakage, partitions, proxyfl, replay, retina, skew)
+    assert set(studies()) >= {module.__name__.rpartition(".")[2] for module in modules}
     seen = set()
-    for part in [*feder.PARTS, *leakage.PARTS, *partitions.PARTS, *proxyfl.PARTS, *replay.PARTS, *skew.PARTS]:
+    for part in [part for module in modules for part in module.PARTS]:
         names = [named(method)[1].partition(":")[0] for method in part.methods]
         shared, own, _ = options_of(part.options, names)
         methods = methods_of(part.methods, own)
@@ -100,6 +101,7 @@ def test_a_gap_is_what_lies_between_the_plain_method_and_central():
         return {"label": label, "strategy": strategy, "result": result}
 
     codes, private = "cwt:replay=vqvae2", "cwt:replay=vqvae2:dp=generator"
+    keep = "strategy.optimizer_state=keep"
     cells = [cell("central", 0.9), cell("cwt", 0.1), cell(codes, 0.8), cell(codes, 0.6), cell(private, 0.5, 7.25)]
     report = {"cells": [*cells, {"label": codes, "error": "none"}], "metric": "accuracy", "against": "central"}
     assert gaps(report)[2:] == [
@@ -107,6 +109,12 @@ def test_a_gap_is_what_lies_between_the_plain_method_and_central():
         f"| {private} | 0.5000 | 50.0% | 7.25 at δ = 0.001, these weights only |",
     ]
     assert gaps({**report, "cells": cells[:2]}) == []
+    kept = [
+        {**cell("cwt:kept", 0.5), "options": [keep]},
+        {**cell("cwt:kept+", 0.7), "options": [keep, "replay=vqvae2"]},
+    ]
+    kept[0]["result"]["replay"] = "none"
+    assert gaps({**report, "cells": [*cells[:2], *kept]})[2:] == ["| cwt:kept+ | 0.7000 | 50.0% | none |"]
     assert gaps({**report, "against": "cwt"}) == []
 
 

@@ -1,0 +1,118 @@
+"""Qu et al.'s figures and tables on folders made to the sets' own layout: all of it runs, small."""
+
+import json
+import sys
+from statistics import fmean
+
+import clinical
+import pytest
+
+from flwr_replay.cli.main import main
+from flwr_replay.report.summary import summary
+from flwr_replay.simulations import boneage, brats, retina
+from flwr_replay.studies.methods import named
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch, capsys):
+    """Run the command as a user does; returns its exit code, and what it wrote."""
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["flwr-replay", "study", *words, "--runs-dir", str(tmp_path / "runs")])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr()
+
+    return run
+
+
+def results(folder):
+    return {path.parent.name: json.loads(path.read_text()) for path in folder.rglob("result.json")}
+
+
+def test_tables_1_and_3_on_retina(study, tmp_path):
+    data, parts = str(clinical.retina(tmp_path / "retina", 96)), "table-1,table-3-weights"
+    code, said = study("retina", "--data", data, "--quick", "--only", parts)
+    assert code == 0, said.err
+    runs = results(tmp_path / "runs")
+    assert sorted(runs) == ["cwt-seed0", "fedavg-seed0"]
+    (tmp_path / "runs" / "study-retina-quick-table-1-table-3-weights.html").stat()
+    table = [line.split(" | ") for line in said.out.splitlines() if line.startswith("| institution-")]
+    matrix = runs["cwt-seed0"]["forgetting"]["matrix"]  # two rounds of four visits: the last four rows are the table
+    assert [row[0] for row in table] == [f"| institution-{k}" for k in range(1, 5)]
+    assert [[float(cell.strip(" |")) for cell in row[1:]] for row in table] == [
+        pytest.approx([after[k] for after in matrix[4:]], abs=6e-4) for k in range(4)
+    ]
+    shares = runs["cwt-seed0"]["skew"]
+    assert shares["ks"] == pytest.approx(0.53, abs=0.05)
+    assert "gradient matching" in said.out
+    code, said = study("retina", "--data", data, "--quick", "--only", parts, "--dry-run")
+    assert code == 0
+    assert "table-1: 1 run, 1 finished" in said.out
+    assert "all: 2 runs, 0 to run" in said.out
+
+
+def test_table_2_on_boneage_has_the_control(study, tmp_path):
+    data = str(clinical.boneage(tmp_path / "boneage", 72, 12))
+    words = ["boneage", "--data", data, "--quick", "--only", "table-2-split-3"]
+    code, said = study(*words)
+    assert code == 0, said.err
+    found = {
+        (one["seed"], any(account and account["epsilon"] for account in one["privacy"].values())): one["metric"]
+        for one in results(tmp_path / "runs").values()
+    }
+    assert found == {(0, False): "mae", (0, True): "mae"}
+    for label in ("no privacy", "no privacy, gradient codebook", "with privacy"):
+        assert f"\n| {label} |" in said.out
+    code, said = study(*words, "--seeds", "0,3", "--dry-run")
+    assert code == 0
+    assert "table-2-split-3: 3 runs, 3 finished" in said.out  # a quick study has the first seed only
+    code, said = study(*words[:3], "--only", "table-2-split-3", "--seeds", "none", "--dry-run")
+    assert code == 2
+    assert "seeds is a number from 1" in " ".join(said.err.split())
+
+
+def test_figure_6_on_brats_has_both_dice_coefficients_of_the_same_runs(study, tmp_path):
+    data = str(clinical.brats(tmp_path / "brats", 5))
+    code, said = study("brats", "--data", data, "--quick")
+    assert code == 0, said.err
+    runs = results(tmp_path / "runs")
+    assert len(runs) == len(brats.FIGURE_6)
+    for one in runs.values():
+        own = [metrics["dice"] for metrics in one["final"]["institutions"].values()]
+        assert len(own) == 3
+        assert one["final"]["global"]["dice-mean"] == pytest.approx(fmean(own))
+    folder = next((tmp_path / "runs").rglob("fedreplay-seed0"))
+    final = runs["fedreplay-seed0"]["final"]["global"]
+    told = f"{final['dice-mean']:.4f} is the mean of the institutions' own; dice {final['dice']:.4f} is of all"
+    assert f"dice-mean {told}" in summary(runs["fedreplay-seed0"], folder)
+    page = (folder / "report.html").read_text()
+    assert f"Dice-mean {told}".replace("'", "&#39;") in page
+    assert "| method | mean (dice-mean) | pooled (dice) |" in said.out
+    for label in ("cwt", "cwt, kept", "fedavgshare, kept"):
+        assert said.out.count(f"| {label} |") == 3  # the overview, and a table of either metric
+
+
+def test_every_method_with_a_state_is_there_with_it_fresh_and_kept():
+    for part in [*retina.PARTS[:3], *boneage.PARTS[:3], *brats.PARTS]:
+        methods = dict(map(named, part.methods))
+        kept = {label for label in methods if label.endswith(", kept")}
+        assert {label.removesuffix(", kept") for label in kept} == {*methods} - {"central", "fedreplay"} - kept
+        for label in kept:
+            assert methods[label] == methods[label.removesuffix(", kept")] + ":optimizer-state=keep"
+
+
+@pytest.mark.parametrize("name", ["retina", "boneage", "brats"])
+def test_without_the_sets_folder_there_is_one_line(study, tmp_path, name):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    only = ["--only", {"retina": "table-1", "boneage": "table-2-split-1", "brats": "mean"}[name]]
+    for words in ((), ("--data", str(tmp_path / "none")), ("--data", str(elsewhere))):
+        for quick in ((), ("--quick",)):
+            code, said = study(name, *only, *words, *quick)
+            assert code == 2
+            line = said.err.splitlines()[-1]
+            assert line.startswith("error: ")
+            assert ("--data must be the folder" if "elsewhere" not in str(words) else str(elsewhere)) in line
+    assert not (tmp_path / "runs").exists()
