@@ -301,12 +301,16 @@ def start(
     from flwr_replay.runs.options import resolve
 
     overrides, config = resolve(options, runs_dir, resume)  # reports a wrong option before PyTorch loads
+    from flwr_replay.learning.training import select_device
     from flwr_replay.runs.on_cluster import run_on_cluster
     from flwr_replay.runs.simulate import Simulation, run_ray, simulate, simulate_by
 
     planned = Simulation.of(config)
     if where.address:
         return run_on_cluster(where.address, planned, overrides, display)
+    for plan in (planned.job.settings.replay_plan, planned.job.settings.synthesis):
+        if plan:  # each institution asks the same of its own device, but only once it is called
+            plan.check_device(select_device(config.device))
     if where.engine == "ray":
         return run_ray(planned, overrides)
     if where.workers > 1:

@@ -31,17 +31,21 @@ def make_client(context: Context) -> InstitutionClient:
 def client_of(institution: Institution, config: RunConfig) -> InstitutionClient:
     """Build an institution's client of the strategy that a composed configuration names."""
     torch.set_num_threads(config.threads)
+    replay_plan, synthesis = ReplayPlan.of(config), SynthesisPlan.of(config)
+    for plan in (replay_plan, synthesis):
+        if plan:
+            plan.check_device(institution.device)
     client = load_client(config.strategy.name)(
         institution,
         backbone(config.model, config.task),
         make_task(config.task),
         config.training,
         config.seed,
-        ReplayPlan.of(config),
+        replay_plan,
         PrivacyPlan.of(config),
         backbone(model_named(institution.private_model), config.task) if institution.private_model else None,
         binding(config),
-        SynthesisPlan.of(config),
+        synthesis,
     )
     assert isinstance(client, InstitutionClient)
     return client

@@ -19,10 +19,11 @@ from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose
 from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.config.privacy import PrivacyConfig
-from flwr_replay.config.sections import PriorConfig, ReplayConfig, TrainingConfig
+from flwr_replay.config.sections import ReplayConfig, TrainingConfig
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.files.atomic import home
 from flwr_replay.generators.base import ImageForm
+from flwr_replay.generators.pixelcnn import PixelCNNConfig
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.generators.vqvae2 import VQVAE2Config
 from flwr_replay.institution.owner import Institution
@@ -45,7 +46,7 @@ TRAINING = TrainingConfig(lr=0.05, batch_size=64)
 TASK = Classification(classes=10)
 SYNTHESIS = SynthesisPlan(
     VQVAE2Config(name="vqvae2", width=4, lr=2e-3, lr_halving=0, epochs=1),
-    PriorConfig(name="pixelcnn", width=4, layers=1, epochs=1),
+    PixelCNNConfig(name="pixelcnn", width=4, layers=1, epochs=1),
     ImageForm(channels=1, size=8, classes=10),
     ReplayConfig(images=16),
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields
 from functools import cache, lru_cache
@@ -29,7 +29,7 @@ from flwr_replay.config.catalogue import (
     own_options,
     package_of,
 )
-from flwr_replay.config.halves import load_generator, load_strategy
+from flwr_replay.config.halves import load_generator, load_prior, load_strategy
 from flwr_replay.config.parts import OWN, allow, is_part
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.quoting import quoted
@@ -78,6 +78,7 @@ SECTIONS: dict[str, type] = {
     "prior": PriorConfig,
     "privacy": PrivacyConfig,
 }
+BY_NAME: dict[str, Callable[[str], type]] = {"generator": load_generator, "prior": load_prior}  # options of each choice
 SPELLED_OUT = ("generator", "prior")  # sections whose options need the full name if another section has the same one
 
 
@@ -174,7 +175,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     _, strategy_config = load_strategy(strategy.pop("name"))
     if values["privacy"]["dp"] == "auto":
         values["privacy"]["dp"] = strategy_config.dp_by_default
-    classes = {**SECTIONS, "generator": load_generator(values["generator"]["name"])}
+    classes = SECTIONS | {name: load(values[name]["name"]) for name, load in BY_NAME.items()}
     sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in classes.items()}
     sections["strategy"] = _build(strategy_config, strategy, "strategy")
     config: RunConfig = _build(RunConfig, {**values, **sections}, "")
@@ -294,18 +295,22 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
     if matches:
         return matches[0]
     shown = [name.replace("_", "-") for name in known if name not in COMMAND_LINE]
-    own, drawing = (
-        key.removeprefix("generator."),
-        [(name, fields(load_generator(name))) for name in choices("generator")],
-    )
-    others = [name for name, options in drawing if own != "name" and own in {option.name for option in options}]
-    for group, found in (("strategy", having), ("generator", others)):
+    named = {
+        group: [name for name in choices(group) if _has(load(name), key, group)] for group, load in BY_NAME.items()
+    }
+    for group, found in ({"strategy": having} | named).items():
         if found:
             said, ours = f"{key.replace('_', '-')} is an option of {group}=", base[group]["name"]
             raise ConfigError(f"{said}{', '.join(found)}; got {group}={ours}")
     groups = [name for name, options in base.items() if isinstance(options, dict) and "name" in options]
     near = nearest(key.replace("_", "-"), [*shown, *groups])
     raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {near}; `flwr-replay options` lists all")
+
+
+def _has(cls: type, key: str, group: str) -> bool:
+    """Return whether one choice of a group has an option of this name."""
+    own = key.removeprefix(f"{group}.")
+    return own != "name" and own in {option.name for option in fields(cls)}
 
 
 @lru_cache(maxsize=256)  # a study composes hundreds of times, and each takes Hydra 0.1 s

@@ -1,4 +1,4 @@
-"""The two halves of a method, found by its name among ours or in the package that brings it; a generator's options."""
+"""Found by name: a method's halves, ours or another package's; the options of a generator or prior."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from flwr_replay.config.catalogue import choices, package_of
 from flwr_replay.config.parts import allow, import_allowed
-from flwr_replay.config.sections import GeneratorConfig
+from flwr_replay.config.sections import GeneratorConfig, PriorConfig
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, nearest
 
-__all__ = ["allow_strategy", "load_client", "load_generator", "load_strategy"]
+__all__ = ["allow_strategy", "load_client", "load_generator", "load_prior", "load_strategy"]
 
 OF_OTHERS = {"strategies": "strategy", "clients": "client"}  # modules in another package, by our packages
 
@@ -46,9 +46,21 @@ def load_strategy(name: str) -> tuple[type[Any], type[StrategyConfig]]:
 @cache
 def load_generator(name: str) -> type[GeneratorConfig]:
     """Return a generator's config dataclass, found by name in `flwr_replay.generators`."""
-    module = importlib.import_module(f"flwr_replay.generators.{name}")
-    config: type[GeneratorConfig] = next(value for key, value in vars(module).items() if key.lower() == f"{name}config")
+    config: type[GeneratorConfig] = _config(name)
     return config
+
+
+@cache
+def load_prior(name: str) -> type[PriorConfig]:
+    """Return a prior's config dataclass, found by name in `flwr_replay.generators`."""
+    config: type[PriorConfig] = _config(name)
+    return config
+
+
+def _config(name: str) -> type[Any]:
+    module = importlib.import_module(f"flwr_replay.generators.{name}")
+    found: type[Any] = next(value for key, value in vars(module).items() if key.lower() == f"{name}config")
+    return found
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, isfinite
+from typing import ClassVar
 
 from flwr_replay.config.parts import is_part
 from flwr_replay.errors import ConfigError, near_matches
@@ -337,17 +338,21 @@ class GeneratorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PriorConfig:
-    """The prior, which draws new codes in place of codes of real images (Qu et al. 2022, footnote 1)."""
+    """Base of every prior's `<Name>Config`, which lies in `flwr_replay.generators.<name>`, with what all have.
+
+    A prior draws new codes in place of codes of real images (Qu et al. 2022, footnote 1).
+    """
+
+    # seconds of a core for an image of 256 pixels, with conf/prior and conf/generator: to train once, and to draw
+    cpu_seconds: ClassVar[tuple[float, float]]
 
     name: str
-    width: int = 32  # channels of both stacks
-    layers: int = 4  # gated layers
     bins: int = 10  # regression: bins of labels, over three standard deviations to either side of their mean
     lr: float = 3e-3  # of Adam
     batch_size: int = 32
     epochs: int = 12  # at each institution
+    cpu_size: int = 128  # pixels: the largest images whose prior is trained on a CPU
 
     def __post_init__(self) -> None:
-        one_of("prior.name", self.name, ("pixelcnn",))
-        within("prior.", self, width=(1, WIDTH), layers=(1, 100), bins=(1, CLASSES))
+        within("prior.", self, bins=(1, CLASSES), cpu_size=(1, int(EXAMPLE**0.5)))
         within("prior.", self, batch_size=(1, BATCH), epochs=(1, PASSES), lr=POSITIVE)

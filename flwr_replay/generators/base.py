@@ -51,6 +51,9 @@ class ChargedSteps(Protocol):
     def rows(self, examples: int) -> Iterator[Tensor]:
         """Yield the row numbers of each step's batch."""
 
+    def uniform(self, examples: int, numbers: int) -> Tensor:
+        """Draw secret numbers in [0, 1) for each example of a batch, (examples, numbers)."""
+
     def step(
         self,
         model: nn.Module,

@@ -1,8 +1,9 @@
-"""A prior from which codes are sampled, in place of codes of real images (Qu et al. 2022, footnote 1).
+"""`prior=pixelcnn`: draws codes one by one, each from those before it.
 
-Idea: a gated PixelCNN (van den Oord et al. 2016, arXiv 1606.05328) gives the probability of each top code, given the
-label and the codes above and left of it. A second one does so for the bottom codes, given the top codes too (Razavi et
-al. 2019, section 3.2). Codes are sampled one by one, and the generator's decoder makes images of them.
+Source: van den Oord et al. 2016 (arXiv 1606.05328), and for two levels Razavi et al. 2019, section 3.2.
+Idea: a gated PixelCNN gives the probability of each top code, given the label and the codes above and left of it. A
+second one does so for the bottom codes, given the top codes too. Codes are sampled one by one, and the generator's
+decoder makes images of them.
 
 Causality needs no masks: padding and cropping decide what a convolution sees. No layer mixes examples, and Opacus
 supports all of them, so DP-SGD applies.
@@ -13,87 +14,47 @@ supports all of them, so DP-SGD applies.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flwr_replay.config.sections import PriorConfig
+from flwr_replay.config.sections import WIDTH, PriorConfig, within
 from flwr_replay.generators.base import ReplayGenerator, by_level
-from flwr_replay.models.seeding import seeded
+from flwr_replay.generators.priors import CodePrior
 
-__all__ = ["CodePrior", "LabelBins", "PixelCNN", "build_prior", "summed_nats"]
-
-
-def build_prior(config: PriorConfig, generator: ReplayGenerator, classes: int, seed: int) -> CodePrior:
-    """Build a prior over a generator's codes with fresh weights.
-
-    Parameters
-    ----------
-    config : PriorConfig
-        The networks' options.
-    generator : ReplayGenerator
-        One with two levels; the bottom grid has twice the top's height and width.
-    classes : int
-        Labels lie in [0, classes); those of a regression are put into `LabelBins`.
-    seed : int
-        The weights depend on it alone; PyTorch's global rng is left as it was.
-
-    Returns
-    -------
-    CodePrior
-        On the CPU, in training mode.
-    """
-    with seeded(seed), torch.device("cpu"):
-        return CodePrior(config, generator, classes)
+__all__ = ["PixelCNN", "PixelCNNConfig", "PixelCNNPrior", "code_prior"]
 
 
-@dataclass(frozen=True)
-class LabelBins:
-    """Equal intervals of a continuous label, used as its classes.
+@dataclass(frozen=True, kw_only=True)
+class PixelCNNConfig(PriorConfig):
+    """The gated PixelCNN and its training."""
 
-    The interval is given, not computed from the labels: their range would reveal something of them.
+    cpu_seconds: ClassVar[tuple[float, float]] = (0.12, 4.0)  # benchmarks/priors.py
 
-    Attributes
-    ----------
-    low, high : float
-        The interval; labels outside belong to the outermost bins.
-    bins : int
-        The number of equal parts.
+    width: int = 32  # channels of both stacks
+    layers: int = 4  # gated layers
 
-    Examples
-    --------
-    >>> bins = LabelBins(low=-3.0, high=3.0, bins=6)
-    >>> bins.classes(torch.tensor([-9.0, -0.5, 0.5, 3.0]))
-    tensor([0, 2, 3, 5])
-    >>> bins.centres(torch.tensor([0, 2, 5]))
-    tensor([-2.5000, -0.5000,  2.5000])
-    """
-
-    low: float
-    high: float
-    bins: int
-
-    def classes(self, labels_B: Tensor) -> Tensor:
-        """Return each label's bin, int64."""
-        place = (labels_B - self.low) * (self.bins / (self.high - self.low))
-        return place.floor().long().clamp(0, self.bins - 1)
-
-    def centres(self, classes_B: Tensor) -> Tensor:
-        """Return the middle of each bin, float32: the label of codes sampled for it."""
-        return self.low + (classes_B.float() + 0.5) * ((self.high - self.low) / self.bins)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within("prior.", self, width=(1, WIDTH), layers=(1, 100))
 
 
-class CodePrior(nn.Module):
-    """p(codes | label) = p(top | label) · p(bottom | top, label); built by `build_prior`."""
+def code_prior(config: PixelCNNConfig, generator: ReplayGenerator, classes: int) -> CodePrior:
+    """Build the prior."""
+    return PixelCNNPrior(config, generator, classes)
 
-    def __init__(self, config: PriorConfig, generator: ReplayGenerator, classes: int) -> None:
-        super().__init__()
-        self.grids, self.classes = generator.grids, classes
+
+class PixelCNNPrior(CodePrior):
+    """p(codes | label) = p(top | label) · p(bottom | top, label); built by `build_prior`. A loss draws nothing."""
+
+    def __init__(self, config: PixelCNNConfig, generator: ReplayGenerator, classes: int) -> None:
+        super().__init__(generator.grids, classes)
         self.top = PixelCNN(generator.codebook_size, classes, config.width, config.layers)
         self.bottom = PixelCNN(generator.codebook_size, classes, config.width, config.layers, below=True)
 
-    def loss(self, codes_BN: Tensor, labels_B: Tensor) -> Tensor:
+    def loss(self, codes_BN: Tensor, labels_B: Tensor, draws_BU: Tensor) -> Tensor:
         """Return the mean negative log-likelihood of a code, nats: over an image's N codes, then over images."""
         top, bottom = by_level(codes_BN, self.grids)
         logits = self.top(top, labels_B), self.bottom(bottom, labels_B, top)
@@ -220,8 +181,3 @@ def _features(embed: nn.Module, codes_BHW: Tensor) -> Tensor:
 def _gate(gates: Tensor) -> Tensor:
     content, gate = gates.chunk(2, dim=1)
     return content.tanh() * gate.sigmoid()
-
-
-def summed_nats(prior: CodePrior, e_B: Tensor, y_B: Tensor) -> Tensor:
-    """Return the sum of the examples' losses, nats."""
-    return prior.loss(e_B, y_B) * len(y_B)

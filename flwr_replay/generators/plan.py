@@ -15,7 +15,7 @@ from flwr_replay.config.sections import PriorConfig, ReplayConfig, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import bits_per_code
-from flwr_replay.generators.pixelcnn import CodePrior, LabelBins, build_prior
+from flwr_replay.generators.priors import CodePrior, LabelBins, build_prior, check_cpu
 from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed
@@ -73,6 +73,11 @@ class ReplayPlan:
         """Stages of replay that every institution is asked for; it answers no others of replay."""
         codes = ("encode-images", "keep-codes", "keep-decoder")
         return ("train-generator", *(codes if self.replay.name == "vqvae2" else ("train-prior", "keep-prior")))
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise `ConfigError` if a prior would be trained there on images that are too large for it."""
+        if self.replay.name == "pixelcnn":
+            check_cpu(self.prior, self.size, device)
 
     def fresh_generator(self) -> ReplayGenerator:
         """Build the generator with which every run of this seed begins; a mask is one more channel."""

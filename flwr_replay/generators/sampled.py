@@ -1,4 +1,4 @@
-"""A VQ-VAE-2 with a PixelCNN over its codes, as one image generator.
+"""A VQ-VAE-2 with a prior over its codes, as one image generator.
 
 Source: Razavi et al. 2019 (arXiv 1906.00446), Algorithms 1-2: first the VQ-VAE-2 learns, then the prior learns the
 codes of all images. To draw an image, the prior draws codes for a label, and the decoder makes the image of them.
@@ -17,7 +17,7 @@ from torch import Tensor
 from flwr_replay.config.sections import PriorConfig
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.generators.base import AT_ONCE, ChargedSteps, ImageForm, ImageGenerator, Look, rows_of_step, step_rng
-from flwr_replay.generators.pixelcnn import build_prior, summed_nats
+from flwr_replay.generators.priors import build_prior, summed_nats
 from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator, summed_loss
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed
@@ -103,12 +103,14 @@ class VQVAE2Images(ImageGenerator):
     ) -> list[Tensor]:
         n, b = len(labels), self.prior_config.batch_size
         rows = next(drawn) if drawn else rows_of_step(step, n, b, derived_seed(self.seed, "prior"))
-        e_B, y_B = codes[rows].to(self.device), labels[rows.to(labels.device)].to(self.device)
+        own = step_rng(self.seed, step, "prior")
+        draws = dp.uniform(len(rows), self.prior.draws) if dp else self.prior.uniform(len(rows), own)
+        batch = tuple(part.to(self.device) for part in (codes[rows], labels[rows.to(labels.device)], draws))
         if dp:
             losses = partial(summed_nats, self.prior.train())
-            dp.step(self.prior, self.prior_optimizer, losses, (e_B, y_B), b)
+            dp.step(self.prior, self.prior_optimizer, losses, batch, b)
             return []
-        loss = self.prior.train().loss(e_B, y_B)
+        loss = self.prior.train().loss(*batch)
         self.prior_optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.prior_optimizer.step()

@@ -19,11 +19,18 @@ from flwr_replay.config.sections import GeneratorConfig, PriorConfig, ReplayConf
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.generators.base import ImageForm, ImageGenerator
+from flwr_replay.generators.priors import check_cpu
 
 __all__ = ["FEWEST", "LARGEST", "Progress", "SynthesisPlan"]
 
 LARGEST = 256  # pixels of an image's side
-NOT_LEARNED = ("slice_steps", "slice_seconds", "checkpoint", "classes")  # options that do not change what it learns
+NOT_LEARNED = (
+    "slice_steps",
+    "slice_seconds",
+    "checkpoint",
+    "classes",
+    "cpu_size",
+)  # options that do not change what it learns
 FEWEST = 4  # images of a class from which a generator can learn it
 
 
@@ -94,6 +101,11 @@ class SynthesisPlan:
             raise ConfigError(f"generator={self.generator.name} makes no images for labels: choose another")
         made: ImageGenerator = module.image_generator(self.generator, self.prior, self.form, seed, device)
         return made
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise `ConfigError` if a prior would be trained there on images that are too large for it."""
+        if "prior" in self.generator.draws_with and not self.generator.checkpoint:
+            check_cpu(self.prior, self.form.size, device)
 
     def check(self, names: Sequence[str]) -> None:
         """Refuse a generator that cannot be built, and checkpoints of these institutions that cannot be used.
@@ -199,6 +211,7 @@ class SynthesisPlan:
     @property
     def identity(self) -> str:
         """All options that a trained generator depends on, as JSON; how its training is cut is none of them."""
-        generator = {name: value for name, value in asdict(self.generator).items() if name not in NOT_LEARNED}
-        values = {"form": asdict(self.form), "generator": generator, "prior": asdict(self.prior)}
+        values: dict[str, Any] = {"form": asdict(self.form)}
+        for part, options in (("generator", self.generator), ("prior", self.prior)):
+            values[part] = {name: value for name, value in asdict(options).items() if name not in NOT_LEARNED}
         return json.dumps(values, sort_keys=True)

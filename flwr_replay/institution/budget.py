@@ -205,6 +205,11 @@ class DPTraining:
         """Return a generator, on the CPU, whose seed comes from the stream."""
         return torch.Generator().manual_seed(int(self.stream.uniform(1)[0] * 2**52))
 
+    def uniform(self, examples: int, numbers: int) -> Tensor:
+        """Draw numbers in [0, 1) for each example of a batch, (examples, numbers) float32, as secret as the noise."""
+        drawn = self.stream.uniform(examples * numbers).float().clamp(max=1 - 2**-24)
+        return drawn.view(examples, numbers)
+
     def batches(self, data: Shard) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield an epoch's batches of examples and labels. Sizes vary; a batch may be empty."""
         for rows in self.rows(len(data)):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flwr_replay.files.tensors import unnested
 from flwr_replay.generators.base import ReplayGenerator
-from flwr_replay.generators.pixelcnn import CodePrior, summed_nats
 from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.priors import CodePrior, summed_nats
 from flwr_replay.generators.sampler import ReplaySampler, Rows
 from flwr_replay.generators.vqvae2 import summed_loss
 from flwr_replay.institution.budget import DPTraining
@@ -177,14 +177,15 @@ class PriorTraining(StepwiseTraining):
         """Train on batches of codes."""
         b = self.config.batch_size
         order = torch.split(torch.randperm(len(self.y), generator=self.rngs("prior", epoch)), b)
-        for rows in dp.rows(len(self.y)) if dp else order[places.start : places.stop]:
-            e_B, y_B = self.codes[rows].to(self.device), self.y[rows].to(self.device)
+        for place, rows in enumerate(dp.rows(len(self.y)) if dp else order[places.start : places.stop], places.start):
+            rng = self.rngs("prior", epoch, "draws", place)
+            draws = dp.uniform(len(rows), self.model.draws) if dp else self.model.uniform(len(rows), rng)
+            batch = tuple(part.to(self.device) for part in (self.codes[rows], self.y[rows], draws))
             if dp:
-                example_losses = partial(summed_nats, self.model)
-                dp.step(self.model, self.optimizer, example_losses, (e_B, y_B), b)
+                dp.step(self.model, self.optimizer, partial(summed_nats, self.model), batch, b)
                 yield None, b
             else:
-                yield step(self.model, self.optimizer, self.model.loss(e_B, y_B)), len(rows)
+                yield step(self.model, self.optimizer, self.model.loss(*batch)), len(rows)
 
     def result(self) -> StateDict:
         """Return the number of examples of each class, under DP with noise."""

@@ -22,8 +22,8 @@ from flwr_replay.attacks.scores import equal_label_shares, membership
 from flwr_replay.errors import DataError
 from flwr_replay.files.tensors import unnested
 from flwr_replay.generators.base import ReplayGenerator
-from flwr_replay.generators.pixelcnn import CodePrior
 from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.priors import CodePrior, example_nats
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals
 from flwr_replay.lab.trials import Question
@@ -129,8 +129,7 @@ def _by_likelihood(
     """Take those whose codes the prior finds likely for members; the generator came to the institution with it."""
 
     def losses(x: Tensor, y: Tensor) -> Tensor:
-        codes = generator.encode(plan.generator_input(x, y))
-        return torch.stack([prior.loss(*one) for one in zip(torch.split(codes, 1), torch.split(y, 1), strict=True)])
+        return example_nats(prior, generator.encode(plan.generator_input(x, y)), y)
 
     return _scored([loss_scores(losses, *side) for side in sides])
 

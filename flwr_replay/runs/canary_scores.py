@@ -24,6 +24,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.files.tensors import unnested
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.generators.priors import example_nats
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.layers import as_input
@@ -111,10 +112,11 @@ def _of_prior(
 
     def nats(weights: StateDict) -> Tensor:
         load_arrays(prior, weights)
-        return torch.stack([prior.loss(*one) for one in zip(codes_m, torch.split(canaries[1], 1), strict=True)])
+        return example_nats(prior, codes_m, canaries[1])
 
     with torch.inference_mode():
-        codes_m = [generator.encode(plan.generator_input(x, y)) for x, y in zip(*map(_singly, canaries), strict=True)]
+        single = zip(*map(_singly, canaries), strict=True)
+        codes_m = torch.cat([generator.encode(plan.generator_input(x, y)) for x, y in single])
         return (nats(sent["prior"]) - nats(released["prior"])).double().numpy()
 
 

@@ -1,27 +1,22 @@
 """The prior: causality, samples beside their enumerated probabilities, learning, no mixing of examples."""
 
 import itertools
-from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from flwr_replay.config.sections import PriorConfig
-from flwr_replay.errors import ConfigError
 from flwr_replay.generators.base import by_level
-from flwr_replay.generators.pixelcnn import LabelBins, PixelCNN, build_prior
+from flwr_replay.generators.pixelcnn import PixelCNN, PixelCNNConfig
+from flwr_replay.generators.priors import build_prior
 from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
 from flwr_replay.learning.training import step, torch_rng
 
-CONF = Path(__file__).parents[2] / "conf" / "prior"
 TINY = {"name": "pixelcnn", "width": 8, "layers": 2}
 
 
 def tiny(codes=4, size=8, classes=3, seed=0, **options):
     images = build_generator(VQVAE2Config(name="vqvae2", codes=codes, dim=2, width=4), 1, size, 0)
-    return build_prior(PriorConfig(**TINY | options), images, classes, seed)
+    return build_prior(PixelCNNConfig(**TINY | options), images, classes, seed)
 
 
 def randint(high, *shape, seed=0):
@@ -73,7 +68,7 @@ def test_samples_come_as_often_as_the_likelihood_says():
             parameter.mul_(3)  # away from even odds
     for label in (0, 1):
         every = torch.tensor(list(itertools.product(range(2), repeat=5)))
-        odds = torch.stack([(-5 * prior.loss(codes[None], torch.tensor([label]))).exp() for codes in every]).detach()
+        odds = torch.stack([(-5 * loss(prior, codes[None], torch.tensor([label]))).exp() for codes in every]).detach()
         torch.testing.assert_close(odds.sum(), torch.tensor(1.0))
         drawn = prior.sample(torch.full((n,), label), torch_rng("draws", label))
         place = (drawn * 2 ** torch.arange(4, -1, -1)).sum(1)
@@ -98,11 +93,15 @@ def test_samples_are_those_of_drawing_code_by_code_with_whole_passes():
     assert not torch.equal(prior.sample(labels, torch_rng("others")), found)
 
 
+def loss(prior, codes, labels):
+    return prior.loss(codes, labels, torch.rand(len(codes), 0))
+
+
 def fitted(prior, codes, labels, steps, lr=1e-2):
     draws, optimizer, losses = torch_rng("draws"), torch.optim.Adam(prior.parameters(), lr), []
     for _ in range(steps):
         rows = torch.randperm(len(labels), generator=draws)[:64]
-        losses.append(step(prior, optimizer, prior.loss(codes[rows], labels[rows])))
+        losses.append(step(prior, optimizer, loss(prior, codes[rows], labels[rows])))
     return losses
 
 
@@ -133,7 +132,7 @@ def test_no_example_depends_on_another():
 
     def gradients(rows):
         prior.zero_grad()
-        prior.loss(codes[rows], labels[rows]).backward()
+        loss(prior, codes[rows], labels[rows]).backward()
         return [parameter.grad.clone() for parameter in prior.parameters()]
 
     single = [gradients(slice(i, i + 1)) for i in range(3)]
@@ -150,10 +149,10 @@ def test_opacus_takes_its_per_example_gradients(size):
     single = []
     for i in range(3):
         prior.zero_grad()
-        prior.loss(codes[i : i + 1], labels[i : i + 1]).backward()
+        loss(prior, codes[i : i + 1], labels[i : i + 1]).backward()
         single.append([parameter.grad.clone() for parameter in prior.parameters()])
     hooked = opacus.GradSampleModule(prior)
-    prior.loss(codes, labels).backward()
+    loss(prior, codes, labels).backward()
     for parameter, *expected in zip(prior.parameters(), *single, strict=True):
         torch.testing.assert_close(parameter.grad_sample, torch.stack(expected), rtol=1e-4, atol=1e-6)
     hooked.remove_hooks()
@@ -167,34 +166,6 @@ def test_weights_depend_on_the_seed_alone():
     torch.manual_seed(2)
     assert all(torch.equal(value, first[name]) for name, value in tiny(seed=3).state_dict().items())
     assert any(not torch.equal(value, first[name]) for name, value in tiny(seed=4).state_dict().items())
-
-
-def test_bins_hold_their_labels():
-    bins, labels = LabelBins(low=-3.0, high=3.0, bins=7), torch.linspace(-2.99, 2.99, 50)
-    error = (bins.centres(bins.classes(labels)) - labels).abs()
-    assert error.max() <= 3 / 7 + 1e-5
-    assert torch.equal(bins.classes(bins.centres(torch.arange(7))), torch.arange(7))
-    assert bins.classes(torch.tensor([-50.0, 50.0])).tolist() == [0, 6]
-
-
-@pytest.mark.parametrize("file", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_choice_sets_every_option(file):
-    values = yaml.safe_load(file.read_text())
-    assert list(values) == [field.name for field in fields(PriorConfig)]
-    assert PriorConfig(**values).name == file.stem
-
-
-@pytest.mark.parametrize(
-    ("wrong", "line"),
-    [
-        ({"name": "pixelrnn"}, "did you mean pixelcnn"),
-        ({"layers": 0}, "prior.layers must be at least 1"),
-        ({"lr": -1.0}, "prior.lr must be positive"),
-    ],
-)
-def test_wrong_options_are_refused_in_one_line(wrong, line):
-    with pytest.raises(ConfigError, match=line):
-        PriorConfig(**TINY | wrong)
 
 
 def test_levels_are_cut_in_reading_order():

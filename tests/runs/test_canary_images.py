@@ -111,8 +111,13 @@ def test_a_part_of_a_network_is_scored_in_the_one_that_the_request_brought():
     assert probe.releases == 1
 
 
-def test_a_prior_that_has_learned_codes_of_noise_gives_them_away():
-    config = compose([*DIGITS, "replay=pixelcnn", "generator.width=16", "prior.width=16"])
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [(["prior.width=16"], 60), (["prior=masked", "prior.width=32", "prior.layers=2"], 250)],
+    ids=["pixelcnn", "masked"],
+)
+def test_a_prior_that_has_learned_codes_of_noise_gives_them_away(options, passes):
+    config = compose([*DIGITS, "replay=pixelcnn", "generator.width=16", *options])
     probe, plan = ImageCanaries(CANARIES, data(), config, noise=True), ReplayPlan.of(config)
     generator = plan.fresh_generator().eval()
     prior = plan.fresh_prior(generator)
@@ -121,9 +126,9 @@ def test_a_prior_that_has_learned_codes_of_noise_gives_them_away():
     with torch.no_grad():
         codes = generator.encode(plan.generator_input(as_input(x), y))
     optimizer, rng = torch.optim.Adam(prior.parameters(), lr=0.01), torch.Generator().manual_seed(0)
-    for _ in range(60):
+    for _ in range(passes):
         for rows in torch.randperm(N, generator=rng).split(32):
-            step(prior, optimizer, prior.loss(codes[rows], y[rows]))
+            step(prior, optimizer, prior.loss(codes[rows], y[rows], prior.uniform(len(rows), rng)))
     request, answer = messages(sent, nested({"prior": to_arrays(prior)}))
     probe.saw(request, answer)
     assert probe.releases == 0  # not the stage that trains a prior

@@ -54,8 +54,9 @@ def test_ages_travel_beside_codes_in_months(tmp_path, hands):
         assert y[8:].tolist() == [1, 2, 3]
 
 
-def test_drawn_ages_are_the_middles_of_their_bins_in_months(tmp_path, hands):
-    ran = simulated(tmp_path, *hands, "replay=pixelcnn", "prior.bins=6")
+@pytest.mark.parametrize("prior", ["pixelcnn", "masked"])
+def test_drawn_ages_are_the_middles_of_their_bins_in_months(tmp_path, hands, prior):
+    ran = simulated(tmp_path, *hands, "replay=pixelcnn", f"prior={prior}", "prior.bins=6")
     assert not ran.result["failures"]
     mean, scale = np.mean(AGES), np.std(AGES)
     middles = mean + scale * np.array([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5])
