@@ -94,13 +94,13 @@ def test_more_than_there_is_is_refused_with_both_numbers():
 @pytest.mark.parametrize("name", [name for name in choices("task") if name != "own"])  # it needs a function
 def test_every_task_composes_with_the_presets_that_know_it(name):
     assert compose([f"task={name}", "preset=quick"]).task.name == name
-    if name in (*CLINICAL, "mnist", "fashion_mnist", "cifar10", "histopathology"):
+    if name in (*CLINICAL, "mnist", "fashion_mnist", "cifar10", "histopathology", "folder"):
         assert compose([f"task={name}", "preset=paper"]).task.name == name
     else:
         with pytest.raises(
             ConfigError,
-            match="preset=paper has values for task=boneage, brats, cifar10, fashion_mnist, histopathology, isic, "
-            "mnist, retina, tuberculosis",
+            match="preset=paper has values for task=boneage, brats, cifar10, fashion_mnist, folder, histopathology, "
+            "isic, mnist, retina, tuberculosis",
         ):
             compose([f"task={name}", "preset=paper"])
 
