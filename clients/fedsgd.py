@@ -35,7 +35,7 @@ class FedSGDClient(InstitutionClient):
         if sampler := self.replay_sampler(request):  # every block gets its part of the replayed examples
             size, draws = math.ceil(len(data) / number), self.shuffle(request.server_round, "replay")
             blocks = sampler.mixed_batches(blocks, size, draws)
-            total += len(parts) * sampler.options.num_replayed(size)
+            total += len(parts) * sampler.beside(size)
         for x_B, y_B in changed(iter(blocks), self.augmentation(None, request.server_round)):
             loss = self.task.loss(model(x_B), y_B) * (len(y_B) / total)
             loss.backward()  # g_k ← g_k + ∇L of this block, weighted

@@ -128,8 +128,8 @@ class SplitNNClient(InstitutionClient):
 
     def arrived(self, array: NDArray[Any], request: AnyRequest) -> tuple[Tensor, ...]:
         """Split an array that the server sent for a group into batches."""
-        replay = self.replay_options if request.replayed else None
-        num_replayed = replay.num_replayed(self.batch_size) if replay else 0
+        replay = self.replay_options
+        num_replayed = replay.num_replayed(self.batch_size, request.replayed) if replay else 0
         return torch.split(torch.tensor(array, device=self.institution.device), self.batch_size + num_replayed)
 
     # --- the institution's part ---------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ both parts and the server's optimizer as they were before it.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -147,7 +148,8 @@ class SplitNN(Serial):
         """Compare what a round will upload with the raw data, before anything is trained."""
         super().begin_run()
         assert self.settings.input_shape is not None
-        replayed = self.replay.options.num_replayed(self.settings.training.batch_size) if self.replay else 0
+        b = self.settings.training.batch_size
+        replayed = self.replay.options.num_replayed(b, held=sys.maxsize) if self.replay else 0  # at most
         rows = sum(sum(self.group_sizes(member, replayed)) for member in self.cycle_members())
         raw = sum(member.raw_bytes for member in self.members)
         blank_1 = torch.zeros(1, *self.settings.input_shape, device=self.settings.device)
@@ -327,9 +329,9 @@ class SplitNN(Serial):
 
     def num_replayed(self, member: Member) -> int:
         """Return how many replayed examples each of an institution's batches has."""
-        if self.replay is None or not self.replay.holding(member.name):
+        if self.replay is None:
             return 0
-        return self.replay.options.num_replayed(self.settings.training.batch_size)
+        return self.replay.options.num_replayed(self.settings.training.batch_size, self.replay.holding(member.name))
 
     def mixed_batch_size(self, member: Member) -> int:
         """Return how many examples each of an institution's batches has, replayed ones included."""

@@ -275,9 +275,9 @@ class ReplayConfig:
         within("replay.", self, ratio=Range(0, 100, "lies in (0, 100]", "(]"), cache_mb=NOT_NEGATIVE_FINITE)
         within("replay.", self, images=(1, BUFFER))
 
-    def num_replayed(self, batch_size: int) -> int:
-        """Return the number of replayed examples in a batch with b real ones."""
-        return max(1, round(self.ratio * batch_size))
+    def num_replayed(self, batch_size: int, held: int) -> int:
+        """Return the number of replayed examples beside b real ones; where fewer are held, all of them, once."""
+        return min(max(1, round(self.ratio * batch_size)), held)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,8 +80,8 @@ class ReplaySampler(ABC):
         return images_B, labels_B
 
     def beside(self, batch_size: int) -> int:
-        """Return how many replayed examples stand beside b real ones; where there are fewer, all of them once."""
-        return min(self.options.num_replayed(batch_size), len(self))
+        """Return how many of these examples stand beside b real ones."""
+        return self.options.num_replayed(batch_size, len(self))
 
     def batches(self, size: int, rng: torch.Generator, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches without end, from number `first` on; every example comes once before any comes again."""

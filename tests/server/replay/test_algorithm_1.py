@@ -19,7 +19,13 @@ from flwr_replay.wire.weights import to_arrays
 
 G = 4  # the generator's batch size
 CODES = 32
-LEARNING = ["generator.width=8", "generator.dim=8", "generator.lr=0.01", f"generator.batch_size={G}"]
+LEARNING = [
+    "generator.width=8",
+    "generator.residual_width=2",
+    "generator.dim=8",
+    "generator.lr=0.01",
+    f"generator.batch_size={G}",
+]
 LEARNING += [f"generator.codes={CODES}"]  # so that images have codes of their own
 CONFIG = compose([*JOB, *LEARNING])
 BUILD = backbone(CONFIG.model, CONFIG.task)
