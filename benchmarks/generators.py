@@ -1,7 +1,8 @@
-"""The cost of a VQ-VAE-2: images per second, memory, bytes of an image's codes.
+r"""The cost of a VQ-VAE-2: images per second, memory, bytes of an image's codes.
 
     python benchmarks/generators.py
-    python benchmarks/generators.py --size 256 --channels 3 --codes 512 --dim 64 --width 128 --blocks 2 --steps 3
+    python benchmarks/generators.py --size 256 --channels 3 --codes 512 --dim 64 --width 128 --blocks 2 \
+        --residual-width 64 --steps 3
 
 The first command is conf/generator/vqvae2.yaml at MNIST's size, the second is the paper's generator. Images are noise,
 which takes the same work. Memory is the peak of PyTorch's tensors on a GPU, and of the whole process on a CPU.
@@ -43,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("size", 28), ("channels", 1), ("codes", 128), ("dim", 16), ("width", 32), ("blocks", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--residual-width", type=int, default=8)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--codebook", default="ema")
@@ -51,7 +53,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     device, draws = select_device(args.device), torch_rng("benchmark")
-    options = {name: getattr(args, name) for name in ("codes", "dim", "width", "blocks", "codebook")}
+    options = {name: getattr(args, name) for name in ("codes", "dim", "width", "blocks", "residual_width", "codebook")}
     config = VQVAE2Config(name="vqvae2", batch_size=args.batch, **options)
     model = build_generator(config, args.channels, args.size, seed=0).to(device)
     optimizer = torch.optim.Adam(model.parameters(), config.lr)
@@ -66,7 +68,7 @@ def main() -> None:
     )
     print(
         f"{args.size}x{args.size}x{args.channels}, {config.codes} codes x {config.dim}, width {config.width}, batch "
-        f"{args.batch}, {device}: {training:.0f} images/s trained, {encoding:.0f} encoded, {decoding:.0f} decoded; "
+        f"{args.batch}, {device}: {training:.3g} images/s trained, {encoding:.3g} encoded, {decoding:.3g} decoded; "
         f"{peak / 2**30:.2f} GiB; {pack_codes(codes.cpu().numpy(), config.codes).shape[1]} bytes of codes an image"
     )
 

@@ -105,8 +105,11 @@ def wake_with_parent() -> None:
     """Wake the main thread, of which this is called, when the parent ends: signals that wait for it are handled then.
 
     Flower ends a ServerApp whose parent has ended by a signal that its own thread raises. That does not wake a main
-    thread that waits for a lock: with a few connections that wait to be tried again, for more than a minute.
+    thread that waits for a lock: with a few connections that wait to be tried again, for more than a minute. Systems
+    without POSIX's signals are left alone.
     """
+    if os.name != "posix":
+        return
     parent, main = os.getppid(), threading.main_thread().ident
     signal.signal(signal.SIGUSR1, lambda *_: None)
 

@@ -131,7 +131,7 @@ class FedReplay(OneShot):
         if config.upload_views > 1 and strategy.blank_labels(1).ndim > 1:
             raise ConfigError(f"strategy.upload-views shifts images, no masks: set it to 1; got {config.upload_views}")
         if settings.training.changes and config.encoder != "institution":
-            raise ConfigError("training.augment changes images; without encoder=institution nobody trains on any")
+            raise ConfigError(f"training.augment needs encoder=institution; got {config.encoder}: set augment=none")
         strategy.ranks.check(strategy.primary, settings.training.batch_size)
         if config.encoder == "file":
             read_encoder(Path(config.encoder_file), strategy.encoder_shapes)

@@ -258,7 +258,7 @@ DEALERS: dict[str, Callable[[NDArray[Any], PartitionConfig, int, int], list[Indi
 def _refuse_counting(patients: Patients, config: PartitionConfig) -> None:
     """Refuse options that count examples of a class, where patients with several examples are dealt."""
     counts = {"partition=majority": config.name == "majority", "partition.drop": config.name == "ks" and config.drop}
-    for option in (option for option, used in counts.items() if used and patients.several):
+    for option in (option for option, used in counts.items() if used and patients.members is not None):
         raise ConfigError(
             f"{option} counts single examples; these data name patients with several, who are dealt as a whole: choose "
             "another partition, or leave the column patient out"
@@ -315,7 +315,7 @@ def _shards(
     """Deal every test (or validation) example to one institution, a patient's all to the same."""
     rng, patients = derived_rng(seed, "partition", split), patients_of(held)
     if config.test == "iid":
-        return patients.examples(np.array_split(rng.permutation(len(patients.members)), len(parts)))
+        return patients.examples(np.array_split(rng.permutation(len(patients.labels)), len(parts)))
     groups = label_groups(patients.labels, train.labels)
     groups_train = label_groups(train.labels, train.labels)
     shards: list[list[Indices]] = [[] for _ in parts]

@@ -28,29 +28,26 @@ class Patients:
     ----------
     labels : ndarray, shape (P,)
         Each patient's label: its most frequent class, or the mean of continuous labels.
-    members : sequence of P int64 arrays
-        Ascending indices of each patient's examples.
+    members : sequence of P int64 arrays, or None
+        Ascending indices of each patient's examples; None: patient p has example p alone.
     """
 
     labels: NDArray[Any]
-    members: Sequence[Indices]
-
-    @property
-    def several(self) -> bool:
-        """Whether a patient has more than one example."""
-        return any(len(own) > 1 for own in self.members)
+    members: Sequence[Indices] | None
 
     def examples(self, parts: Sequence[Indices]) -> list[Indices]:
         """Return the examples of the patients that were dealt."""
+        if self.members is None:
+            return list(parts)
         none = np.empty(0, np.int64)
         return [np.concatenate([none, *(self.members[p] for p in part)]) for part in parts]
 
 
 def patients_of(examples: Examples) -> Patients:
     """Return the patients in the order of their first examples."""
-    labels, singles = examples.labels, np.arange(len(examples))
+    labels = examples.labels
     if examples.patients is None or len(np.unique(examples.patients)) == len(examples):
-        return Patients(labels, np.split(singles, singles[1:]))
+        return Patients(labels, None)
     _, first, codes = np.unique(examples.patients, return_index=True, return_inverse=True)
     order = np.argsort(codes, kind="stable")
     members = np.split(order, np.cumsum(np.bincount(codes))[:-1])

@@ -319,10 +319,7 @@ class Segmentation(Task):
         return ("dice", "dice-mean", "pixel-accuracy", "loss")
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return binary cross-entropy plus 1 - soft Dice, a mean over images.
-
-        Outputs are logits (B, 1, H, W), labels masks (B, H, W).
-        """
+        """Return cross-entropy plus 1 - soft Dice of logits (B, 1, H, W) and masks (B, H, W), a mean over images."""
         entropy = functional.binary_cross_entropy_with_logits(outputs[:, 0], y.to(outputs.dtype))
         return entropy + (1 - soft_dice(outputs, y)).mean()
 
@@ -345,8 +342,7 @@ class Segmentation(Task):
     def pooled(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
         """Compute Dice, 2 TP / (2 TP + FP + FN), from summed pixels; 1 where neither mask nor prediction has any.
 
-        `dice-mean` is the mean of the institutions' own coefficients, each with the same weight, as Qu et al. 2022,
-        section 4.3, report it. Of one institution both are the same.
+        `dice-mean` is the unweighted mean of the institutions' own coefficients, as in Qu et al. 2022, section 4.3.
 
         >>> a = Evaluation(num_examples=1, loss=0.0, confusion=[5, 1, 2, 8])
         >>> b = Evaluation(num_examples=1, loss=0.0, confusion=[15, 1, 0, 0])
@@ -370,8 +366,8 @@ class Segmentation(Task):
 def _dice(counts_4: NDArray[np.int64]) -> float:
     """Compute Dice from pixels by label and prediction, row by row."""
     _, false_1, false_0, right_1 = counts_4.tolist()
-    wrong = false_0 + false_1
-    return 2 * right_1 / (2 * right_1 + wrong) if right_1 + wrong else 1.0
+    sizes = 2 * right_1 + false_0 + false_1  # of mask and prediction together
+    return 2 * right_1 / sizes if sizes else 1.0
 
 
 def _summed(evaluations: Sequence[Evaluation], field: str, size: int) -> NDArray[np.int64]:
