@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flwr_replay.report.imbalance import BESIDE
 
@@ -20,6 +20,7 @@ class Progress:
     rounds: int
     per_round: int  # exchanges
     done: int  # exchanges, at the start
+    began: float = field(default_factory=time.monotonic)
 
 
 class Display:
@@ -69,7 +70,7 @@ def shown_time(seconds: float) -> str:
 class LogDisplay(Display):
     """A line in Flower's log for every exchange, as `flwr run --stream` shows it."""
 
-    first: tuple[int, float] | None = None  # this process's first exchange, and when it ended
+    first: tuple[int, float] | None = None  # an exchange from which on time is counted, and when it ended
 
     def begin(self, progress: Progress) -> None:
         """Log the strategy and the number of rounds."""
@@ -90,14 +91,17 @@ class LogDisplay(Display):
         )
 
     def remaining(self, server_round: int) -> str:
-        """Estimate the time left, from the pace since the first exchange, which may prepare for all others."""
-        now = time.monotonic()
-        if server_round > self.progress.done and self.first is None:
-            self.first = server_round, now
+        """Estimate the time left, from the pace since the first exchange, which may prepare for all others.
+
+        In a resumed run all exchanges of this process count.
+        """
+        now, progress = time.monotonic(), self.progress
+        if server_round > progress.done and self.first is None:
+            self.first = (progress.done, progress.began) if progress.done else (server_round, now)
         done = server_round - self.first[0] if self.first else 0
         if not self.first or not done:
             return ""
-        left = self.progress.rounds * self.progress.per_round - server_round
+        left = progress.rounds * progress.per_round - server_round
         return f"  remaining {shown_time((now - self.first[1]) / done * left)}"
 
 

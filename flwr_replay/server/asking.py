@@ -91,7 +91,7 @@ def ask(
     messages: Iterable[Message],
     seconds: float,
     at_once: int | None = None,
-    silent: Callable[[list[int], float], None] = lambda nodes, waited: None,
+    silent: Callable[[list[Message], float], None] = lambda messages, waited: None,
 ) -> Iterator[tuple[Message, Message | None]]:
     """Send messages; yield each with its reply when that arrives, or with None if no reply came in time.
 
@@ -109,7 +109,7 @@ def ask(
         How many messages may wait for a reply at a time. Replies are then fetched one by one, which bounds the memory
         that they take, however many institutions there are. None: as many as the grid's own `at_once` says, else all.
     silent : callable
-        Told the nodes whose replies are missing, and for how many seconds the first has been waited for: after a
+        Told the messages whose replies are missing, and for how many seconds the first has been waited for: after a
         minute, then each time that this has doubled.
     """
     unsent, at_once = iter(messages), at_once or getattr(grid, "at_once", None)
@@ -138,7 +138,7 @@ def ask(
                 yield message, None
         waited = time.monotonic() + seconds - min((deadline for _, deadline in waiting.values()), default=inf)
         if waited >= due:
-            silent([message.metadata.dst_node_id for message, _ in waiting.values()], waited)
+            silent([message for message, _ in waiting.values()], waited)
             due *= 2
         if len(waiting) == before:
             time.sleep(pause)

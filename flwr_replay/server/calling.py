@@ -18,13 +18,14 @@ from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.files.atomic import NAME
 from flwr_replay.learning.tasks import Task
 from flwr_replay.payloads.common import Failure, LabelScale, Present, RollCall
+from flwr_replay.report.progress import shown_time
 from flwr_replay.server.answers import legible
 from flwr_replay.server.asking import ask, failure_of, reason_of
 from flwr_replay.server.members import Member, Members, present
 from flwr_replay.server.one_line import errors_in_one_line
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.server.settings import Settings
-from flwr_replay.wire.payload import CLIENT_APP_RAISED, Request, Row, rows
+from flwr_replay.wire.payload import CLIENT_APP_RAISED, Request, Row, request_of, rows
 from flwr_replay.wire.weights import form_of, to_arrays
 
 __all__ = ["Calling"]
@@ -97,6 +98,7 @@ class Calling(Strategy):
         self.form = form_of(to_arrays(self.settings.model(0))) if known else ""  # type: ignore[misc]
         self.members = Members()
         self.unfit = False  # whether an institution was refused for its answer to the roll call
+        self.longest = Counter[str]()  # by stage, the whole seconds of the longest valid answer
         self.trained: dict[str, int] = {}  # by name, the last exchange in which a request to train was answered
         self.answered: list[str] = []  # names of those that gave a valid answer in the last exchange
         self.diverged: list[str] = []  # failures in the last exchange by weights or losses that are not finite
@@ -242,8 +244,12 @@ class Calling(Strategy):
                 continue
         return []
 
-    def silent(self, nodes: list[int], seconds: float) -> None:
-        """Say in the log for whose answers the run waits."""
+    def silent(self, messages: list[Message], seconds: float) -> None:
+        """Say in the log for whose answers the run waits, and how long such an answer has taken before."""
+        nodes = [message.metadata.dst_node_id for message in messages]
         names = sorted(getattr(self.members.by_node(node), "name", f"node {node}") for node in nodes)
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        self.recorder.log(f"waiting for {', '.join(names[:MOST_NAMED])}{more}, {seconds / 60:.0f} min")
+        request = request_of(messages[0])
+        stage = request.stage_name if request else ""
+        known = f"; {stage} took up to {shown_time(self.longest[stage])} before" if self.longest[stage] else ""
+        self.recorder.log(f"waiting for {', '.join(names[:MOST_NAMED])}{more}, {seconds / 60:.0f} min{known}")

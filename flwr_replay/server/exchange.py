@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -95,6 +96,9 @@ class Exchanging(Calling):
                 continue
             answered.append(member.name)
             request = request_of(message)
+            if request is not None:
+                took = int(time.time() - message.metadata.created_at)
+                self.longest[request.stage_name] = max(took, self.longest[request.stage_name])
             if request is not None and "continues" in request.declared():
                 trained.append(member.name)
         self.trained |= dict.fromkeys(trained, server_round)  # only now: in an exchange some train several times

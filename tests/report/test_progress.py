@@ -9,6 +9,8 @@ import subprocess
 import sys
 import termios
 
+from flwr_replay.report.progress import LogDisplay, Progress
+
 SCRIPT = """
 import logging, time
 import flwr.common.logger
@@ -23,6 +25,13 @@ display.close()
 logging.getLogger("flwr").warning("after the run")
 """
 COLOUR = re.compile(r"\x1b\[[\d;]*m|\x1b\[\?25[hl]|\r")
+
+
+def test_a_resumed_run_knows_the_time_left_from_its_first_exchange(monkeypatch):
+    display = LogDisplay()
+    display.begin(Progress("cwt", rounds=10, per_round=1, done=6, began=10.0))
+    monkeypatch.setattr("time.monotonic", lambda: 14.0)
+    assert display.remaining(7) == "  remaining 0:00:12"
 
 
 def test_a_pipe_gets_no_colours():

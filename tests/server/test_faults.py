@@ -1,6 +1,7 @@
 """Faults of the machine: answers that come too late, workers that are gone, a machine that goes down."""
 
 import logging
+import re
 import shlex
 import signal
 import sys
@@ -33,6 +34,14 @@ def slow(times):
         return app(message, context)
 
     return served
+
+
+def first_slow(grid, message):
+    """Let the first training take its time, and nobody answer in the second round."""
+    trained = len(grid.who("train"))
+    if trained == 1:
+        time.sleep(1.1)
+    return Message(Error(NEVER, "silent"), reply_to=message) if trained > 3 and "train" in grid.asked[-1] else None
 
 
 def gone(grid, message):
@@ -75,6 +84,17 @@ def test_the_log_says_for_whom_the_run_waits(tmp_path, monkeypatch, caplog):
     with pytest.raises(RunError, match="3 joined within"):
         ran(tmp_path / "two", "nodes=4", "wait=0.7", "rounds=1")
     assert "waiting for institutions to join: 3 of 4, 0 min" in caplog.messages
+
+
+def test_the_log_says_how_long_such_an_answer_took_before(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(asking, "SILENCE", 0.1)
+    caplog.set_level(logging.INFO, "flwr")
+    with pytest.raises(RunError, match="no institution answered"):
+        ran(tmp_path, "timeout=3", "rounds=2", before=first_slow)
+    waits = [line for line in caplog.messages if line.startswith("waiting for")]
+    assert re.fullmatch(
+        r"waiting for institution-1, institution-2, institution-3, 0 min; train took up to 0:00:0\d before", waits[-1]
+    )
 
 
 def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp_path):
