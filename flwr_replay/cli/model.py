@@ -34,7 +34,7 @@ def predict(
     images, a CSV file with a column image, or one image. With a column label the answer says which are right.
     """
     from flwr_replay.files.atomic import write_atomic
-    from flwr_replay.runs.predict import images_in, predictions
+    from flwr_replay.runs.predict import images_in, predictions, right_in
     from flwr_replay.runs.trained import load_model
 
     source = absolute(images)
@@ -47,7 +47,7 @@ def predict(
         print(text, end="")
         return
     write_atomic(absolute(out), text)
-    print(f"{len(rows)} predictions: {out}")
+    print(f"{len(rows)} predictions{right_in(text)}: {out}")
 
 
 def export(

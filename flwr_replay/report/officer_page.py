@@ -48,6 +48,10 @@ NOT_HIDDEN = (
     "earlier messages, once a private key is stolen. There is no forward secrecy: who has kept the parcels then opens "
     "all of them, since each is sealed for every institution.",
 )
+ALONE = (
+    "How many examples the others have is not known here. What a method asks only the institution with the most for, "
+    "such as training an encoder, is on this page, too."
+)
 ASKED = (
     "to use what it receives for this study only, and to delete it afterwards. Nothing here can check that.",
     "to send weights as the method has them. Weights made for reading images are not recognised unless the policy pins "
@@ -135,6 +139,7 @@ def _about(found: Mapping[str, Any]) -> list[str]:
         f"round{'s' * (rounds != 1)}. {found['idea']}",
         "This is a forecast. Nothing was trained and nothing was sent. Real messages were made with zeros in place of "
         "data, and put before the same checks that decide in the run.",
+        *([ALONE] if found["others-unknown"] else []),
     ]
 
 
@@ -186,7 +191,8 @@ def _samples(lines: Sequence[Mapping[str, Any]]) -> str:
     """Say what can be made of fields of single patients that may leave; empty if there are none."""
     found = [one for one in lines if one["kind"] == "per-sample" and one["verdict"] == "allowed"]
     names = [*dict.fromkeys(one["field"] for one in found)]
-    return f"{_joined(names)} are functions of single patients. {RECONSTRUCT}" if names else ""
+    said = f"{_joined(names)} are functions of single patients. {RECONSTRUCT}"
+    return f"{said[0].upper()}{said[1:]}" if names else ""
 
 
 def _is_private(one: Mapping[str, Any]) -> bool:

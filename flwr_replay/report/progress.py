@@ -6,10 +6,13 @@ import logging
 import sys
 import time
 from dataclasses import dataclass, field
+from math import inf
 
 from flwr_replay.report.imbalance import BESIDE
 
 __all__ = ["Display", "LogDisplay", "Progress", "TerminalDisplay"]
+
+SOON = 2.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def shown_time(seconds: float) -> str:
 class LogDisplay(Display):
     """A line in Flower's log for every exchange, as `flwr run --stream` shows it."""
 
+    told = -inf  # when the last line was written
     first: tuple[int, float] | None = None  # an exchange from which on time is counted, and when it ended
 
     def begin(self, progress: Progress) -> None:
@@ -80,6 +84,8 @@ class LogDisplay(Display):
     def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
         """Log the round, metric, bytes and times."""
         progress = self.progress
+        if not self.due(metrics):
+            return
         logging.getLogger("flwr").info(
             "round %.3g/%s  %s  %s  elapsed %s%s",
             server_round / progress.per_round,
@@ -89,6 +95,13 @@ class LogDisplay(Display):
             shown_time(seconds),
             self.remaining(server_round),
         )
+
+    def due(self, metrics: dict[str, float]) -> bool:
+        """Whether an exchange gets a line: not if it has no metrics and comes soon after the last line."""
+        now = time.monotonic()
+        due = bool(metrics) or now - self.told >= SOON
+        self.told = now if due else self.told
+        return due
 
     def remaining(self, server_round: int) -> str:
         """Estimate the time left, from the pace since the first exchange, which may prepare for all others.
@@ -144,6 +157,8 @@ class TerminalDisplay(LogDisplay):
         known = f"{where}  {shown_metrics(metrics)}  {shown_bytes(total_bytes)}"
         elapsed, left = shown_time(seconds), self.remaining(server_round)
         if not self.console.is_terminal:
+            if not self.due(metrics):
+                return
             self.console.print(f"{known}  elapsed {elapsed}{left}", soft_wrap=True)
             return
         if server_round % progress.per_round == 0:

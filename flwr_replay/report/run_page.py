@@ -14,7 +14,7 @@ from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.charts import Curves, bars, curves
 from flwr_replay.report.imbalance import beside, label_counts, pooled_counts
 from flwr_replay.report.pages import render
-from flwr_replay.report.progress import shown_bytes
+from flwr_replay.report.progress import shown_bytes, shown_time
 from flwr_replay.report.summary import (
     best_lines,
     classes_of,
@@ -24,6 +24,8 @@ from flwr_replay.report.summary import (
     recorded_lines,
     sample_lines,
     skew_lines,
+    tested_of,
+    trained_on,
     warnings,
 )
 
@@ -43,10 +45,8 @@ KINDS = {
     "notice": "the institution's name, proof that it is the same one as before, and why it refuses",
     "not received": "answers that an interruption lost; only the institutions' own ledgers have their fields",
 }
-UNKNOWN_SKEW = (
-    "How labels differ is known where all data lie in one place, as in a simulation. Which labels left the "
-    "institutions, the section on what left says."
-)
+UNKNOWN_SKEW = "How labels differ is counted where all data lie in one place, as in a simulation."
+OWN = {"folder": "to classify their own images", "own": "a task of their own"}  # by task, where its name says little
 
 
 def write_run_page(folder: Path) -> Path:
@@ -64,23 +64,24 @@ def write_run_page(folder: Path) -> Path:
     """
     result = read_json(folder / "result.json")
     found, classes, final = confusion_of(folder), classes_of(folder), result["final"]["global"]
+    tested = tested_of(folder)
     pictures, left_out = _pictures(folder)
     text = render(
         "run",
-        title=f"{result['strategy']} on {result['task']}, seed {result['seed']}",
+        title=f"{folder.name}: {result['strategy']} on {result['task']}, seed {result['seed']}",
         question=_question(result),
-        answer=_answer(result, found),
-        warnings=warnings(result, found, classes),
+        answer=_answer(result, found, tested),
+        warnings=warnings(result, found, classes, tested),
         curves=_curves(folder, result, [*beside(final, found), *({"dice-mean"} & final.keys())]),
         bars=_bars(result, found),
         bars_caption=_bars_caption(result, found),
-        metrics=_metrics(result),
+        metrics=_metrics(result, folder, tested),
         notes=[
             *filter(None, [result.get("metrics-note", "")]),
             *map(_sentence, [*dice_lines(final), *best_lines(result)]),
         ],
         confusion=_confusion(result, found, classes),
-        skew=[*map(_sentence, skew_lines(result.get("skew")))] or [UNKNOWN_SKEW],
+        skew=[*map(_sentence, skew_lines(result.get("skew")))] or [UNKNOWN_SKEW, _labels_sent(folder)],
         labels=_labels(result.get("skew") or {}, classes),
         claim=[result["privacy-claim"], *map(_sentence, sample_lines(result))],
         privacy=_privacy(result),
@@ -111,16 +112,18 @@ def _question(result: Mapping[str, Any]) -> str:
     how = f"whose labels differ (mean pairwise KS {skew['ks']:.2f}) " if skew and skew["ks"] > 0.1 else ""
     replay = f" with {result['replay']} replay" if result["replay"] != "none" else ""
     return (
-        f"Can {result['nodes']} institutions {how}learn {result['task']} by {result['strategy']}{replay}, without "
-        f"pooling their data? The network is {result['model']}, the training {result['rounds']} "
-        f"round{'s' * (result['rounds'] > 1)}."
+        f"Can {result['nodes']} institutions {how}learn {OWN.get(result['task'], result['task'])} by "
+        f"{result['strategy']}{replay}, without pooling their data? The network is {result['model']}, the training "
+        f"{result['rounds']} round{'s' * (result['rounds'] > 1)}. It took {shown_time(result['wall-seconds'])}."
     )
 
 
-def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> str:
+def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]], tested: Mapping[str, int]) -> str:
     metric, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
     own = {name: one[metric] for name, one in result["final"]["institutions"].items() if metric in one}
-    said = f"At the end {metric} is {result['final']['global'][metric]:.3f}{unit} over all {judged_by(result)} examples"
+    number = f"{total:,} " if (total := sum(tested.values())) else ""
+    whole = result["final"]["global"]
+    said = f"At the end {metric} is {whole[metric]:.3f}{unit} over all {number}{judged_by(result)} examples"
     if len(own) > 1:
         low, high = min(own, key=lambda name: own[name]), max(own, key=lambda name: own[name])
         guess = {name: f" ({_majority(counts):.3f})" for name, counts in found.items()} if metric == "accuracy" else {}
@@ -128,11 +131,11 @@ def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> st
         said += " (in brackets: always naming its most frequent label)" if guess else ""
     if metric == "accuracy" and found:
         said += f"; always the most frequent label of all would have {_majority(pooled_counts(found)):.3f}"
-    if more := beside(result["final"]["global"], found):
+    if more := beside(whole, found):
         shown = " and ".join(f"{name} is {value:.3f}" for name, value in more.items())
         said += f". Labels are unequal; this model's {shown}"
-    if (tested := result["final"]["global"].get(f"test-{metric}")) is not None:
-        said += f". On test examples, which were used only then, {metric} is {tested:.3f}{unit}"
+    if (at_last := whole.get(f"test-{metric}")) is not None:
+        said += f". On test examples, which were used only then, {metric} is {at_last:.3f}{unit}"
     return f"{said}."
 
 
@@ -174,12 +177,23 @@ def _bars_caption(result: Mapping[str, Any], found: Mapping[str, Sequence[int]])
     return f"{result['metric']} of each institution{what}{better}"
 
 
-def _metrics(result: Mapping[str, Any]) -> dict[str, Any]:
-    final = result["final"]
+def _metrics(result: Mapping[str, Any], folder: Path, tested: Mapping[str, int]) -> dict[str, Any]:
+    """Return a table of all metrics, beside the numbers of training examples and of those that they rest on."""
+    final, trained = result["final"], trained_on(folder)
     heads = list(final["global"])
     rows = [("all", final["global"]), *final["institutions"].items()]
-    shown = [[name, *(f"{one[head]:.4f}" if head in one else "" for head in heads)] for name, one in rows]
-    return {"caption": "All metrics after the last round", "heads": ["institution", *heads], "rows": shown}
+    counts = {name: (trained.get(name), tested.get(name)) for name in final["institutions"]}
+    counts["all"] = sum(trained.values()) or None, sum(tested.values()) or None
+    shown = [
+        [
+            name,
+            *("" if count is None else f"{count:,}" for count in counts[name]),
+            *(f"{one[head]:.4f}" if head in one else "" for head in heads),
+        ]
+        for name, one in rows
+    ]
+    columns = ["institution", "training examples", f"{judged_by(result)} examples", *heads]
+    return {"caption": "All metrics after the last round", "heads": columns, "rows": shown}
 
 
 def _confusion(
@@ -197,6 +211,22 @@ def _confusion(
     classes = classes or list(map(str, range(size)))
     caption = f"{what} of all institutions: a row for each label, a column for each prediction"
     return _shaded(caption, "label", classes, rows, classes)
+
+
+def _labels_sent(folder: Path) -> str:
+    """Say whose labels the server has."""
+    told = sorted(
+        {
+            line["institution"]
+            for line in each_line(folder / "ledger.jsonl")
+            if line["direction"] == "up" and line["field"] == "labels"
+        }
+    )
+    return (
+        f"The labels of {', '.join(told)} went to the server, one for each example."
+        if told
+        else ("No label went to the server as a field of its own.")
+    )
 
 
 def _labels(skew: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any] | None:
@@ -240,7 +270,7 @@ def _left(folder: Path) -> dict[str, Any]:
         own = sums.setdefault(line["institution"], {})
         own[kind] = own.get(kind, 0) + line["bytes"]
     heads = sorted(kinds, key=lambda kind: list(KINDS).index(kind) if kind in KINDS else len(KINDS))
-    rows = [[name, *(shown_bytes(own.get(kind, 0)) for kind in [*heads, "down"])] for name, own in sums.items()]
+    rows = [[name, *(shown_bytes(own.get(kind, 0)) for kind in [*heads, "down"])] for name, own in sorted(sums.items())]
     caption = "Bytes that left by kind, and bytes that came down, repeated messages included"
     return {"caption": caption, "heads": ["institution", *heads, "came down"], "rows": rows}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from flwr_replay.data import class_counts
 from flwr_replay.files.atomic import read_json, read_text
+from flwr_replay.files.lines import read_lines
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.epsilon import epsilon_suffix
@@ -19,6 +20,7 @@ from flwr_replay.report.uploads import RECONSTRUCT
 
 __all__ = [
     "CONFUSION",
+    "MEMBERS",
     "best_lines",
     "classes_of",
     "confusion_of",
@@ -28,11 +30,14 @@ __all__ = [
     "sample_lines",
     "skew_lines",
     "summary",
+    "tested_of",
+    "trained_on",
     "warnings",
 ]
 
-CONFUSION = "confusion.json"  # in a run directory
+CONFUSION, MEMBERS = "confusion.json", "members.jsonl"  # in a run directory
 MOST_SHOWN = 16  # institutions, or failures, that get a line each
+FEW = 20  # examples of an evaluation at an institution
 EXPLODED = 100.0  # a loss that no useful classifier, regression of standardised labels or segmentation has
 
 
@@ -69,7 +74,7 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
     lines.append(result["privacy-claim"])
     lines += _fewer([_released(name, one, result) for name, one in account.items()])
     lines += recorded_lines(result, folder)
-    lines += [f"warning: {line}" for line in warnings(result, confusion, classes_of(folder))]
+    lines += [f"warning: {line}" for line in warnings(result, confusion, classes_of(folder), tested_of(folder))]
     failures = [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
     lines += _fewer(failures)
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])
@@ -163,6 +168,18 @@ def confusion_of(folder: Path) -> dict[str, list[int]]:
     return dict(found)
 
 
+def tested_of(folder: Path) -> dict[str, int]:
+    """Return how many examples the last evaluation had at each institution; nothing in runs of older versions."""
+    found = read_json(folder / CONFUSION) if (folder / CONFUSION).exists() else {}
+    return dict(found.get("examples", {}))
+
+
+def trained_on(folder: Path) -> dict[str, int]:
+    """Return how many training examples each institution has; nothing in runs of older versions."""
+    file = folder / MEMBERS
+    return {row["institution"]: row["examples"] for row in read_lines(file)} if file.exists() else {}
+
+
 def classes_of(folder: Path) -> list[str]:
     """Return the names of the classes as far as the run's options have them; else none."""
     import yaml
@@ -195,7 +212,12 @@ def skew_lines(skew: Mapping[str, Any] | None) -> list[str]:
     return [f"training labels: {known}", *counts, *class_counts.warnings(skew)]
 
 
-def warnings(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]], classes: Sequence[str]) -> list[str]:
+def warnings(
+    result: Mapping[str, Any],
+    confusion: Mapping[str, Sequence[int]],
+    classes: Sequence[str],
+    tested: Mapping[str, int],
+) -> list[str]:
     """Say what makes a run worthless although its metric may look well.
 
     Parameters
@@ -206,6 +228,8 @@ def warnings(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]], 
         By institution: examples by label and prediction, row by row; empty if unknown.
     classes : sequence of str
         Their names; empty: they have numbers only.
+    tested : Mapping
+        How many examples the last evaluation had at each institution; empty if unknown.
     """
     lines = []
     if confusion:
@@ -224,4 +248,8 @@ def warnings(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]], 
             f"The loss on the {judged_by(result)} examples is {loss:.3g}. Training diverged, or almost: try a "
             "smaller lr."
         )
+    if few := {name: n for name, n in tested.items() if n < FEW}:
+        shown = ", ".join(f"{name} {n}" for name, n in [*few.items()][:MOST_SHOWN])
+        more = f" and {len(few) - MOST_SHOWN} more institutions" if len(few) > MOST_SHOWN else ""
+        lines.append(f"Few {judged_by(result)} examples: {shown}{more}. Figures of so few say little.")
     return lines

@@ -6,6 +6,7 @@ Each check uses the code that the SuperNode's processes use: the same reader of 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shlex
 import socket
@@ -137,6 +138,7 @@ def _policy(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
 def _data(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     owned = _node(folder, own)
     config = {"overrides": shlex.join(study_options(folder / "study"))}
+    logging.getLogger("flwr").setLevel(logging.WARNING)  # else what a node logs stands above the findings
     institution, _ = institution_of(Context(0, 0, dict(owned), RecordDict(), dict(config)))
     train, test = institution.data.train, institution.data.test
     if not len(test):

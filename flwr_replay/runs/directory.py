@@ -8,7 +8,7 @@
 - `resume.toml`: in a deployment, a run config by which `flwr run` goes on
 - `environment.json`: versions, device, cores
 - `metrics.jsonl`: a line per round, institution ("" is pooled over all) and metric
-- `confusion.json`: of the last evaluation, examples by label and prediction at each institution
+- `confusion.json`: of the last evaluation at each institution, examples by label and prediction, and their number
 - `timings.jsonl`: a line per exchange, seconds since the run began
 - `shared/`, `latents/`: examples or latents that institutions uploaded; they stay until the directory is deleted
 - `privacy.jsonl`: a line per answer that states an epsilon, with its exchange
@@ -177,8 +177,9 @@ class RunDirectory(Recorder):
         if spent := largest(self.released.values()):
             named = f"epsilon (dp={spent.dp}{'' if spent.proven else ', no proof'})"
             self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
-        if counts := {name: list(one.confusion) for name, one in self.tested.items() if one.confusion}:
-            write_json(self.path / CONFUSION, {"round": server_round, "institutions": counts})
+        counts = {name: list(one.confusion) for name, one in self.tested.items() if one.confusion}
+        if examples := {name: one.num_examples for name, one in self.tested.items()}:
+            write_json(self.path / CONFUSION, {"round": server_round, "institutions": counts, "examples": examples})
         at = server_round // self.per_round
         self._metrics.append(
             {"round": at, "exchange": server_round, "institution": name, "metric": metric, "value": value}

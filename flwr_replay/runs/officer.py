@@ -38,6 +38,7 @@ from flwr_replay.wire.records import metrics_in
 __all__ = ["findings", "planned", "refusals", "study_options"]
 
 OF_THE_RUN = ("runs_dir", "run_name", "resume")  # where the coordinator writes; nothing of it concerns a forecast
+ANOTHER = "another institution"  # of a study, where the data are one institution's
 ALLOWED, REFUSED, KEPT = "allowed", "refused", "kept here"
 
 
@@ -63,8 +64,8 @@ def study_options(study: Path) -> list[str]:
 def planned(options: Sequence[str], clinics: Sequence[str]) -> tuple[Simulation, tuple[str, ...]]:
     """Plan a run over the data that are here; return it with the institutions whose data they are.
 
-    Data that name no sites are one institution's. The others of the study are then taken to be one
-    example smaller.
+    Data that name no sites are one institution's, and so are those given with one name that is no site of theirs, as
+    at its node. The others of the study are then taken to be one example smaller.
 
     Parameters
     ----------
@@ -81,7 +82,9 @@ def planned(options: Sequence[str], clinics: Sequence[str]) -> tuple[Simulation,
     config = compose(options)
     if wrong := [name for name in clinics if not NAME.fullmatch(name)]:
         raise ConfigError(f"a name has letters, digits, spaces, dots, hyphens and underscores; got {wrong[0]!r}")
-    if config.partition.name != "natural" or loaded(config.task).train.sites is not None:
+    sites = loaded(config.task).train.sites if config.partition.name == "natural" else None
+    of_one = sites is None or (len(clinics) == 1 and (clinics[0] not in sites or len(set(sites)) == 1))
+    if config.partition.name != "natural" or not of_one:
         if not config.nodes:
             raise ConfigError("the officer's page needs the number of institutions: set nodes=")
         simulation = Simulation.of(config)
@@ -93,7 +96,7 @@ def planned(options: Sequence[str], clinics: Sequence[str]) -> tuple[Simulation,
         raise ConfigError(f"the data name no sites, so they are one institution's; got --clinics {','.join(clinics)}")
     own = clinics[0] if clinics else Path(config.task.data_dir).expanduser().absolute().name
     nodes = max(1, config.nodes)
-    names = (own, *(f"another institution {k}" for k in range(2, nodes + 1)))
+    names = (own, *(f"{ANOTHER} {k}" for k in range(2, nodes + 1)))
     whole = dealt(config.task, PartitionConfig(name="iid"), 1, config.seed)
     val = None if whole.val is None else whole.val * nodes
     train = (whole.train[0], *[whole.train[0][:-1]] * (nodes - 1))  # what only the largest is asked for is shown, too
@@ -157,6 +160,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
         "task": config.task.name,
         "rounds": config.rounds,
         "nodes": config.nodes,
+        "others-unknown": any(name.startswith(f"{ANOTHER} ") for name in simulation.part.names),
         "idea": idea_of(config.strategy.name)[0],
         "institutions": {
             name: {"examples": len(own), "raw-bytes": own.nbytes, "comes-down": down[name]}

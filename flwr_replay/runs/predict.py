@@ -16,7 +16,7 @@ from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.learning.training import at_once
 from flwr_replay.runs.trained import TrainedModel
 
-__all__ = ["images_in", "predictions"]
+__all__ = ["images_in", "predictions", "right_in"]
 
 
 def images_in(place: Path) -> list[Row]:
@@ -98,3 +98,9 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
             else:
                 writer.writerow([name, f"{output:.6g}", *([row.label] if known else [])])
     return text.getvalue()
+
+
+def right_in(text: str) -> str:
+    """Say how many predictions are right, if `predictions` knew the labels: `, 7 of 9 right`."""
+    told = [int(row["right"]) for row in csv.DictReader(io.StringIO(text)) if "right" in row]
+    return f", {sum(told):,} of {len(told):,} right" if told else ""

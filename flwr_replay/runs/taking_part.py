@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from flwr_replay.files.atomic import Form, read_bytes, write_atomic
 from flwr_replay.files.lines import Lines, read_lines
+from flwr_replay.report.summary import MEMBERS
 from flwr_replay.server.recorder import Snapshot
 
 __all__ = ["MEMBERS", "TakingPart"]
 
-MEMBERS = "members.jsonl"
 FORM: Form = {"institution": str, "examples": int, "node": int, "proof": str, "trained": int}
 
 

@@ -121,7 +121,11 @@ def test_a_run_ends_with_a_page_that_says_what_happened(ran):
     assert page.faults == []
     assert file.stat().st_size < 1_000_000
     assert file.stat().st_mode & 0o077 == 0
-    assert f"At the end accuracy is {result['final']['global']['accuracy']:.3f} over all test examples" in page.text
+    tested = {name: sum(counts) for name, counts in confusion_of(folder).items()}
+    said = f"accuracy is {result['final']['global']['accuracy']:.3f} over all {sum(tested.values())} test examples"
+    assert f"At the end {said}" in page.text
+    for name, count in tested.items():  # as the table has them
+        assert f"{name} {sum(result['skew']['labels']['institutions'][name])} {count} " in page.text
     assert "Can 2 institutions whose labels differ" in page.text
     assert result["privacy-claim"] in page.text
     for name, one in result["privacy"].items():
@@ -172,13 +176,16 @@ def test_what_others_wrote_is_escaped_and_failures_are_told(ran, tmp_path):
 def test_a_model_that_knows_one_class_only_and_an_exploded_loss_are_warned_of(ran, tmp_path):
     one_class = {"a": [5, 0, 4, 0], "b": [1, 0, 0, 0]}
     fine = {"metric": "accuracy", "final": {"global": {"loss": 0.5}}}
-    (line,) = warnings(fine, one_class, [])
+    (line,) = warnings(fine, one_class, [], {})
     assert line.startswith("The model predicts class 0 for every test example. It has learned nothing: try more rounds")
-    assert "predicts class ill for" in warnings(fine, one_class, ["ill", "well"])[0]
-    assert warnings(fine, {"a": [5, 0, 0, 0]}, []) == []  # no other class was there
-    assert warnings(fine, {"a": [5, 1, 0, 3]}, []) == []
+    assert "predicts class ill for" in warnings(fine, one_class, ["ill", "well"], {})[0]
+    assert warnings(fine, {"a": [5, 0, 0, 0]}, [], {}) == []  # no other class was there
+    assert warnings(fine, {"a": [5, 1, 0, 3]}, [], {"a": 20}) == []
     for loss in (1789.0, float("nan"), float("inf")):
-        assert len(warnings({**fine, "final": {"global": {"loss": loss}}}, {}, [])) == 1
+        assert len(warnings({**fine, "final": {"global": {"loss": loss}}}, {}, [], {})) == 1
+    assert warnings(fine, {}, [], {"north": 19, "south": 2, "east": 20}) == [
+        "Few test examples: north 19, south 2. Figures of so few say little."
+    ]
     folder = shutil.copytree(ran[1], tmp_path / "run")
     write_json(folder / "confusion.json", {"round": 2, "institutions": {"a": [9, 0, 9, 0]}})
     assert "warning: The model predicts class 0" in summary(ran[0], folder)
@@ -213,7 +220,13 @@ def test_a_deployments_page_says_that_labels_are_unknown(ran, tmp_path):
     result = read_json(folder / "result.json")
     del result["skew"]
     write_json(folder / "result.json", result)
-    assert "How labels differ is known where all data lie in one place" in Page(write_page(folder)).text
+    text = Page(write_page(folder)).text
+    assert "How labels differ is counted where all data lie in one place" in text
+    assert "No label went to the server" in text
+    line = {"round": 0, "institution": "north", "direction": "up", "stage": "encode", "field": "labels"}
+    with (folder / "ledger.jsonl").open("a") as ledger:
+        ledger.write(json.dumps({**line, "kind": "per-sample", "bytes": 9, "protection": "none"}) + "\n")
+    assert "The labels of north went to the server, one for each example." in Page(write_page(folder)).text
     assert "training labels" not in summary(result, folder)
 
 

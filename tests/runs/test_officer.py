@@ -5,7 +5,11 @@ from collections import Counter
 
 import pytest
 from harness import command, node_configs, run, write_shards
+from torch import rand
+from torchvision.utils import save_image
 
+from flwr_replay.config.compose import compose
+from flwr_replay.data.dealt import loaded
 from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.runs.officer import findings, planned, study_options
 
@@ -75,6 +79,23 @@ def test_names_and_studies_that_do_not_fit_are_refused(hospitals, monkeypatch, c
     assert "belong to --dry-run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("sites", [["ward 1"], ["ward 1", "ward 2"], ["a"]])
+def test_a_clinics_manifest_may_have_a_column_site(sites, tmp_path):
+    """At its node the folder is one institution's, whatever the column says."""
+    rows = ["image,label,site"]
+    for number in range(20):
+        save_image(rand(1, 8, 8), tmp_path / f"{number}.png")
+        rows.append(f"{number}.png,{'ill' if number % 3 else 'well'},{sites[number % len(sites)]}")
+    (tmp_path / "manifest.csv").write_text("\n".join(rows) + "\n")
+    task = ["task=folder", f"data_dir={tmp_path}", "channels=1", "task.size=8", "classes=2", "partition=natural"]
+    model = ["model=mlp", "model.width=6", "batch_size=8", "device=cpu", "rounds=1", "strategy=fedavg", "nodes=3"]
+    options = [*task, *model, "task.class_names=[ill,well]"]
+    found = findings(*planned(options, ["a"]), None)
+    assert list(found["institutions"]) == ["a"]
+    assert found["institutions"]["a"]["examples"] == len(loaded(compose(options).task).train)  # as its node reads it
+    assert found["others-unknown"]
+
+
 def test_json_alone_can_be_had(hospitals, tmp_path, monkeypatch, capsys):
     words = ["--study", str(hospitals / "study"), f"data_dir={hospitals / 'b.npz'}", "--out", str(tmp_path / "out")]
     assert command(monkeypatch, "run", "--dry-run", "--json", *words) == 0
@@ -93,7 +114,7 @@ def test_the_page_says_what_can_be_made_of_latents_and_whose_sizes_these_are(hos
     page = (tmp_path / "officer.html").read_text()
     for text in (page, said.out):
         assert f"functions of single patients, {times:g} times the raw data" in text
-    assert "latents and labels are functions of single patients. Anyone who holds them" in page
+    assert "Latents and labels are functions of single patients. Anyone who holds them" in page
     assert "proof that it is the same one as before" in page
     assert "uploads will be" not in said.out + said.err
     noise = ["dp=latents", "latent-clip=10", "latent-epsilon=50", "label-epsilon=5", "delta=1e-5"]

@@ -77,7 +77,7 @@ def test_the_command_takes_a_list_and_writes_a_file(ran, images, capsys):
     assert (folder / "out.csv").read_text().splitlines()[1] == f"deep/{one[1]}"
 
 
-def test_a_list_with_labels_says_which_are_right(ran, images):
+def test_a_list_with_labels_says_which_are_right(ran, images, capsys):
     folder, labels = images
     model, lines = load_model(ran[1]), [f"deep/{n:03d}.png,{label}" for n, label in enumerate(labels)]
     (folder / "numbers.csv").write_text("\n".join(["image,label", *lines]))
@@ -88,6 +88,8 @@ def test_a_list_with_labels_says_which_are_right(ran, images):
     (folder / "names.csv").write_text(f"image,label\ndeep/000.png,{rows[0]['predicted']}\n")
     [row] = csv.DictReader(io.StringIO(predictions(model, images_in(folder / "names.csv"), folder)))
     assert row["right"] == "1"
+    app(["predict", str(ran[1]), str(folder / "names.csv"), "--out", str(folder / "out.csv")], standalone_mode=False)
+    assert "1 predictions, 1 of 1 right: " in capsys.readouterr().out
 
 
 def test_images_of_another_form_and_empty_folders_are_refused_whole(ran, images, tmp_path):

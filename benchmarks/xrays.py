@@ -1,0 +1,110 @@
+"""Methods on real X-rays at clinical size: quality, bytes, seconds, and the memory of server and institutions.
+
+    python benchmarks/xrays.py ../shared/data/covid-cxr [--partitions natural dirichlet] [--size 128] [--width 16]
+        [--rounds 10] [--seed 0] [--only fedavg …] [--jobs 2] [--runs-dir runs] [OPTION=VALUE …]
+
+The folder has a manifest.csv with the columns image, label and site. Every run has a process for the server and one
+that serves the institutions, each with one thread; `--jobs` runs at a time share out the cores. Memory is the most that
+either process has had (VmHWM: with what it has mapped of files). Quality is that of the last round on test examples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+METHODS = {
+    "fedreplay": ["strategy=fedreplay"],
+    "cwt+codes": ["strategy=cwt", "replay=vqvae2"],
+    "cwt+prior": ["strategy=cwt", "replay=pixelcnn", "prior=masked"],
+    "fedavg": ["strategy=fedavg"],
+    "cwt": ["strategy=cwt"],
+    "central": ["strategy=central"],
+    "local": ["strategy=local"],
+}
+DEALT = {"natural": ["partition=natural"], "dirichlet": ["partition=dirichlet", "partition.alpha=0.5", "nodes=3"]}
+
+
+def most_memory(pid: int) -> int:
+    """Return the most memory that a process has had so far, in bytes; 0 once it has ended."""
+    with suppress(OSError, IndexError):
+        return 1024 * int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0])
+    return 0
+
+
+def measured(method: str, partition: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """Run a method; return its result with the memory of its processes and the processors' seconds."""
+    name = f"{method}-{partition}-{asked.size}-seed{asked.seed}"
+    job = [
+        "task=folder", f"task.data-dir={asked.data}", "task.channels=1", f"task.size={asked.size}", "model=resnet34",
+        f"model.width={asked.width}", f"rounds={asked.rounds}", f"seed={asked.seed}", "threads=1", f"run-name={name}",
+        *DEALT[partition], *METHODS[method], *asked.options,
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "flwr_replay.cli.main", "run", *job, "--engine", "inline", "--workers", "2"]
+    log = Path(asked.runs_dir, f"{name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    server = institutions = 0
+    began = time.monotonic()
+    with log.open("w") as lines:
+        run = subprocess.Popen(
+            [*command, "--runs-dir", asked.runs_dir],
+            stdout=lines,
+            stderr=lines,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        while run.poll() is None:
+            server = max(server, most_memory(run.pid))
+            with suppress(psutil.Error):
+                inside = psutil.Process(run.pid).children(recursive=True)
+                institutions = max(institutions, *(most_memory(child.pid) for child in inside), 0)
+            time.sleep(0.5)
+    if run.returncode:
+        raise SystemExit(f"{name}: exit code {run.returncode}; see {log}")
+    result = json.loads(Path(asked.runs_dir, name, "result.json").read_text())
+    return result | {"server": server, "institutions": institutions, "wall": time.monotonic() - began}
+
+
+def row(method: str, partition: str, found: dict[str, Any]) -> str:
+    """Write a run as a line of a Markdown table."""
+    metrics = found["final"]["global"]
+    return (
+        f"| {partition} | {method} | {metrics['accuracy']:.3f} | {metrics['balanced-accuracy']:.3f} | "
+        f"{found['bytes-up'] / 1e6:.1f} | {found['bytes-down'] / 1e6:.1f} | {found['wall']:.0f} | "
+        f"{found['server'] / 1e6:.0f} | {found['institutions'] / 1e6:.0f} |"
+    )
+
+
+def main() -> None:
+    """Run every method on every partition; print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("data")
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE")
+    parser.add_argument("--partitions", nargs="+", default=list(DEALT), choices=list(DEALT))
+    parser.add_argument("--only", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--size", type=int, default=128)
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--runs-dir", default="runs")
+    asked = parser.parse_intermixed_args()
+    print("| dealt | method | accuracy | balanced | MB up | MB down | seconds | server MB | institutions MB |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    cells = [(method, partition) for partition in asked.partitions for method in asked.only]
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        for cell, found in zip(cells, pool.map(lambda cell: measured(*cell, asked), cells), strict=True):
+            print(row(*cell, found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
