@@ -270,7 +270,7 @@ def compare(
     Parameters
     ----------
     strategies : sequence of str
-        The methods; own options follow a colon: `fedreplay:cut=layer2`.
+        The methods, in one text by commas, too; own options follow a colon: `fedreplay:cut=layer2`.
     options, **named
         For all methods; `seeds=3` are the seeds 0, 1 and 2.
     against : str
@@ -290,6 +290,9 @@ def compare(
     from flwr_replay.studies.compare import compare_strategies
 
     words = _words(options, named)
+    strategies = strategies.split(",") if isinstance(strategies, str) else strategies
+    if not strategies:
+        raise ConfigError("strategies must name at least one method; got none")
     text, report = compare_strategies(list(strategies), words, against, jobs, Path(runs_dir), metric)
     return Comparison(Path(report["folder"]), report, text)
 
@@ -302,9 +305,11 @@ def start(
 
     overrides, config = resolve(options, runs_dir, resume)  # reports a wrong option before PyTorch loads
     from flwr_replay.learning.training import select_device
+    from flwr_replay.report.progress import without_colours
     from flwr_replay.runs.on_cluster import run_on_cluster
     from flwr_replay.runs.simulate import Simulation, run_ray, simulate, simulate_by
 
+    without_colours()
     planned = Simulation.of(config)
     if where.address:
         return run_on_cluster(where.address, planned, overrides, display)
@@ -325,5 +330,7 @@ def _label(run: Run, runs: Sequence[Run]) -> str:
 
 
 def _words(options: Mapping[str, Any] | None, named: Mapping[str, Any]) -> list[str]:
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(f"options must be a mapping, such as {{'rounds': 3}}; got {options!r}")
     given = {**(options or {}), **named}
     return [f"{key}={value if key in GROUPS else quoted(value)}" for key, value in given.items()]

@@ -107,7 +107,8 @@ class Place:
             os.kill(child, signal.SIGKILL)
             assert fault.after, f"{words} did not end within {LONGEST} s"
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return Ended(code, (self.folder / "said").read_text(), time.monotonic() - began)
+        said = self.folder / "said"  # not there yet if the kill came before the process had begun
+        return Ended(code, said.read_text() if said.exists() else "", time.monotonic() - began)
 
     @property
     def struck(self) -> str:

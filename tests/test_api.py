@@ -63,6 +63,15 @@ def test_mistakes_raise_our_errors_and_leave_nothing(given, error, said, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+def test_mistaken_arguments_of_python_raise_our_errors_too(tmp_path):
+    with pytest.raises(ConfigError, match="options must be a mapping"):
+        run(["rounds=3"])
+    with pytest.raises(ConfigError, match="at least one method"):
+        compare([])
+    with pytest.raises(ConfigError, match="did you mean fedavg"):
+        compare("fedav,cwt", task="digits", runs_dir=tmp_path)
+
+
 def test_only_what_is_offered_is_there():
     assert set(flwr_replay.__all__) == set(flwr_replay.OFFERED)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

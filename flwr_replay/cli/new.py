@@ -20,7 +20,7 @@ __all__ = ["app"]
 TEMPLATES = Path(__file__).parent.parent / "templates"
 NAME = re.compile(r"[a-z][a-z0-9]{0,39}")  # it becomes a folder, a module, a class and a word of a shell
 CALLED = {"strategy": "mymethod", "app": "myapp", "study": "mystudy"}  # what the templates call themselves
-NEXT = "README.md in it says what to do; python -m pytest tries it"
+NEXT = "README.md in it says how to install and try it"
 
 app = typer.Typer(
     help="Write a strategy, a Flower app or a study of your own, which runs as written. NAME: small letters, digits.",

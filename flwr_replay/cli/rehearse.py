@@ -34,12 +34,19 @@ def rehearse(
     minute or more here: evaluate-every=N makes fewer. Ctrl-C stops everything.
     """
     print("loading …", file=sys.stderr, flush=True)
+    from flwr_replay.errors import ConfigError
     from flwr_replay.runs.rehearsal import rehearse
 
     place = Path(out or f"rehearsal-{time.strftime('%Y%m%d-%H%M%S')}").expanduser().absolute()
     own = Path(policy).expanduser().absolute() if policy else None
     source = Path(data).expanduser().absolute()
+    if "=" in data and not source.exists():
+        raise ConfigError(f"a rehearsal needs a folder of images before its options; got {data}")
     say = partial(print, flush=True)
-    _, folder = rehearse(options or [], source, institutions, own, place, say, tls, record)
+    try:
+        _, folder = rehearse(options or [], source, institutions, own, place, say, tls, record)
+    except KeyboardInterrupt:
+        print(f"interrupted: everything is stopped; data, state and logs are in {place}", file=sys.stderr)
+        raise
     print(f"each institution's images: {place / 'data'}; its own ledger: {place / 'state'}; its log: {place / 'logs'}")
     print(f"the run's page: {folder / 'report.html'}")

@@ -257,6 +257,8 @@ def read_policy(path: Path | None) -> Policy:
         return Policy()
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there must be a policy file where one is named; there is no {path}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(
             f"the policy file must be readable YAML; got {path}: {' '.join(str(error).split())}"

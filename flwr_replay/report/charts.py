@@ -13,8 +13,8 @@ from dataclasses import dataclass
 __all__ = ["Bars", "Curves", "bars", "curves", "ticks"]
 
 WIDTH, HEIGHT = 640, 260  # of a line chart
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 40  # around its axes
-NAMES, BAR, GAP = 190, 18, 8  # of bars: room for names, height, distance
+LEFT, RIGHT, TOP, BOTTOM = 72, 12, 12, 40  # around its axes
+NAMES, BAR, GAP = 200, 18, 8  # of bars: room for names, height, distance
 LOGARITHMIC = 10  # times the smallest value that the largest is, from which an axis of given values is logarithmic
 LOOKS = 8  # colours and dashes in the style sheet
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.epsilon import shown_epsilon
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["by_round", "curves", "epsilons", "heat_map", "histograms", "lines", "losses", "points"]
+__all__ = ["by_round", "curves", "draw_losses", "epsilons", "heat_map", "histograms", "lines", "losses", "points"]
 
 # Okabe and Ito's palette without yellow: distinct for the colour-blind; markers distinguish methods in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -210,6 +212,24 @@ def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, floa
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return _png(figure)
+
+
+def draw_losses(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the losses of generators and priors by epoch into a folder, a picture for each kind of network.
+
+    Parameters
+    ----------
+    folder : Path
+        The run directory.
+    rows : sequence of Mapping
+        The lines of `generator.jsonl`.
+    """
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        by_institution = found.setdefault(row["network"], {})
+        by_institution.setdefault(row["institution"], []).append((row["epoch"], row["loss"]))
+    for network, by_institution in found.items():
+        write_atomic(folder / f"{network}.png", losses(by_institution, f"{network}: loss by epoch"))
 
 
 def losses(found: Mapping[str, History], title: str) -> bytes:

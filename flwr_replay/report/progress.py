@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from math import inf
 
 from flwr_replay.report.imbalance import BESIDE
 
-__all__ = ["Display", "LogDisplay", "Progress", "TerminalDisplay"]
+__all__ = ["Display", "LogDisplay", "Progress", "TerminalDisplay", "without_colours"]
 
 SOON = 2.0  # seconds
 
@@ -24,6 +25,13 @@ class Progress:
     per_round: int  # exchanges
     done: int  # exchanges, at the start
     began: float = field(default_factory=time.monotonic)
+
+
+def without_colours() -> None:
+    """Take the colours from Flower's log where it goes into a file or a pipe, or NO_COLOR is set."""
+    if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
+        for one in logging.getLogger("flwr").handlers:
+            one.colored = False  # type: ignore[attr-defined]  # Flower's own handler colours a file, too
 
 
 class Display:
@@ -145,9 +153,6 @@ class TerminalDisplay(LogDisplay):
         self.bar.start()
         # rich stands in for sys.stderr now, but Flower's handlers write to the stream that they were made with.
         handlers = [one for one in logging.getLogger("flwr").handlers if isinstance(one, logging.StreamHandler)]
-        if self.console.no_color or not self.console.is_terminal:
-            for one in handlers:
-                one.colored = False  # type: ignore[attr-defined]  # Flower's colours a file and a pipe, too
         self.moved = [one for one in handlers if one.stream is self.terminal and one.setStream(sys.stderr)]
 
     def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:

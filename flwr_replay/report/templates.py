@@ -28,7 +28,8 @@ figure img { max-width: 100%; image-rendering: pixelated; } svg text { font: 12p
 .grid { stroke: var(--line); } polyline, .legend line { fill: none; stroke-width: 2; } .mark { stroke: var(--ink); stroke-width: 2; stroke-dasharray: 3 2; }
 {% for n in range(8) %}.look{{ n }} { stroke: var(--c{{ n }}); fill: var(--c{{ n }}); stroke-dasharray: {{ ['none', '6 3', '2 3', '8 3 2 3', '12 4', '4 4', '1 4', '10 2 2 2'][n] }}; } {% endfor %}
 polyline { fill: none !important; } polygon { fill-opacity: .15; } polygon, circle, rect { stroke-dasharray: none !important; stroke: none !important; }
-.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; } .legend svg { width: 30px; height: 10px; margin-right: .4rem; }
+.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; } .legend li { min-width: 0; overflow-wrap: anywhere; } tbody th { max-width: 16rem; overflow-wrap: anywhere; }
+.legend svg { width: 30px; height: 10px; margin-right: .4rem; }
 .confusion td, .confusion th { text-align: right; padding: .2rem .5rem; }
 {% for n in range(11) %}.shade{{ n }} { background: rgba(var(--shade), {{ n * 0.05 }}); } {% endfor %}
 details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space: pre-wrap; } pre.one { columns: auto; } a { color: var(--c0); }
@@ -51,9 +52,9 @@ CHARTS = """\
 {% macro line_chart(chart, title, alt='') %}
 <figure>
 <div class="scroll"><svg viewBox="0 0 {{ chart.width }} {{ chart.height }}" role="img" aria-label="{{ alt or title }}">
-{% for y, text in chart.ys %}<line class="grid" x1="56" x2="{{ chart.width - 12 }}" y1="{{ y }}" y2="{{ y }}"/><text x="50" y="{{ y + 4 }}" text-anchor="end">{{ text }}</text>
+{% for y, text in chart.ys %}<line class="grid" x1="72" x2="{{ chart.width - 12 }}" y1="{{ y }}" y2="{{ y }}"/><text x="66" y="{{ y + 4 }}" text-anchor="end">{{ text }}</text>
 {% endfor %}{% for x, text in chart.xs %}<text x="{{ x }}" y="{{ chart.height - 24 }}" text-anchor="middle">{{ text }}</text>
-{% endfor %}<text x="{{ (chart.width + 44) / 2 }}" y="{{ chart.height - 6 }}" text-anchor="middle">{{ chart.x_name }}</text>
+{% endfor %}<text x="{{ (chart.width + 60) / 2 }}" y="{{ chart.height - 6 }}" text-anchor="middle">{{ chart.x_name }}</text>
 {% for look, points in chart.bands %}<polygon class="look{{ look }}" points="{{ points }}"/>
 {% endfor %}{% for name, look, points, told in chart.lines %}{% set places = points.split(' ') %}{% if places | length > 1 %}<polyline class="look{{ look }}" points="{{ points }}"/>
 {% endif %}{% for point in places if places | length <= 40 %}{% set x, y = point.split(',') %}<circle class="look{{ look }}" cx="{{ x }}" cy="{{ y }}" r="3"/>{% endfor %}
@@ -67,7 +68,7 @@ CHARTS = """\
 {% macro bar_chart(chart, title) %}
 <figure>
 <div class="scroll"><svg viewBox="0 0 {{ chart.width }} {{ chart.height }}" role="img" aria-label="{{ title }}">
-{% for name, y, length, value, mark in chart.rows %}<text x="{{ chart.left - 8 }}" y="{{ y + 13 }}" text-anchor="end">{{ name | truncate(26, true, '…', 0) }}</text><rect class="look0" x="{{ chart.left }}" y="{{ y }}" width="{{ length }}" height="{{ chart.bar }}"/>{% if mark is not none %}<line class="mark" x1="{{ mark }}" x2="{{ mark }}" y1="{{ y - 3 }}" y2="{{ y + chart.bar + 3 }}"/>{% endif %}<text x="{{ [chart.left + length, mark or 0] | max + 8 }}" y="{{ y + 13 }}">{{ value }}</text>
+{% for name, y, length, value, mark in chart.rows %}<text x="{{ chart.left - 8 }}" y="{{ y + 13 }}" text-anchor="end">{{ name | truncate(20, true, '…', 0) }}</text><rect class="look0" x="{{ chart.left }}" y="{{ y }}" width="{{ length }}" height="{{ chart.bar }}"/>{% if mark is not none %}<line class="mark" x1="{{ mark }}" x2="{{ mark }}" y1="{{ y - 3 }}" y2="{{ y + chart.bar + 3 }}"/>{% endif %}<text x="{{ [chart.left + length, mark or 0] | max + 8 }}" y="{{ y + 13 }}">{{ value }}</text>
 {% endfor %}</svg></div>
 <figcaption>{{ title }}</figcaption>
 </figure>

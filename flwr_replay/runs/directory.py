@@ -56,7 +56,7 @@ from flwr_replay.report.epsilon import largest
 from flwr_replay.report.forgetting import Forgetting
 from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.progress import Display, Progress
-from flwr_replay.report.summary import CONFUSION, confusion_of
+from flwr_replay.report.summary import CONFUSION, confusion_of, warnings
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.environment import environment, versions
@@ -83,6 +83,7 @@ FORMS: dict[str, Form] = {  # of a line in each file
 VALIDATED = "Rounds are judged by validation examples; metrics named test-… are the last model's, of test examples."
 LOST_BEST = "its file was damaged or removed before the run was resumed"
 GROWING = (*(f"{name}.jsonl" for name in (*FORMS, "forgetting") if name != "generator"), MEMBERS)
+IN_A_ROW = 2  # evaluations of a worthless model before the log says so
 
 
 @dataclass
@@ -116,6 +117,7 @@ class RunDirectory(Recorder):
         self.task = make_task(config.task)
         self.leading = self.task.metric
         self.finished = False
+        self.worthless = 0  # evaluations in a row with a model that is worth nothing
         self.no_best = ""  # why the run keeps no best global model; empty: it keeps one
         self.spent_then: dict[str, float] = {}  # the largest epsilon at the last evaluation, for the display
         self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
@@ -180,6 +182,11 @@ class RunDirectory(Recorder):
         counts = {name: list(one.confusion) for name, one in self.tested.items() if one.confusion}
         if examples := {name: one.num_examples for name, one in self.tested.items()}:
             write_json(self.path / CONFUSION, {"round": server_round, "institutions": counts, "examples": examples})
+        known = {"metric": self.leading, "final": {"global": pooled}}
+        found = warnings(known, counts, self.config.task.class_names, {})
+        self.worthless = self.worthless + 1 if found else 0
+        for line in found if self.worthless == IN_A_ROW else []:
+            self.log(f"warning: {line}")
         at = server_round // self.per_round
         self._metrics.append(
             {"round": at, "exchange": server_round, "institution": name, "metric": metric, "value": value}
@@ -256,7 +263,7 @@ class RunDirectory(Recorder):
         """
         found = self._checkpoints.read(self.log)
         if found is None:
-            if len(self._lines("timings")) > 2:  # the first checkpoint is on the disk before the third is begun
+            if len({row["round"] for row in self._lines("timings")}) > 2:  # the first is on the disk before the third
                 raise RunError(
                     f"{self.path / 'checkpoints'} must hold the run's last two checkpoints; they are missing: restore "
                     "them from a backup, or begin a new run"
@@ -292,7 +299,10 @@ class RunDirectory(Recorder):
         self._checkpoints.wait()
         for name, arrays in models.items():
             write_tensors(self.folder("models") / f"{name}.safetensors", arrays)
-        self._draw_losses()
+        if rows := self._lines("generator"):
+            from flwr_replay.report.plots import draw_losses
+
+            draw_losses(self.path, rows)
         if not self.history:
             raise RunError(
                 f"{self.path / 'metrics.jsonl'} must hold the last round's metrics; it has none: begin a new run"
@@ -353,17 +363,6 @@ class RunDirectory(Recorder):
         metric, higher_is_better = self._judged()
         sign = 1 if higher_is_better else -1
         return max(self.history, key=lambda entry: sign * entry[1].get(metric, -sign * inf))
-
-    def _draw_losses(self) -> None:
-        """Draw the losses of generators and priors, if any were reported."""
-        from flwr_replay.report.plots import losses
-
-        found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        for row in self._lines("generator"):
-            lines = found.setdefault(row["network"], {})
-            lines.setdefault(row["institution"], []).append((row["epoch"], row["loss"]))
-        for network, lines in found.items():
-            write_atomic(self.path / f"{network}.png", losses(lines, f"{network}: loss by epoch"))
 
     def close(self) -> None:
         """Wait for the last checkpoint, then close the ledger and the display."""

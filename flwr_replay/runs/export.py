@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from pathlib import Path
 
@@ -54,25 +55,27 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
     ------
     ConfigError
         For another form, or if a package is missing.
+    RunError
+        If a file cannot be written.
     """
     if form not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}; got {form!r}")
     task, file = model.task, out if out.suffix == FORMATS[form] else out.with_name(out.name + FORMATS[form])
     example = (torch.zeros(2, task.channels, task.size, task.size),)
-    new = file.with_name(f".{file.stem}.new{FORMATS[form]}")  # PyTorch warns of other endings
+    whole = io.BytesIO()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, example, dynamic_shapes=({0: torch.export.Dim("batch")},))
             if form == "torch":
-                torch.export.save(program, new)
+                torch.export.save(program, whole)
             else:
-                torch.onnx.export(program, (), new, dynamo=True, external_data=False, verbose=False)
-        write_atomic(file, new.read_bytes())
+                found = torch.onnx.export(program, (), dynamo=True, verbose=False)
+                assert found is not None  # with dynamo it returns a program
+                whole.write(found.model_proto.SerializeToString())
     except ImportError as error:
         raise ConfigError(f"--format onnx needs {error.name}: {installing('onnx')}") from None
-    finally:
-        new.unlink(missing_ok=True)
+    write_atomic(file, whole.getvalue())
     write_atomic(file.with_suffix(".md"), text)
     return file, file.with_suffix(".md")
 

@@ -7,11 +7,12 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import RunError
-from flwr_replay.files.atomic import alone, read_bytes
+from flwr_replay.files.atomic import alone, in_use, read_bytes
 from flwr_replay.files.lines import read_lines
 from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.progress import shown_metrics, shown_time
@@ -22,6 +23,7 @@ __all__ = ["SPARE", "Listed", "clean", "listed", "runs_in", "same_bits", "spare"
 
 SPARE = ("checkpoints", "latents", "shared", "mailbox", "messages", "replay")  # a finished run's result needs none
 EVERY = 1.0  # seconds between two looks at a live run
+QUIET = 60.0  # seconds without news after which somebody must work on it
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ def spare(folders: Sequence[Path]) -> list[tuple[Path, int]]:
                 raise RunError(
                     f"only finished runs are cleaned; {folder} has no result.json: resume it, or delete it yourself"
                 )
-            for place in (folder / name for name in SPARE if (folder / name).is_dir()):
+            for place in (
+                folder / name for name in SPARE if (folder / name).is_dir() and not (folder / name).is_symlink()
+            ):
                 found.append((place, sum(path.stat().st_size for path in place.rglob("*") if path.is_file())))
     return found
 
@@ -136,22 +140,40 @@ def watch(folder: Path, wait: bool = True) -> Iterator[str]:
         The run directory.
     wait : bool
         Go on until the run has finished; else end with what there is.
+
+    Raises
+    ------
+    RunError
+        If it is no run, or it has not finished and no process works on it.
     """
     listed(folder)  # refuses what is no run
-    seen = 0
+    seen, news = 0, -inf
     while True:
         finished = (folder / "result.json").exists()
         times = read_lines(folder / "timings.jsonl") if (folder / "timings.jsonl").exists() else []
-        for at in times[seen:]:
-            yield f"exchange {at['round']}  {_metrics_at(folder, at['round'])}  elapsed {shown_time(at['seconds'])}"
+        if len(times) > seen:
+            news, tested, confusion = time.monotonic(), _pooled(folder), confusion_of(folder)
+            for at in times[seen:]:
+                last = max((exchange for exchange in tested if exchange <= at["round"]), default=0)
+                shown = shown_metrics(without_beside(tested.get(last, {}), confusion))
+                yield f"exchange {at['round']}  {shown}  elapsed {shown_time(at['seconds'])}"
         seen = len(times)
         if finished or not wait:
             return
+        if time.monotonic() - news > QUIET:
+            if not in_use(folder) and listed(folder).seconds > QUIET and not (folder / "result.json").exists():
+                raise RunError(
+                    f"a run that is watched must have a process; nobody works on {folder} any more: go on by the same "
+                    "command with --resume, in a deployment by run.sh with resume"
+                )
+            news = time.monotonic()
         time.sleep(EVERY)
 
 
-def _metrics_at(folder: Path, exchange: int) -> str:
-    rows = [row for row in read_lines(folder / "metrics.jsonl") if row["institution"] == ""]
-    last = max((row["exchange"] for row in rows if row["exchange"] <= exchange), default=None)
-    metrics = {row["metric"]: row["value"] for row in rows if row["exchange"] == last}
-    return shown_metrics(without_beside(metrics, confusion_of(folder)))
+def _pooled(folder: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics over all institutions by exchange."""
+    found: dict[int, dict[str, float]] = {}
+    for row in read_lines(folder / "metrics.jsonl"):
+        if row["institution"] == "":
+            found.setdefault(row["exchange"], {})[row["metric"]] = row["value"]
+    return found

@@ -12,7 +12,8 @@ from flwr_replay import run
 from flwr_replay.api import Run, plot
 from flwr_replay.cli.main import app
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.runs.listing import spare, watch
+from flwr_replay.files.atomic import alone
+from flwr_replay.runs.listing import clean, spare, watch
 from flwr_replay.runs.opening import read_result
 
 TINY = {"task": "digits", "nodes": 2, "rounds": 2, "model.width": 4}
@@ -124,3 +125,24 @@ def test_a_live_run_is_followed_to_its_end(runs, tmp_path):
     assert len(lines) == len(timings)
     assert lines[0].startswith("exchange 1  not evaluated")
     assert "accuracy 0." in lines[-1]
+
+
+def test_watching_ends_with_the_process_of_the_run(runs, tmp_path, monkeypatch):
+    folder = shutil.copytree(runs / "cwt", tmp_path / "cwt")
+    (folder / "result.json").unlink()
+    monkeypatch.setattr("flwr_replay.runs.listing.QUIET", 0.0)
+    with alone(folder):
+        waits = watch(folder)
+        for _ in range(4):
+            next(waits)
+    with pytest.raises(RunError, match=r"nobody works on .*cwt any more: go on by the same command with --resume"):
+        next(waits)
+
+
+def test_cleaning_leaves_a_link_and_what_lies_behind_it(runs, tmp_path):
+    folder = shutil.copytree(runs / "cwt", tmp_path / "cwt")
+    (folder / "checkpoints").rename(tmp_path / "elsewhere")
+    (folder / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    clean([folder])
+    assert list((tmp_path / "elsewhere").iterdir())
+    assert not (folder / "messages").exists()

@@ -14,7 +14,8 @@ from flwr_replay.report.progress import LogDisplay, Progress
 SCRIPT = """
 import logging, time
 import flwr.common.logger
-from flwr_replay.report.progress import Progress, TerminalDisplay
+from flwr_replay.report.progress import Progress, TerminalDisplay, without_colours
+without_colours()
 display = TerminalDisplay()
 display.begin(Progress("cwt", 2, 2, 0))
 for exchange in range(1, 5):

@@ -198,6 +198,17 @@ def test_the_best_round_is_kept_as_it_was_tested_also_over_a_resumption(tmp_path
     assert load_model(folder, best=True).classes == load_model(folder).classes
 
 
+@pytest.mark.parametrize("model", ["gabor", "mlp", "lenet5"])
+def test_a_model_is_exported_for_any_number_of_images(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = ["task=digits", "strategy=fedavg", f"model={model}", "rounds=1", "nodes=2", "partition=iid"]
+    _, folder = run_inline([*options, f"runs_dir={tmp_path / 'runs'}"], Display())
+    trained = load_model(folder)
+    file, _ = export(trained, "torch", tmp_path / "mine", "")
+    x = torch.rand(70, 1, 8, 8)
+    torch.testing.assert_close(torch.export.load(file).module()(x), trained(x), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("strategy", "why"), [("local", "no global model"), ("fml", "private models")])
 def test_where_there_is_no_best_model_it_is_said(strategy, why, tmp_path, monkeypatch):
     result, folder = run_at(tmp_path, monkeypatch, "task=digits", f"strategy={strategy}", "dp=none")
@@ -215,4 +226,6 @@ def test_what_cannot_be_loaded_or_exported_is_said_in_one_line(ran, tmp_path):
         load_model(tmp_path)
     with pytest.raises(ConfigError, match="--format must be one of torch, onnx; got 'pickle'"):
         export(load_model(ran[1]), "pickle", tmp_path / "mine", "")
-    assert not list(tmp_path.glob("mine*"))
+    with pytest.raises((RunError, OSError), match="none"):
+        export(load_model(ran[1]), "torch", tmp_path / "none" / "mine", "")
+    assert not list(tmp_path.glob("*"))

@@ -15,6 +15,7 @@ from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
 from flwr_replay.report.progress import Display
+from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.execute import execute
 from flwr_replay.server import asking
 from flwr_replay.studies.compare import compare_strategies
@@ -125,6 +126,30 @@ def test_a_serial_run_ends_after_its_last_whole_round_and_not_before(tmp_path, m
     with pytest.raises(RunError, match=r"has done 2 rounds, now rounds=1: give rounds=2 or more"):
         ran(tmp_path, "strategy=cwt", resume, "rounds=1")
     assert ran(tmp_path, "strategy=cwt", resume, "rounds=2")["rounds"] == 2
+
+
+def test_attempts_that_end_before_the_first_checkpoint_do_not_end_the_run(tmp_path, monkeypatch):
+    def fails(*_):
+        raise RunError("no space left")
+
+    resume = f"resume='{tmp_path / 'runs' / 'x'}'"
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "write", fails)
+        for again in ([], [resume], [resume]):
+            with pytest.raises(RunError, match="no space left"):
+                ran(tmp_path, "rounds=1", *again)
+    assert ran(tmp_path, "rounds=1", resume)["rounds"] == 1
+
+
+def test_a_model_that_is_worth_nothing_is_said_once_while_it_trains(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "flwr")
+    ran(tmp_path, "lr=1e-9", "rounds=4", "evaluate_every=1")
+    said = [line for line in caplog.messages if line.startswith("warning: ")]
+    assert len(said) <= 1
+    assert all("predicts class" in line for line in said)
+    ran(tmp_path / "two", "lr=300", "rounds=4", "evaluate_every=1")
+    [line] = [line for line in caplog.messages if line.startswith("warning: The loss on the test examples is ")]
+    assert "smaller lr" in line
 
 
 def test_sigterm_says_how_to_go_on(tmp_path, monkeypatch, capsys):
