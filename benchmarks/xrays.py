@@ -50,7 +50,7 @@ def measured(method: str, partition: str, asked: argparse.Namespace) -> dict[str
         f"model.width={asked.width}", f"rounds={asked.rounds}", f"seed={asked.seed}", "threads=1", f"run-name={name}",
         *DEALT[partition], *METHODS[method], *asked.options,
     ]  # fmt: skip
-    command = [sys.executable, "-m", "flwr_replay.cli.main", "run", *job, "--engine", "inline", "--workers", "2"]
+    command = [str(Path(sys.executable).with_name("flwr-replay")), "run", *job, "--engine", "inline", "--workers", "2"]
     log = Path(asked.runs_dir, f"{name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     server = institutions = 0
