@@ -138,8 +138,12 @@ def _policy(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
 def _data(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     owned = _node(folder, own)
     config = {"overrides": shlex.join(study_options(folder / "study"))}
-    logging.getLogger("flwr").setLevel(logging.WARNING)  # else what a node logs stands above the findings
-    institution, _ = institution_of(Context(0, 0, dict(owned), RecordDict(), dict(config)))
+    log = logging.getLogger("flwr")
+    log.disabled = True  # else what a node logs stands above the findings
+    try:
+        institution, _ = institution_of(Context(0, 0, dict(owned), RecordDict(), dict(config)))
+    finally:
+        log.disabled = False
     train, test = institution.data.train, institution.data.test
     if not len(test):
         raise RunError("there must be test examples; got none: add a column split to the manifest")
