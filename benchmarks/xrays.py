@@ -24,11 +24,11 @@ from typing import Any
 import psutil
 
 METHODS = {
-    "fedreplay": ["strategy=fedreplay"],
-    "cwt+codes": ["strategy=cwt", "replay=vqvae2"],
-    "cwt+prior": ["strategy=cwt", "replay=pixelcnn", "prior=masked"],
     "fedavg": ["strategy=fedavg"],
     "cwt": ["strategy=cwt"],
+    "fedreplay": ["strategy=fedreplay", "encoder_epochs=10"],
+    "cwt+codes": ["strategy=cwt", "replay=vqvae2"],
+    "cwt+prior": ["strategy=cwt", "replay=pixelcnn", "prior=masked"],
     "central": ["strategy=central"],
     "local": ["strategy=local"],
 }
