@@ -17,6 +17,7 @@ from flwr.app import Message
 
 from flwr_replay.client_app import app
 from flwr_replay.processes import end_with_parent
+from flwr_replay.report.progress import without_colours
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.workers import GRACE, Worker, WorkerGrid, died
 
@@ -93,6 +94,7 @@ def _serve(pipe: Connection, run_config: Mapping[str, Any], node_configs: list[M
     """Be a worker: answer messages until the other end of the pipe is closed."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    without_colours()
     nodes = InlineGrid(app, run_config, node_configs)
     pipe.send("ready")
     while True:
