@@ -79,7 +79,7 @@ def row(method: str, partition: str, found: dict[str, Any]) -> str:
     metrics = found["final"]["global"]
     return (
         f"| {partition} | {method} | {metrics['accuracy']:.3f} | {metrics['balanced-accuracy']:.3f} | "
-        f"{found['bytes-up'] / 1e6:.1f} | {found['bytes-down'] / 1e6:.1f} | {found['wall']:.0f} | "
+        f"{found['bytes']['up'] / 1e6:.1f} | {found['bytes']['down'] / 1e6:.1f} | {found['wall']:.0f} | "
         f"{found['server'] / 1e6:.0f} | {found['institutions'] / 1e6:.0f} |"
     )
 
