@@ -27,8 +27,8 @@ METHODS = {
     "fedavg": ["strategy=fedavg"],
     "cwt": ["strategy=cwt"],
     "fedreplay": ["strategy=fedreplay", "encoder_epochs=10"],
-    "cwt+codes": ["strategy=cwt", "replay=vqvae2"],
-    "cwt+prior": ["strategy=cwt", "replay=pixelcnn", "prior=masked"],
+    "cwt-codes": ["strategy=cwt", "replay=vqvae2"],
+    "cwt-prior": ["strategy=cwt", "replay=pixelcnn", "prior=masked"],
     "central": ["strategy=central"],
     "local": ["strategy=local"],
 }
