@@ -29,13 +29,8 @@ from flwr_replay.learning.training import make_optimizer, select_device, step, t
 from flwr_replay.models.zoo import backbone
 
 CLASSIFIER = ["task=folder", "task.channels=3", "task.size=224", "task.classes=2", "model=resnet34", "model.width=64"]
-GENERATOR = {
-    "codes": 512,
-    "dim": 64,
-    "width": 128,
-    "blocks": 2,
-    "residual_width": 64,
-}  # the paper's, as in preset=paper
+# The paper's, as in preset=paper.
+GENERATOR = {"codes": 512, "dim": 64, "width": 128, "blocks": 2, "residual_width": 64}
 
 
 def classifier(batch: int, device: torch.device) -> Callable[[], object]:

@@ -3,9 +3,9 @@
     python benchmarks/xrays.py ../shared/data/covid-cxr [--partitions natural dirichlet] [--size 128] [--width 16]
         [--rounds 10] [--seed 0] [--only fedavg …] [--jobs 2] [--runs-dir runs] [OPTION=VALUE …]
 
-The folder has a manifest.csv with the columns image, label and site. Every run has a process for the server and one
-that serves the institutions, each with one thread; `--jobs` runs at a time share out the cores. Memory is the most that
-either process has had (VmHWM: with what it has mapped of files). Quality is that of the last round on test examples.
+The folder has a manifest.csv with the columns image, label and site. Every run has a process for the server and two
+that serve the institutions, each with one thread; `--jobs` runs at a time share out the cores. Memory is the most that
+a process has had (VmHWM: with what it has mapped of files). Quality is that of the last round on test examples.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def most_memory(pid: int) -> int:
 
 
 def measured(method: str, partition: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """Run a method; return its result with the memory of its processes and the processors' seconds."""
+    """Run a method; return its result with the memory of its processes and the seconds that it took."""
     name = f"{method}-{partition}-{asked.size}-seed{asked.seed}"
     job = [
         "task=folder", f"task.data-dir={asked.data}", "task.channels=1", f"task.size={asked.size}", "model=resnet34",

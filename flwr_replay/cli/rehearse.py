@@ -46,7 +46,7 @@ def rehearse(
     try:
         _, folder = rehearse(options or [], source, institutions, own, place, say, tls, record)
     except KeyboardInterrupt:
-        print(f"interrupted: everything is stopped; data, state and logs are in {place}", file=sys.stderr)
+        print(f"interrupted: everything is stopped; what there is lies in {place}", file=sys.stderr)
         raise
     print(f"each institution's images: {place / 'data'}; its own ledger: {place / 'state'}; its log: {place / 'logs'}")
     print(f"the run's page: {folder / 'report.html'}")

@@ -149,6 +149,7 @@ class TerminalDisplay(LogDisplay):
         )
         total = progress.rounds * progress.per_round
         self.line = self.bar.add_task("waiting for the first round", total=total, completed=progress.done, left="")
+        without_colours()
         self.terminal = sys.stderr
         self.bar.start()
         # rich stands in for sys.stderr now, but Flower's handlers write to the stream that they were made with.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.data import class_counts
-from flwr_replay.files.atomic import read_json, read_text
+from flwr_replay.files.atomic import Form, read_json, read_text
 from flwr_replay.files.lines import read_lines
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
@@ -37,6 +37,7 @@ __all__ = [
 
 CONFUSION, MEMBERS = "confusion.json", "members.jsonl"  # in a run directory
 MOST_SHOWN = 16  # institutions, or failures, that get a line each
+FORM: Form = {"institution": str, "examples": int}  # what a page needs of a line of MEMBERS
 FEW = 20  # examples of an evaluation at an institution
 EXPLODED = 100.0  # a loss that no useful classifier, regression of standardised labels or segmentation has
 
@@ -177,7 +178,7 @@ def tested_of(folder: Path) -> dict[str, int]:
 def trained_on(folder: Path) -> dict[str, int]:
     """Return how many training examples each institution has; nothing in runs of older versions."""
     file = folder / MEMBERS
-    return {row["institution"]: row["examples"] for row in read_lines(file)} if file.exists() else {}
+    return {row["institution"]: row["examples"] for row in read_lines(file, FORM)} if file.exists() else {}
 
 
 def classes_of(folder: Path) -> list[str]:

@@ -8,8 +8,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flwr_replay.api import Comparison
 from flwr_replay.cli.main import app
@@ -17,7 +15,6 @@ from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import read_json, write_json
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.report.any_page import write_page
-from flwr_replay.report.charts import bars, curves, ticks
 from flwr_replay.report.progress import Display
 from flwr_replay.report.summary import confusion_of, summary, warnings
 from flwr_replay.report.sweep import sweeps
@@ -297,39 +294,6 @@ def test_what_has_no_page_is_said_in_one_line(tmp_path):
         write_page(tmp_path)
 
 
-def test_charts_stand_single_points_and_what_is_not_finite():
-    one = curves({"a": [(1, 0.5)]}, "round", "accuracy")
-    assert len(one.lines) == 1
-    assert curves({"a": [(1, float("nan"))], "b": []}, "round", "accuracy") is None
-    two = curves({"a": [(1, 0.5), (2, float("inf")), (3, 0.7)]}, "round", "accuracy")
-    assert len(two.lines[0][2].split()) == 2
-    assert ticks(5.0, 5.0)
-    drawn = bars({"a": (float("nan"), None), "b": (2.0, 1.0)})
-    assert drawn.rows[0][2] == 0.0
-    assert drawn.rows[1][4] < drawn.left + drawn.rows[1][2]
-
-
-def test_a_band_lies_around_its_line_and_given_values_far_apart_are_logarithmic():
-    lines, bands = {"a": [(0.1, 0.5), (1, 0.7), (10, 0.6)]}, {"a": [(0.1, 0.4, 0.6), (1, 0.7, 0.7), (10, 0.5, 0.9)]}
-    chart = curves(lines, "training.lr", "accuracy", bands, [0.1, 1, 10], {"a": "best 0.700 at 1"})
-    ((name, look, points, told),) = chart.lines
-    ((own_look, outline),) = chart.bands
-    assert (name, told, look) == ("a", "best 0.700 at 1", own_look)
-    line = [tuple(map(float, point.split(","))) for point in points.split()]
-    ends = [tuple(map(float, point.split(","))) for point in outline.split()]
-    for (x, y), (at, lowest), (again, highest) in zip(line, ends[:3], reversed(ends[3:]), strict=True):
-        assert x == at == again
-        assert highest <= y <= lowest  # y grows downwards
-    assert [text for _, text in chart.xs] == ["0.1", "1", "10"]
-    left, middle, right = (x for x, _ in chart.xs)
-    assert middle - left == pytest.approx(right - middle, abs=0.2)
-    left, middle, right = (x for x, _ in curves(lines, "x", "y", values=[2, 4, 10]).xs)
-    assert middle - left == pytest.approx((right - left) / 4, abs=0.2)
-    unequal = curves({"a": [(1, 0.5), (2, 0.6)]}, "round", "accuracy", {"a": [(1, 0.0, 1.0), (2, float("nan"), 1.0)]})
-    assert unequal.bands == []
-    assert 12 < float(unequal.lines[0][2].split()[0].split(",")[1]) < 220
-
-
 def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = ["task=digits", "nodes=2", "rounds=2", "seeds=2", "model=mlp", "model.width=4", "fedavg.lr=0.01|0.1|1"]
@@ -378,13 +342,6 @@ def test_no_picture_of_a_sweep_without_one_and_one_for_each_option():
     ((chart, _, alt),) = sweeps(failed)
     assert alt == "loss by lr. cwt: 0.100 at 1, 0.300 at 3."
     assert chart.bands == []
-
-
-@given(low=st.floats(-1e6, 1e6), span=st.floats(0, 1e6))
-def test_ticks_lie_between_the_ends_and_are_few(low, span):
-    found = ticks(low, low + span)
-    assert 1 <= len(found) <= 5
-    assert all(low - 1e-6 * (1 + span) <= at <= low + span + 1e-6 * (1 + span) for at in found) or len(found) == 1
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium; Debian's package chromium has it")
