@@ -5,7 +5,8 @@
 
 The folder has a manifest.csv with the columns image, label and site. Every run has a process for the server and two
 that serve the institutions, each with one thread; `--jobs` runs at a time share out the cores. Memory is the most that
-a process has had (VmHWM: with what it has mapped of files). Quality is that of the last round on test examples.
+a process has had (VmHWM: with what it has mapped of files; on a GPU what nvidia-smi says, twice a second). Quality is
+that of the last round on test examples. A run that fails has a row that says so; the others go on.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,15 @@ def most_memory(pid: int) -> int:
     return 0
 
 
+def on_gpu() -> dict[int, int]:
+    """Return the bytes of GPU memory that each process has, by its number; nothing where there is no GPU."""
+    if not shutil.which("nvidia-smi"):
+        return {}
+    asked = ["nvidia-smi", "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {int(pid): int(mib) << 20 for pid, mib in (line.split(",") for line in lines)}
+
+
 def measured(method: str, partition: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Run a method; return its result with the memory of its processes and the seconds that it took."""
     name = f"{method}-{partition}-{asked.size}-seed{asked.seed}"
@@ -53,7 +64,7 @@ def measured(method: str, partition: str, asked: argparse.Namespace) -> dict[str
     command = [str(Path(sys.executable).with_name("flwr-replay")), "run", *job, "--engine", "inline", "--workers", "2"]
     log = Path(asked.runs_dir, f"{name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    server = institutions = 0
+    server = institutions = gpu = 0
     began = time.monotonic()
     with log.open("w") as lines:
         run = subprocess.Popen(
@@ -65,13 +76,15 @@ def measured(method: str, partition: str, asked: argparse.Namespace) -> dict[str
         while run.poll() is None:
             server = max(server, most_memory(run.pid))
             with suppress(psutil.Error):
-                inside = psutil.Process(run.pid).children(recursive=True)
-                institutions = max(institutions, *(most_memory(child.pid) for child in inside), 0)
+                inside = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
+                institutions = max(institutions, *map(most_memory, inside), 0)
+                used = on_gpu()
+                gpu = max(gpu, *(used.get(pid, 0) for pid in [run.pid, *inside]))
             time.sleep(0.5)
     if run.returncode:
-        raise SystemExit(f"{name}: exit code {run.returncode}; see {log}")
+        raise RuntimeError(f"exit code {run.returncode}; see {log}")
     result = json.loads(Path(asked.runs_dir, name, "result.json").read_text())
-    return result | {"server": server, "institutions": institutions, "wall": time.monotonic() - began}
+    return result | {"server": server, "institutions": institutions, "gpu": gpu, "wall": time.monotonic() - began}
 
 
 def row(method: str, partition: str, found: dict[str, Any]) -> str:
@@ -80,7 +93,7 @@ def row(method: str, partition: str, found: dict[str, Any]) -> str:
     return (
         f"| {partition} | {method} | {metrics['accuracy']:.3f} | {metrics['balanced-accuracy']:.3f} | "
         f"{found['bytes']['up'] / 1e6:.1f} | {found['bytes']['down'] / 1e6:.1f} | {found['wall']:.0f} | "
-        f"{found['server'] / 1e6:.0f} | {found['institutions'] / 1e6:.0f} |"
+        f"{found['server'] / 1e6:.0f} | {found['institutions'] / 1e6:.0f} | {found['gpu'] / 1e6:.0f} |"
     )
 
 
@@ -98,12 +111,33 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--runs-dir", default="runs")
     asked = parser.parse_intermixed_args()
-    print("| dealt | method | accuracy | balanced | MB up | MB down | seconds | server MB | institutions MB |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    cells = [(method, partition) for partition in asked.partitions for method in asked.only]
+    head = [
+        "dealt",
+        "method",
+        "accuracy",
+        "balanced",
+        "MB up",
+        "MB down",
+        "seconds",
+        "server MB",
+        "institution MB",
+        "GPU MB",
+    ]
+    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for cell, found in zip(cells, pool.map(lambda cell: measured(*cell, asked), cells), strict=True):
-            print(row(*cell, found), flush=True)
+        cells = {
+            pool.submit(measured, method, partition, asked): (method, partition)
+            for partition in asked.partitions
+            for method in asked.only
+        }
+        for run in as_completed(cells):
+            method, partition = cells[run]
+            failed = run.exception()
+            print(
+                f"| {partition} | {method} | {failed} |" if failed else row(method, partition, run.result()), flush=True
+            )
+    if any(run.exception() for run in cells):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
