@@ -35,7 +35,7 @@ from flwr_replay.institution.exposure import examine
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.synthesis import SynthesisStages
-from flwr_replay.learning.training import batches, torch_rng
+from flwr_replay.learning.training import batches, select_device, torch_rng
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
 
@@ -51,18 +51,20 @@ class Trained(SynthesisStages):
 
 
 def balanced_accuracy(config, x, y, test, seed, steps=400):
-    """Train the run's model on x and y; return its mean recall over the test images' classes."""
-    model = backbone(config.model, config.task)(seed)
+    """Train the run's model on x and y, on its device; return its mean recall over the test images' classes."""
+    device = select_device(config.device)
+    model = backbone(config.model, config.task)(seed).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     made = 0
     while made < steps:
         for x_B, y_B in batches(x, y, 32, torch_rng(seed, "tstr", made)):
             optimizer.zero_grad()
-            functional.cross_entropy(model(x_B), y_B).backward()
+            functional.cross_entropy(model(x_B.to(device)), y_B.to(device)).backward()
             optimizer.step()
             made += 1
     with torch.no_grad():
-        predicted = torch.cat([model.eval()(as_input(part)).argmax(1) for part in torch.split(test[0], 500)])
+        parts = (as_input(part).to(device) for part in torch.split(test[0], 500))
+        predicted = torch.cat([model.eval()(part).argmax(1).cpu() for part in parts])
     return float(np.mean([float((predicted[test[1] == k] == k).float().mean()) for k in test[1].unique()]))
 
 
