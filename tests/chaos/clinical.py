@@ -1,0 +1,85 @@
+"""Stop a SuperNode for a minute in the middle of its generator's training on images of clinical size.
+
+`python tests/chaos/clinical.py ../shared/data/covid-cxr [OPTION=VALUE …]`: a folder whose manifest has a column `site`.
+Every site has a SuperNode on the loopback. The one with the most images is ended once it has answered a piece of its
+training, and started again later. The same run in one process, undisturbed, must end with the same bits.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from flwr_replay.data.folder import folder_rows
+from flwr_replay.files.lines import read_lines
+from flwr_replay.runs.rehearsal import deal, supernode
+from flwr_replay.runs.superlink import flwr_run, superlink
+
+AWAY = 60  # seconds
+OPTIONS = ("strategy=cwt", "replay=vqvae2", "rounds=2", "evaluate_every=2", "generator.slice-seconds=10")
+OPTIONS += ("task=folder", "task.channels=1", "task.size=128", "model=resnet34", "model.width=16", "device=cpu")
+OPTIONS += ("task.classes=3", "task.class-names=[covid,normal,pneumonia]")
+
+
+def say(*words):
+    print(f"{time.strftime('%H:%M:%S')} ", *words, flush=True)
+
+
+def pieces(ledger, site):
+    """Return the messages in which a site has answered steps of its generator's training."""
+    wanted = ("up", "train-generator", "steps", site)
+    rows = read_lines(ledger) if ledger.exists() else []
+    return [row for row in rows if tuple(row[key] for key in ("direction", "stage", "field", "institution")) == wanted]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE")
+    asked = parser.parse_args()
+    rows = folder_rows(asked.data)
+    images = Counter(row.site for row in rows)
+    stopped, options = max(images, key=images.get), [*OPTIONS, *asked.options]
+    with tempfile.TemporaryDirectory(prefix="flwr-replay-clinical-") as place, ExitStack() as stack:
+        folder = Path(place)
+        deal(rows, [row.site for row in rows], folder / "data")
+        (folder / "flower").mkdir()
+        link = stack.enter_context(superlink(folder / "flower", simulation=False))
+        nodes = {}
+        for site in images:
+            owned = {"name": site, "data": str(folder / "data" / site), "state": str(folder / "state" / site)}
+            nodes[site] = lambda site=site, owned=owned: supernode(link, site, owned)
+        running = {site: node() for site, node in nodes.items()}
+        for node in running.values():
+            node.__enter__()
+        run, back = folder / "runs" / "stopped", 0.0
+        deployed = [*options, f"nodes={len(images)}", f"runs_dir='{run.parent}'", "run_name=stopped", "wait=300"]
+        for line in flwr_run(link, deployed):
+            say(line.rstrip())
+            if not back and pieces(run / "ledger.jsonl", stopped):
+                running[stopped].__exit__(None, None, None)
+                back = time.monotonic() + AWAY
+                say(f"SuperNode of {stopped} ended, {len(pieces(run / 'ledger.jsonl', stopped))} pieces answered")
+                time.sleep(AWAY)
+                running[stopped] = nodes[stopped]()
+                running[stopped].__enter__()
+                say("and started again")
+        for node in running.values():
+            node.__exit__(None, None, None)
+        say({site: f"{len(pieces(run / 'ledger.jsonl', site))} pieces" for site in images})
+        say(*read_lines(run / "failures.jsonl"))
+        alone = [*options, "partition=natural", f"task.data-dir={asked.data}", "run-name=alone"]
+        command = [Path(sys.executable).with_name("flwr-replay"), "run", *alone, "--engine", "inline"]
+        subprocess.run([*command, "--runs-dir", run.parent], check=True)
+        same = [(run.parent / name / "models" / "global.safetensors").read_bytes() for name in ("stopped", "alone")]
+        say("same bits as undisturbed:", same[0] == same[1])
+
+
+if __name__ == "__main__":
+    main()
