@@ -39,8 +39,9 @@ class FedAvgShareClient(FedAvgClient):
         return Received(num_examples=len(request.labels))
 
     def train_enlarged(self, request: TrainEnlarged) -> Trained:
-        """Train as in FedAvg, on D_k and all S_j received so far."""
-        kept = self.state.load("shared", request.run, request.server_round + 1)  # + 1: it may be of this exchange
+        """Train as in FedAvg, on D_k and all S_j that the server knows to be here."""
+        # Not the newest: an interrupted attempt, or an exchange whose answer was lost, may have left others.
+        kept = self.state.at("shared", request.run, request.received_in)
         if request.held != (0 if kept is None else len(kept["labels"])):
             raise TrainingError(
                 f"an institution trains on the {request.held} examples of others that it has received; they are gone: "

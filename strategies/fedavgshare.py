@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import SHARE, within
 from flwr_replay.errors import WireError
+from flwr_replay.files.disk import entries
 from flwr_replay.files.tensors import read_tensors, write_tensors
 from flwr_replay.movements.base import Exchange
 from flwr_replay.payloads.fedavgshare import Give, Given, Receive, Received, TrainEnlarged, number_shared
@@ -67,6 +68,7 @@ class FedAvgShare(FedAvg):
         super().__init__(*args, **kwargs)
         self.received: dict[str, list[str]] = {}  # by institution: the others whose examples it holds
         self.held: dict[str, int] = {}  # by institution: how many examples of others it holds
+        self.received_in: dict[str, int] = {}  # by institution: the exchange in which it received them
         self.sent_to: dict[str, int] = {}  # by institution: how many examples of others are on their way to it
 
     def exchange_round(
@@ -90,6 +92,7 @@ class FedAvgShare(FedAvg):
 
         def take(member: Member, reply: Message) -> None:
             self.received[member.name], self.held[member.name] = others[member.name], self.sent_to[member.name]
+            self.received_in[member.name] = server_round
 
         self.exchange(grid, server_round, receives(), needed=False, take=take, at_once=1)
         return super().exchange_round(grid, server_round, arrays, config)
@@ -100,10 +103,11 @@ class FedAvgShare(FedAvg):
         return TrainEnlarged(**{field.name: getattr(request, field.name) for field in fields(request)})
 
     def addressed(self, member: Member, request: Request) -> Request:
-        """Say how many examples of others the institution should hold: it refuses if some are lost."""
+        """Say which examples of others the institution should hold: it refuses if they are lost."""
         request = super().addressed(member, request)
         if isinstance(request, TrainEnlarged):
-            request = replace(request, held=self.held.get(member.name, 0))
+            received_in = self.received_in.get(member.name, 0)
+            request = replace(request, held=self.held.get(member.name, 0), received_in=received_in)
         return request
 
     def give(self, server_round: int) -> Give:
@@ -158,7 +162,7 @@ class FedAvgShare(FedAvg):
 
     def givers(self) -> list[str]:
         """Return the names of the institutions whose shares are on the disk."""
-        return sorted(path.stem for path in self.recorder.folder("shared").glob("*.safetensors"))
+        return [path.stem for path in entries(self.recorder.folder("shared"), "*.safetensors")]
 
     def receive(self, server_round: int, names: list[str]) -> Receive:
         """Send the union of these institutions' shares."""
@@ -187,8 +191,9 @@ class FedAvgShare(FedAvg):
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return who holds whose examples; the examples are on the disk already."""
-        return {}, {"received": self.received, "held": self.held}
+        return {}, {"received": self.received, "held": self.held, "received_in": self.received_in}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Restore who holds whose examples."""
-        self.received, self.held = values["received"], values["held"]
+        if "received_in" in values:  # older versions did not keep it: all receive once more
+            self.received, self.held, self.received_in = (values[key] for key in ("received", "held", "received_in"))

@@ -21,6 +21,7 @@ from flwr_replay.data.manifest import INTEGER, SPLITS, Row, manifest_rows, raws_
 from flwr_replay.data.picture import DICOM, fitted, picture
 from flwr_replay.data.readers import Raw
 from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.files.disk import files_below
 
 __all__ = ["SUFFIXES", "folder_rows", "form_of", "read_folder", "read_image"]
 
@@ -96,7 +97,7 @@ def _folder_rows(root: Path) -> list[Row]:
 def _class_rows(root: Path, split: str | None) -> list[Row]:
     rows = []
     for folder in sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
-        files = [file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()]
+        files = [file for file in files_below(folder) if file.suffix.lower() in SUFFIXES and file.is_file()]
         for file in sorted(files, key=lambda file: file.relative_to(folder).as_posix()):
             if not file.name.startswith("."):
                 rows.append(Row(file, folder.name, f"folder {folder}", None, split))

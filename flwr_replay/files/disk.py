@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from flwr_replay.errors import RunError
 
 __all__ = [
     "claimed",
+    "entries",
+    "files_below",
     "folder_locked",
     "lock",
     "locked",
@@ -60,6 +63,37 @@ def reading(path: Path) -> Iterator[None]:
         raise RunError(
             f"{path} must be a readable file; {error.strerror or error}: restore it from a backup, or begin a new run"
         ) from None
+
+
+def entries(folder: Path, pattern: str = "*") -> list[Path]:
+    """Return what a folder has by names of a pattern, sorted; nothing if there is no folder.
+
+    `Path.glob` also finds nothing where it may not look or, from Python 3.12 on, where files are short. Whoever acts on
+    that begins anew, or overwrites what it has not seen.
+
+    Raises
+    ------
+    RunError
+        If the folder cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        _refuse(error)
+    return sorted(folder / name for name in fnmatch.filter(names, pattern))
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Return the files in a folder and below it, without those of linked folders; errors as of `entries`."""
+    return [Path(place, name) for place, _, names in os.walk(folder, onerror=_refuse) for name in names]
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise RunError(
+        f"{error.filename} must be a readable folder; {error.strerror or error}: mend that, and try again"
+    ) from None
 
 
 def remove(path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import Form, fits, parsed, sync
-from flwr_replay.files.disk import lock, locked, opener, reading, shut, unlocking, writing
+from flwr_replay.files.disk import entries, lock, locked, opener, reading, shut, unlocking, writing
 
 __all__ = ["Lines", "each_line", "parts", "read_lines"]
 
@@ -32,9 +32,12 @@ def each_line(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
     RunError
         If any other line is damaged or does not have the form; no crash of a run does that.
     """
-    if not path.exists():
-        return
-    with reading(path), open(path, "rb") as file:
+    with reading(path):
+        try:
+            file = open(path, "rb")  # noqa: SIM115 - closed below
+        except FileNotFoundError:
+            return
+    with reading(path), file:
         for number, line in enumerate(file, 1):
             text = line.removesuffix(b"\n")
             record = parsed(text) if text else None
@@ -53,7 +56,7 @@ def read_lines(path: Path, form: Form | None = None) -> list[dict[str, Any]]:
 def parts(path: Path) -> list[Path]:
     """Return the parts of a file that is divided: the closed ones, the oldest first, then the file itself."""
     form = re.compile(rf"{re.escape(path.stem)}-([0-9]{{4,}}){re.escape(path.suffix)}")
-    closed = [(int(found[1]), file) for file in path.parent.glob("*") if (found := form.fullmatch(file.name))]
+    closed = [(int(found[1]), file) for file in entries(path.parent) if (found := form.fullmatch(file.name))]
     return [*(file for _, file in sorted(closed)), path]
 
 

@@ -71,7 +71,7 @@ class GenerativeStages:
                 self.state.save("decoder-00", run, request.server_round, decoder)
             old = self.sampler(run, request.server_round, request.replayed)
             training = GeneratorTraining(self.replay_plan, model, data, old, self.rng)
-            sources = self.sources(run, request.server_round) if old else ()
+            sources = self.sources(run, request.server_round, request.replayed) if old else ()
             around = self.around(*(source.digest for source in sources))
             done = self.pieces.train(training, request, given, around)  # lines 9-18
             if done.steps_left:
@@ -169,11 +169,11 @@ class GenerativeStages:
         Raises
         ------
         TrainingError
-            If fewer or more are kept than the server says. Going on would silently give other results.
+            If the server's number of them is not kept. Going on would silently give other results.
         """
         if not replayed:
             return None
-        sources = self.sources(run, server_round)
+        sources = self.sources(run, server_round, replayed)
         if (have := sum(len(source.labels) for source in sources)) != replayed:
             raise TrainingError(
                 f"an institution replays the {replayed} examples that it has received; it has codes and decoder of "
@@ -181,13 +181,19 @@ class GenerativeStages:
             )
         return sampler_of(sources, self.replay_plan, self.institution.device)
 
-    def sources(self, run: str, server_round: int) -> tuple[Source, ...]:
-        """Return all codes that are kept, with their decoders."""
-        found: list[Source] = []
-        while (kept := self.kept("codes", len(found), run, server_round)) and (
-            decoder := self.kept("decoder", len(found), run, server_round)
+    def sources(self, run: str, server_round: int, replayed: int) -> tuple[Source, ...]:
+        """Return the first codes that are kept, with their decoders, up to so many examples.
+
+        An interrupted attempt, or an exchange whose answer was lost, may have left further ones.
+        """
+        found, have = list[Source](), 0
+        while (
+            have < replayed
+            and (kept := self.kept("codes", len(found), run, server_round))
+            and (decoder := self.kept("decoder", len(found), run, server_round))
         ):
             found.append(Source(digest(kept) + digest(decoder), decoder, kept["codes"], kept["labels"]))
+            have += len(kept["labels"])
         return tuple(found)
 
     def kept(self, what: str, source: int, run: str, server_round: int) -> StateDict | None:

@@ -19,7 +19,7 @@ from flwr_replay.config.binding import differing, digest_of
 from flwr_replay.config.sections import NODES
 from flwr_replay.errors import PrivacyError, RefusedError, WireError
 from flwr_replay.files.atomic import NAME, private_folder, read_text, stamp, write_atomic
-from flwr_replay.files.disk import opener, remove, writing
+from flwr_replay.files.disk import entries, opener, remove, writing
 from flwr_replay.files.once import write_once
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.institution.owner import Institution
@@ -157,7 +157,7 @@ class StateStore:
 
     def forget(self, key: str, run: str) -> None:
         """Remove everything saved under a key, or under longer keys `key-…`."""
-        for old in self.of_run(run).glob(f"{key}-*{SUFFIX}"):
+        for old in entries(self.of_run(run), f"{key}-*{SUFFIX}"):
             remove(old)
 
     def _latest(self, key: str, run: str, before: int) -> Path | None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flwr_replay.errors import BudgetError, DataError, DivergedError, TrainingError, WireError
 from flwr_replay.files.atomic import alone, private_folder, read_bytes
+from flwr_replay.files.disk import entries
 from flwr_replay.files.tensors import digest
 from flwr_replay.generators.base import ImageGenerator
 from flwr_replay.generators.perceptual import spread
@@ -160,7 +161,7 @@ class SynthesisStages:
             return self.plan.checkpointed(path, device)
         if file.exists():
             return self.plan.read(file, seed, device)
-        kept = sum(1 for _ in file.parent.glob("*.safetensors"))
+        kept = len(entries(file.parent, "*.safetensors"))
         self.institution.policy.check_limits({"generators": kept + 1})
         generator = self.plan.fresh(seed, device)
         return generator, Progress(steps_left=generator.steps(len(self.images())))

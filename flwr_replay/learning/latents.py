@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.files.atomic import private_folder, read_json, tally, write_json
-from flwr_replay.files.disk import opener, writing
+from flwr_replay.files.disk import entries, opener, writing
 from flwr_replay.payloads.fedreplay import Latents
 
 __all__ = [
@@ -147,7 +147,9 @@ class LatentStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.progress: dict[str, dict[str, Any]] = {}
-        for meta in sorted(folder.glob("*/upload.json")):
+        for meta in (upload / "upload.json" for upload in entries(folder)):
+            if not meta.exists():
+                continue
             self.progress[meta.parent.name] = read_json(meta, UPLOAD)
             self._check(meta.parent.name)
 
@@ -266,7 +268,7 @@ class LatentStore:
 
     def _open(self, name: str) -> dict[str, NDArray[Any]]:
         try:
-            found = {path.stem: np.load(path, mmap_mode="r") for path in sorted((self.folder / name).glob("*.npy"))}
+            found = {path.stem: np.load(path, mmap_mode="r") for path in entries(self.folder / name, "*.npy")}
             return {"latents": found["latents"], "labels": found["labels"], **found}
         except (ValueError, TypeError, OSError, EOFError, KeyError) as error:
             raise self._damaged(name, str(error)) from None

@@ -37,6 +37,7 @@ class TrainEnlarged(Train, stage="train-enlarged", answer=Trained):
     """Train these weights on your data and on the examples of others that you have received."""
 
     held: int = instruction("examples of others that you have received", default=0)
+    received_in: int = instruction("exchange in which you received them; 0: none", default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import private_folder
-from flwr_replay.files.disk import remove
+from flwr_replay.files.disk import entries, remove
 from flwr_replay.files.tensors import read_tensors, write_tensors
 from flwr_replay.wire.records import StateDict
 
@@ -32,7 +32,7 @@ class BestModel:
 
     def files(self) -> dict[int, Path]:
         """Return the files by exchange, in order."""
-        return {int(path.stem): path for path in sorted(self.folder.glob("[0-9]*.safetensors"))}
+        return {int(path.stem): path for path in entries(self.folder, "[0-9]*.safetensors")}
 
     @property
     def exchange(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import fits, private_folder, tally
-from flwr_replay.files.disk import remove, writing
+from flwr_replay.files.disk import entries, remove, writing
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.wire.records import StateDict
 
@@ -87,7 +87,7 @@ class Checkpoints:
         RunError
             If there are checkpoints but none is complete, or if a growing file no longer begins as it did then.
         """
-        found = sorted(self.folder.glob("*.safetensors"), reverse=True)
+        found = entries(self.folder, "*.safetensors")[::-1]
         for i, path in enumerate(found):
             try:
                 arrays, texts = read_with_texts(path)
@@ -125,5 +125,5 @@ def _write(
         with writing(path), open(path, "rb") as grown:
             os.fsync(grown.fileno())
     write_tensors(file, arrays, {"values": values})
-    for old in sorted(file.parent.glob("*.safetensors"))[:-2]:
+    for old in entries(file.parent, "*.safetensors")[:-2]:
         remove(old)

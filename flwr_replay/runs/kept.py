@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import write_atomic
-from flwr_replay.files.disk import writing
+from flwr_replay.files.disk import files_below, writing
 from flwr_replay.files.lines import parts
 from flwr_replay.institution.state import REMOVED, RUNS
 from flwr_replay.wire.recording import FOLDER
@@ -63,7 +63,7 @@ def kept(state: Path) -> list[Kept]:
         )
     found = []
     for folder in (folder for folder in (state / RUNS).iterdir() if folder.is_dir()):
-        files = [file for file in folder.rglob("*") if file.is_file()]
+        files = [file for file in files_below(folder) if file.is_file()]
         last = max(file.stat().st_mtime for file in [folder, *files])
         spare = [file for file in files if file.suffix in GOES]
         since = max(0.0, time.time() - last)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from flwr.app import ArrayRecord
 
-from flwr_replay.files.disk import remove
+from flwr_replay.files.disk import entries, remove
 from flwr_replay.files.tensors import read_tensors, write_tensors
 from flwr_replay.wire.records import array_record, opened
 
@@ -127,7 +127,7 @@ class Mailbox:
         for number, arrays in self.models.items():
             write_tensors(folder / f"{number:06d}.safetensors", opened(arrays))
         self.recent = [*self.recent[-2:], needed]
-        for file in folder.glob("*.safetensors"):
+        for file in entries(folder, "*.safetensors"):
             if not any(int(file.stem) in numbers for numbers in self.recent):
                 remove(file)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import FlwrReplayError, RunError
+from flwr_replay.files.disk import entries
 from flwr_replay.processes import end_with_parent
 from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.report.missing import missing_suffix
@@ -81,7 +82,7 @@ class Cell:
     @property
     def begun(self) -> bool:
         """Whether there is a checkpoint to resume from."""
-        return (self.folder / "config.yaml").exists() and any((self.folder / "checkpoints").glob("*.safetensors"))
+        return (self.folder / "config.yaml").exists() and bool(entries(self.folder / "checkpoints", "*.safetensors"))
 
 
 def run_all(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Path, dict[str, Any]]]:

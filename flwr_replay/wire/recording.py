@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.files.atomic import private_folder
-from flwr_replay.files.disk import folder_locked
+from flwr_replay.files.disk import entries, folder_locked
 from flwr_replay.files.tensors import CODES, METADATA, StateDict, read_with_texts, write_tensors
 from flwr_replay.wire.records import decoded
 
@@ -119,7 +119,7 @@ class Recording:
     def _count(self) -> None:
         """Count the files, unless nobody else has added or removed any since they were counted."""
         if (changed := self.folder.stat().st_mtime_ns) != self._counted:
-            files = list(self.folder.glob(f"{'[0-9]' * 8}-*.safetensors"))
+            files = entries(self.folder, f"{'[0-9]' * 8}-*.safetensors")
             self.messages, self.bytes = len(files), sum(map(_size, files))
             self._last = max((self._last, *(int(file.name.partition("-")[0]) for file in files)))
             self._counted = changed

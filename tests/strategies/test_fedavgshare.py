@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from flwr_replay.check import check_strategy
 from flwr_replay.clients.fedavgshare import FedAvgShareClient
 from flwr_replay.config.compose import compose
-from flwr_replay.errors import ConfigError, RefusedError
+from flwr_replay.errors import ConfigError, RefusedError, RunError
 from flwr_replay.institution.policy import Policy
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.zoo import backbone
@@ -110,6 +110,35 @@ def test_what_others_gave_is_not_lost_unnoticed(tmp_path, shards, monkeypatch):
     reported = {(failure["institution"], failure["round"]): failure["reason"] for failure in strategy.recorder.failures}
     assert reported.keys() == {("a", 2), ("a", 3)}
     assert "3 examples of others that it has received; they are gone" in reported["a", 2]
+
+
+def test_what_the_server_does_not_know_to_be_received_is_not_trained_on(tmp_path, shards, monkeypatch):
+    """As after a kill, when the disk is full at the second attempt; or when only the answer was lost."""
+    honest = FedAvgShareClient.receive
+
+    def receive(self, request):
+        received = honest(self, request)
+        if (self.institution.name, request.server_round) == ("a", 1):
+            raise RunError("the disk is full")
+        return received
+
+    monkeypatch.setattr(FedAvgShareClient, "receive", receive)
+    _, strategy = run(tmp_path, "fedavgshare")
+    [failure] = strategy.recorder.failures
+    assert (failure["institution"], failure["round"]) == ("a", 1)
+    assert failure["reason"].startswith("RunError")
+    assert strategy.received["a"] == ["b", "c"]
+    assert strategy.received_in == {"a": 2, "b": 1, "c": 1}
+    assert strategy.held == {"a": 3, "b": 5, "c": 6}
+
+
+def test_after_a_checkpoint_of_an_older_version_all_receive_once_more(tmp_path, shards):
+    _, strategy = run(tmp_path, "fedavgshare", "rounds=1")
+    arrays, values = strategy.state()
+    del values["received_in"]
+    fresh = type(strategy)(strategy.config, strategy.settings)
+    fresh.restore(arrays, values)
+    assert (fresh.received, fresh.held, fresh.received_in) == ({}, {}, {})
 
 
 def test_it_keeps_the_contract_with_momentum_that_is_kept(tmp_path, monkeypatch):

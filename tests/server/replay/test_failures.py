@@ -206,6 +206,26 @@ def test_a_decoder_that_is_lost_is_missed(tmp_path):
     assert "restore the state directory" in failure["reason"]
 
 
+def test_codes_that_the_server_does_not_know_to_be_kept_are_not_replayed(tmp_path, monkeypatch):
+    """As after a kill, when the disk is full at the second attempt; or when only the answer was lost."""
+    write_shards(tmp_path, SIZES)
+    honest, full = GenerativeStages.keep_prior, [RunError("the disk is full")]
+
+    def keep_prior(self, request):
+        kept = honest(self, request)
+        if (self.institution.name, request.source) == ("a", 1) and full:
+            raise full.pop()
+        return kept
+
+    monkeypatch.setattr(GenerativeStages, "keep_prior", keep_prior)
+    ran = run(tmp_path, *FEDAVG, "replay=pixelcnn")
+    [failure] = ran.result["failures"]
+    assert failure["institution"] == "a"
+    assert failure["reason"].startswith("RunError")
+    assert received(ran, "a") == received(ran, "c") == sum(SIZES.values())
+    assert ran.result["replay-lacks"] == {}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
