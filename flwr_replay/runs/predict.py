@@ -13,6 +13,7 @@ from flwr_replay.data.folder import SUFFIXES, read_image
 from flwr_replay.data.manifest import Row
 from flwr_replay.data.readers import csv_rows
 from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.files.disk import files_below
 from flwr_replay.learning.training import at_once
 from flwr_replay.runs.trained import TrainedModel
 
@@ -37,7 +38,7 @@ def images_in(place: Path) -> list[Row]:
             for where, cells in csv_rows(place, ["image"])
         ]
     elif place.is_dir():
-        files = sorted(path for path in place.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+        files = sorted(path for path in files_below(place) if path.suffix.lower() in SUFFIXES and path.is_file())
         rows = [Row(file, "", f"folder {place}") for file in files if not file.name.startswith(".")]
     else:
         rows = [Row(place, "", "the command line")]

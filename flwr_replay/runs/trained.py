@@ -18,6 +18,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import home
+from flwr_replay.files.disk import entries
 from flwr_replay.files.tensors import StateDict, read_with_texts, unnested
 from flwr_replay.institution.state import RUNS
 from flwr_replay.learning.pooling import Pool
@@ -170,14 +171,14 @@ def _chosen(runs: Path, run: str) -> Path:
 def _private(of_run: Path, config: RunConfig) -> nn.Module:
     """Return the model that an institution uses, as its last exchange left it; with listen=pool both halves."""
     for key in PRIVATE:
-        files = sorted(of_run.glob(f"{key}-[0-9]*.safetensors"))
+        files = entries(of_run, f"{key}-[0-9]*.safetensors")
         if not files:
             continue
         arrays = read_with_texts(files[-1])[0]
         if key != "pair":
             return _network(config, arrays)
         own = _network(config, unnested(arrays)["model"])
-        pools = sorted(of_run.glob("pool-[0-9]*.safetensors"))
+        pools = entries(of_run, "pool-[0-9]*.safetensors")
         if not pools:
             return own
         pool = read_with_texts(pools[-1])[0]
