@@ -22,7 +22,7 @@ from flwr_replay.runs.rehearsal import deal, supernode
 from flwr_replay.runs.superlink import flwr_run, superlink
 
 AWAY = 60  # seconds
-OPTIONS = ("strategy=cwt", "replay=vqvae2", "rounds=2", "evaluate_every=2", "generator.slice-seconds=10")
+OPTIONS = ("strategy=cwt", "replay=vqvae2", "rounds=2", "evaluate_every=2", "generator.slice-seconds=45")
 OPTIONS += ("task=folder", "task.channels=1", "task.size=128", "model=resnet34", "model.width=16", "device=cpu")
 OPTIONS += ("task.classes=3", "task.class-names=[covid,normal,pneumonia]")
 
