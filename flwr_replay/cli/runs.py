@@ -61,7 +61,10 @@ def compare_runs(places: Places) -> None:
         values = [f"{final[name]:.4f}" if name in final else "" for name in names]
         rows.append([folder, result["strategy"], result["task"], str(result["seed"]), *values])
     print(fitted("", ["run", "method", "task", "seed", *names], rows))
-    if len(places) > 1:
+    tasks = dict.fromkeys(result["task"] for _, result in results)
+    if len(tasks) > 1:
+        print(f"These runs are of different tasks, {', '.join(tasks)}: their metrics say nothing about each other.")
+    elif len(places) > 1:
         print(same_bits([finished_place(place) for place in places]))
 
 

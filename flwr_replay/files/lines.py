@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import RunError
-from flwr_replay.files.atomic import Form, fits, parsed, sync
+from flwr_replay.files.atomic import Form, fits, parsed, read_bytes, sync
 from flwr_replay.files.disk import entries, lock, locked, opener, reading, shut, unlocking, writing
 
-__all__ = ["Lines", "each_line", "parts", "read_lines"]
+__all__ = ["Lines", "each_line", "parts", "read_lines", "sound_lines"]
 
 
 def each_line(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
@@ -51,6 +51,32 @@ def each_line(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
 def read_lines(path: Path, form: Form | None = None) -> list[dict[str, Any]]:
     """Read JSON lines; as `each_line`."""
     return list(each_line(path, form))
+
+
+def sound_lines(path: Path, form: Form) -> tuple[list[dict[str, Any]], str]:
+    """Read the JSON lines that have the form, for a page that must be written all the same.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    form : Form
+        What a line must have.
+
+    Returns
+    -------
+    lines : list of dict
+        Those that can be read.
+    fault : str
+        What is missing, as a clause; empty if nothing is.
+    """
+    if not path.exists():
+        return [], f"{path.name} is missing"
+    found = [parsed(line) for line in read_bytes(path).split(b"\n") if line]
+    sound = [line for line in found if fits(line, form)]
+    lost = len(found) - len(sound)
+    many = "lines" if lost > 1 else "line"
+    return sound, f"{path.name} is damaged: {lost:,} {many} of {len(found):,} cannot be read" if lost else ""
 
 
 def parts(path: Path) -> list[Path]:

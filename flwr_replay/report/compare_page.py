@@ -10,7 +10,7 @@ from typing import Any
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.charts import bars, curves
 from flwr_replay.report.comparison import cells_of
-from flwr_replay.report.histories import by_round
+from flwr_replay.report.histories import by_round, metric_rows
 from flwr_replay.report.notes import notes, verdicts
 from flwr_replay.report.pages import render
 from flwr_replay.report.run_page import PAGE
@@ -42,6 +42,7 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         if len(histories) > 1:
             ends = [[history[at] for history in histories] for at in rounds]
             bands[label] = [(at, min(values), max(values)) for at, values in zip(rounds, ends, strict=True)]
+    faults = [metric_rows(run, cell["result"]["rounds"])[1] for cell, run in runs]
     said = verdicts(report)
     better = "" if report["higher-is-better"] else "; less is better"
     text = render(
@@ -57,7 +58,7 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         sweeps=sweeps(report),
         chart=curves(lines, "round", metric, bands),
         chart_caption=f"{metric} by round, mean over seeds" + "; band: lowest to highest seed" * bool(bands),
-        notes=[note for note in notes(report) if note not in said],
+        notes=[*filter(None, faults), *(note for note in notes(report) if note not in said)],
         pages=[
             (f"{cell['label']}, seed {cell['seed']}", f"{cell['folder']}/{PAGE}")
             for cell, run in runs

@@ -8,9 +8,31 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.files.lines import read_lines
+from flwr_replay.files.lines import read_lines, sound_lines
 
-__all__ = ["by_epsilon", "by_round"]
+__all__ = ["by_epsilon", "by_round", "metric_rows"]
+
+METRIC = {"round": int | float, "institution": str, "metric": str, "value": int | float}
+
+
+def metric_rows(folder: Path, rounds: int = 0) -> tuple[list[dict[str, Any]], str]:
+    """Read what can be read of a finished run's `metrics.jsonl`, and say what its curves lack: nothing, or a sentence.
+
+    Parameters
+    ----------
+    folder : Path
+        The run directory.
+    rounds : int
+        The rounds that it must have.
+    """
+    rows, fault = sound_lines(folder / "metrics.jsonl", METRIC)
+    last = max((row["round"] for row in rows), default=0)
+    if not fault and last < rounds:
+        fault = f"metrics.jsonl ends with round {last:g} of {rounds}"
+    return (
+        rows,
+        f"{folder.name}: {fault}. The curves lack that; the other figures are from result.json." if fault else "",
+    )
 
 
 def by_round(folder: Path, metric: str) -> list[tuple[float, float]]:
@@ -32,5 +54,5 @@ def by_epsilon(folders: Sequence[Path], metric: str) -> list[list[tuple[float, f
 
 
 def _pooled(folder: Path, metric: str) -> list[dict[str, Any]]:
-    rows = read_lines(folder / "metrics.jsonl")
+    rows, _ = metric_rows(folder)
     return [row for row in rows if row["institution"] == "" and row["metric"] == metric]

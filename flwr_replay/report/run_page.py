@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.files.atomic import read_bytes, read_json, read_text, write_atomic
-from flwr_replay.files.lines import each_line, read_lines
+from flwr_replay.files.lines import each_line
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.charts import Curves, bars, curves
+from flwr_replay.report.histories import metric_rows
 from flwr_replay.report.imbalance import beside, label_counts, pooled_counts
 from flwr_replay.report.pages import render
 from flwr_replay.report.progress import shown_bytes, shown_time
@@ -66,13 +67,14 @@ def write_run_page(folder: Path) -> Path:
     found, classes, final = confusion_of(folder), classes_of(folder), result["final"]["global"]
     tested = tested_of(folder)
     pictures, left_out = _pictures(folder)
+    rows, fault = metric_rows(folder, result["rounds"])
     text = render(
         "run",
         title=f"{folder.name}: {result['strategy']} on {result['task']}, seed {result['seed']}",
         question=_question(result),
         answer=_answer(result, found, tested),
-        warnings=warnings(result, found, classes, tested),
-        curves=_curves(folder, result, [*beside(final, found), *({"dice-mean"} & final.keys())]),
+        warnings=[*filter(None, [fault]), *warnings(result, found, classes, tested)],
+        curves=_curves(rows, result, [*beside(final, found), *({"dice-mean"} & final.keys())]),
         bars=_bars(result, found),
         bars_caption=_bars_caption(result, found),
         metrics=_metrics(result, folder, tested),
@@ -82,7 +84,7 @@ def write_run_page(folder: Path) -> Path:
         ],
         confusion=_confusion(result, found, classes),
         skew=[*map(_sentence, skew_lines(result.get("skew")))] or [UNKNOWN_SKEW, _labels_sent(folder)],
-        labels=_labels(result.get("skew") or {}, classes),
+        labels=_labels(result, classes),
         claim=[result["privacy-claim"], *map(_sentence, sample_lines(result))],
         privacy=_privacy(result),
         left=(left := _left(folder)),
@@ -145,10 +147,11 @@ def _majority(counts: Sequence[int]) -> float:
     return max(labels) / max(1, sum(labels))
 
 
-def _curves(folder: Path, result: Mapping[str, Any], more: Sequence[str]) -> list[tuple[Curves, str]]:
+def _curves(
+    rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], more: Sequence[str]
+) -> list[tuple[Curves, str]]:
     """Return charts of the main metric, of more, and of the loss: pooled, and of each of few institutions."""
-    rows = read_lines(folder / "metrics.jsonl")
-    exchanges = max((row["round"] for row in rows), default=1)
+    exchanges = max(result["rounds"], *(row["round"] for row in rows), 1)  # older versions counted exchanges there
     drawn = []
     for metric in dict.fromkeys((result["metric"], *more, "loss")):
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -207,8 +210,9 @@ def _confusion(
     if size > MOST_CLASSES:
         return None
     rows = [counts[at * size : (at + 1) * size] for at in range(size)]
-    what = "Pixels" if "dice" in result["final"]["global"] else "Test examples"
-    classes = classes or list(map(str, range(size)))
+    masks = "dice" in result["final"]["global"]
+    what = "Pixels" if masks else "Test examples"
+    classes = ["background", "foreground"] if masks else classes or list(map(str, range(size)))
     caption = f"{what} of all institutions: a row for each label, a column for each prediction"
     return _shaded(caption, "label", classes, rows, classes)
 
@@ -229,13 +233,15 @@ def _labels_sent(folder: Path) -> str:
     )
 
 
-def _labels(skew: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any] | None:
-    known = skew.get("labels")
+def _labels(result: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any] | None:
+    known = (result.get("skew") or {}).get("labels")
     if not known or len(known["values"]) > MOST_CLASSES:
         return None
     names, rows = list(known["institutions"]), list(known["institutions"].values())
     labels = [classes[int(value)] for value in known["values"]] if classes else known["values"]
-    return _shaded("Training examples by label", "institution", labels, rows, names)
+    unit = f", in {result['unit']}" if result["unit"] else ""
+    what = "share of foreground pixels" if "dice" in result["final"]["global"] else f"label{unit}"
+    return _shaded(f"Training examples by {what}", "institution", labels, rows, names)
 
 
 def _shaded(

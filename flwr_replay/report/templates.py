@@ -34,7 +34,8 @@ polyline { fill: none !important; } polygon { fill-opacity: .15; } polygon, circ
 {% for n in range(11) %}.shade{{ n }} { background: rgba(var(--shade), {{ n * 0.05 }}); } {% endfor %}
 details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space: pre-wrap; } pre.one { columns: auto; } a { color: var(--c0); }
 @media (max-width: 36rem) { svg text { font-size: 17px; } }
-@media print { body { max-width: none; margin: 0; } figure, tr, li { break-inside: avoid; } details { display: block; } }
+@media print { body { max-width: none; margin: 0; } figure, tr, li { break-inside: avoid; } details { display: block; } h2, caption { break-after: avoid; }
+  .scroll { overflow: visible; } table { font-size: .75em; } th, td { padding-right: .5em; } .confusion td, .confusion th { padding: .2rem .3em; } }
 </style>
 </head>
 <body>
@@ -86,7 +87,7 @@ CHARTS = """\
 <caption><span>{{ found.caption }}</span></caption>
 <thead><tr><th scope="col">{{ found.corner }}</th>{% for head in found.heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr></thead>
 <tbody>{% for head, cells in found.rows %}
-<tr><th scope="row">{{ head }}</th>{% for count, shade in cells %}<td class="shade{{ shade }}">{{ count }}</td>{% endfor %}</tr>{% endfor %}
+<tr><th scope="row">{{ head }}</th>{% for count, shade in cells %}<td class="shade{{ shade }}">{{ "{:,}".format(count) }}</td>{% endfor %}</tr>{% endfor %}
 </tbody></table></div>
 {% endmacro %}
 """

@@ -27,13 +27,15 @@ CHOSEN = (
     "- This round was chosen among all that were evaluated by these same test examples. So the metrics above are "
     "optimistic: test it on examples that had no part in the choice."
 )
+LABEL_UNIT = ("mae", "rmse")  # metrics in the label's unit
 FORMATS = {"torch": ".pt2", "onnx": ".onnx"}
 
 
 def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, Path]:
     """Write a model as one file, and its card beside it.
 
-    The file maps float32 images in [0, 1], (B, C, H, W) of any B, to the outputs of `TrainedModel.forward`.
+    The file maps float32 inputs, images in [0, 1], (B, C, H, W) of any B, to the outputs of `TrainedModel.forward`. It
+    does not look at the range of what it is given.
 
     Parameters
     ----------
@@ -110,17 +112,17 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
         metrics = {row["metric"]: row["value"] for row in rows if row["institution"] == ""}
         whose = f"the global model of round {rows[0]['round']}, the best"
     tested = f"the test examples of {institution}" if institution else "all institutions' test examples"
-    labels = f"probabilities of the classes {', '.join(model.classes)}" if model.classes else task.kind
+    unit = f" {result['unit']}" if result["unit"] else ""
+    shown = [f"{name} {value:.4f}{unit if name in LABEL_UNIT else ''}" for name, value in metrics.items()]
     return "\n".join(
         [
             f"# {result['strategy']} on {result['task']}: {whose}",
             "",
             f"- Network: {sum(one.numel() for one in model.parameters()):,} parameters.",
-            f"- Input: {task.channels} x {task.size} x {task.size}, float in [0, 1]. Output: {labels}.",
+            f"- Input: {_inputs(model)}. Output: {_outputs(model, unit)}.",
             f"- Trained by {result['strategy']} at {result['nodes']} institutions, {result['rounds']} rounds, seed "
             f"{result['seed']}; replay: {result['replay']}.",
-            f"- On {tested}: {', '.join(f'{name} {value:.4f}' for name, value in metrics.items())}"
-            f"{epsilon_suffix(result)}.",
+            f"- On {tested}: {', '.join(shown)}{epsilon_suffix(result)}.",
             f"- Privacy of the run: {result['privacy-claim']}",
             *(
                 f"  - {name}: {one['mechanism']}; {shown_noise(result.get('noise', {}).get(name, []))}".rstrip("; ")
@@ -133,9 +135,26 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
             "## Limits",
             "",
             *([CHOSEN] if best else []),
-            "- The metrics are those of these test examples. On images from elsewhere they may be far lower.",
-            "- The probabilities are not calibrated. Nobody has examined this model as a medical device.",
+            "- The metrics are those of these test examples. On examples from elsewhere the model may be far worse.",
+            *(["- The probabilities are not calibrated."] if task.kind != "regression" else []),
+            "- Nobody has examined this model as a medical device.",
             "- The weights depend on patients' data. What they may show of one, only an epsilon bounds.",
             "",
         ]
     )
+
+
+def _inputs(model: TrainedModel) -> str:
+    task = model.task
+    form = f"(B, {task.channels}, {task.size}, {task.size})"
+    if model.in_unit_range:
+        return f"images {form}, float in [0, 1]"
+    return f"float {form}, made as task={task.name} made them for the training"
+
+
+def _outputs(model: TrainedModel, unit: str) -> str:
+    if model.classes:
+        return f"(B, {len(model.classes)}), probabilities of the classes {', '.join(model.classes)}"
+    if model.task.kind == "regression":
+        return f"(B,), numbers{unit and f' in{unit}'}"
+    return f"(B, {model.task.size}, {model.task.size}), probabilities of the foreground, pixel by pixel"

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from flwr_replay.config.compose import compose_own, model_named, overrides_of
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import ModelConfig, TaskConfig
-from flwr_replay.errors import RunError, nearest
+from flwr_replay.errors import DataError, RunError, nearest
 from flwr_replay.files.atomic import home
 from flwr_replay.files.disk import entries
 from flwr_replay.files.tensors import StateDict, read_with_texts, unnested
@@ -34,6 +35,8 @@ from flwr_replay.wire.weights import load_arrays
 __all__ = ["TrainedModel", "load_model"]
 
 PRIVATE = ("pair", "model", "tested")  # keys of an institution's state that hold the model that it uses, own ones first
+ANY_NUMBERS = ("own", "bags")  # formats whose examples need not lie in [0, 1]
+LOWEST, HIGHEST = -0.5, 1.5  # of images: beyond what resizing makes of [0, 1]
 
 
 class TrainedModel(nn.Module):
@@ -52,6 +55,8 @@ class TrainedModel(nn.Module):
     ----------
     classes : tuple of str
         The names of the classes in the order of the outputs; numbers, if the run had no names. Empty for other kinds.
+    in_unit_range : bool
+        Whether examples are images in [0, 1].
     """
 
     def __init__(self, network: nn.Module, task: TaskConfig, mean: float = 0.0, scale: float = 1.0) -> None:
@@ -59,6 +64,7 @@ class TrainedModel(nn.Module):
         self.network, self.task, self.mean, self.scale = network, task, mean, scale
         numbered = tuple(map(str, range(task.classes)))
         self.classes = (task.class_names or numbered) if task.kind == "classification" else ()
+        self.in_unit_range = task.size > 1 and task.format not in ANY_NUMBERS
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the network makes of examples.
@@ -73,8 +79,22 @@ class TrainedModel(nn.Module):
         Tensor
             Classification: (B, C) probabilities. Regression: (B,) in the label's unit. Segmentation: (B, H, W)
             probabilities of the foreground.
+
+        Raises
+        ------
+        DataError
+            If numbers lie far outside [0, 1], as 0..255 or standardised ones do; a little, as after a cubic resize, is
+            allowed. Tables, bags and a task of your own may have any numbers.
         """
-        outputs: Tensor = self.network(as_input(x))
+        x = as_input(x)
+        if self.in_unit_range and x.numel() and not torch.compiler.is_compiling():
+            low, high = x.min().item(), x.max().item()
+            if not (low >= LOWEST and high <= HIGHEST):  # also for a value that is no number
+                raise DataError(
+                    f"images must be bytes (uint8), or numbers in [0, 1]; got numbers from {low:.4g} to {high:.4g}: "
+                    "divide by the highest possible value, and do not standardise: the model does that itself"
+                )
+        outputs: Tensor = self.network(x)
         if self.task.kind == "classification":
             return outputs.softmax(1)
         if self.task.kind == "regression":

@@ -49,6 +49,13 @@ def test_runs_are_listed_and_shown(runs, capsys, tmp_path):
         said(capsys, "runs", "list", "--runs-dir", tmp_path)
 
 
+def test_runs_of_different_tasks_are_said_to_be_so(runs, capsys, tmp_path):
+    run({"task": "diabetes", "nodes": 2, "rounds": 1}, strategy="cwt", run_name="numbers", runs_dir=tmp_path)
+    *table, last = said(capsys, "runs", "compare", runs / "cwt", tmp_path / "numbers").splitlines()
+    assert last == "These runs are of different tasks, digits, diabetes: their metrics say nothing about each other."
+    assert any("mae" in line for line in table)
+
+
 def test_an_unfinished_run_is_listed_but_neither_compared_nor_cleaned(runs, capsys, tmp_path):
     shutil.copytree(runs / "cwt", tmp_path / "cwt")
     (tmp_path / "cwt" / "result.json").unlink()

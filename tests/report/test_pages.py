@@ -360,3 +360,35 @@ def test_chromium_shows_the_page_without_an_error(page, ran, officer, tmp_path):
     )
     assert "CONSOLE" not in done.stderr
     assert shot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_are_printed_whole(ran):
+    printed = (ran[1] / "report.html").read_text().partition("@media print {")[2].partition("</style>")[0]
+    assert ".scroll { overflow: visible; }" in printed  # what scrolls on a screen would be cut off on paper
+
+
+def damaged(folder):
+    """Yield ways in which a metrics.jsonl is damaged, and what the page must say."""
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    file = folder / "metrics.jsonl"
+    file.write_bytes(b"".join([*lines[:2], b"\x00\x00\n", *lines[3:]]))
+    yield f"metrics.jsonl is damaged: 1 line of {len(lines)} cannot be read"
+    file.write_bytes(b"".join([*lines[:-2], lines[-2][:9]]))
+    yield f"metrics.jsonl is damaged: 1 line of {len(lines) - 1} cannot be read"
+    file.write_bytes(b'[1]\n{"round": "a"}\n' + b"".join(lines))
+    yield f"metrics.jsonl is damaged: 2 lines of {len(lines) + 2:,} cannot be read"
+    file.write_bytes(b"".join(line for line in lines if json.loads(line)["round"] == 1))
+    yield "metrics.jsonl ends with round 1 of 2"
+    file.write_bytes(b"")
+    yield "metrics.jsonl ends with round 0 of 2"
+    file.unlink()
+    yield "metrics.jsonl is missing"
+
+
+def test_a_torn_history_does_not_stop_the_page_which_says_what_it_lacks(ran, tmp_path):
+    folder = shutil.copytree(ran[1], tmp_path / "torn")
+    assert "The curves lack" not in Page(write_page(folder)).text
+    for said in damaged(folder):
+        page = Page(write_page(folder))
+        assert f"Warning. torn: {said}. The curves lack that; the other figures are from result.json." in page.text
+        assert page.faults == []

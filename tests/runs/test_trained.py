@@ -142,6 +142,12 @@ def test_a_regression_has_the_labels_unit(tmp_path, monkeypatch):
     assert np.concatenate(errors).mean() == pytest.approx(result["final"]["global"]["mae"], rel=1e-5)
     with pytest.raises(ConfigError, match="predictions are for images"):
         predictions(model, [], folder)
+    text, mae = card(folder, model, ""), result["final"]["global"]["mae"]
+    assert f"mae {mae:.4f} points, rmse" in text
+    assert "Output: (B,), numbers in points." in text
+    assert "Input: float (B, 10, 1, 1), made as task=diabetes made them" in text
+    assert "probabilities" not in text
+    model(torch.full((2, 10, 1, 1), 255.0))  # a table has any numbers
 
 
 @pytest.mark.parametrize("form", ["torch", "onnx"])
@@ -229,3 +235,47 @@ def test_what_cannot_be_loaded_or_exported_is_said_in_one_line(ran, tmp_path):
     with pytest.raises((RunError, OSError), match="none"):
         export(load_model(ran[1]), "torch", tmp_path / "none" / "mine", "")
     assert not list(tmp_path.glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x.float(), "from 0 to 255"),
+        (lambda x: (x / 255 - 0.5) / 0.25, "from -2 to 2"),
+        (lambda x: x / 255 * float("nan"), "from nan to nan"),
+    ],
+)
+def test_images_of_a_wrong_range_are_refused_by_the_model(change, said, ran):
+    model, x = load_model(ran[1]), torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8)
+    with pytest.raises(DataError, match=rf"bytes \(uint8\), or numbers in \[0, 1\]; got numbers {said}: divide"):
+        model(change(x))
+    torch.testing.assert_close(model(x / 255), model(x))
+    model(x / 255 * 1.1 - 0.05)  # a cubic resize overshoots as much
+    assert model(x[:0] / 255).shape == (0, 10)
+
+
+def test_a_segmentation_is_exported_with_its_card(tmp_path, monkeypatch):
+    import onnxruntime
+
+    rng = np.random.default_rng(0)
+    for n in range(30):
+        for kind in ("image", "label"):
+            Image.fromarray(rng.integers(0, 2, (512, 512), np.uint8) * 255).save(tmp_path / f"{kind}_{n:02d}.png")
+    small = [f"task.data_dir={tmp_path}", "preset=quick", "strategy=fedavg", "partition.size=8"]
+    _, folder = run_at(tmp_path, monkeypatch, "task=isbi2012", *small)
+    model = load_model(folder)
+    size, text = model.task.size, card(folder, model, "")
+    x = torch.rand(3, 1, size, size)
+    for form in ("torch", "onnx"):
+        file, _ = export(model, form, tmp_path / form, text)
+        if form == "torch":
+            found = torch.export.load(file).module()(x)
+        else:
+            session = onnxruntime.InferenceSession(file)
+            found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+        torch.testing.assert_close(found, model(x), rtol=0, atol=1e-5)
+    assert f"Output: (B, {size}, {size}), probabilities of the foreground" in text
+    assert f"Input: images (B, 1, {size}, {size}), float in [0, 1]" in text
+    page = (folder / "report.html").read_text()
+    assert "Training examples by share of foreground pixels" in page
+    assert '<th scope="row">background</th>' in page
