@@ -340,6 +340,8 @@ class Movement(Evaluating):
     def train(self, run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Make one exchange; return the weights after it, which are the same if it failed."""
         self.call_roll(run.grid, server_round)
+        for name in self.members.left():
+            self.recorder.failed(server_round, name, "its node has gone; the run goes on without it until it returns")
         if self.replay:
             last = server_round > (run.num_rounds - 1) * self.exchanges_per_round()
             self.replay.prepare(run.grid, server_round, opened(arrays), run.train_config, last)

@@ -33,7 +33,7 @@ polyline { fill: none !important; } polygon { fill-opacity: .15; } polygon, circ
 .confusion td, .confusion th { text-align: right; padding: .2rem .5rem; }
 {% for n in range(11) %}.shade{{ n }} { background: rgba(var(--shade), {{ n * 0.05 }}); } {% endfor %}
 details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space: pre-wrap; } pre.one { columns: auto; } a { color: var(--c0); }
-@media (max-width: 36rem) { svg text { font-size: 17px; } }
+@media (max-width: 36rem) { svg text { font-size: 17px; } table:not(.confusion) tbody th { min-width: 8rem; } }
 @media print { body { max-width: none; margin: 0; } figure, tr, li { break-inside: avoid; } details { display: block; } h2, caption { break-after: avoid; }
   .scroll { overflow: visible; } table { font-size: .75em; } th, td { padding-right: .5em; } .confusion td, .confusion th { padding: .2rem .3em; } }
 </style>

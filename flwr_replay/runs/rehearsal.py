@@ -31,7 +31,7 @@ from flwr_replay.institution.seal import KEY, make_key
 from flwr_replay.rng import derived_rng
 from flwr_replay.runs.certificates import CA, write_key
 from flwr_replay.runs.opening import read_result
-from flwr_replay.runs.superlink import SuperLink, flower, flwr_run, free_port, superlink
+from flwr_replay.runs.superlink import COLOUR, SuperLink, flower, flwr_run, free_port, superlink
 
 __all__ = ["deal", "rehearse", "supernode"]
 
@@ -125,7 +125,8 @@ def rehearse(
     failed = {one["institution"] for one in result["failures"]} if result else set()
     for log in sorted((place / "logs").glob("*.log")):
         if not result or log.stem in failed:
-            lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+            text = COLOUR.sub("", log.read_text(encoding="utf-8", errors="replace"))
+            lines = [line for line in text.splitlines() if line.strip()]
             say("\n".join([f"--- the end of {log}", *lines[-SHOWN:]]))
     if not result:
         raise RunError(

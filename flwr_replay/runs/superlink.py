@@ -21,7 +21,7 @@ from flwr_replay.errors import RunError
 from flwr_replay.processes import MARK, family
 from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY, write_certificates
 
-__all__ = ["SuperLink", "flower", "flwr_run", "free_port", "streamed", "superlink"]
+__all__ = ["COLOUR", "SuperLink", "flower", "flwr_run", "free_port", "streamed", "superlink"]
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in Flower's log
 DAYS = 7  # that the certificates of one run are valid

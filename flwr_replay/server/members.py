@@ -93,6 +93,7 @@ class Members:
         self._names: dict[int, str] = {}  # by node id: the institution's name
         self._sorted = True  # whether the first two are in the order of names
         self._online: frozenset[int] = frozenset()
+        self._gone: frozenset[int] = frozenset()  # nodes that were online before the last look, and no longer are
         self._asked: set[int] = set()
         self._here: set[int] = set()  # nodes that have answered the roll call since they joined or returned
         self._waiting: set[int] = set()  # nodes that were refused because their name was in use
@@ -140,9 +141,13 @@ class Members:
             self._asked -= gone | self._waiting  # a name may be free now
             self._waiting.clear()
         unknown = sorted(online - self._asked)
-        self._online = online
+        self._online, self._gone = online, gone
         self._asked |= online
         return unknown
+
+    def left(self) -> list[str]:
+        """Return, sorted, the institutions whose node has gone since the exchange before, and has not been replaced."""
+        return sorted(name for node in self._gone if (name := self._names.get(node)) and not self.get(name))
 
     def unasked(self, node_ids: Iterable[int]) -> list[Member]:
         """Enter the nodes of a user's own app, which are not asked who they are; return the new and returning ones.

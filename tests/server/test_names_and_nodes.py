@@ -15,6 +15,7 @@ from flwr_replay.errors import PrivacyError, RunError
 from flwr_replay.institution.identity import KEY, proof_of
 from flwr_replay.payloads.common import Failure
 from flwr_replay.report.progress import Display
+from flwr_replay.report.run_page import write_run_page
 from flwr_replay.runs.execute import execute
 
 JOB = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=4", "batch_size=16", "device=cpu"]
@@ -74,6 +75,7 @@ def reasons(result):
     return {failure["institution"]: failure["reason"] for failure in result["failures"]}
 
 
+GONE = "its node has gone; the run goes on without it until it returns"
 FIRST = 2  # looks: one while the run waits for nodes, one at the roll call; then one for every exchange
 
 
@@ -83,7 +85,8 @@ def test_who_answers_as_another_while_that_is_away_is_refused(tmp_path):
         join(grid, 9, tmp_path, "b", "other")
 
     result, path, grid = run(tmp_path, {FIRST + 2: swap}, *DP)
-    assert reasons(result).keys() == {"9"}
+    assert reasons(result).keys() == {"9", "b"}
+    assert reasons(result)["b"] == GONE
     assert "must prove to be the same institution" in reasons(result)["9"]
     assert set(stages(grid, 9)) == {"roll-call"}
     stated = [line["round"] for line in lines(path, "privacy") if line["institution"] == "b"]
@@ -126,7 +129,7 @@ def test_who_was_away_is_asked_again_and_must_be_the_same(tmp_path, change, repo
 def test_who_was_away_and_is_the_same_goes_on(tmp_path):
     turns = {FIRST + 2: lambda grid: away(grid, 3), FIRST + 3: back}
     result, _, grid = run(tmp_path, turns)
-    assert reasons(result) == {}
+    assert result["failures"] == [{"round": 2, "institution": "b", "reason": GONE}]
     assert stages(grid, 3).count("train") == 2
 
 
@@ -212,3 +215,15 @@ def test_an_identity_is_made_once_and_is_its_owners_only(tmp_path):
     key.write_bytes(b"short")
     with pytest.raises(PrivacyError, match="must hold 64 hexadecimal digits"):
         proof_of(tmp_path, "run-1")
+
+
+def test_who_has_gone_is_said_once_by_name_and_stands_on_the_page(tmp_path, caplog):
+    turns = {FIRST + 2: lambda grid: away(grid, 3), FIRST + 4: back, FIRST + 5: lambda grid: away(grid, 3)}
+    result, path, grid = run(tmp_path, turns, rounds=5)
+    assert [(one["round"], one["institution"], one["reason"]) for one in result["failures"]] == [
+        (2, "b", GONE),
+        (5, "b", GONE),
+    ]
+    assert stages(grid, 3).count("train") == 2  # in exchanges 1 and 4
+    assert f"b takes no part in exchange 2: {GONE}" in caplog.text
+    assert f"b, exchange 5: {GONE}" in write_run_page(path).read_text()
