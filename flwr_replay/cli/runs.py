@@ -63,7 +63,7 @@ def compare_runs(places: Places) -> None:
     print(fitted("", ["run", "method", "task", "seed", *names], rows))
     tasks = dict.fromkeys(result["task"] for _, result in results)
     if len(tasks) > 1:
-        print(f"These runs are of different tasks, {', '.join(tasks)}: their metrics say nothing about each other.")
+        print(f"different tasks ({', '.join(tasks)}): these metrics cannot be compared")
     elif len(places) > 1:
         print(same_bits([finished_place(place) for place in places]))
 

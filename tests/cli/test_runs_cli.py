@@ -52,7 +52,7 @@ def test_runs_are_listed_and_shown(runs, capsys, tmp_path):
 def test_runs_of_different_tasks_are_said_to_be_so(runs, capsys, tmp_path):
     run({"task": "diabetes", "nodes": 2, "rounds": 1}, strategy="cwt", run_name="numbers", runs_dir=tmp_path)
     *table, last = said(capsys, "runs", "compare", runs / "cwt", tmp_path / "numbers").splitlines()
-    assert last == "These runs are of different tasks, digits, diabetes: their metrics say nothing about each other."
+    assert last == "different tasks (digits, diabetes): these metrics cannot be compared"
     assert any("mae" in line for line in table)
 
 
