@@ -86,7 +86,6 @@ class Asking:
                 lost += 1
                 again = member.name in self.movement.lost and lost < LOST
                 there = again and self.waited_for(member)
-                member = self.movement.members.get(member.name) or member
                 continue
             try:
                 check_going_on(made, answer, total)
@@ -104,6 +103,7 @@ class Asking:
 
     def answer(self, member: Member, request: Request, declared: type[Read]) -> Read | None:
         """Send one request; return its answer, or None if there is no valid one, which is then recorded."""
+        member = self.movement.members.get(member.name) or member  # it may have come back as another node
         message = self.movement.message(member, request, self.extra)
         for reply in self.movement.exchange(self.grid, self.server_round, [message], needed=False):
             try:

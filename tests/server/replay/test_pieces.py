@@ -125,7 +125,10 @@ def test_a_message_that_is_lost_is_sent_once_more(hospitals, whole, job, code, s
         assert steps[0] == steps[1]  # what was trained is not charged again
 
 
-def test_an_institution_that_is_gone_is_waited_for(hospitals, whole, monkeypatch):
+@pytest.mark.parametrize("job", ["vqvae2", "pixelcnn"])
+@pytest.mark.parametrize("node", ["the same node", "another node"])
+def test_an_institution_that_is_gone_is_waited_for(hospitals, whole, monkeypatch, job, node):
+    """A SuperNode without a key comes back as another node."""
     monkeypatch.setattr(pieces, "PAUSE", 0.01)
     gone = {}
 
@@ -139,11 +142,13 @@ def test_an_institution_that_is_gone_is_waited_for(hospitals, whole, monkeypatch
         if not gone.get("for"):
             return None
         gone["for"] -= 1
+        if not gone["for"] and node == "another node":
+            grid.contexts[1000] = grid.contexts.pop(gone["node"])
         return [node for node in grid.contexts if node != gone["node"]]
 
-    ran = run(hospitals["vqvae2"], *JOBS["vqvae2"], EACH_STEP, before=killed, there=there)
+    ran = run(hospitals[job], *JOBS[job], EACH_STEP, before=killed, there=there)
     assert gone["for"] == 0
-    check(whole["vqvae2"], ran)
+    check(whole[job], ran)
     asked = [(at.stage, at.name) for at in ran.grid.asked]
     again = asked.index(("train-generator", "b"), asked.index(("train-generator", "b")) + 2)
     assert ("roll-call", "b") in asked[:again][-2:]
