@@ -109,10 +109,10 @@ class Recorder:
 
         Under DP institutions withhold them.
         """
-        said = [f"loss {', '.join(f'{loss:.4f}' for loss in losses) or 'withheld'}"]
+        said = [f"loss {_some([f'{loss:.4f}' for loss in losses]) or 'withheld'}"]
         for figure, values in figures.items():
             if values is not None and np.size(values):
-                said.append(f"{figure} {', '.join(f'{value:.4g}' for value in np.atleast_1d(values))}")
+                said.append(f"{figure} {_some([f'{value:.4g}' for value in np.atleast_1d(values)])}")
         self.log(f"{network} at {name}: {'; '.join(said)}")
 
     def spent(
@@ -159,3 +159,12 @@ class Recorder:
             shutil.rmtree(path, ignore_errors=True)
         path.mkdir(exist_ok=True)
         return path
+
+
+def _some(values: list[str]) -> str:
+    """Write values in a line, without the middle of a long series.
+
+    >>> _some(["0.9", "0.7", "0.6", "0.5", "0.4", "0.4", "0.3"])
+    '0.9, 0.7, 0.6, …, 0.4, 0.4, 0.3'
+    """
+    return ", ".join(values if len(values) <= 6 else [*values[:3], "…", *values[-3:]])
