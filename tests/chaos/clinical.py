@@ -51,27 +51,27 @@ def main():
         deal(rows, [row.site for row in rows], folder / "data")
         (folder / "flower").mkdir()
         link = stack.enter_context(superlink(folder / "flower", simulation=False))
-        nodes = {}
-        for site in images:
+        nodes = {site: stack.enter_context(ExitStack()) for site in images}
+
+        def start(site):
             owned = {"name": site, "data": str(folder / "data" / site), "state": str(folder / "state" / site)}
-            nodes[site] = lambda site=site, owned=owned: supernode(link, site, owned)
-        running = {site: node() for site, node in nodes.items()}
-        for node in running.values():
-            node.__enter__()
-        run, back = folder / "runs" / "stopped", 0.0
+            nodes[site].enter_context(supernode(link, site, owned))
+
+        for site in images:
+            start(site)
+        run, ended = folder / "runs" / "stopped", False
         deployed = [*options, f"nodes={len(images)}", f"runs_dir='{run.parent}'", "run_name=stopped", "wait=300"]
         for line in flwr_run(link, deployed):
             say(line.rstrip())
-            if not back and pieces(run / "ledger.jsonl", stopped):
-                running[stopped].__exit__(None, None, None)
-                back = time.monotonic() + AWAY
+            if not ended and pieces(run / "ledger.jsonl", stopped):
+                nodes[stopped].close()
+                ended = True
                 say(f"SuperNode of {stopped} ended, {len(pieces(run / 'ledger.jsonl', stopped))} pieces answered")
                 time.sleep(AWAY)
-                running[stopped] = nodes[stopped]()
-                running[stopped].__enter__()
+                start(stopped)
                 say("and started again")
-        for node in running.values():
-            node.__exit__(None, None, None)
+        for node in nodes.values():
+            node.close()
         say({site: f"{len(pieces(run / 'ledger.jsonl', site))} pieces" for site in images})
         say(*read_lines(run / "failures.jsonl"))
         alone = [*options, "partition=natural", f"task.data-dir={asked.data}", "run-name=alone"]
