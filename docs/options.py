@@ -35,7 +35,7 @@ a run, a comparison or a study again. A run that was started with `flwr run` has
 simulated institutions keep between rounds lies under `~/.flwr-replay/state`. `$FLWR_REPLAY_HOME` is another
 place for both.
 
-**Resuming.** `flwr-replay run --resume DIR` goes on where the run stopped and ends with the same bits. Under
+**Resuming.** `flwr-replay run --resume DIR` goes on where the run stopped and, on a CPU, ends with the same bits. Under
 `dp=` the bits differ, since the noise is secret. `rounds=` with it makes the run longer, and none shorter
 than it is.
 
