@@ -111,19 +111,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--runs-dir", default="runs")
     asked = parser.parse_intermixed_args()
-    head = [
-        "dealt",
-        "method",
-        "accuracy",
-        "balanced",
-        "MB up",
-        "MB down",
-        "seconds",
-        "server MB",
-        "institution MB",
-        "GPU MB",
-    ]
-    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
+    print("| dealt | method | accuracy | balanced | MB up | MB down | seconds | server MB | institution MB | GPU MB |")
+    print("|" + "---|" * 10, flush=True)
     with ThreadPoolExecutor(asked.jobs) as pool:
         cells = {
             pool.submit(measured, method, partition, asked): (method, partition)

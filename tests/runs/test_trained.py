@@ -150,6 +150,16 @@ def test_a_regression_has_the_labels_unit(tmp_path, monkeypatch):
     model(torch.full((2, 10, 1, 1), 255.0))  # a table has any numbers
 
 
+def outputs(file, form, x):
+    """Return what an exported file makes of x."""
+    if form == "torch":
+        return torch.export.load(file).module()(x)
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(file)
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
 @pytest.mark.parametrize("form", ["torch", "onnx"])
 def test_an_exported_model_has_the_same_outputs(form, ran, tmp_path, capsys):
     app(["export", str(ran[1]), "--format", form, "--out", str(tmp_path / "mine")], standalone_mode=False)
@@ -157,14 +167,7 @@ def test_an_exported_model_has_the_same_outputs(form, ran, tmp_path, capsys):
     model = load_model(ran[1])
     for number in (1, 5):
         x = torch.rand(number, 1, 8, 8)
-        if form == "torch":
-            found = torch.export.load(file).module()(x)
-        else:
-            import onnxruntime
-
-            session = onnxruntime.InferenceSession(file)
-            found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
-        torch.testing.assert_close(found, model(x), rtol=0, atol=1e-5)
+        torch.testing.assert_close(outputs(file, form, x), model(x), rtol=0, atol=1e-5)
     text = (tmp_path / "mine.md").read_text()
     assert beside == str(tmp_path / "mine.md")
     assert ran[0]["privacy-claim"] in text
@@ -255,8 +258,6 @@ def test_images_of_a_wrong_range_are_refused_by_the_model(change, said, ran):
 
 
 def test_a_segmentation_is_exported_with_its_card(tmp_path, monkeypatch):
-    import onnxruntime
-
     rng = np.random.default_rng(0)
     for n in range(30):
         for kind in ("image", "label"):
@@ -268,12 +269,7 @@ def test_a_segmentation_is_exported_with_its_card(tmp_path, monkeypatch):
     x = torch.rand(3, 1, size, size)
     for form in ("torch", "onnx"):
         file, _ = export(model, form, tmp_path / form, text)
-        if form == "torch":
-            found = torch.export.load(file).module()(x)
-        else:
-            session = onnxruntime.InferenceSession(file)
-            found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
-        torch.testing.assert_close(found, model(x), rtol=0, atol=1e-5)
+        torch.testing.assert_close(outputs(file, form, x), model(x), rtol=0, atol=1e-5)
     assert f"Output: (B, {size}, {size}), probabilities of the foreground" in text
     assert f"Input: images (B, 1, {size}, {size}), float in [0, 1]" in text
     page = (folder / "report.html").read_text()
