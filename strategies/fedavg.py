@@ -35,6 +35,7 @@ class FedAvgConfig(StrategyConfig):
 
     name: ClassVar[str] = "fedavg"
     own_batches: ClassVar[bool] = True
+    summed: ClassVar[bool] = True
     local_epochs: int = 1  # E, passes over an institution's data per round
     optimizer_state: str = (
         "reset"  # reset: every round begins with fresh momentum | keep: each institution keeps its own

@@ -47,6 +47,7 @@ class FedAvgShareConfig(FedAvgConfig):
     """Options of FedAvg+Share."""
 
     name: ClassVar[str] = "fedavgshare"
+    summed: ClassVar[bool] = False  # raw examples leave, which no mask hides
     share: float = 0.05  # of each institution's examples; paper: 0.05
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ class FedSGDConfig(StrategyConfig):
     """FedSGD has no options of its own."""
 
     name: ClassVar[str] = "fedsgd"
+    summed: ClassVar[bool] = True
 
 
 class FedSGD(Parallel):

@@ -48,6 +48,8 @@ def jobs() -> dict[str, list[str]]:
         if strategy.supports_replay:
             found[f"{name} replay=vqvae2"] = [*plain, "replay=vqvae2"]
             found[f"{name} replay=buffer"] = [*plain, "replay=buffer", "replay.images=7"]
+        if strategy.config_type.summed:
+            found[f"{name} masked"] = [*plain, "masked=true"]
         for mechanism in sorted({*mechanisms_of(strategy)} - OF_REPLAY):
             found[f"{name} dp={mechanism}"] = [*plain, *REPEATABLE, f"dp={mechanism}", *NEEDED.get(mechanism, ())]
         if {*mechanisms_of(strategy)} >= OF_REPLAY and strategy.supports_replay:

@@ -61,6 +61,7 @@ class RunConfig:
     client_cpus: float  # on Ray, cores of a process that serves institutions; 0: as many as threads
     client_gpus: float  # on Ray, GPUs of such a process, a fraction shares one; 0: what there is, shared out
     sealed: bool  # what institutions send is encrypted for the other institutions: the server cannot read it
+    masked: bool  # institutions add masks that cancel in their sum: the server reads the mean of weights, and no others
     record: str  # none | up | all: messages that the run directory keeps, so that attacks can be tried on them
     record_mb: float  # the most that these messages may take, in 10^6 bytes
     tracking: str  # none | tensorboard | mlflow | wandb: what else is told the metrics, by the server
@@ -85,6 +86,8 @@ class RunConfig:
         one_of("split", self.split, ("test", "validation"))
         if self.sealed:
             self._check_sealed()
+        if self.masked:
+            self._check_masked()
         require(
             (self.replay.name == "none" and not self.draws_images) or self.generator.slice_seconds < self.timeout,
             "generator.slice-seconds must be below timeout, since a message must be answered before that; got "
@@ -124,6 +127,36 @@ class RunConfig:
                 value == without,
                 f"with sealed=true the server has nothing but sealed parcels; got {option}={value}: leave {option} out",
             )
+
+    def _check_masked(self) -> None:
+        """Refuse what needs more of an institution's weights than their part in a sum."""
+        name = self.strategy.name
+        require(
+            self.strategy.summed,
+            f"masked=true is for methods whose server needs the mean of weights only; that of strategy={name} needs "
+            "more: leave masked out, or choose another strategy",
+        )
+        require(
+            self.nodes not in (1, 2),
+            f"masked=true needs at least three institutions; got nodes={self.nodes}: of two, each could compute the "
+            "other's weights from the mean",
+        )
+        for option, value, without in (
+            ("sealed", self.sealed, False),
+            ("replay", self.replay.name, "none"),
+            ("fraction", self.fraction, 1.0),
+            ("evaluate-before-mixing", self.evaluate_before_mixing, False),
+        ):
+            require(
+                value == without,
+                f"with masked=true the server gets nothing but the mean of all; got {option}={value}: leave {option} "
+                "out",
+            )
+
+    @property
+    def pinned(self) -> bool:
+        """Whether institutions need each other's keys: to seal, or to mask."""
+        return self.sealed or self.masked
 
     @property
     def own_parts(self) -> tuple[str, ...]:

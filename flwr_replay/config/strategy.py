@@ -41,6 +41,8 @@ class StrategyConfig:
         Whether institutions train on batches of a `Learner`, which have the institution's size.
     relayed : bool
         Whether the server only hands on what institutions send, so that it can be sealed (sealed=true).
+    summed : bool
+        Whether the server needs only the mean of what institutions send, so that it can be masked (masked=true).
     """
 
     name: ClassVar[str]
@@ -53,6 +55,7 @@ class StrategyConfig:
     draws_images: ClassVar[bool] = False
     own_batches: ClassVar[bool] = False
     relayed: ClassVar[bool] = False
+    summed: ClassVar[bool] = False
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """Return how many passes an institution makes over its examples, by mechanism: encoder, classifier, proxy.

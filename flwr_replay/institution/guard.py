@@ -32,6 +32,7 @@ from flwr_replay.errors import (
     WireError,
 )
 from flwr_replay.institution.budget import PrivacyBudget
+from flwr_replay.institution.masking import Masking
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import Policy
@@ -94,10 +95,10 @@ def _answered(
     request = request_of(message)
     check_sealing(institution, config, message)
     check_request(message, request, institution.policy, config)
-    sealing = Sealing(institution, config, run) if config.sealed else None
+    hiding = (Sealing if config.sealed else Masking)(institution, config, run) if config.pinned else None
     plan, policy, answer, store = _plan(config), institution.policy, request and request.answer, StateStore(institution)
-    with sealing.alone() if sealing and request and request is not RollCall else nullcontext():
-        asked = sealing.opened(message, request) if sealing else message
+    with hiding.alone() if hiding and request and request is not RollCall else nullcontext():
+        asked = hiding.opened(message, request) if hiding else message
         if answer and issubclass(answer, Evaluation):
             policy.check_evaluations(store.count_test(run))
         dp_fields = plan.dp_fields(answer) if plan and answer else {}
@@ -110,12 +111,11 @@ def _answered(
         names = {row.field for row in leaving}
         if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):
             _check_account(budget, run, sent, charged_before, metrics_in(reply.content))
-        if sealing and answer:
-            exchange = config_in(message.content).get("server-round", 0)
-            sealing.keep_tested(exchange)
-            sealing.closed(reply, answer, exchange)
+        if hiding and answer:
+            hiding.closed(reply, answer, config_in(message.content).get("server-round", 0))
             found = rows(reply.content, answer)
             leaving = plan.protected(found, answer, metrics_in(reply.content)) if plan else list(found)
+            policy.check_upload(sum(row.bytes for row in leaving), "the answer")
         return reply, leaving
 
 
@@ -169,6 +169,7 @@ def run_rules(policy: Policy, config: RunConfig) -> dict[str, Callable[[], None]
         "recording": lambda: policy.check_recording(config.record),
         "limits": lambda: _check_options(policy, config),
         "sealed": lambda: policy.check_sealed(config.sealed),
+        "masked": lambda: policy.check_masked(config.pinned),
     }
     return rules | ({"max-delta": lambda: policy.check_delta(plan.config.delta)} if plan else {})
 

@@ -233,7 +233,7 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=root,
-        read_seal=partial(simulated, root, all_names, all_names[k]) if config.sealed else None,
+        read_seal=partial(simulated, root, all_names, all_names[k]) if config.pinned else None,
         tests_external=config.external,
         validates=config.split == "validation",
         tests_training=config.forgetting,

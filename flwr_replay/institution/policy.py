@@ -32,6 +32,8 @@ The policy is a YAML file in the institution's hands:
                                               # This binds honest servers only: any other can keep what it gets
     sealed: true                              # no run in which a server could read weights: sealed=true only. What
                                               # sealing does not hide is in docs/sealed.md
+    masked: true                              # no run in which a server could read this institution's weights alone:
+                                              # masked=true or sealed=true. What masks do not hide is in docs/masked.md
     limits: {epochs: 50}                      # the most that a server may ask for; defaults: `LIMITS`
 
 A key that is left out forbids nothing, except that limits always hold. This package's ClientApp enforces the rules,
@@ -105,6 +107,7 @@ class Policy:
     max_evaluations: int = EVALUATIONS
     recording: bool = True
     sealed: bool = False
+    masked: bool = False
     limits: tuple[tuple[str, float], ...] = tuple(LIMITS.items())
 
     def check_strategy(self, strategy: str) -> None:
@@ -128,6 +131,14 @@ class Policy:
         if self.sealed and not sealed:
             raise RefusedError(
                 f"policy asks for a sealed run (sealed: true); the server's says sealed=false: set sealed=true {ADVICE}"
+            )
+
+    def check_masked(self, hidden: bool) -> None:
+        """Refuse a run, neither sealed nor masked, in which the server could read an institution's weights alone."""
+        if self.masked and not hidden:
+            raise RefusedError(
+                "policy asks for a masked run (masked: true), or a sealed one; the server's says masked=false: set "
+                f"masked=true {ADVICE}"
             )
 
     def check_limits(self, asked: Mapping[str, Any]) -> None:
@@ -338,5 +349,6 @@ READ: Mapping[str, Callable[[object, str], Any]] = {
     "metrics": _metrics,
     "recording": _flag,
     "sealed": _flag,
+    "masked": _flag,
     "limits": _limits,
 }

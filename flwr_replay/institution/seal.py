@@ -1,5 +1,7 @@
 """Seals what an institution sends to other institutions, and opens what they send: the server has no key.
 
+The same keys make the masks of `flwr_replay/institution/masking.py`, under another label.
+
     key of a parcel:     32 random bytes, which seal the arrays by ChaCha20-Poly1305
     wrapped for each k': K = HKDF-SHA256(X25519(own private key, pinned public key of k'), salt, both names and keys)
                          ChaCha20-Poly1305 under K of the parcel's key
@@ -42,6 +44,7 @@ __all__ = ["KEY", "Opened", "Seal", "line_of", "make_key", "read_pins", "simulat
 
 KEY = "seal.key"  # an institution's private key, in its state directory unless its node config names another file
 LABEL = b"flwr-replay sealed parcel 1"
+MASKS = b"flwr-replay masks of a sum 1"
 NONCE = bytes(12)  # every key is used once
 LARGEST = 2**31 - 1 - 16  # bytes that ChaCha20-Poly1305 seals at once
 DIGITS = re.compile("[0-9a-f]{64}")
@@ -160,15 +163,26 @@ class Seal:
             ) from None
         return Opened(head, body, sha256(parcel.head + parcel.salt + digest).hexdigest())
 
+    def pair_keys(self, context: bytes) -> dict[str, bytes]:
+        """Return the 32 bytes that this institution shares with each other one in a context, by the other's name."""
+        salt = sha256(context).digest()
+        return {
+            other: self._derived(other, salt, MASKS, sorted((self.name, other)))
+            for other in self.pins
+            if other != self.name
+        }
+
     def _shared(self, other: str, salt: bytes, sends: bool) -> bytes:
         """Return K for one direction between this institution and another."""
+        return self._derived(other, salt, LABEL, (self.name, other) if sends else (other, self.name))
+
+    def _derived(self, other: str, salt: bytes, label: bytes, names: Sequence[str]) -> bytes:
         theirs = bytes.fromhex(self.pins[other])
-        names = (self.name, other) if sends else (other, self.name)
         try:
             secret = self.key.exchange(X25519PublicKey.from_public_bytes(theirs))
         except ValueError:
             raise ConfigError(f"the pinned key of {other} is no public key of X25519: correct the file") from None
-        info = LABEL + b"".join(_text(f"{name} {self.pins[name]}".encode()) for name in names)
+        info = label + b"".join(_text(f"{name} {self.pins[name]}".encode()) for name in names)
         return HKDF(SHA256(), 32, salt, info).derive(secret)
 
 

@@ -59,25 +59,25 @@ TESTS = "tested"  # in a run's folder: the model that was tested last, which the
 
 
 def check_sealing(institution: Institution, config: RunConfig, message: Message) -> None:
-    """Refuse an unsealed run at a sealed institution, and the other way round; and parcels in an unsealed run.
+    """Refuse a run that is neither sealed nor masked where keys are pinned, the other way round, and parcels in plain.
 
     Raises
     ------
     RefusedError
         If they differ.
     """
-    sealed = institution.read_seal is not None
-    if sealed and not config.sealed:
+    pinned = institution.read_seal is not None
+    if pinned and not config.pinned:
         raise RefusedError(
-            "this institution seals what it sends, for the institutions whose keys it has pinned; the run says "
-            "sealed=false: nothing leaves; set sealed=true"
+            "this institution has pinned keys, so no server reads its weights alone; the run says sealed=false and "
+            "masked=false: nothing leaves; set one of the two"
         )
-    if config.sealed and not sealed:
+    if config.pinned and not pinned:
         raise RefusedError(
-            "a sealed run needs pinned keys; this institution has none: start its SuperNode with --node-config "
-            """'… seal-peers="FILE"', or leave sealed out"""
+            f"a {'sealed' if config.sealed else 'masked'} run needs pinned keys; this institution has none: start its "
+            """SuperNode with --node-config '… seal-peers="FILE"', or leave sealed and masked out"""
         )
-    if not sealed and message.has_content() and is_sealed(message.content.get("arrays", {})):
+    if not config.sealed and message.has_content() and is_sealed(message.content.get("arrays", {})):
         raise RefusedError("arrays come in plain in this run; a sealed parcel came: refused; set sealed=true")
 
 
@@ -223,13 +223,10 @@ class Sealing:
 
     # --- what leaves --------------------------------------------------------------------------------------------------
 
-    def keep_tested(self, server_round: int) -> None:
-        """Keep a tested model, which no server can."""
+    def closed(self, reply: Message, answer: type[Payload], server_round: int) -> None:
+        """Seal the arrays of an answer, in its place; keep a tested model, which no server can."""
         if self.tested is not None:
             self.store.save(TESTS, self.run, server_round, opened(self.tested), self.durable)
-
-    def closed(self, reply: Message, answer: type[Payload], server_round: int) -> None:
-        """Seal the arrays of an answer, in its place."""
         record = reply.content.array_records.get("arrays")
         if not record:
             return

@@ -122,10 +122,11 @@ class Evidence:
         """
         lines = [line for part in parts(folder / "ledger.jsonl") for line in read_lines(part)]
         config, run = _options(folder, lines, run)
-        if config.sealed:
+        if config.pinned:
+            hidden = "sealed" if config.sealed else "masked"
             raise RunError(
-                f"attacks are tried on messages that can be read; those in {folder} are sealed: run again with "
-                "sealed=false"
+                f"attacks are tried on messages that can be read; those in {folder} are {hidden}: run again with "
+                f"{hidden}=false"
             )
         load_strategy(config.strategy.name)  # declares the method's payloads
         names = [

@@ -81,7 +81,7 @@ class Movement(Evaluating):
         self.observers += [FurtherTests("test", at_end=True)] if self.settings.split != "test" else []
         self.observers += [Forgetting(self.recorder)] if self.settings.forgetting else []
         private = self.settings.privacy and "train" in self.stages
-        own = self.needs_roll_call or self.replay or self.observers or private or self.settings.sealed
+        own = self.needs_roll_call or self.replay or self.observers or private or self.settings.pinned
         self.ours_only = bool(own)
 
     def new_replay(self) -> Replay | None:

@@ -5,19 +5,23 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
+from flwr_replay.errors import RunError
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.movements.observers import UNMIXED
 from flwr_replay.movements.participation import participants
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
+from flwr_replay.wire.masked import blank_masked, mean_of
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
+from flwr_replay.wire.weights import check_weights
 
 __all__ = ["Parallel", "weighted_mean"]
 
@@ -46,7 +50,8 @@ class Parallel(Movement):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One exchange with every institution in every round in which it trains."""
-        request, answer, times = self.train_request(0, arrays), self.answer.empty(arrays), self.trainings(num_rounds)
+        leaves = blank_masked(arrays) if self.settings.masked else arrays
+        request, answer, times = self.train_request(0, arrays), self.answer.empty(leaves), self.trainings(num_rounds)
         return [(member, request, answer, times[member.name]) for member in self.members if times[member.name]]
 
     def trainings(self, num_rounds: int) -> Mapping[str, int]:
@@ -96,7 +101,29 @@ class Parallel(Movement):
         losses = [(answer.train_loss, answer.num_examples) for answer in answers if answer.train_loss is not None]
         total = sum(n for _, n in losses)
         metrics: dict[str, Any] = {"train-loss": sum(loss * n for loss, n in losses) / total} if losses else {}
+        if self.settings.masked:
+            answers = [self.unmasked(answers)]
         return array_record(self.combine(answers)), MetricRecord(metrics)
+
+    def unmasked(self, answers: Sequence[Trained]) -> Trained:
+        """Return the mean of answers that came under masks, as one answer with the examples of all.
+
+        Raises
+        ------
+        RunError
+            If an institution's answer is missing, or the masks have not cancelled: nothing can be read then.
+        DivergedError
+            If the mean is too large.
+        """
+        if lacking := [member.name for member in self.members.known if member.name not in self.answered]:
+            raise RunError(
+                f"with masked=true an exchange needs every institution; exchange {self.server_round} has no answer of "
+                f"{', '.join(lacking)}; {self.recorder.failures_line()}: resume the run when all are there"
+            )
+        n = sum(answer.num_examples for answer in answers)
+        mean = mean_of([opened(answer.arrays) for answer in answers], n, like=self.sent)
+        check_weights(mean)
+        return replace(answers[0], arrays=mean, num_examples=n)
 
 
 def weighted_mean(states: Sequence[StateDict], weights: Sequence[float]) -> StateDict:

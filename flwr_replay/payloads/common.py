@@ -136,7 +136,7 @@ class Present(Payload):
     proof: str = notice(
         default=""
     )  # of its identity, for when it returns as another node: flwr_replay/institution/identity.py
-    pins: str = notice(default="")  # sealed run: SHA-256 of the names and public keys that it has pinned
+    pins: str = notice(default="")  # sealed or masked run: SHA-256 of the names and public keys that it has pinned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,9 @@ class RollCall(Request, stage="roll-call", answer=Present, message_type="query")
     run: str = instruction()
     stages: Sequence[str] = instruction("all stages that the run will request", default=())
     record: str = instruction("which messages the server keeps for attacks: up or all; empty: none", default="")
-    sealed: str = instruction("which arrays are sealed for the other institutions: all; empty: none", default="")
+    sealed: str = instruction(
+        "all: arrays are sealed for other institutions; sums: under masks; empty: neither", default=""
+    )
     form: str = instruction("digest of names, shapes and dtypes of the model that institutions exchange", default="")
     training: str = instruction("digest of the server's optimizer, batch size and so on", default="")
 

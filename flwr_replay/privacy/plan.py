@@ -17,6 +17,7 @@ from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for, 
 from flwr_replay.privacy.fitting import check_fit, mechanisms_wanted
 from flwr_replay.privacy.local import LATENTS, LocalDP
 from flwr_replay.wire.fields import Field
+from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.payload import Payload, Row
 from flwr_replay.wire.sealed import SEALED
 
@@ -346,10 +347,10 @@ class PrivacyPlan:
 
 
 def also(before: str, by_noise: str) -> str:
-    """Return the protection by noise, and that of a seal where there was one."""
-    if before != SEALED:
+    """Return the protection by noise, and that of a seal or of masks where there were such."""
+    if before not in (SEALED, MASKED):
         return by_noise
-    return SEALED if by_noise == "none" else f"{by_noise}, {SEALED}"
+    return before if by_noise == "none" else f"{by_noise}, {before}"
 
 
 def mechanisms_of(half: type[Any]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.pages import render
@@ -21,6 +21,7 @@ RULES = {
     "recording": "whether the server keeps messages (recording)",
     "limits": "the server asks for no more than allowed (limits)",
     "sealed": "whether the server could read weights (sealed)",
+    "masked": "whether the server could read one institution's weights alone (masked)",
     "max-delta": "δ is small enough (max-delta)",
     "max-evaluations": "the number of tests (max-evaluations)",
 }
@@ -30,23 +31,53 @@ ENFORCED = (
     "It refuses instructions that differ from the options on this page, and options that change while a run goes on.",
     "It keeps its account of ε, draws the noise from a key of its own, and lets no answer leave before it is charged.",
 )
-SEALS = (
-    "It seals all weights and images that leave, for the institutions whose keys it has pinned. It refuses weights "
-    "that come in plain, altered, a second time, out of order, from another run, or from an institution whose key it "
-    "does not know. It knows what came before as long as its state directory is kept. With pinned keys, it takes no "
-    "part in a run that is not sealed."
+
+
+class Hidden(NamedTuple):
+    """What a page says of a run that hides weights from the server."""
+
+    hides: str = ""
+    not_hidden: tuple[str, ...] = ()
+    enforced: tuple[str, ...] = ()
+
+
+NOT_HIDDEN = Hidden()
+SEALED = Hidden(
+    "The seal hides weights and images from the server.",
+    (
+        "who exchanges with whom, when, and how many bytes.",
+        "numbers of examples and steps, losses, and all results of tests.",
+        "w of PushSum: it follows from the graph, which the server chooses.",
+        "anything from the other institutions: each can open what the others send.",
+        "earlier messages, once a private key is stolen. There is no forward secrecy: who has kept the parcels then "
+        "opens all of them, since each is sealed for every institution.",
+    ),
+    (
+        "It seals all weights and images that leave, for the institutions whose keys it has pinned. It refuses weights "
+        "that come in plain, altered, a second time, out of order, from another run, or from an institution whose key "
+        "it does not know. It knows what came before as long as its state directory is kept. With pinned keys, it "
+        "takes no part in a run that is neither sealed nor masked.",
+    ),
+)
+MASKED = Hidden(
+    "The masks hide this institution's weights from the server, in those of all.",
+    (
+        "the mean of the weights of all institutions, which may tell of single examples. Masks are no DP.",
+        "this institution's weights, from whoever has the keys of all the others.",
+        "about what this institution's part is, from whoever compares two runs, one with it and one without.",
+        "numbers of examples and steps, losses, and all results of tests.",
+        "earlier answers, once a private key is stolen: the masks that it shared can then be made again.",
+    ),
+    (
+        "It puts the weights that leave under masks, made of the keys that it has pinned. They cancel in the sum of "
+        "all institutions in that file, at least three, and only if all answer the same request. It masks one answer "
+        "in an exchange, and repeats the same bytes if it is asked again, as long as its state directory is kept. With "
+        "pinned keys, it takes no part in a run that is neither sealed nor masked.",
+    ),
 )
 HANDS_ON = (
     "to hand on what institutions have sealed. It can hold a parcel back, and it chooses who gets whose, with which "
     "share."
-)
-NOT_HIDDEN = (
-    "who exchanges with whom, when, and how many bytes.",
-    "numbers of examples and steps, losses, and all results of tests.",
-    "w of PushSum: it follows from the graph, which the server chooses.",
-    "anything from the other institutions: each can open what the others send.",
-    "earlier messages, once a private key is stolen. There is no forward secrecy: who has kept the parcels then opens "
-    "all of them, since each is sealed for every institution.",
 )
 ALONE = (
     "How many examples the others have is not known here. What a method asks only the institution with the most for, "
@@ -73,6 +104,7 @@ def write_officer_page(folder: Path, found: Mapping[str, Any]) -> tuple[Path, Pa
         What `flwr_replay.runs.officer.findings` returned.
     """
     names, lines = list(found["institutions"]), found["fields"]
+    hidden = SEALED if found["sealed"] else MASKED if found["masked"] else NOT_HIDDEN
     reasons = list(dict.fromkeys(one["reason"] for one in [*found["rules"], *lines] if one["reason"]))
     number = {reason: f"{at}" for at, reason in enumerate(reasons, 1)}
     page, data = folder / f"{PAGE}.html", folder / f"{PAGE}.json"
@@ -96,9 +128,10 @@ def write_officer_page(folder: Path, found: Mapping[str, Any]) -> tuple[Path, Pa
         protected=_protected(lines),
         unprotected=_unprotected(lines),
         pinned=_joined(found["pinned"]),
-        enforced=[*ENFORCED[: len(ENFORCED) if found["private"] else -1], *([SEALS] if found["sealed"] else [])],
+        enforced=[*ENFORCED[: len(ENFORCED) if found["private"] else -1], *hidden.enforced],
         asked=[ASKED[0], HANDS_ON, *ASKED[2:]] if found["sealed"] else ASKED,
-        not_hidden=NOT_HIDDEN if found["sealed"] else (),
+        hides=hidden.hides,
+        not_hidden=hidden.not_hidden,
         policy=found["policy"],
         policy_text=found["policy-text"],
         versions={

@@ -218,7 +218,7 @@ OFFICER = """\
 {% if protected %}<ul>{% for line in protected %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
 {% if unprotected %}<p>These may leave without differential privacy:</p>
 <ul>{% for line in unprotected %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
-{% if not_hidden %}<p>The seal hides weights and images from the server. It does not hide:</p>
+{% if not_hidden %}<p>{{ hides }} Not hidden from it:</p>
 <ul>{% for line in not_hidden %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
 <p>TLS keeps the network from reading messages. It hides nothing from the server{% if not not_hidden %}, which has them as they are{% endif %}. What earlier runs have sent, and their ε, is not counted here.</p>
 

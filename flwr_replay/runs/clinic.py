@@ -186,12 +186,12 @@ def _key(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
 
 
 def _seal(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
-    if not compose(study_options(folder / "study")).sealed:
+    if not compose(study_options(folder / "study")).pinned:
         return
     make = f"flwr-replay deploy seal-key {own['NAME']}, in this folder"
     for needed, made in (("seal.key", make), (PEERS_FILE, "put every clinic's line into it")):
         if not (folder / needed).is_file():
-            raise RunError(f"the study is sealed, and {folder / needed} is missing: {made}")
+            raise RunError(f"the study needs keys, and {folder / needed} is missing: {made}")
     seal = Seal(own["NAME"], make_key(folder / "seal.key")[0], read_pins(folder / PEERS_FILE))
     yield f"seal: {len(seal.pins)} pinned keys ({', '.join(seal.pins)}); compare with the clinics: {seal.digest}"
 

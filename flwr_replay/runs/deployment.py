@@ -37,6 +37,8 @@ from flwr_replay.runs.deployment_texts import (
     COORDINATOR,
     LEAVES,
     MAKE_SEAL_KEY,
+    MASKED_POLICY,
+    MASKED_STUDY,
     PEERS,
     POLICY,
     SCRIPTS_OF_CLINIC,
@@ -44,6 +46,7 @@ from flwr_replay.runs.deployment_texts import (
     SEAL_KEYS,
     SEALED_POLICY,
     SEALED_STEP,
+    SEALED_STUDY,
     STAYS,
     STUDY,
 )
@@ -137,7 +140,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
                 {"README.md": CLINIC, **SCRIPTS_OF_CLINIC},
                 {**words, **_sealed(config, name), "name": name, "local_port": LOCAL_PORT + k},
             )
-            if config.sealed:
+            if config.pinned:
                 write_atomic(own / PEERS_FILE, PEERS.format(name=name))
         os.rename(new, place)
     finally:
@@ -203,7 +206,7 @@ def _policy(config: RunConfig, clinics: Sequence[str]) -> tuple[str, set[str]]:
         metrics="exact" if config.task.kind == "regression" else "counted",
         tests=max(TESTS, 2 * tests),
         agreed=_agreed(config),
-        sealed=SEALED_POLICY if config.sealed else "",
+        sealed=SEALED_POLICY if config.sealed else MASKED_POLICY if config.masked else "",
     )
     return text, set(kinds)
 
@@ -234,10 +237,11 @@ def _private(privacy: PrivacyConfig) -> str:
 
 
 def _sealed(config: RunConfig, name: str) -> dict[str, object]:
-    """Return what a clinic's files say of keys to seal with; nothing if the run is not sealed."""
+    """Return what a clinic's files say of keys to seal or mask with; nothing if the run needs none."""
     words = {"make_seal_key": MAKE_SEAL_KEY.format(name=name), "seal_keys": SEAL_KEYS}
-    words["sealed_step"] = SEALED_STEP.replace("<<name>>", name).rstrip()
-    return dict.fromkeys(words, "") if not config.sealed else {**words}
+    hidden = SEALED_STUDY if config.sealed else MASKED_STUDY
+    words["sealed_step"] = SEALED_STEP.replace("<<name>>", name).replace("<<hidden>>", hidden).rstrip()
+    return dict.fromkeys(words, "") if not config.pinned else {**words}
 
 
 def _write(folder: Path, study: str, files: dict[str, str], words: dict[str, object]) -> None:

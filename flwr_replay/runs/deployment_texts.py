@@ -7,12 +7,15 @@ __all__ = [
     "COORDINATOR",
     "LEAVES",
     "MAKE_SEAL_KEY",
+    "MASKED_POLICY",
+    "MASKED_STUDY",
     "PEERS",
     "POLICY",
     "SCRIPTS_OF_CLINIC",
     "SCRIPTS_OF_COORDINATOR",
     "SEALED_POLICY",
     "SEALED_STEP",
+    "SEALED_STUDY",
     "SEAL_KEYS",
     "STAYS",
     "STUDY",
@@ -69,14 +72,21 @@ SEALED_POLICY = """\
 sealed: true
 """
 
+MASKED_POLICY = """\
+# No run in which the server could read this clinic's weights alone.
+masked: true
+"""
+
 PEERS = """\
 # The pinned keys: a line for each clinic, its name and its public key, as ./make-key.sh prints it. Without your own line,
 # and with another key for anybody, this clinic takes no part. The same file at every clinic: compare its digest by
 # telephone, with the other clinics, not with the coordinator: flwr-replay deploy seal-key {name} --peers peers.txt
 """
 
+SEALED_STUDY = "The run is sealed: the server cannot read what the clinics send each other."
+MASKED_STUDY = "The run is masked: of weights the server reads the mean of all clinics, and no single clinic's."
 SEALED_STEP = """
-   The run is sealed: the server cannot read what the clinics send each other. `make-key.sh` also makes `seal.key`, which
+   <<hidden>> `make-key.sh` also makes `seal.key`, which
    never leaves this folder, and prints a line for `peers.txt`. Give that line to every other clinic, and not through the
    coordinator, who could put a key of its own in its place. Put all lines into `peers.txt`, your own too. Then compare,
    by telephone, the digest that this prints at every clinic:

@@ -45,6 +45,11 @@ SEALED_RUN = (
     "others' keys. Of these the server sees sizes only; every institution can read what the others send. Not hidden "
     "from the server: who exchanges with whom and when, numbers of examples, losses, metrics, w of PushSum."
 )
+MASKED_RUN = (
+    "The weights that institutions send are under masks, which cancel in their sum: of the weights the server reads "
+    "the mean of all institutions and no single one's, unless it has the keys of all the others. The mean, numbers of "
+    "examples, losses and metrics are not hidden from it, and the mean may tell of single examples."
+)
 EVIDENCE = "That synthetic images lie far from real ones is evidence, and no guarantee."
 
 NOT_DEPLOYED: Mapping[str, Any] = MappingProxyType({})
@@ -104,6 +109,7 @@ def settings_of(config: RunConfig) -> Settings:
         timeout=config.timeout,
         record="" if config.record == "none" else config.record,
         sealed=config.sealed,
+        masked=config.masked,
         wait=config.wait,
         task=make_task(config.task),
         model=beginning(config),
@@ -128,13 +134,14 @@ def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
 
 
 def claim(strategy: Movement) -> str:
-    """Say what in a run is differentially private, by the declarations of its stages, and whether it is sealed."""
+    """Say what in a run is differentially private, by the declarations of its stages, and what seals or masks hide."""
     privacy, stages = strategy.settings.privacy, strategy.all_stages()
     if privacy is None:
         said = f"{NOTHING} {EVIDENCE}" if "train-slice" in stages else NOTHING
     else:
         said = privacy.sentence({stage: REQUESTS[stage].answer for stage in stages})
-    return f"{said} {SEALED_RUN}" if strategy.settings.sealed else said
+    hidden = SEALED_RUN if strategy.settings.sealed else MASKED_RUN if strategy.settings.masked else ""
+    return f"{said} {hidden}".rstrip()
 
 
 def _noise(plan: PrivacyPlan, strategy: Movement, recorder: Recorder) -> dict[str, list[dict[str, Any]]]:

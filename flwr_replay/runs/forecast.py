@@ -87,7 +87,7 @@ def expected(simulation: Simulation) -> tuple[Movement, list[Expected]]:
         own = part.examples(loaded(config.task), k).train
         sums = task.label_sums(torch.from_numpy(own.y))
         known = {"num_examples": len(own), "raw_bytes": own.nbytes, "proof": "0" * 64}
-        present.append(Present(name=name, pins="0" * 64 if simulation.job.config.sealed else "", **known, **sums))  # type: ignore[arg-type]
+        present.append(Present(name=name, pins="0" * 64 if simulation.job.config.pinned else "", **known, **sums))  # type: ignore[arg-type]
     return exchanged(simulation.job, present)
 
 

@@ -111,7 +111,7 @@ def rehearse(
     for part in ("data", "state", "logs"):
         private_folder(place / part)
     deal(rows, names, place / "data")
-    if config.sealed:
+    if config.pinned:
         shared["seal-peers"] = str(_pins(place, sorted(set(names))))
     with ExitStack() as stack:
         link = stack.enter_context(_linked(place, tls))
@@ -136,7 +136,7 @@ def rehearse(
 
 
 def _pins(place: Path, names: Sequence[str]) -> Path:
-    """Make every institution's key to seal with, and a file that pins them all."""
+    """Make every institution's key to seal or mask with, and a file that pins them all."""
     keys = {name: make_key(private_folder(place / "state" / name) / KEY)[1] for name in names}
     write_atomic(place / "peers.txt", "".join(f"{name} {key}\n" for name, key in keys.items()))
     return place / "peers.txt"

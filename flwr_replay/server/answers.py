@@ -17,8 +17,9 @@ from flwr.app import ArrayRecord, RecordDict
 from flwr_replay.errors import FlwrReplayError, WireError
 from flwr_replay.payloads.common import MOST, Trained
 from flwr_replay.wire.fields import RECORD_OF, Field
+from flwr_replay.wire.masked import blank_masked, is_masked
 from flwr_replay.wire.payload import Payload, Request, Row, rows
-from flwr_replay.wire.records import StateDict, arrays_in, config_in, metrics_in, opened
+from flwr_replay.wire.records import StateDict, array_record, arrays_in, config_in, metrics_in, opened
 from flwr_replay.wire.sealed import SEALED_NAME, head_of, is_sealed
 from flwr_replay.wire.weights import check_weights, largest
 
@@ -76,6 +77,7 @@ def check_answer(
     asked: RecordDict,
     examples: range,
     sealed_by: str = "",
+    masked: bool = False,
 ) -> None:
     """Refuse an invalid answer before it is used.
 
@@ -93,6 +95,8 @@ def check_answer(
         The numbers of examples that the answer may report.
     sealed_by : str
         In a sealed run: the institution that must have sealed the arrays. What is in them, their receivers check.
+    masked : bool
+        Whether weights come under masks. Then only their mean can be checked.
 
     Raises
     ------
@@ -113,9 +117,14 @@ def check_answer(
     arrays = answer.array_records.get("arrays")
     if arrays and is_sealed(arrays) != bool(sealed_by):
         raise WireError(f"arrays come {'sealed' if sealed_by else 'in plain'} in this run; these do not: refused")
+    if arrays and is_masked(arrays) != masked:
+        raise WireError(f"weights come {'under masks' if masked else 'in plain'} in this run; these do not: refused")
     if arrays and sealed_by:
         _check_head(arrays, declared, config_in(asked), metrics_in(answer).get("weight", 1.0), sealed_by)
     if sealed_by:
+        return
+    if arrays and masked:
+        _check_weights(_forms(array_record(blank_masked(asked.array_records["arrays"]))), _forms(arrays), part=False)
         return
     weights, sent_weights = _weights(declared), _weights(request)
     sent = asked.get("arrays")

@@ -173,7 +173,7 @@ class Calling(Strategy):
             form=self.form,
             training=digest_of(repr(self.settings.training)),
             record=self.settings.record,
-            sealed="all" if self.settings.sealed else "",
+            sealed="all" if self.settings.sealed else "sums" if self.settings.masked else "",
             server_round=server_round,
         )
 
@@ -209,7 +209,7 @@ class Calling(Strategy):
                         )
                         self.members.ask_again(node_id)
                     else:
-                        member = present(node_id, reply, self.settings.sealed)
+                        member = present(node_id, reply, self.settings.pinned)
                         if self.ours_only and not member.ours:
                             raise WireError(f"runs a ClientApp of its own, and {self.needs}")
                         arrived.append(member)

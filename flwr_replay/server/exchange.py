@@ -166,7 +166,7 @@ class Exchanging(Calling):
                 elif request is not None:
                     examples = self.examples_of(member, request, config_in(message.content))
                     by = member.name if self.settings.sealed else ""
-                    check_answer(reply.content, declared, request, message.content, examples, by)
+                    check_answer(reply.content, declared, request, message.content, examples, by, self.settings.masked)
                     if self.settings.privacy:
                         self.settings.privacy.check_stated(declared, [row.field for row in found], metrics)
         except WireError as error:

@@ -39,13 +39,13 @@ class Member:
     label_squares: float | None = None
     ours: bool = True  # False: a ClientApp that answers no roll call; its name is its node id
     proof: str = ""  # SHA-256 of its first proof of identity
-    pins: str = ""  # sealed run: SHA-256 of the public keys that it has pinned, with their names
+    pins: str = ""  # sealed or masked run: SHA-256 of the public keys that it has pinned, with their names
 
 
-def present(node_id: int, reply: Message, sealed: bool) -> Member:
+def present(node_id: int, reply: Message, pinned: bool) -> Member:
     """Read an answer to the roll call; any other answer than `Present` is that of a user's own ClientApp.
 
-    Pins count in a sealed run only: in any other, nobody can have others refused by stating some.
+    Pins count in a sealed or masked run only: in any other, nobody can have others refused by stating some.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def present(node_id: int, reply: Message, sealed: bool) -> Member:
                 f"squares {squares:g}"
             )
     digest = sha256(answer.proof.encode()).hexdigest() if answer.proof else ""
-    pins = answer.pins[:64] if sealed else ""
+    pins = answer.pins[:64] if pinned else ""
     return Member(answer.name, node_id, n, answer.raw_bytes, total, squares, proof=digest, pins=pins)
 
 
@@ -191,7 +191,7 @@ class Members:
             if member.pins != usual:
                 self._waiting.add(member.node_id)
                 faults[member.node_id] = (
-                    f"all institutions of a sealed run pin the same keys; most have {usual[:16]}…, {member.name} has "
+                    f"all institutions of such a run pin the same keys; most have {usual[:16]}…, {member.name} has "
                     f"{member.pins[:16]}…: compare the files of pinned keys by `flwr-replay deploy seal-key`"
                 )
             elif answering[member.name] > 1:  # no one has a better claim to the name

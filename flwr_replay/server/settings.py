@@ -57,6 +57,7 @@ class Settings:
     wait: float = 120  # seconds to wait for `nodes` institutions
     run: str = field(default_factory=new_id)  # the run's id; institutions keep their state under it
     sealed: bool = False  # institutions seal what they send for each other: the server cannot read it
+    masked: bool = False  # institutions add masks that cancel: the server can read the mean of their weights only
     record: str = ""  # which messages the server keeps, as the roll call announces it: up, all, or empty for none
     task: Task | None = None  # loss and pooled metrics; None: metrics are means weighted by numbers of examples
     model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for training at the server
@@ -79,3 +80,8 @@ class Settings:
         within("Settings: ", self, fraction=SHARE)
         if self.model is not None:
             require_builder(self.model)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether institutions need each other's keys: to seal, or to mask."""
+        return self.sealed or self.masked

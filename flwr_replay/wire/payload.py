@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flwr_replay.errors import WireError
 from flwr_replay.wire.fields import RECORD_OF, Field, Kind, instruction
+from flwr_replay.wire.masked import MASKED, is_masked
 from flwr_replay.wire.records import (
     StateDict,
     Weights,
@@ -238,7 +239,7 @@ def rows(content: RecordDict, declared: type[Payload] | None, extra: frozenset[s
             yield Row(arrays, fields[arrays].kind, whole, SEALED)
             continue
         if record_name == "arrays" and (weights or not declared):
-            yield Row(weights or "arrays", "model", whole)
+            yield Row(weights or "arrays", "model", whole, MASKED if is_masked(record) else "none")
             continue
         for name, value in record.items():
             size = len(name) + _bytes(value)

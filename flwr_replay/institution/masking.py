@@ -1,0 +1,154 @@
+"""Between the wire and the ClientApp of an institution in a masked run: the weights that leave are under masks.
+
+Secure aggregation for institutions that know each other. Every two of them share a secret, by the keys that each has
+pinned. Of this secret and of one exchange both make the same mask; one adds it, the other subtracts it:
+
+    s_jk = HKDF-SHA256(X25519(own private key, pinned public key), of this run, its options, the pinned keys, this
+           exchange and a digest of the request)
+    m_k  = Σ_{j > k} ChaCha20(s_jk) - Σ_{j < k} ChaCha20(s_jk)   (mod 2^64), j and k by name
+
+This is the only place where it happens, so no method knows of it. Three rules protect a single institution:
+
+- Masks depend on the request. A server that sends weights of its own to one institution gets a sum that it cannot read.
+- An institution masks one answer in an exchange. If it is asked again, as after a crash, it sends the same bytes.
+- The institutions are those in the file of pinned keys, at least three, the same in the whole run.
+
+Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4.0.1, with pinned keys, and without their recovery
+from institutions that drop out: an exchange needs all. That masks depend on the request answers Pasquini et al. 2022
+(doi:10.1145/3548606.3560557), who send different weights to different clients.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from hashlib import sha256
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from flwr.app import ArrayRecord, Message
+
+from flwr_replay.config.binding import binding, shared_digest
+from flwr_replay.config.run import RunConfig
+from flwr_replay.errors import RefusedError
+from flwr_replay.files.atomic import alone, private_folder
+from flwr_replay.files.once import write_once
+from flwr_replay.institution.owner import Institution
+from flwr_replay.institution.seal import Seal
+from flwr_replay.institution.state import StateStore
+from flwr_replay.payloads.common import RollCall
+from flwr_replay.wire.fields import RECORD_OF
+from flwr_replay.wire.masked import fixed_point
+from flwr_replay.wire.payload import Payload, Request
+from flwr_replay.wire.records import StateDict, array_record, config_in, metrics_in, opened
+from flwr_replay.wire.sealed import joined_body
+
+__all__ = ["FEWEST", "Masking"]
+
+FEWEST = 3  # of two, each knows the other's weights: the mean without its own
+LOCKED, PINS, KEPT = "masks", "pins.sha256", "masked"  # in a run's folder: a lock, a file, the answers' files
+ASKED = "request"  # beside a masked answer: the digest of its request
+OWN = ("continues", "stated")  # instructions that differ between institutions: of what each has trained and stated
+
+
+class Masking:
+    """Masks the weights that answer one message of a run; takes the place of `Sealing`.
+
+    Parameters
+    ----------
+    institution : Institution
+        It has a seal, which has its key and those that it has pinned.
+    config : RunConfig
+        The run's options.
+    run : str
+        The run's id.
+
+    Raises
+    ------
+    RefusedError
+        If it has pinned the keys of fewer than three institutions, its own among them.
+    """
+
+    def __init__(self, institution: Institution, config: RunConfig, run: str) -> None:
+        assert institution.seal is not None
+        self.seal: Seal = institution.seal
+        if len(self.seal.pins) < FEWEST:
+            raise RefusedError(
+                f"masked=true needs at least {FEWEST} institutions with pinned keys; got {len(self.seal.pins)}: of "
+                "two, each could compute the other's weights from the mean"
+            )
+        self.bound, self.options, self.run = binding(config), shared_digest(config), run
+        self.store, self.durable = StateStore(institution, self.bound), institution.durable
+        self.asked = b""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Answer one message of a run at a time: two at once could both be masked before either is noted."""
+        return alone(private_folder(self.store.of_run(self.run) / LOCKED), wait=True)
+
+    def opened(self, message: Message, request: type[Request] | None) -> Message:
+        """Return the message as it is, if its answer may be masked.
+
+        Raises
+        ------
+        RefusedError
+            If the answer would have other arrays than whole weights, the exchange has another answer already, or the
+            pinned keys are no longer those with which the run began.
+        """
+        if request is None:
+            raise RefusedError("in a masked run an institution answers its own method's requests only: refused")
+        fields = [field for field in request.answer.declared().values() if RECORD_OF[field.kind] == "arrays"]
+        if request is RollCall or not fields:
+            return message
+        if any(field.shape != "state dict" or field.part for field in fields):
+            raise RefusedError(f"in a masked run nothing but whole weights leaves; stage {request.stage_name}: refused")
+        instructions = config_in(message.content)
+        exchange = int(instructions.get("server-round", 0))
+        self.store.bind(self.run, self.bound)
+        pins = self.seal.digest
+        if write_once(self.store.of_run(self.run) / PINS, pins, self.durable) != pins:
+            raise RefusedError(
+                "a masked run keeps its pinned keys: who left or came could be computed from two sums; begin a new run"
+            )
+        shared = {name: instructions[name] for name in request.by_key() if name in instructions and name not in OWN}
+        body = joined_body(message.content.array_records.get("arrays", ArrayRecord()))
+        self.asked = sha256(json.dumps(shared, sort_keys=True).encode() + b"\n" + body).digest()
+        kept = self._kept(exchange)
+        if kept and kept[ASKED].tobytes() != self.asked:
+            raise RefusedError(
+                f"in a masked run an exchange has one answer; exchange {exchange} is asked again, with another "
+                "request: refused, since the difference of two answers would show what the masks hide"
+            )
+        if not kept and exchange <= (newest := self.store.newest(KEPT, self.run, before=2**63)):
+            raise RefusedError(
+                f"in a masked run an exchange of long ago is not repeated; {newest} is answered, {exchange} is asked: "
+                "refused; begin a new run"
+            )
+        return message
+
+    def closed(self, reply: Message, answer: type[Payload], exchange: int) -> None:
+        """Put the weights of an answer under masks, in their place; note them before they leave."""
+        record = reply.content.array_records.get("arrays")
+        if not record:
+            return
+        kept = self._kept(exchange)
+        if not kept:
+            n = int(metrics_in(reply.content)["num-examples"])
+            masked = self._under_masks(fixed_point(opened(record), n, len(self.seal.pins)), exchange)
+            kept = {**masked, ASKED: np.frombuffer(self.asked, np.uint8)}
+            self.store.save(KEPT, self.run, exchange, kept, self.durable)
+        reply.content["arrays"] = array_record({name: array for name, array in kept.items() if name != ASKED})
+
+    def _kept(self, exchange: int) -> StateDict | None:
+        return self.store.at(KEPT, self.run, exchange)
+
+    def _under_masks(self, numbers: StateDict, exchange: int) -> StateDict:
+        """Add m_k, modulo 2^64."""
+        context = json.dumps([self.run, self.options, self.seal.digest, exchange, self.asked.hex()]).encode()
+        masked = {name: array.copy() for name, array in sorted(numbers.items())}
+        for other, key in self.seal.pair_keys(context).items():
+            stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
+            for array in masked.values():
+                mask = np.frombuffer(stream.update(bytes(array.nbytes)), "<u8").reshape(array.shape)
+                (np.add if self.seal.name < other else np.subtract)(array, mask, out=array)
+        return masked

@@ -1,0 +1,147 @@
+"""Attacks of a server on an institution whose weights leave under masks: each is refused, or gives nothing to read."""
+
+import numpy as np
+import pytest
+from harness import write_shards
+from hostile_server import HostileServer, refusal, weights
+from sealed_runs import SMALL, pinned
+
+from flwr_replay.payloads.common import Evaluate, Train
+from flwr_replay.payloads.fedreplay import Extract
+from flwr_replay.payloads.fedsgd import Differentiate
+from flwr_replay.wire.masked import MASKED
+
+ABC = "abc"
+EXTRACT = {"cut": "a", "latent_dtype": "float32", "first": 0, "chunk_bytes": 10**6, "views": 1}
+JOB = [*SMALL, "strategy=fedavg", "masked=true"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_shards(tmp_path, dict.fromkeys(ABC, 40))
+    pinned(tmp_path, ABC)
+    return tmp_path
+
+
+def server_of(folder, name="a", options=JOB, **own):
+    return HostileServer(folder, *options, name=name, **{"seal-peers": str(folder / "peers-abc.txt")} | own)
+
+
+@pytest.fixture
+def server(folder):
+    return server_of(folder)
+
+
+def train(server, exchange=1, scale=1.0, **other):
+    theta = {name: (scale * array).astype(array.dtype) for name, array in server.weights.items()}
+    asked = {"run": "r", "server_round": exchange, "lr": 0.1} | other
+    return server.send(Train(arrays=theta, **asked))
+
+
+def total(answers):
+    return sum(np.int64(answer[MASKED].view(np.int64)) for answer in answers)
+
+
+def test_masks_cancel_for_one_request_only(folder):
+    """A server that sends another model, rate or run to one of them reads nothing (Pasquini et al. 2022)."""
+    servers = [server_of(folder, name) for name in ABC]
+
+    def check(exchange, *others):
+        return total([weights(train(s, exchange, **other)) for s, other in zip(servers, others, strict=True)])
+
+    assert not check(1, {}, {}, {}).any()
+    assert not check(2, {"continues": 1}, {"stated": 0.0}, {}).any()  # what differs between honest requests
+    for exchange, other in enumerate(({"scale": 2.0}, {"lr": 0.01}, {"local_epochs": 2}, {"run": "s"}), 3):
+        asked = [{}, {}, other]
+        if "local_epochs" in other:  # an option of the run: it is refused before
+            assert "asks for what its run says" in refusal(train(servers[2], exchange, **other))
+            continue
+        assert check(exchange, *asked).any()
+
+
+def test_an_exchange_has_one_answer(server):
+    first = weights(train(server))
+    again = weights(train(server))
+    assert all((first[name] == again[name]).all() for name in first)
+    for other in ({"scale": 1.5}, {"lr": 0.2}, {"optimizer_state": "keep"}):
+        assert refusal(train(server, **other))
+    assert "an exchange has one answer; exchange 1 is asked again" in refusal(train(server, scale=1.5))
+    assert weights(train(server, 2, scale=1.5))
+    assert all((first[name] == array).all() for name, array in weights(train(server)).items())
+
+
+def test_the_answer_is_the_same_bytes_even_if_training_would_end_elsewhere(server, folder):
+    """Data that change, or a GPU: under the same masks the difference of two answers would be one of weights."""
+    first = weights(train(server))
+    write_shards(folder, {"b": 40, "a": 40})  # other images in a's file
+    server.grid.contexts[2].node_config["data"] = str(folder / "a.npz")
+    again = train(server_of(folder))
+    assert refusal(again) or all((first[name] == array).all() for name, array in weights(again).items())
+
+
+def test_no_exchange_of_long_ago_is_answered_under_the_same_masks(server):
+    for exchange in range(1, 6):
+        assert weights(train(server, exchange))
+    for exchange in (0, 1, 2):
+        assert "not repeated; 5 is answered" in refusal(train(server, exchange))
+    assert weights(train(server, 9))
+    assert "not repeated; 9 is answered" in refusal(train(server, 7))
+    assert refusal(train(server, -1))
+
+
+def test_what_was_kept_and_is_damaged_is_not_masked_again(server):
+    train(server)
+    [file] = (server.state / "runs" / "r").glob("masked-*")
+    file.write_bytes(file.read_bytes()[:-9])
+    assert refusal(train(server))
+
+
+def test_the_pinned_keys_stay_the_same_in_a_run(server, folder):
+    assert weights(train(server))
+    other = server_of(folder, **{"seal-peers": pinned(folder, "abcd")["a"]["seal-peers"]})
+    assert "a masked run keeps its pinned keys" in refusal(train(other, 2))
+    assert weights(train(other, 2, run="s"))
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_fewer_than_three_institutions_are_no_crowd(server, folder, names):
+    few = server_of(folder, **{"seal-peers": pinned(folder, names)["a"]["seal-peers"]})
+    assert f"at least 3 institutions with pinned keys; got {len(names)}" in refusal(train(few))
+
+
+@pytest.mark.parametrize("policy", ["", "masked: true\n"])
+def test_a_server_cannot_do_without_masks(folder, policy):
+    plain = server_of(folder, options=[*SMALL, "strategy=fedavg"], policy=policy)
+    assert refusal(train(plain))
+    unpinned = HostileServer(folder, *SMALL, "strategy=fedavg", policy="masked: true\n")
+    assert "policy asks for a masked run" in refusal(train(unpinned))
+    unpinned = HostileServer(folder, *JOB)
+    assert "a masked run needs pinned keys" in refusal(train(unpinned))
+
+
+@pytest.mark.parametrize("option", ["strategy=cwt", "replay=vqvae2", "evaluate-before-mixing=true", "fraction=0.5"])
+def test_an_institution_refuses_options_that_masks_do_not_go_with(server, option):
+    """Whatever the server's own code would say of them."""
+    server.grid.contexts[2].run_config["overrides"] += f" {option}"
+    reply = train(server)
+    assert refusal(reply)
+    assert not weights(reply)
+
+
+def test_nothing_but_whole_weights_leaves(server):
+    theta = server.weights
+    assert "nothing but whole weights leaves; stage extract" in refusal(
+        server.send(Extract(arrays=theta, run="r", server_round=1, **EXTRACT))
+    )
+    assert refusal(server.send(Differentiate(arrays=theta, run="r", server_round=1)))
+    assert not refusal(server.send(Evaluate(arrays=theta, run="r", server_round=1)))
+    content = Train(arrays=theta, run="r", server_round=1, lr=0.1).encode()
+    content["config"]["stage"] = "another"
+    assert "its own method's requests only" in refusal(server.send_content(content))
+
+
+def test_a_sealed_run_is_no_less_hidden(folder):
+    """Under `masked: true` a server may seal, too: it then reads not even the mean."""
+    sealed = server_of(folder, options=[*SMALL, "strategy=cwt", "sealed=true"], policy="masked: true\n")
+    assert not refusal(sealed.send(Train(arrays={}, run="r", server_round=1, lr=0.1)))
+    assert "policy asks for a sealed run" in refusal(train(server_of(folder, policy="sealed: true\n")))
