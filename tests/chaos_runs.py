@@ -182,7 +182,7 @@ def struck(place: Place, rng: Random, undisturbed: Ended, steps: int, most: int,
         if fault.kind == "kill":
             assert ended.code == -signal.SIGKILL, ended.said
         else:
-            assert str(place.folder) in ended.error, ended.said
+            assert str(place.folder) in ended.error, f"{fault.kind} at {place.struck}: {ended.said}"
         yield f"{fault.kind}: {place.struck}"
     ended = place.attempt()
     assert ended.code == 0, ended.said
