@@ -156,7 +156,7 @@ def _born(folder: Path, texts: Mapping[str, str]) -> bool:
         try:
             os.rename(unborn, folder)  # replaces an empty folder, which is no run
         except OSError as error:
-            shutil.rmtree(unborn)
+            shutil.rmtree(unborn, ignore_errors=True)  # if this fails too, `_sweep_unborn` removes it one day
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 return False
             raise RunError(f"{folder} must be a new folder; {error.strerror}: choose another --runs-dir") from None
@@ -169,7 +169,7 @@ def _sweep_unborn(root: Path) -> None:
     for folder in root.glob(".*.new"):
         if UNBORN.fullmatch(folder.name):
             with suppress(RunError), alone(folder):
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_unchanged(folder: Path) -> None:

@@ -191,8 +191,9 @@ class Members:
             if member.pins != usual:
                 self._waiting.add(member.node_id)
                 faults[member.node_id] = (
-                    f"all institutions of such a run pin the same keys; most have {usual[:16]}…, {member.name} has "
-                    f"{member.pins[:16]}…: compare the files of pinned keys by `flwr-replay deploy seal-key`"
+                    f"all institutions of a sealed or masked run pin the same keys; most have {usual[:16]}…, "
+                    f"{member.name} has {member.pins[:16]}…: compare the files of pinned keys by `flwr-replay deploy "
+                    "seal-key`"
                 )
             elif answering[member.name] > 1:  # no one has a better claim to the name
                 self._waiting.add(member.node_id)

@@ -248,7 +248,7 @@ def test_a_sealed_institution_takes_part_in_no_unsealed_run(folder, options):
         EvaluatePeer(run="r"),
     ):
         reply = server.send(request)
-        assert "the run says sealed=false: nothing leaves" in refusal(reply)
+        assert "the run says sealed=false and masked=false: nothing leaves" in refusal(reply)
         assert not weights(reply)
 
 
@@ -321,7 +321,7 @@ def test_who_has_pinned_other_keys_does_not_take_part(tmp_path):
     own["d"] = {"seal-peers": str(tmp_path / "wrong.txt")}
     ran = run(tmp_path, "strategy=avgpush", SEALED, own=own)
     [failure] = ran.result["failures"]
-    assert "all institutions of a sealed run pin the same keys" in failure["reason"]
+    assert "all institutions of a sealed or masked run pin the same keys" in failure["reason"]
     assert ", d has " in failure["reason"]
     assert set(ran.result["final"]["institutions"]) == set("abc")
 

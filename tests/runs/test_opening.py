@@ -1,0 +1,27 @@
+"""Run directories are there whole, or not at all."""
+
+import errno
+import os
+
+import pytest
+
+from flwr_replay.config.compose import compose
+from flwr_replay.errors import RunError
+from flwr_replay.runs.opening import open_run
+
+
+def test_a_disk_that_becomes_read_only_while_a_run_is_begun_is_one_line(monkeypatch, tmp_path):
+    """Neither the directory's name nor the removal of what was begun can be written then."""
+    config = compose([f"runs_dir={tmp_path}", "run_name=one"])
+
+    def refused(*arguments, **more):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as broken:
+        for name in ("rename", "unlink", "rmdir"):
+            broken.setattr(os, name, refused)
+        with pytest.raises(RunError, match=f"{tmp_path}/one must be a new folder; Read-only file system"):
+            open_run(config)
+    assert [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith(".")] == []
+    open_run(config)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["one"]  # what was left is swept
