@@ -1,13 +1,13 @@
-"""What sealing costs: seconds and bytes of one parcel, and of a whole round, for a model of 10 MB.
+"""What sealing and masking cost: seconds and bytes of one parcel, and of a whole round, for a model of 10 MB.
 
     python benchmarks/sealed.py
     python benchmarks/sealed.py --megabytes 85 --institutions 4
 
 First a parcel alone: an institution seals its model for all, and another opens it. Medians of `--times`. Encoding the
 arrays as Flower's records is not counted, since unsealed runs do that too. Seconds are the process's own on the CPU, so
-that other work on the machine counts less. Then rounds of AvgPush in process on digits,
-with a wide MLP and one small batch for each institution, so that messages make most of the time: sealed and unsealed
-runs take turns, and the median of the paired differences counts. Bytes are those of the ledgers.
+that other work on the machine counts less. Then rounds in process on digits, of AvgPush sealed and of FedAvg masked, with
+a wide MLP and one small batch for each institution, so that messages make most of the time: runs with and without take
+turns, and the median of the paired differences counts. Bytes are those of the ledgers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flwr_replay.wire.records import array_record
 from flwr_replay.wire.sealed import SEALED_NAME
 
 PARTS = 20  # arrays of the parcel's model
-JOB = ["strategy=avgpush", "task=digits", "model=mlp", "device=cpu", "batch_size=8", "evaluate_every=100"]
+JOB = ["task=digits", "model=mlp", "device=cpu", "batch_size=8", "evaluate_every=100"]
 
 
 class Clock(Display):
@@ -52,7 +52,7 @@ def parcel(megabytes: float, institutions: int, times: int, root: Path) -> None:
     taken: dict[str, list[float]] = {"seal": [], "open": []}
     for _ in range(times):
         began = time.process_time()
-        record = seals[0].close(model, "run", "model", 1, 1.0)
+        record = seals[0].close(model, "run", "0" * 64, "model", 1, 1.0)
         taken["seal"].append(time.process_time() - began)
         began = time.process_time()
         opened = seals[1].open(record[SEALED_NAME])
@@ -64,28 +64,35 @@ def parcel(megabytes: float, institutions: int, times: int, root: Path) -> None:
     print(f"a parcel of {plain / 1e6:.1f} MB for {institutions} institutions: {shown}; {whole - plain:,} bytes more")
 
 
-def rounds(width: int, institutions: int, number: int, root: Path) -> None:
-    """Print seconds and bytes of a round, unsealed and sealed; the first round of a run is left out."""
+def rounds(strategy: str, option: str, width: int, institutions: int, number: int, root: Path) -> None:
+    """Print seconds and bytes of a round without and with an option; the first round of a run is left out."""
     spent: dict[bool, list[float]] = {False: [], True: []}
     sizes: dict[bool, int] = {}
     for pair in range(3):
-        for sealed in (False, True):
-            clock, name = Clock(), f"{'sealed' if sealed else 'plain'}-{pair}"
-            job = [*JOB, f"nodes={institutions}", f"model.width={width}", "partition.size=8", f"rounds={number}"]
-            place = [f"runs_dir='{root}'", f"run_name={name}", f"sealed={str(sealed).lower()}"]
+        for hidden in (False, True):
+            clock, name = Clock(), f"{option if hidden else 'without'}-{strategy}-{pair}"
+            job = [
+                *JOB,
+                f"strategy={strategy}",
+                f"nodes={institutions}",
+                f"model.width={width}",
+                "partition.size=8",
+                f"rounds={number}",
+            ]
+            place = [f"runs_dir='{root}'", f"run_name={name}", f"{option}={str(hidden).lower()}"]
             result, _ = run_inline([*job, *place], clock)
-            spent[sealed] += [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]
-            sizes[sealed] = result["bytes"]["up"] + result["bytes"]["down"]
+            spent[hidden] += [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]
+            sizes[hidden] = result["bytes"]["up"] + result["bytes"]["down"]
     more = statistics.median(s - p for p, s in zip(spent[False], spent[True], strict=True))
     plain = statistics.median(spent[False])
     print(
-        f"a round of AvgPush, {institutions} institutions: {plain:.2f} s unsealed, sealed {more:.2f} s more; "
-        f"{sizes[False] / number / 1e6:.1f} MB, sealed {(sizes[True] - sizes[False]) / number:,.0f} bytes more"
+        f"a round of {strategy}, {institutions} institutions: {plain:.2f} s, {option} {more:.2f} s more; "
+        f"{sizes[False] / number / 1e6:.1f} MB, {option} {(sizes[True] - sizes[False]) / number:,.0f} bytes more"
     )
 
 
 def main() -> None:
-    """Measure both."""
+    """Measure all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=10.0, help="of the parcel's model")
     parser.add_argument("--width", type=int, default=1550, help="of the round's MLP; 1550: 10 MB")
@@ -97,7 +104,8 @@ def main() -> None:
         os.environ["FLWR_REPLAY_HOME"] = folder
         parcel(asked.megabytes, asked.institutions, asked.times, Path(folder))
         parcel(asked.megabytes, 100, asked.times, Path(folder))
-        rounds(asked.width, asked.institutions, asked.rounds, Path(folder))
+        for strategy, option in (("avgpush", "sealed"), ("fedavg", "masked")):
+            rounds(strategy, option, asked.width, asked.institutions, asked.rounds, Path(folder))
 
 
 if __name__ == "__main__":
