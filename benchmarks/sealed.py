@@ -5,9 +5,9 @@
 
 First a parcel alone: an institution seals its model for all, and another opens it. Medians of `--times`. Encoding the
 arrays as Flower's records is not counted, since unsealed runs do that too. Seconds are the process's own on the CPU, so
-that other work on the machine counts less. Then rounds in process on digits, of AvgPush sealed and of FedAvg masked, with
-a wide MLP and one small batch for each institution, so that messages make most of the time: runs with and without take
-turns, and the median of the paired differences counts. Bytes are those of the ledgers.
+that other work on the machine counts less. Then rounds in process on digits, of AvgPush sealed and of FedAvg masked,
+with a wide MLP and one small batch for each institution, so that messages make most of the time: runs with and without
+take turns, and the median of the paired differences counts. Bytes are those of the ledgers.
 """
 
 from __future__ import annotations

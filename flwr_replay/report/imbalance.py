@@ -1,10 +1,19 @@
-"""Balanced accuracy and AUC beside the accuracy, where labels are so unequal that the accuracy alone misleads."""
+"""What guessing would have, and balanced accuracy and AUC where labels are so unequal that accuracy alone misleads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["BESIDE", "beside", "imbalance_lines", "label_counts", "pooled_counts", "without_beside"]
+__all__ = [
+    "BESIDE",
+    "beside",
+    "imbalance_lines",
+    "label_counts",
+    "pooled_counts",
+    "spread",
+    "without_beside",
+]
 
 BESIDE = ("balanced-accuracy", "auc")
 UNEQUAL = 2.0  # how many times as frequent as the rarest label the most frequent one is at least
@@ -54,3 +63,16 @@ def imbalance_lines(metrics: Mapping[str, float], confusion: Confusion) -> list[
     share = max(labels) / sum(labels)
     guessed = f"always naming the most frequent one would have accuracy {share:.4f}"
     return [f"labels are unequal: {guessed}; this model has {shown}"]
+
+
+def spread(result: Mapping[str, Any]) -> str:
+    """Say of a regression what always guessing the mean label would have; empty where that is not known.
+
+    >>> spread({"label-scale": [120.0, 41.23], "unit": "months", "final": {"global": {"rmse": 30.0}}})
+    'always guessing the mean of the training labels, 120 months, would have rmse about 41.23; this model has 30.00'
+    """
+    if "rmse" not in result["final"]["global"] or not result.get("label-scale"):
+        return ""
+    (mean, deviation), unit = result["label-scale"], result["unit"]
+    guessed = f"always guessing the mean of the training labels, {mean:.4g}{unit and ' '}{unit},"
+    return f"{guessed} would have rmse about {deviation:.2f}; this model has {result['final']['global']['rmse']:.2f}"

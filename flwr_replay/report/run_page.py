@@ -13,7 +13,7 @@ from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.charts import Curves, bars, curves
 from flwr_replay.report.histories import metric_rows
-from flwr_replay.report.imbalance import beside, label_counts, pooled_counts
+from flwr_replay.report.imbalance import beside, label_counts, pooled_counts, spread
 from flwr_replay.report.pages import render
 from flwr_replay.report.progress import shown_bytes, shown_time
 from flwr_replay.report.summary import (
@@ -136,6 +136,8 @@ def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]], teste
     if more := beside(whole, found):
         shown = " and ".join(f"{name} is {value:.3f}" for name, value in more.items())
         said += f". Labels are unequal; this model's {shown}"
+    if guessed := spread(result):
+        said += f"; {guessed}"
     if (at_last := whole.get(f"test-{metric}")) is not None:
         said += f". On test examples, which were used only then, {metric} is {at_last:.3f}{unit}"
     return f"{said}."

@@ -209,6 +209,8 @@ def run_job(
             missing = strategy.replay.missing if strategy.replay else {}
             if plan := job.settings.privacy:
                 recorder.notes["noise"] = _noise(plan, strategy, recorder)
+            if strategy.label_scale:
+                recorder.notes["label-scale"] = strategy.label_scale
             return recorder.finish(models, claim(strategy), missing), recorder.path
         finally:
             recorder.close()
