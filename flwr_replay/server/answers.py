@@ -19,7 +19,7 @@ from flwr_replay.payloads.common import MOST, Trained
 from flwr_replay.wire.fields import RECORD_OF, Field
 from flwr_replay.wire.masked import blank_masked, is_masked
 from flwr_replay.wire.payload import Payload, Request, Row, rows
-from flwr_replay.wire.records import StateDict, array_record, arrays_in, config_in, metrics_in, opened
+from flwr_replay.wire.records import StateDict, arrays_in, config_in, metrics_in, opened
 from flwr_replay.wire.sealed import SEALED_NAME, head_of, is_sealed
 from flwr_replay.wire.weights import check_weights, largest
 
@@ -124,7 +124,8 @@ def check_answer(
     if sealed_by:
         return
     if arrays and masked:
-        _check_weights(_forms(array_record(blank_masked(asked.array_records["arrays"]))), _forms(arrays), part=False)
+        blank = blank_masked(asked.array_records["arrays"])
+        _check_weights({n: (a.shape, str(a.dtype)) for n, a in blank.items()}, _forms(arrays), part=False)
         return
     weights, sent_weights = _weights(declared), _weights(request)
     sent = asked.get("arrays")

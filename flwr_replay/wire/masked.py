@@ -50,9 +50,9 @@ def is_masked(record: Mapping[str, Any]) -> bool:
 
 
 def blank_masked(weights: Weights) -> StateDict:
-    """Return zeros of the size that these weights have under masks; none for none."""
-    arrays = opened(weights)
-    return fixed_point({name: np.zeros(array.shape) for name, array in arrays.items()}, 1, 1) if arrays else {}
+    """Return zeros of the form that these weights have under masks; none for none."""
+    shapes = {f"{name}.{MASKED}": array.shape for name, array in opened(weights).items()}
+    return {name: np.zeros(shape, np.uint64) for name, shape in {MASKED: (2,), **shapes}.items()} if shapes else {}
 
 
 def mean_of(answers: Sequence[StateDict], n: int, like: StateDict) -> StateDict:
@@ -74,7 +74,10 @@ def mean_of(answers: Sequence[StateDict], n: int, like: StateDict) -> StateDict:
     """
 
     def total(name: str) -> NDArray[np.uint64]:
-        return np.asarray(np.sum([answer[name] for answer in answers], axis=0, dtype=np.uint64))
+        found: NDArray[np.uint64] = answers[0][name].copy()
+        for answer in answers[1:]:
+            np.add(found, answer[name], out=found)
+        return found
 
     if total(MASKED).any():
         raise RunError(
