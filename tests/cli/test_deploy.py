@@ -336,3 +336,18 @@ def test_the_doctor_finds_keys_that_are_missing_wrong_or_open(sealed):
     (north / "seal.key").rename(north / "away")
     assert "is missing: flwr-replay deploy seal-key north" in found(north)
     (north / "away").rename(north / "seal.key")
+
+
+def test_a_masked_study_needs_three_clinics_and_their_keys(monkeypatch, tmp_path, capsys):
+    words = [*STUDY[1:-1], "strategy=fedavg", "masked=true", "--out", str(tmp_path / "dep")]
+    assert command(monkeypatch, "deploy", "init", "--clinics", "north,south", *words) == 2
+    assert "masked=true needs at least three institutions; got nodes=2" in capsys.readouterr().err
+    assert not (tmp_path / "dep").exists()
+    assert command(monkeypatch, "deploy", "init", "--clinics", "north,south,west", *words) == 0
+    for name in ("north", "south", "west"):
+        clinic = tmp_path / "dep" / name
+        assert read_policy(clinic / "policy.yaml").masked
+        assert "seal-peers" in (clinic / "start.sh").read_text()
+        assert "deploy seal-key" in (clinic / "make-key.sh").read_text()
+        assert "The run is masked" in (clinic / "README.md").read_text()
+    assert found(clinic).startswith("NO  seal: the study needs keys, and ")

@@ -154,3 +154,26 @@ def test_the_page_of_a_sealed_run_says_what_the_seal_hides_and_what_not(hospital
         assert said in page
     assert "which has them as they are" not in page
     assert "Weights made for reading images" not in page
+
+
+def test_the_page_of_a_masked_run_says_what_masks_hide_and_what_not(hospitals, tmp_path, monkeypatch):
+    job = [*TASK, "strategy=fedavg", "rounds=2", "nodes=3", "partition=natural", f"data_dir={hospitals / 'a.npz'}"]
+    (tmp_path / "policy.yaml").write_text("masked: true\n")
+    words = ["run", "--dry-run", *job, "--clinics", "a"]
+    words += ["--policy", str(tmp_path / "policy.yaml"), "--out", str(tmp_path)]
+    assert command(monkeypatch, *words) == 1
+    assert "policy asks for a masked run (masked: true), or a sealed one" in (tmp_path / "officer.html").read_text()
+    assert command(monkeypatch, *words, "masked=true") == 0
+    page = (tmp_path / "officer.html").read_text()
+    found = json.loads((tmp_path / "officer.json").read_text())
+    assert {one["protection"] for one in found["fields"] if one["kind"] == "model"} == {"masked"}
+    for said in (
+        "The masks hide this institution&#39;s weights from the server, in those of all. Not hidden from it:",
+        "Masks are no DP.",
+        "from whoever has the keys of all the others",
+        "It masks one answer in an exchange",
+        "Weights made for reading images are not recognised",
+    ):
+        assert said in page, said
+    assert "which has them as they are" not in page
+    assert "It can hold a parcel back" not in page
