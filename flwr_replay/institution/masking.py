@@ -4,12 +4,14 @@ Secure aggregation for institutions that know each other. Every two of them shar
 pinned. Of this secret and of one exchange both make the same mask; one adds it, the other subtracts it:
 
     s_jk = HKDF-SHA256(X25519(own private key, pinned public key), of this run, its options, the pinned keys, this
-           exchange and a digest of the request)
+           exchange, a digest of the request and one of all requests that were answered before)
     m_k  = Σ_{j > k} ChaCha20(s_jk) - Σ_{j < k} ChaCha20(s_jk)   (mod 2^64), j and k by name
 
 This is the only place where it happens, so no method knows of it. Three rules protect a single institution:
 
-- Masks depend on the request. A server that sends weights of its own to one institution gets a sum that it cannot read.
+- Masks depend on the request, its statistics too, and on all requests of the run that were answered before, since an
+  optimizer's state may come from these. A server that asked one institution anything else gets a sum that it cannot
+  read.
 - An institution masks one answer in an exchange. If it is asked again, as after a crash, it sends the same bytes.
 - The institutions are those in the file of pinned keys, at least three, the same in the whole run.
 
@@ -48,7 +50,7 @@ __all__ = ["FEWEST", "Masking"]
 
 FEWEST = 3  # of two, each knows the other's weights: the mean without its own
 LOCKED, PINS, KEPT = "masks", "pins.sha256", "masked"  # in a run's folder: a lock, a file, the answers' files
-ASKED = "request"  # beside a masked answer: the digest of its request
+ASKED, HISTORY = "request", "history"  # beside a masked answer: digests of its request, and of all up to this one
 OWN = ("continues", "stated")  # instructions that differ between institutions: of what each has trained and stated
 
 
@@ -80,7 +82,7 @@ class Masking:
             )
         self.bound, self.options, self.run = binding(config), shared_digest(config), run
         self.store, self.durable = StateStore(institution, self.bound), institution.durable
-        self.asked = b""
+        self.asked, self.history = b"", b""
 
     def alone(self) -> AbstractContextManager[None]:
         """Answer one message of a run at a time: two at once could both be masked before either is noted."""
@@ -110,7 +112,8 @@ class Masking:
             raise RefusedError(
                 "a masked run keeps its pinned keys: who left or came could be computed from two sums; begin a new run"
             )
-        shared = {name: instructions[name] for name in request.by_key() if name in instructions and name not in OWN}
+        scalars = {**metrics_in(message.content), **instructions}  # a mean and a scale of labels are statistics
+        shared = {name: scalars[name] for name in request.by_key() if name in scalars and name not in OWN}
         body = joined_body(message.content.array_records.get("arrays", ArrayRecord()))
         self.asked = sha256(json.dumps(shared, sort_keys=True).encode() + b"\n" + body).digest()
         kept = self._kept(exchange)
@@ -119,11 +122,14 @@ class Masking:
                 f"in a masked run an exchange has one answer; exchange {exchange} is asked again, with another "
                 "request: refused, since the difference of two answers would show what the masks hide"
             )
-        if not kept and exchange <= (newest := self.store.newest(KEPT, self.run, before=2**63)):
+        newest = self.store.newest(KEPT, self.run, before=2**64)  # the largest number that Flower sends is below
+        if not kept and exchange <= newest:
             raise RefusedError(
                 f"in a masked run an exchange of long ago is not repeated; {newest} is answered, {exchange} is asked: "
                 "refused; begin a new run"
             )
+        before = self._kept(newest)
+        self.history = sha256((before[HISTORY].tobytes() if before else b"") + self.asked).digest()
         return message
 
     def closed(self, reply: Message, answer: type[Payload], exchange: int) -> None:
@@ -135,16 +141,18 @@ class Masking:
         if not kept:
             n = int(metrics_in(reply.content)["num-examples"])
             masked = self._under_masks(fixed_point(opened(record), n, len(self.seal.pins)), exchange)
-            kept = {**masked, ASKED: np.frombuffer(self.asked, np.uint8)}
+            notes = {ASKED: np.frombuffer(self.asked, np.uint8), HISTORY: np.frombuffer(self.history, np.uint8)}
+            kept = {**masked, **notes}
             self.store.save(KEPT, self.run, exchange, kept, self.durable)
-        reply.content["arrays"] = array_record({name: array for name, array in kept.items() if name != ASKED})
+        leaves = {name: array for name, array in kept.items() if name not in (ASKED, HISTORY)}
+        reply.content["arrays"] = array_record(leaves)
 
     def _kept(self, exchange: int) -> StateDict | None:
         return self.store.at(KEPT, self.run, exchange)
 
     def _under_masks(self, numbers: StateDict, exchange: int) -> StateDict:
         """Add m_k, modulo 2^64."""
-        context = json.dumps([self.run, self.options, self.seal.digest, exchange, self.asked.hex()]).encode()
+        context = json.dumps([self.run, self.options, self.seal.digest, exchange, self.history.hex()]).encode()
         masked = {name: array.copy() for name, array in sorted(numbers.items())}
         for other, key in self.seal.pair_keys(context).items():
             stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()

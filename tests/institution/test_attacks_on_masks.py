@@ -59,6 +59,36 @@ def test_masks_cancel_for_one_request_only(folder):
         assert check(exchange, *asked).any()
 
 
+def test_masks_cancel_for_one_scale_of_labels_only(folder):
+    """Under a scale of 1e30 labels are zeros and weights that give 0 stay: what is left is the third one's training."""
+    options = ["task=diabetes", "model=mlp", "device=cpu", "strategy=fedavg", "masked=true"]
+    servers = [server_of(folder, name, options) for name in ABC]
+
+    def answers(exchange, *scales):
+        asked = ({"label_mean": 150.0, "label_scale": scale} for scale in scales)
+        return [weights(train(s, exchange, **other)) for s, other in zip(servers, asked, strict=True)]
+
+    assert not total(answers(1, 70.0, 70.0, 70.0)).any()
+    assert total(answers(2, 1e30, 1e30, 70.0)).any()
+
+
+@pytest.mark.parametrize("kept", ["keep", "reset"])
+def test_masks_cancel_for_one_history_only(folder, kept):
+    """One momentum would show in the sum if the others had none: at weights of zeros a gradient is zero."""
+    servers = [server_of(folder, name, [*JOB, f"strategy.optimizer-state={kept}"]) for name in ABC]
+
+    def answers(exchange, *scales):
+        asked = zip(servers, scales, strict=True)
+        return [weights(train(s, exchange, scale, optimizer_state=kept)) for s, scale in asked]
+
+    assert not total(answers(1, 1.0, 1.0, 1.0)).any()
+    assert not total(answers(2, 0.5, 0.5, 0.5)).any()
+    assert total(answers(3, 0.0, 0.0, 1.0)).any()
+    again = answers(2, 0.5, 0.5, 0.5)  # as after a crash
+    assert not total(again).any()
+    assert total(answers(4, 0.0, 0.0, 0.0)).any()
+
+
 def test_an_exchange_has_one_answer(server):
     first = weights(train(server))
     again = weights(train(server))
@@ -87,6 +117,14 @@ def test_no_exchange_of_long_ago_is_answered_under_the_same_masks(server):
     assert weights(train(server, 9))
     assert "not repeated; 9 is answered" in refusal(train(server, 7))
     assert refusal(train(server, -1))
+
+
+def test_the_largest_numbers_are_of_long_ago_too(folder):
+    """Flower sends whole numbers below 2^64, for an institution whose policy lets it."""
+    server = server_of(folder, policy="limits:\n  round: 1.0e+30\n")
+    for exchange in range(2**63, 2**63 + 4):
+        assert weights(train(server, exchange))
+    assert "not repeated" in refusal(train(server, 2**63))
 
 
 def test_what_was_kept_and_is_damaged_is_not_masked_again(server):
