@@ -169,7 +169,7 @@ def run_rules(policy: Policy, config: RunConfig) -> dict[str, Callable[[], None]
         "recording": lambda: policy.check_recording(config.record),
         "limits": lambda: _check_options(policy, config),
         "sealed": lambda: policy.check_sealed(config.sealed),
-        "masked": lambda: policy.check_masked(config.pinned),
+        "masked": lambda: policy.check_masked(config.masked),
     }
     return rules | ({"max-delta": lambda: policy.check_delta(plan.config.delta)} if plan else {})
 

@@ -133,12 +133,11 @@ class Policy:
                 f"policy asks for a sealed run (sealed: true); the server's says sealed=false: set sealed=true {ADVICE}"
             )
 
-    def check_masked(self, hidden: bool) -> None:
-        """Refuse a run, neither sealed nor masked, in which the server could read an institution's weights alone."""
-        if self.masked and not hidden:
+    def check_masked(self, masked: bool) -> None:
+        """Refuse a run, also a sealed one, in which one institution could read weights and show them to the server."""
+        if self.masked and not masked:
             raise RefusedError(
-                "policy asks for a masked run (masked: true), or a sealed one; the server's says masked=false: set "
-                f"masked=true {ADVICE}"
+                f"policy asks for a masked run (masked: true); the server's says masked=false: set masked=true {ADVICE}"
             )
 
     def check_limits(self, asked: Mapping[str, Any]) -> None:

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from harness import write_shards
 from hostile_server import HostileServer, refusal, weights
-from sealed_runs import SMALL, pinned
+from sealed_runs import SMALL, pinned, seal_of
 
 from flwr_replay.payloads.common import Evaluate, Train
 from flwr_replay.payloads.fedreplay import Extract
 from flwr_replay.payloads.fedsgd import Differentiate
 from flwr_replay.wire.masked import MASKED
+from flwr_replay.wire.sealed import SEALED_NAME
 
 ABC = "abc"
 EXTRACT = {"cut": "a", "latent_dtype": "float32", "first": 0, "chunk_bytes": 10**6, "views": 1}
@@ -178,8 +179,12 @@ def test_nothing_but_whole_weights_leaves(server):
     assert "its own method's requests only" in refusal(server.send_content(content))
 
 
-def test_a_sealed_run_is_no_less_hidden(folder):
-    """Under `masked: true` a server may seal, too: it then reads not even the mean."""
-    sealed = server_of(folder, options=[*SMALL, "strategy=cwt", "sealed=true"], policy="masked: true\n")
-    assert not refusal(sealed.send(Train(arrays={}, run="r", server_round=1, lr=0.1)))
+def test_a_sealed_run_is_hidden_from_the_server_only(folder):
+    """Any one institution that helps the server opens each other one's parcels: `masked: true` refuses that, too."""
+    for policy, refused in (("masked: true\n", True), ("", False)):
+        sealed = server_of(folder, options=[*SMALL, "strategy=cwt", "sealed=true"], policy=policy)
+        reply = sealed.send(Train(arrays={}, run="r", server_round=1, lr=0.1))
+        assert ("policy asks for a masked run" in refusal(reply)) == refused
+    parcel = reply.content["arrays"][SEALED_NAME]
+    assert seal_of(folder, "b", ABC).open(parcel).arrays.keys() == sealed.weights.keys()
     assert "policy asks for a sealed run" in refusal(train(server_of(folder, policy="sealed: true\n")))
