@@ -146,6 +146,7 @@ class RunConfig:
             ("replay", self.replay.name, "none"),
             ("fraction", self.fraction, 1.0),
             ("evaluate-before-mixing", self.evaluate_before_mixing, False),
+            ("forgetting", self.forgetting, False),
         ):
             require(
                 value == without,

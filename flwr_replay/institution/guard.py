@@ -139,8 +139,8 @@ def check_answer(reply: Message, answer: type[Payload] | None, policy: Policy, c
         If it may not leave.
     """
     plan = _plan(config)
-    if answer and policy.allowed_metrics != "exact":
-        _keep_counts(reply, answer)
+    if answer and (policy.allowed_metrics != "exact" or (config.masked and not issubclass(answer, Evaluation))):
+        _keep_counts(reply, answer)  # masks are no use if a loss at weights of the server's choice gives the gradient
     leaving = list(rows(reply.content, answer))
     if plan:
         plan.check_withheld(answer, {row.field for row in leaving})

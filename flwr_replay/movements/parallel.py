@@ -52,6 +52,8 @@ class Parallel(Movement):
         """One exchange with every institution in every round in which it trains."""
         leaves = blank_masked(arrays) if self.settings.masked else arrays
         request, answer, times = self.train_request(0, arrays), self.answer.empty(leaves), self.trainings(num_rounds)
+        if self.settings.masked:
+            answer = replace(answer, train_loss=None)  # it would give the gradient
         return [(member, request, answer, times[member.name]) for member in self.members if times[member.name]]
 
     def trainings(self, num_rounds: int) -> Mapping[str, int]:

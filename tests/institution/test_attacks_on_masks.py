@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from harness import write_shards
-from hostile_server import HostileServer, refusal, weights
+from hostile_server import HostileServer, metrics, refusal, weights
 from sealed_runs import SMALL, pinned, seal_of
 
 from flwr_replay.payloads.common import Evaluate, Train
@@ -158,13 +158,23 @@ def test_a_server_cannot_do_without_masks(folder, policy):
     assert "a masked run needs pinned keys" in refusal(train(unpinned))
 
 
-@pytest.mark.parametrize("option", ["strategy=cwt", "replay=vqvae2", "evaluate-before-mixing=true", "fraction=0.5"])
+@pytest.mark.parametrize(
+    "option", ["strategy=cwt", "replay=vqvae2", "evaluate-before-mixing=true", "fraction=0.5", "forgetting=true"]
+)
 def test_an_institution_refuses_options_that_masks_do_not_go_with(server, option):
     """Whatever the server's own code would say of them."""
     server.grid.contexts[2].run_config["overrides"] += f" {option}"
     reply = train(server)
     assert refusal(reply)
     assert not weights(reply)
+
+
+def test_no_loss_on_training_examples_leaves(server):
+    """Losses at weights of the server's choice, moved along each axis, would give the gradient, and so the weights."""
+    assert metrics(train(server)).keys() == {"num-examples", "examples-seen", "num-steps"}
+    asked = Evaluate(arrays=server.weights, run="r", server_round=2, split="train")
+    assert "this run asks for split='train' without it: refused" in refusal(server.send(asked))
+    assert "loss" in metrics(server.send(Evaluate(arrays=server.weights, run="r", server_round=2)))
 
 
 def test_nothing_but_whole_weights_leaves(server):

@@ -51,7 +51,7 @@ def sent(ran, stage="train"):
         ["strategy=fedavgm", "server-momentum=0.5"],
         ["strategy=fedsgd"],
         ["strategy=fedavg", "model=resnet34", "model.width=2", "rounds=1"],  # batch norm, and its counters
-        ["strategy=fedavg", "forgetting=true", "split=validation"],
+        ["strategy=fedavg", "split=validation"],
     ],
 )
 def test_a_masked_run_has_the_mean_of_an_unmasked_one(folder, options):
@@ -161,6 +161,7 @@ def test_recorded_answers_are_not_attacked(folder):
         (["strategy=fedavg", "replay=vqvae2"], "got replay=vqvae2: leave replay out"),
         (["strategy=fedavg", "fraction=0.5"], "got fraction=0.5: leave fraction out"),
         (["strategy=fedavg", "evaluate-before-mixing=true"], "leave evaluate-before-mixing out"),
+        (["strategy=fedavg", "forgetting=true"], "leave forgetting out"),
         (["strategy=fedavg", "nodes=2"], "at least three institutions; got nodes=2"),
     ],
 )
