@@ -65,14 +65,16 @@ MASKED = Hidden(
         "the mean of the weights of all institutions, which may tell of single examples. Masks are no DP.",
         "this institution's weights, from whoever has the keys of all the others.",
         "about what this institution's part is, from whoever compares two runs, one with it and one without.",
-        "numbers of examples and steps, losses, and all results of tests.",
+        "numbers of examples and steps, all results of tests, and whether an answer fails: by a message for each bit, "
+        "a server that chooses weights and learning rates for this learns numbers of this institution's gradient.",
         "earlier answers, once a private key is stolen: the masks that it shared can then be made again.",
     ),
     (
         "It puts the weights that leave under masks, made of the keys that it has pinned. They cancel in the sum of "
-        "all institutions in that file, at least three, and only if all answer the same request. It masks one answer "
-        "in an exchange, and repeats the same bytes if it is asked again, as long as its state directory is kept. With "
-        "pinned keys, it takes no part in a run that is neither sealed nor masked.",
+        "all institutions in that file, at least three, and only if all answer the same requests. No loss on "
+        "training examples leaves. It masks one answer in an exchange, and repeats the same bytes if it is asked again, "
+        "as long as its state directory is kept. With pinned keys, it takes no part in a run that is neither sealed nor "
+        "masked; with masked: true in its policy, in no sealed one either.",
     ),
 )
 HANDS_ON = (

@@ -1,5 +1,7 @@
 """Attacks of a server on an institution whose weights leave under masks: each is refused, or gives nothing to read."""
 
+import shutil
+
 import numpy as np
 import pytest
 from harness import write_shards
@@ -126,6 +128,15 @@ def test_the_largest_numbers_are_of_long_ago_too(folder):
     for exchange in range(2**63, 2**63 + 4):
         assert weights(train(server, exchange))
     assert "not repeated" in refusal(train(server, 2**63))
+
+
+def test_a_lost_state_directory_is_said(server, folder):
+    """Its masks would not cancel with the others', who have a history."""
+    assert weights(train(server))
+    shutil.rmtree(server.state / "runs" / "r")
+    assert "exchange 1 is answered, and this institution's state knows of none" in refusal(
+        train(server_of(folder), 2, continues=1)
+    )
 
 
 def test_what_was_kept_and_is_damaged_is_not_masked_again(server):
