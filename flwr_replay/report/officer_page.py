@@ -72,9 +72,9 @@ MASKED = Hidden(
     (
         "It puts the weights that leave under masks, made of the keys that it has pinned. They cancel in the sum of "
         "all institutions in that file, at least three, and only if all answer the same requests. No loss on "
-        "training examples leaves. It masks one answer in an exchange, and repeats the same bytes if it is asked again, "
-        "as long as its state directory is kept. With pinned keys, it takes no part in a run that is neither sealed nor "
-        "masked; with masked: true in its policy, in no sealed one either.",
+        "training examples leaves. It masks one answer in an exchange, and repeats the same bytes if it is asked "
+        "again, as long as its state directory is kept. With pinned keys, it takes no part in a run that is neither "
+        "sealed nor masked; with masked: true in its policy, in no sealed one either.",
     ),
 )
 HANDS_ON = (
