@@ -42,5 +42,5 @@ class FedSGDClient(InstitutionClient):
             losses.append(loss.detach() * len(parts))  # their mean is the loss over all examples
         tensors = {**model.state_dict(), **{name: p.grad for name, p in model.named_parameters()}}
         arrays = array_record({name: tensor.cpu().numpy() for name, tensor in tensors.items()})
-        loss = mean_loss(losses)
+        loss = mean_loss(losses) if self.institution.reports_losses else None
         return Gradient(arrays=arrays, num_examples=len(data), examples_seen=total, num_steps=0, train_loss=loss)

@@ -328,7 +328,7 @@ class InstitutionClient(NumPyClient):
 
     def trained(self, request: Train, learner: Learner, num_examples: int) -> Trained:
         """Save the optimizer's state; return the weights, counts and the loss."""
-        loss = learner.train_loss()  # raises before anything is saved
+        loss = learner.train_loss() if self.institution.reports_losses else None  # raises before anything is saved
         self.suspend(request, learner.optimizer)
         return Trained(
             arrays=encoded(learner.model),

@@ -115,6 +115,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         record=_record(owned),
         digested=_record(owned) != "none",
         record_mb=_record_mb(owned),
+        reports_losses=not config.masked,
         durable=True,
     )
 
@@ -241,4 +242,5 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         classes=classes[k % len(classes)] if classes else "",
         private_model=private[k % len(private)] if private else "",
         digested=config.record != "none",
+        reports_losses=not config.masked,
     )

@@ -27,21 +27,17 @@ BITS = 28  # of a number's fraction
 
 
 def fixed_point(weights: StateDict, n: int, institutions: int) -> StateDict:
-    """Write weights, times a number of examples, as whole numbers modulo 2^64; with the check, which is 0.
+    """Write weights, times a number of examples, as whole numbers modulo 2^64; with the check, which is [0, 0].
 
-    Raises
-    ------
-    DivergedError
-        If a number is not finite, or so large that a sum of so many could leave the range.
+    If one is not finite, or so large that a sum of so many could leave the range, all are 0 and the check is [1, 0]: an
+    error would tell the server whose weights these are.
     """
-    fixed: StateDict = {MASKED: np.zeros(2, np.uint64)}
-    for name, array in weights.items():
-        scaled = np.asarray(np.rint(np.multiply(array, n * 2.0**BITS, dtype=np.float64)))
-        if not (np.abs(scaled) < 2.0**62 / institutions).all():  # NaN fails, too
-            most = 2.0 ** (62 - BITS) / institutions / n
-            raise DivergedError(f"under masks weights must be finite and below {most:.3g}; {name!r} is not: lower lr")
-        fixed[f"{name}.{MASKED}"] = scaled.astype(np.int64).view(np.uint64)
-    return fixed
+    with np.errstate(all="ignore"):
+        scaled = {name: np.rint(np.multiply(one, n * 2.0**BITS, dtype=np.float64)) for name, one in weights.items()}
+        good = all((np.abs(one) < 2.0**62 / institutions).all() for one in scaled.values())  # NaN fails, too
+    numbers = {f"{name}.{MASKED}": one if good else np.zeros_like(one) for name, one in scaled.items()}
+    check = np.array([not good, 0], np.uint64)
+    return {MASKED: check, **{name: np.asarray(one, np.int64).view(np.uint64) for name, one in numbers.items()}}
 
 
 def is_masked(record: Mapping[str, Any]) -> bool:
@@ -71,6 +67,8 @@ def mean_of(answers: Sequence[StateDict], n: int, like: StateDict) -> StateDict:
     ------
     RunError
         If the masks have not cancelled: then nothing can be read.
+    DivergedError
+        If weights of some institutions are not finite, or too large.
     """
 
     def total(name: str) -> NDArray[np.uint64]:
@@ -79,10 +77,17 @@ def mean_of(answers: Sequence[StateDict], n: int, like: StateDict) -> StateDict:
             np.add(found, answer[name], out=found)
         return found
 
-    if total(MASKED).any():
+    diverged, zero = (int(number) for number in total(MASKED))
+    if zero or diverged > len(answers):
         raise RunError(
             "masks cancel only if all pinned institutions answer the same request; these do not: compare the files of "
             "pinned keys by `flwr-replay deploy seal-key`, and start as many nodes as they name"
+        )
+    if diverged:
+        most = 2.0 ** (62 - BITS) / n
+        raise DivergedError(
+            f"under masks weights must be finite and below about {most:.3g} in size; those of {diverged} of "
+            f"{len(answers)} institutions are not: lower training.lr"
         )
     mean: StateDict = {}
     for name, sent in like.items():

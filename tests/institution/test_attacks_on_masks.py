@@ -17,6 +17,7 @@ from flwr_replay.wire.sealed import SEALED_NAME
 ABC = "abc"
 EXTRACT = {"cut": "a", "latent_dtype": "float32", "first": 0, "chunk_bytes": 10**6, "views": 1}
 JOB = [*SMALL, "strategy=fedavg", "masked=true"]
+FEDSGD = [*SMALL, "strategy=fedsgd", "masked=true"]
 
 
 @pytest.fixture
@@ -209,3 +210,24 @@ def test_a_sealed_run_is_hidden_from_the_server_only(folder):
     parcel = reply.content["arrays"][SEALED_NAME]
     assert seal_of(folder, "b", ABC).open(parcel).arrays.keys() == sealed.weights.keys()
     assert "policy asks for a sealed run" in refusal(train(server_of(folder, policy="sealed: true\n")))
+
+
+@pytest.mark.parametrize("job", [JOB, FEDSGD])
+def test_no_failure_tells_that_one_institutions_training_diverged(folder, job):
+    """By learning rates and weights of its choice a server would read how large a gradient is, a bit a message."""
+    servers = [server_of(folder, name, job) for name in ABC]
+    for exchange, scale in enumerate((1.0, 9e5), 1):
+
+        def ask(server, exchange=exchange, scale=scale):
+            if job is JOB:
+                return train(server, exchange, scale, lr=0.1 if scale == 1 else 1e13)
+            theta = {name: (scale * array).astype(array.dtype) for name, array in server.weights.items()}
+            return server.send(Differentiate(arrays=theta, run="r", server_round=exchange))
+
+        replies = [ask(server) for server in servers]
+        assert not any(map(refusal, replies))
+        counts = [{name: metrics(r)[name] for name in ("num-examples", "examples-seen", "num-steps")} for r in replies]
+        assert counts[0] == counts[1] == counts[2]
+        diverged, zero = total([weights(reply) for reply in replies])
+        assert zero == 0
+        assert (diverged > 0) == (exchange == 2)

@@ -89,8 +89,11 @@ def test_numbers_of_any_size_and_sign_survive(folder):
     np.testing.assert_allclose(mean["x"], np.float32([1e-8, -3.5, 1e5, 0]) * 140 / 60, rtol=1e-6, atol=1e-10)
     assert (mean["n"], mean["n"].dtype, mean["none"].shape) == (2, np.int64, (0, 3))
     for wrong in (np.nan, np.inf, 1e9):
-        with pytest.raises(DivergedError, match="'x' is not"):
-            fixed_point({"x": np.array([0, wrong])}, 100, 3)
+        spoiled = fixed_point({"x": np.array([0, wrong])}, 100, 3)
+        assert spoiled[MASKED].tolist() == [1, 0]
+        assert not spoiled[f"x.{MASKED}"].any()
+        with pytest.raises(DivergedError, match=r"those of 2 of 3 institutions are not: lower training.lr"):
+            mean_of([answers[0], spoiled, spoiled], 60, {})
 
 
 @pytest.mark.parametrize("at", [("train", "c", 2), ("train", "a", 1), ("evaluate", "b", 1)])
