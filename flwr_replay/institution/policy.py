@@ -32,8 +32,8 @@ The policy is a YAML file in the institution's hands:
                                               # This binds honest servers only: any other can keep what it gets
     sealed: true                              # no run in which a server could read weights: sealed=true only. What
                                               # sealing does not hide is in docs/sealed.md
-    masked: true                              # no run in which a server could read this institution's weights alone:
-                                              # masked=true or sealed=true. What masks do not hide is in docs/masked.md
+    masked: true                              # no run in which a server, or one institution that helps it, could read
+                                              # this one's weights alone: masked=true only. See docs/masked.md
     limits: {epochs: 50}                      # the most that a server may ask for; defaults: `LIMITS`
 
 A key that is left out forbids nothing, except that limits always hold. This package's ClientApp enforces the rules,
