@@ -48,7 +48,7 @@ SEALED_RUN = (
 MASKED_RUN = (
     "The weights that institutions send are under masks, which cancel in their sum: of the weights the server reads "
     "the mean of all institutions and no single one's, unless it has the keys of all the others. The mean, numbers of "
-    "examples, metrics and failures are not hidden from it, and the mean may tell of single examples."
+    "examples and metrics are not hidden from it, and the mean may tell of single examples."
 )
 EVIDENCE = "That synthetic images lie far from real ones is evidence, and no guarantee."
 
