@@ -35,7 +35,15 @@ from flwr_replay.runs.superlink import flwr_run, superlink
 CWT = ("strategy=cwt", "rounds=1", "evaluate_every=100", "lr=0.05")
 LONG = ("strategy=fedavg", "rounds=6", "evaluate_every=100", "lr=0.05", "nodes=2")
 PIECES = (*CWT, "replay=vqvae2", "generator.epochs=3", "generator.batch-size=48", "generator.slice-seconds=0.001")
-NOISY = ("strategy=fedavg", "rounds=2", "evaluate_every=100", "dp=classifier", "epsilon=50", "noise=seeded")
+NOISY = (
+    "strategy=fedavg",
+    "rounds=2",
+    "evaluate_every=100",
+    "model.norm=group",
+    "dp=classifier",
+    "epsilon=50",
+    "noise=seeded",
+)
 MINUTES = 600  # seconds to wait at most
 
 
