@@ -65,7 +65,8 @@ MASKED = Hidden(
         "the mean of the weights of all institutions, which may tell of single examples. Masks are no DP.",
         "this institution's weights, from whoever has the keys of all the others.",
         "about what this institution's part is, from whoever compares two runs, one with it and one without.",
-        "numbers of examples and steps, how many institutions' training diverged, and all results of tests.",
+        "numbers of examples and steps, all results of tests, and whether a test fails. How many institutions' "
+        "training diverged is seen, and not whose.",
         "earlier answers, once a private key is stolen: the masks that it shared can then be made again.",
     ),
     (

@@ -30,10 +30,13 @@ CHOSEN = (
     "partition",
     "model",
     "generator",
+    "prior",
     "replay",
     "rounds",
     "fraction",
     "evaluate_before_mixing",
+    "sealed",
+    "masked",
 )  # they may differ in these
 OURS = {  # options that a comparison sets itself, with what to write instead
     "strategy": "name the strategies before the options",

@@ -162,7 +162,10 @@ def test_the_page_of_a_masked_run_says_what_masks_hide_and_what_not(hospitals, t
     words = ["run", "--dry-run", *job, "--clinics", "a"]
     words += ["--policy", str(tmp_path / "policy.yaml"), "--out", str(tmp_path)]
     assert command(monkeypatch, *words) == 1
-    assert "policy asks for a masked run (masked: true)" in (tmp_path / "officer.html").read_text()
+    assert (
+        "policy asks for a masked run (masked: true); the server&#39;s says masked=false"
+        in (tmp_path / "officer.html").read_text()
+    )
     assert command(monkeypatch, *words, "masked=true") == 0
     page = (tmp_path / "officer.html").read_text()
     found = json.loads((tmp_path / "officer.json").read_text())
@@ -171,9 +174,11 @@ def test_the_page_of_a_masked_run_says_what_masks_hide_and_what_not(hospitals, t
         "The masks hide this institution&#39;s weights from the server, in those of all. Not hidden from it:",
         "Masks are no DP.",
         "from whoever has the keys of all the others",
+        "How many institutions&#39; training diverged is seen, and not whose",
         "It masks one answer in an exchange",
         "Weights made for reading images are not recognised",
     ):
         assert said in page, said
     assert "which has them as they are" not in page
+    assert "gradient." not in page.split("Not hidden from it:")[1].split("</ul>")[0]
     assert "It can hold a parcel back" not in page

@@ -342,6 +342,21 @@ def test_a_sweep_makes_a_method_of_each_value():
     assert not shared
 
 
+def test_masked_sealed_and_plain_methods_stand_in_one_comparison(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    _, report = compare(tmp_path, "fedavg,cwt:sealed=true", "fedavg.masked=true|false", "seeds=1", "rounds=1")
+    labels = [cell["label"] for cell in report["cells"]]
+    assert labels == ["fedavg:masked=true", "fedavg:masked=false", "cwt:sealed=true"]
+    masked, plain, _ = (report["strategies"][label]["mean"] for label in labels)
+    assert masked == pytest.approx(plain)
+    protection = [
+        {json.loads(line)["protection"] for line in ledger.read_text().splitlines() if '"arrays"' in line}
+        for cell in report["cells"]
+        for ledger in tmp_path.rglob(f"{Path(cell['folder']).name}/ledger.jsonl")
+    ]
+    assert ["masked" in protection[0], "masked" in protection[1], "sealed" in protection[2]] == [True, False, True]
+
+
 def test_methods_on_several_partitions_are_compared_on_the_same_one(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = ["partition=iid|ks", "nodes=2", "rounds=1", "seeds=1", "model=mlp", "model.width=4"]
