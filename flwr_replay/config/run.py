@@ -133,8 +133,8 @@ class RunConfig:
         name = self.strategy.name
         require(
             self.strategy.summed,
-            f"masked=true is for methods whose server needs the mean of weights only; that of strategy={name} needs "
-            "more: leave masked out, or choose another strategy",
+            f"masked=true is for methods whose server averages weights and needs nothing else; that of strategy={name} "
+            "does not: leave masked out, or choose a strategy of docs/masked.md",
         )
         require(
             self.nodes not in (1, 2),

@@ -20,8 +20,8 @@ RULES = {
     "strategies": "the method may be used (strategies)",
     "recording": "whether the server keeps messages (recording)",
     "limits": "the server asks for no more than allowed (limits)",
-    "sealed": "whether the server could read weights (sealed)",
-    "masked": "whether the server could read one institution's weights alone (masked)",
+    "sealed": "weights are sealed, where the policy asks for it (sealed)",
+    "masked": "weights are under masks, where the policy asks for it (masked)",
     "max-delta": "δ is small enough (max-delta)",
     "max-evaluations": "the number of tests (max-evaluations)",
 }
@@ -67,6 +67,8 @@ MASKED = Hidden(
         "about what this institution's part is, from whoever compares two runs, one with it and one without.",
         "numbers of examples and steps, all results of tests, and whether a test fails. How many institutions' "
         "training diverged is seen, and not whose.",
+        "the gradient of the loss on test examples: a server computes it from losses at weights of its choice. With "
+        "metrics: counted only counts of tests leave.",
         "earlier answers, once a private key is stolen: the masks that it shared can then be made again.",
     ),
     (

@@ -159,8 +159,8 @@ def test_recorded_answers_are_not_attacked(folder):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["strategy=cwt"], "methods whose server needs the mean of weights only"),
-        (["strategy=fedavgshare"], "methods whose server needs the mean of weights only"),
+        (["strategy=cwt"], "methods whose server averages weights and needs nothing else"),
+        (["strategy=fedavgshare"], "methods whose server averages weights and needs nothing else"),
         (["strategy=fedavg", "replay=vqvae2"], "got replay=vqvae2: leave replay out"),
         (["strategy=fedavg", "fraction=0.5"], "got fraction=0.5: leave fraction out"),
         (["strategy=fedavg", "evaluate-before-mixing=true"], "leave evaluate-before-mixing out"),

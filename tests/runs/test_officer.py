@@ -174,11 +174,11 @@ def test_the_page_of_a_masked_run_says_what_masks_hide_and_what_not(hospitals, t
         "The masks hide this institution&#39;s weights from the server, in those of all. Not hidden from it:",
         "Masks are no DP.",
         "from whoever has the keys of all the others",
+        "With metrics: counted only counts of tests leave.",
         "How many institutions&#39; training diverged is seen, and not whose",
         "It masks one answer in an exchange",
         "Weights made for reading images are not recognised",
     ):
         assert said in page, said
     assert "which has them as they are" not in page
-    assert "gradient." not in page.split("Not hidden from it:")[1].split("</ul>")[0]
     assert "It can hold a parcel back" not in page
