@@ -23,7 +23,6 @@ from institutions that drop out: an exchange needs all. That masks depend on the
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
 from hashlib import sha256
 
 import numpy as np
@@ -31,14 +30,11 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from flwr.app import ArrayRecord, Message
 
-from flwr_replay.config.binding import binding, shared_digest
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RefusedError
-from flwr_replay.files.atomic import alone, private_folder
 from flwr_replay.files.once import write_once
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.seal import Seal
-from flwr_replay.institution.state import StateStore
+from flwr_replay.institution.sealing import Hiding
 from flwr_replay.payloads.common import RollCall
 from flwr_replay.wire.fields import RECORD_OF
 from flwr_replay.wire.masked import fixed_point
@@ -49,22 +45,13 @@ from flwr_replay.wire.sealed import joined_body
 __all__ = ["FEWEST", "Masking"]
 
 FEWEST = 3  # of two, each knows the other's weights: the mean without its own
-LOCKED, PINS, KEPT = "masks", "pins.sha256", "masked"  # in a run's folder: a lock, a file, the answers' files
+PINS, KEPT = "pins.sha256", "masked"  # in a run's folder: a file, and the answers' files
 ASKED, HISTORY = "request", "history"  # beside a masked answer: digests of its request, and of all up to this one
 OWN = ("continues", "stated")  # instructions that differ between institutions: of what each has trained and stated
 
 
-class Masking:
+class Masking(Hiding):
     """Masks the weights that answer one message of a run; takes the place of `Sealing`.
-
-    Parameters
-    ----------
-    institution : Institution
-        It has a seal, which has its key and those that it has pinned.
-    config : RunConfig
-        The run's options.
-    run : str
-        The run's id.
 
     Raises
     ------
@@ -72,21 +59,16 @@ class Masking:
         If it has pinned the keys of fewer than three institutions, its own among them.
     """
 
+    kept: StateDict | None = None  # the answer of this exchange, if there is one already
+    asked = history = b""
+
     def __init__(self, institution: Institution, config: RunConfig, run: str) -> None:
-        assert institution.seal is not None
-        self.seal: Seal = institution.seal
+        super().__init__(institution, config, run)
         if len(self.seal.pins) < FEWEST:
             raise RefusedError(
                 f"masked=true needs at least {FEWEST} institutions with pinned keys; got {len(self.seal.pins)}: of "
                 "two, each could compute the other's weights from the mean"
             )
-        self.bound, self.options, self.run = binding(config), shared_digest(config), run
-        self.store, self.durable = StateStore(institution, self.bound), institution.durable
-        self.asked, self.history = b"", b""
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Answer one message of a run at a time: two at once could both be masked before either is noted."""
-        return alone(private_folder(self.store.of_run(self.run) / LOCKED), wait=True)
 
     def opened(self, message: Message, request: type[Request] | None) -> Message:
         """Return the message as it is, if its answer may be masked.
@@ -116,7 +98,7 @@ class Masking:
         shared = {name: scalars[name] for name in request.by_key() if name in scalars and name not in OWN}
         body = joined_body(message.content.array_records.get("arrays", ArrayRecord()))
         self.asked = sha256(json.dumps(shared, sort_keys=True).encode() + b"\n" + body).digest()
-        kept = self._kept(exchange)
+        self.kept = kept = self._kept(exchange)
         if kept and kept[ASKED].tobytes() != self.asked:
             raise RefusedError(
                 f"in a masked run an exchange has one answer; exchange {exchange} is asked again, with another "
@@ -133,8 +115,9 @@ class Masking:
                 f"masks cancel after the same exchanges only; exchange {known} is answered, and this institution's "
                 f"state knows of {newest or 'none'}: restore the newest state directory, or begin a new run"
             )
-        before = self._kept(newest)
-        self.history = sha256((before[HISTORY].tobytes() if before else b"") + self.asked).digest()
+        if not kept:
+            before = self._kept(newest)
+            self.history = sha256((before[HISTORY].tobytes() if before else b"") + self.asked).digest()
         return message
 
     def closed(self, reply: Message, answer: type[Payload], exchange: int) -> None:
@@ -142,7 +125,7 @@ class Masking:
         record = reply.content.array_records.get("arrays")
         if not record:
             return
-        kept = self._kept(exchange)
+        kept = self.kept
         if not kept:
             n = int(metrics_in(reply.content)["num-examples"])
             masked = self._under_masks(fixed_point(opened(record), n, len(self.seal.pins)), exchange)

@@ -50,7 +50,7 @@ from flwr_replay.wire.records import StateDict, array_record, config_in, metrics
 from flwr_replay.wire.sealed import SEALED_NAME, is_sealed
 from flwr_replay.wire.weights import check_weights, form_of, to_arrays
 
-__all__ = ["Sealing", "check_sealing"]
+__all__ = ["Hiding", "Sealing", "check_sealing"]
 
 TESTED, ONE = "evaluate", "train"  # stages: of a test; of training the only model that goes round
 BEGUN = (TESTED, ONE, "train-with-buffers")  # stages in which a model may begin: no weights come then
@@ -81,13 +81,13 @@ def check_sealing(institution: Institution, config: RunConfig, message: Message)
         raise RefusedError("arrays come in plain in this run; a sealed parcel came: refused; set sealed=true")
 
 
-class Sealing:
-    """Opens and seals one message of a run.
+class Hiding:
+    """What stands between the wire and the ClientApp for one message of a run in which keys are pinned.
 
     Parameters
     ----------
     institution : Institution
-        It has a seal.
+        It has a seal, which has its key and those that it has pinned.
     config : RunConfig
         The run's options.
     run : str
@@ -98,12 +98,18 @@ class Sealing:
         assert institution.seal is not None
         self.seal: Seal = institution.seal
         self.config, self.run, self.options = config, run, shared_digest(config)
-        self.store, self.durable = StateStore(institution, binding(config)), institution.durable
-        self.tested: ArrayRecord | None = None
+        self.bound = binding(config)
+        self.store, self.durable = StateStore(institution, self.bound), institution.durable
 
     def alone(self) -> AbstractContextManager[None]:
         """Answer one message of a run at a time: two at once could both pass before either is noted."""
         return alone(private_folder(self.store.of_run(self.run) / LOCKED), wait=True)
+
+
+class Sealing(Hiding):
+    """Opens and seals one message of a run."""
+
+    tested: ArrayRecord | None = None
 
     # --- what arrives -------------------------------------------------------------------------------------------------
 
@@ -128,7 +134,7 @@ class Sealing:
             return message
         instructions = {**config_in(message.content), **metrics_in(message.content)}
         asked = int(instructions.get("server-round", 0))
-        self.store.bind(self.run, binding(self.config))  # under other options nothing is noted
+        self.store.bind(self.run, self.bound)  # under other options nothing is noted
         notes = Arrivals(self.store, self.run, self.seal.name)
         notes.ask(asked)
         if any(RECORD_OF[field.kind] == "arrays" for field in request.answer.declared().values()):
