@@ -1,7 +1,7 @@
 """Methods on real X-rays at clinical size: quality, bytes, seconds, and the memory of server and institutions.
 
     python benchmarks/xrays.py ../shared/data/covid-cxr [--partitions natural dirichlet] [--size 128] [--width 16]
-        [--rounds 10] [--seed 0] [--only fedavg …] [--jobs 2] [--runs-dir runs] [OPTION=VALUE …]
+        [--rounds 10] [--seed 0] [--only fedavg …] [--jobs 2] [--runs-dir runs] [[METHOD:]OPTION=VALUE …]
 
 The folder has a manifest.csv with the columns image, label and site. Every run has a process for the server and two
 that serve the institutions, each with one thread; `--jobs` runs at a time share out the cores. Memory is the most that
@@ -53,13 +53,20 @@ def on_gpu() -> dict[int, int]:
     return {int(pid): int(mib) << 20 for pid, mib in (line.split(",") for line in lines)}
 
 
+def given(method: str, options: list[str]) -> list[str]:
+    """Return the options of all methods and the method's own ones."""
+    named = [text.partition(":") for text in options]
+    own = [option for of, _, option in named if of == method]
+    return [text for text, (of, _, _) in zip(options, named, strict=True) if of not in METHODS] + own
+
+
 def measured(method: str, partition: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Run a method; return its result with the memory of its processes and the seconds that it took."""
     name = f"{method}-{partition}-{asked.size}-seed{asked.seed}"
     job = [
         "task=folder", f"task.data-dir={asked.data}", "task.channels=1", f"task.size={asked.size}", "model=resnet34",
         f"model.width={asked.width}", f"rounds={asked.rounds}", f"seed={asked.seed}", "threads=1", f"run-name={name}",
-        *DEALT[partition], *METHODS[method], *asked.options,
+        *DEALT[partition], *METHODS[method], *given(method, asked.options),
     ]  # fmt: skip
     command = [str(Path(sys.executable).with_name("flwr-replay")), "run", *job, "--engine", "inline", "--workers", "2"]
     log = Path(asked.runs_dir, f"{name}.log")

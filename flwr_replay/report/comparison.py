@@ -20,7 +20,7 @@ __all__ = [
     "interval",
     "markdown",
     "mean_of",
-    "of_partition",
+    "of_data",
     "overview",
     "paired_difference",
     "shown_difference",
@@ -146,15 +146,15 @@ def summarise(
     return summary
 
 
-def of_partition(option: str) -> bool:
-    """Say whether a method's own option changes how the data are dealt."""
-    return option.startswith(("partition=", "partition."))
+def of_data(option: str) -> bool:
+    """Say whether a method's own option changes the data, or how they are dealt."""
+    return option.partition("=")[0].partition(".")[0] in ("task", "partition", "nodes")
 
 
 def references(cells: Sequence[Mapping[str, Any]], labels: Sequence[str], against: str) -> dict[str, str]:
-    """Return, for every method, the one that it is compared with: `against`, on the method's own partition.
+    """Return, for every method, the one that it is compared with: `against`, on the method's own data.
 
-    Methods that differ in nothing but the partition are all compared with `against` itself.
+    Methods that differ in nothing but their data are all compared with `against` itself.
 
     >>> cells = [
     ...     {"label": f"{name} {way}", "strategy": name, "options": [f"partition={way}"]}
@@ -167,15 +167,13 @@ def references(cells: Sequence[Mapping[str, Any]], labels: Sequence[str], agains
     {'cwt iid': 'cwt iid', 'cwt ks': 'cwt iid'}
     """
     own = {cell["label"]: (cell["strategy"], cell.get("options", [])) for cell in cells}
-    apart = {label: (name, *filterfalse(of_partition, options)) for label, (name, options) in own.items()}
+    apart = {label: (name, *filterfalse(of_data, options)) for label, (name, options) in own.items()}
     if len({*apart.values()}) == 1:
         return dict.fromkeys(labels, against)
     found = {
-        (*filter(of_partition, options),): label
-        for label, (_, options) in own.items()
-        if apart[label] == apart[against]
+        (*filter(of_data, options),): label for label, (_, options) in own.items() if apart[label] == apart[against]
     }
-    return {label: found.get((*filter(of_partition, own[label][1]),), against) for label in labels}
+    return {label: found.get((*filter(of_data, own[label][1]),), against) for label in labels}
 
 
 def markdown(report: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr_replay.data.class_counts import starving, summary, warnings
 from flwr_replay.privacy.noise import shown_noise
-from flwr_replay.report.comparison import FEWEST, cells_of, mean_of, of_partition
+from flwr_replay.report.comparison import FEWEST, cells_of, mean_of, of_data
 from flwr_replay.terminal import fitted
 
 __all__ = ["notes", "table", "verdicts"]
@@ -60,7 +60,7 @@ def _skews(report: Mapping[str, Any]) -> list[str]:
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
     for cell in report["cells"]:
         if "skew" in cell.get("result", {}):
-            dealt = " ".join(filter(of_partition, cell["options"]))
+            dealt = " ".join(filter(of_data, cell["options"]))
             found.setdefault(dealt, {})[cell["seed"]] = cell["result"]["skew"]
     lines = []
     for dealt, skews in found.items():
@@ -74,9 +74,9 @@ def _skews(report: Mapping[str, Any]) -> list[str]:
     if len(found) > 1:
         against = list(dict.fromkeys(row["against"] for row in report["strategies"].values()))
         lines.append(
-            f"a difference is to the method on the same partition: {', '.join(against)}"
+            f"a difference is to the method on the same data: {', '.join(against)}"
             if len(against) > 1
-            else f"a difference to {against[0]} pairs runs of one seed; where partitions differ, so do the data, and "
+            else f"a difference to {against[0]} pairs runs of one seed; where data differ, "
             "pairing takes out less chance than on the same data"
         )
     return lines

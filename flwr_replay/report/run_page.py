@@ -29,6 +29,8 @@ from flwr_replay.report.summary import (
     trained_on,
     warnings,
 )
+from flwr_replay.wire.masked import MASKED
+from flwr_replay.wire.sealed import SEALED
 
 __all__ = ["PAGE", "write_run_page"]
 
@@ -46,6 +48,7 @@ KINDS = {
     "notice": "the institution's name, proof that it is the same one as before, and why it refuses",
     "not received": "answers that an interruption lost; only the institutions' own ledgers have their fields",
 }
+HIDDEN = {SEALED: "the server cannot read them", MASKED: "the server reads their mean over institutions only"}
 UNKNOWN_SKEW = "How labels differ is counted where all data lie in one place, as in a simulation."
 OWN = {"folder": "to classify their own images", "own": "a task of their own"}  # by task, where its name says little
 
@@ -88,7 +91,7 @@ def write_run_page(folder: Path) -> Path:
         claim=[result["privacy-claim"], *map(_sentence, sample_lines(result))],
         privacy=_privacy(result),
         left=(left := _left(folder)),
-        kinds=[f"{kind}: {KINDS[kind]}." for kind in left["heads"][1:] if kind in KINDS],
+        kinds=[_explained(head) for head in left["heads"][1:] if _kind(head)[0] in KINDS],
         recorded=[*map(_sentence, recorded_lines(result, folder))],
         failures=[f"{one['institution']}, exchange {one['round']}: {one['reason']}" for one in result["failures"]],
         pictures=pictures,
@@ -272,15 +275,28 @@ def _left(folder: Path) -> dict[str, Any]:
     sums: dict[str, dict[str, int]] = {}
     kinds: dict[str, None] = {}
     for line in each_line(folder / "ledger.jsonl"):
-        kind = line["kind"] if line["direction"] == "up" else "down"
+        hidden = next((f", {word}" for word in HIDDEN if word in line["protection"]), "")
+        kind = f"{line['kind']}{hidden}" if line["direction"] == "up" else "down"
         if kind != "down":
             kinds[kind] = None
         own = sums.setdefault(line["institution"], {})
         own[kind] = own.get(kind, 0) + line["bytes"]
-    heads = sorted(kinds, key=lambda kind: list(KINDS).index(kind) if kind in KINDS else len(KINDS))
+    known = list(KINDS)
+    heads = sorted(kinds, key=lambda head: known.index(_kind(head)[0]) if _kind(head)[0] in KINDS else len(known))
     rows = [[name, *(shown_bytes(own.get(kind, 0)) for kind in [*heads, "down"])] for name, own in sorted(sums.items())]
     caption = "Bytes that left by kind, and bytes that came down, repeated messages included"
     return {"caption": caption, "heads": ["institution", *heads, "came down"], "rows": rows}
+
+
+def _kind(head: str) -> tuple[str, str]:
+    """Return a column's kind, and the word for how the server is kept from reading it."""
+    kind, _, hidden = head.partition(", ")
+    return kind, hidden
+
+
+def _explained(head: str) -> str:
+    kind, hidden = _kind(head)
+    return f"{head}: {KINDS[kind]}{hidden and f'; {HIDDEN[hidden]}'}."
 
 
 def _pictures(folder: Path) -> tuple[list[tuple[str, str, str]], list[str]]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -128,10 +128,11 @@ def planned(
     against = against or labels[0 if first else -1]
     if against not in labels:
         raise ConfigError(f"--against must be one of the methods compared; got {against!r}: {nearest(against, labels)}")
-    runs, config, cells, more = _plan(methods, shared, seeds, runs_dir)
-    task = make_task(config.task)
-    metric = metric or ("test-" if config.split != "test" else "") + task.metric
-    reported = [load_strategy(method.strategy)[0].evaluated.metrics(task) for method in methods]
+    runs, configs, cells, more = _plan(methods, shared, seeds, runs_dir)
+    config = configs[against]
+    tasks = {label: make_task(config.task) for label, config in configs.items()}
+    metric = metric or ("test-" if config.split != "test" else "") + tasks[against].metric
+    reported = [load_strategy(method.strategy)[0].evaluated.metrics(tasks[method.label]) for method in methods]
     reported_by_all = [name for name in reported[0] if all(name in names for names in reported)]
     prefixes = ["external-"] * config.external + ["before-mixing-"] * config.evaluate_before_mixing
     prefixes += ["test-"] * (config.split != "test")
@@ -140,8 +141,7 @@ def planned(
         raise ConfigError(f"--metric must be one that all methods report; got {metric!r}: {nearest(metric, known)}")
     folder = runs / _own_name(methods, seeds, metric, against)
     about = {
-        "title": f"{config.task.name}, {config.nodes} institutions, {_dealt(config, methods)}: {config.model.name}, "
-        f"{config.rounds} round{'s' * (config.rounds > 1)}",
+        "title": _title(list(configs.values())),
         "metric": metric,
         "higher-is-better": re.sub("^(external-|before-mixing-|test-)?(proxy-)?", "", metric) not in ERRORS,
         "against": against,
@@ -184,7 +184,7 @@ def run_comparisons(comparisons: Sequence[Comparison], jobs: int) -> list[tuple[
 
 def _plan(
     methods: Sequence[Method], shared: Sequence[str], seeds: Sequence[int], runs_dir: Path
-) -> tuple[Path, RunConfig, list[Cell], dict[str, Any]]:
+) -> tuple[Path, dict[str, RunConfig], list[Cell], dict[str, Any]]:
     """Resolve and check every cell; say how methods differ, and their noise. Nothing is written yet."""
     given = [f"strategy={methods[0].strategy}", *shared]
     _, common = resolve(given, ".", "")  # the shared options, without any method's own
@@ -206,7 +206,7 @@ def _plan(
             noise.setdefault(method.label, _noise(simulation))
             cells.append(Cell(method, seed, place, (*overrides, f"seed={seed}", f"run_name='{place.name}'")))
     alone = {method.label: config for method, (_, config) in zip(methods, resolved, strict=True)}
-    return folder, common, cells, {"noise": noise, "differ": _differing(methods, alone)}
+    return folder, alone, cells, {"noise": noise, "differ": _differing(methods, alone)}
 
 
 def _own_name(methods: Sequence[Method], seeds: Sequence[int], metric: str, against: str) -> str:
@@ -260,11 +260,21 @@ def _refuse_other(folder: Path, config: RunConfig) -> None:
             raise RunError(f"{folder} was begun with another value of {option}: move it, or choose another --runs-dir")
 
 
-def _dealt(config: RunConfig, methods: Sequence[Method]) -> str:
-    from flwr_replay.report.comparison import of_partition
+def _title(configs: Sequence[RunConfig]) -> str:
+    """Say on what all methods were compared; what they differ in is only counted."""
 
-    if any(map(of_partition, (option for method in methods for option in method.options))):
-        return "several partitions"
+    def alike(values: Iterable[str], many: str) -> str:
+        found = list(dict.fromkeys(values))
+        return found[0] if len(found) == 1 else f"several {many}"
+
+    tasks = alike((config.task.name for config in configs), "tasks")
+    nodes = alike((f"{config.nodes} institutions" for config in configs), "numbers of institutions")
+    models = alike((config.model.name for config in configs), "models")
+    rounds = alike((f"{config.rounds} round{'s' * (config.rounds > 1)}" for config in configs), "numbers of rounds")
+    return f"{tasks}, {nodes}, {alike(map(_dealt, configs), 'partitions')}: {models}, {rounds}"
+
+
+def _dealt(config: RunConfig) -> str:
     shown = {"ks": f"KS {config.partition.ks:g}", "majority": f"majority {config.partition.p:g}"}
     shown["dirichlet"] = f"Dirichlet {config.partition.alpha:g}"
     return shown.get(config.partition.name, config.partition.name)

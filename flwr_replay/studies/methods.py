@@ -17,7 +17,8 @@ __all__ = ["methods_of", "named", "options_of", "swept", "with_kept"]
 
 SEEDS = (0, 1, 2)
 MOST_SEEDS = 1000
-OF_A_METHOD = (
+OF_A_METHOD = (  # sections in which the methods may differ; of options with the same short name the last one is meant
+    "task",
     "partition",
     "model",
     "prior",
@@ -25,19 +26,12 @@ OF_A_METHOD = (
     "privacy",
     "replay",
     "training",
-)  # sections in which the methods may differ
-CHOSEN = (
-    "partition",
-    "model",
-    "generator",
-    "prior",
-    "replay",
-    "rounds",
-    "fraction",
-    "evaluate_before_mixing",
-    "sealed",
-    "masked",
-)  # they may differ in these
+)
+OF_ALL = {  # options in which they may not, with the reason
+    "preset": "a preset",
+    "split": "what models are judged by",
+    "external": "what models are judged by",
+}
 OURS = {  # options that a comparison sets itself, with what to write instead
     "strategy": "name the strategies before the options",
     "seed": "write seeds=3, or seeds=0,5,7",
@@ -191,9 +185,9 @@ def _own_option(strategy: str, option: str) -> tuple[str, str]:
     """Return an option of one method under its full name with its section, and its value."""
     key, _, value = option.partition("=")
     plain = key.replace("-", "_")
-    if plain == "preset":
+    if plain in OF_ALL:
         raise ConfigError(
-            f"a preset holds for a whole comparison; got preset={value}: run a comparison for each preset"
+            f"{OF_ALL[plain]} holds for a whole comparison; got {plain}={value}: run a comparison for each {plain}"
         )
     classes = {name: [SECTIONS[name]] for name in OF_A_METHOD}
     classes["generator"] = [load_generator(name) for name in choices("generator")]
@@ -204,9 +198,10 @@ def _own_option(strategy: str, option: str) -> tuple[str, str]:
     sections["strategy"] = _own_fields(strategy)
     full = {f"{section}.{name}" for section, names in sections.items() for name in names}
     short = {name: f"{section}.{name}" for section, names in sections.items() for name in names}  # the last one wins
-    if plain in full or plain in CHOSEN:
+    chosen = [field.name for field in fields(RunConfig) if field.name not in OURS]
+    if plain in full or plain in chosen:
         return plain, value
     if plain in short:
         return short[plain], value
-    known = [name.replace("_", "-") for name in [*short, *CHOSEN]]
+    known = [name.replace("_", "-") for name in [*short, *chosen]]
     raise ConfigError(f"unknown option {key!r} of the method {strategy}: {nearest(key, known)}")

@@ -295,6 +295,8 @@ def test_a_summary_and_its_pictures_stand_one_seed_and_no_result() -> None:
         ("fedavg,fedreplay", ["cut=hidden1"], {}, "write fedreplay.cut=hidden1"),
         ("fedavg,fedreplay:cutt=hidden1", [], {}, "did you mean cut"),
         ("fedavg,fedreplay:seed=1", [], {}, "unknown option 'seed'"),
+        ("fedavg,fedreplay:split=validation", [], {}, "run a comparison for each split"),
+        ("fedavg,fedavg:task=diabetes:model=mlp", [], {}, "--metric must be one that all methods report"),
         ("fedavg,fedreplay:cut", [], {}, "unknown strategy 'fedreplay:cut'|a variant is written"),
         ("fedavg,fedreplay:cut=conv9", [], {}, "conv9"),
         ("fedavg,fedavg", [], {}, "compared once"),
@@ -355,6 +357,11 @@ def test_masked_sealed_and_plain_methods_stand_in_one_comparison(tmp_path, monke
         for ledger in tmp_path.rglob(f"{Path(cell['folder']).name}/ledger.jsonl")
     ]
     assert ["masked" in protection[0], "masked" in protection[1], "sealed" in protection[2]] == [True, False, True]
+    pages = [tmp_path.rglob(f"{Path(cell['folder']).name}/report.html") for cell in report["cells"]]
+    masked, plain, sealed = (next(page).read_text() for page in pages)
+    assert "model, masked: weights or gradients of a network; the server reads their mean" in masked
+    assert "model, sealed: weights or gradients of a network; the server cannot read them" in sealed
+    assert "model: weights or gradients of a network." in plain
 
 
 def test_methods_on_several_partitions_are_compared_on_the_same_one(tmp_path, monkeypatch):
@@ -368,10 +375,19 @@ def test_methods_on_several_partitions_are_compared_on_the_same_one(tmp_path, mo
         assert difference == pytest.approx(mean[f"fedavg:partition={way}"] - mean[f"local:partition={way}"])
         assert report["strategies"][f"local:partition={way}"]["difference"] is None
         assert f"training labels with partition={way}, means over seeds" in text
-    assert "a difference is to the method on the same partition: local:partition=iid, local:partition=ks" in text
+    assert "a difference is to the method on the same data: local:partition=iid, local:partition=ks" in text
     alone, report = compare_strategies(["fedavg"], options, "", 1, tmp_path)
     assert report["against"] == "fedavg:partition=iid"
     difference = report["strategies"]["fedavg:partition=ks"]["difference"]
     assert difference["mean"] == pytest.approx(mean["fedavg:partition=ks"] - mean["fedavg:partition=iid"])
     assert difference["seeds"] == [0]
-    assert "where partitions differ, so do the data" in alone
+    assert "where data differ, pairing takes out less" in alone
+
+
+def test_a_sweep_takes_any_option_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = ["nodes=2|3", "forgetting=true|false", "rounds=1", "seeds=1", "model=mlp", "model.width=4"]
+    _, report = compare_strategies(["fedavg"], options, "", 1, tmp_path)
+    assert report["title"].startswith("digits, several numbers of institutions, ")
+    assert [len(cell["result"]["final"]["institutions"]) for cell in report["cells"]] == [2, 2, 3, 3]
+    assert report["strategies"]["fedavg:nodes=3:forgetting=false"]["difference"] is not None
