@@ -27,8 +27,10 @@ normalises real and synthetic examples apart. In the first round there is no pre
 All models begin with the same weights. A model that hops begins every training with a fresh optimizer. With order=queue
 a round ends when its trainings have; until then nobody waits for the slow.
 
-Failures: Who fails leaves its model as it was sent, and that model goes on, in the next round or queue. The model of
-an absent institution waits for it.
+With fraction= the cycle or the queues of a round are among those drawn for it; all train their generators before.
+
+Failures: Who fails leaves its model as it was sent, and that model goes on, in the next round or queue; along cycles a
+model that could not begin begins the next time. The model of an absent or undrawn institution waits for it.
 """
 
 from __future__ import annotations
@@ -161,6 +163,10 @@ class FedER(Relay):
                 "strategy.durations must have a number for each institution; got "
                 f"{len(config.durations)} for {len(names)}"
             )
+        require(
+            settings.fraction == 1 or not config.durations,
+            f"durations are for all institutions in every round; got fraction={settings.fraction:g}: leave one out",
+        )
         for fresh in settings.private_models:
             fresh(0)
         require(
@@ -198,13 +204,13 @@ class FedER(Relay):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Draw buffers if need be and deliver them; have every institution train a model, which then goes on."""
         self.fresh = self.fresh or opened(arrays)
-        self.hops.begin_round(server_round, [member.name for member in self.members])
+        self.hops.begin_round(server_round, [member.name for member in self.trainers(server_round)])
         self.buffers.prepare(grid, server_round, config, self.givers())
         if STAGES[0] in self.stages and not self.buffers.trained:
             raise RunError(f"no institution could train its generator; {self.recorder.failures_line()}")
         self.held = self.buffers.deliver(grid, server_round, self.wanted(), config)
         turns = self.configure_train(server_round, arrays, config, grid)
-        self.exchange(grid, server_round, turns, take=self.take, missed=self.missed, at_once=self.hops.at_once)
+        self.exchange(grid, server_round, turns, take=self.take, missed=self.as_sent, at_once=self.hops.at_once)
         return self.aggregate_train(server_round, [])
 
     def configure_train(
@@ -229,7 +235,7 @@ class FedER(Relay):
             self.models[self.turns[member.name].model] = self.trained_at[member.name] = opened(answer.arrays)
         self.hops.pass_on(member.name, trained=True)
 
-    def missed(self, member: Member) -> None:
+    def as_sent(self, member: Member) -> None:
         """Let the model go on as it was sent."""
         self.hops.pass_on(member.name, trained=False)
 
@@ -346,7 +352,7 @@ class FedER(Relay):
         found, delivered = list[Exchange](), {name: set[tuple[int, int]]() for name in members}
         drawn = {name: set[int]() for name in members}
         for server_round in range(1, num_rounds + 1):
-            self.hops.begin_round(server_round, list(members))
+            self.hops.begin_round(server_round, [member.name for member in self.trainers(server_round)])
             for name in self.givers():
                 drawn[name].add(server_round * self.buffers.refreshed)
             for name, numbers in self.wanted().items():
@@ -367,7 +373,7 @@ class FedER(Relay):
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return the evaluations, and those of every model by all after the last round."""
-        tests, blank = len(self.members) * self.config.agreement, self.evaluated.empty(self.task)
+        tests, blank = len(self.trains_in(num_rounds)) * self.config.agreement, self.evaluated.empty(self.task)
         further = [(member, self.evaluation(0, arrays), blank, tests) for member in self.members]
         return [*super().forecast_evaluation(arrays, num_rounds), *further]
 

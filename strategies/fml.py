@@ -62,7 +62,7 @@ class FML(Parallel):
     needs_roll_call = True
     one_form = True
     mixes = True
-    takes_fraction = False  # all test private models, which only training makes
+    own_models = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

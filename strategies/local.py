@@ -71,9 +71,11 @@ class Local(Relay):
         )
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """One exchange with every institution in every round; no weights."""
+        """One exchange with every institution in every round in which it trains; no weights."""
+        times = self.trainings(num_rounds)
         answer = TrainedOwn(num_examples=0, examples_seen=0, num_steps=0, train_loss=0.0)
-        return [(member, self.train_request(0, member), answer, num_rounds) for member in self.members]
+        trainers = [member for member in self.members if times[member.name]]
+        return [(member, self.train_request(0, member), answer, times[member.name]) for member in trainers]
 
     def evaluation(self, server_round: int, arrays: Weights) -> EvaluateOwn:
         """Each institution tests its own model."""

@@ -1,6 +1,7 @@
 """Damage to files of a run and its institutions between two processes: the same bits all the same, or one line.
 
-The line names the file, or the folder in which it lies. No account becomes smaller than what was stated.
+The line names the file, the folder in which it lies, or what it holds. No account becomes smaller than what was stated.
+A file that nothing reads again may be missing, with what is made of it: a picture, losses, a model that was handed on.
 """
 
 import re
@@ -81,14 +82,25 @@ class Broken:
                 assert said in " ".join(ended.said.split())
                 return said
             if not said and self.repeatable:
-                check_results(self.once, place, but=str(path.relative_to(place.folder)))
+                check_results(self.once, place, but=self._missing(place, path))
             if not said:
                 undisturbed = self._stated(self.once)
                 assert all(stated[name] >= undisturbed[name] for name in undisturbed), f"{stated}, not {undisturbed}"
         assert "Traceback" not in ended.said, ended.said
-        assert not said or path.name in said or str(path.parent) in said or self.run_id in said, said
+        known = (path.name, str(path.parent), path.parent.name.removesuffix("s"), self.run_id)
+        assert not said or any(name in said for name in known), said
         self._check_charges(place, path)
         return said
+
+    def _missing(self, place: Place, path: Path) -> frozenset[str]:
+        """Return the names of the damaged file and of what is made of it."""
+        made = [path]
+        if path.name == "generator.jsonl":
+            made.append(path.with_suffix(".png"))
+        if path.parent.name == "pictures":
+            institution = path.relative_to(place.folder / "state" / "simulation").parts[0]
+            made.append(place.run / "pictures" / institution / path.name)
+        return frozenset(map(place.named, made))
 
     def _check_charges(self, place: Place, damaged: Path) -> None:
         for state in (place.folder / "state" / "simulation").iterdir():

@@ -61,10 +61,10 @@ class Machines:
             time.sleep(0.1)
         raise AssertionError("\n".join(log.read_text() for log in logs))
 
-    def actors(self):
-        """Return the processes of this package's actors."""
+    def actors(self, kind="_Served"):
+        """Return the processes of a class's actors; by default this package's."""
         found = [*members(self.head), *(members(self.second) if self.second else [])]
-        return [process for process in found if process.is_running() and "_Served" in title(process)]
+        return [process for process in found if process.is_running() and kind in title(process)]
 
 
 def title(process):

@@ -15,6 +15,7 @@ pass may take several. `observers.py` has what observes the loop.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -159,9 +160,13 @@ class Movement(Evaluating):
         """Return the institutions whose data an exchange has trained on, given those that answered."""
         return answered
 
+    def trains_in(self, num_rounds: int) -> Mapping[str, Sequence[int]]:
+        """Return the rounds in which each institution trains if all stay, by name; who never does may lack."""
+        return dict.fromkeys(self.members.names, range(1, num_rounds + 1))
+
     def trainings(self, num_rounds: int) -> Mapping[str, int]:
         """Return in how many rounds each institution trains if all stay, by name."""
-        return dict.fromkeys(self.members.names, num_rounds)
+        return Counter({name: len(rounds) for name, rounds in self.trains_in(num_rounds).items()})
 
     @abstractmethod
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
@@ -176,15 +181,20 @@ class Movement(Evaluating):
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return the exchanges of evaluation, those of the observers included."""
-        exchanges = num_rounds * self.exchanges_per_round()
-        evaluations = ceil(num_rounds / self.settings.evaluate_every)
-        travelling = self.travelling(arrays)
-        requests = [(self.judging(0, travelling), evaluations)]
-        for observer in self.observers:
-            times = observer.forecast(exchanges, evaluations)
-            requests.append((self.evaluation_on(observer.split, 0, travelling), times))
-        answer = self.evaluated.empty(self.task)
-        return [(member, request, answer, times) for request, times in requests for member in self.members]
+        rounds, every, trains_in = range(1, num_rounds + 1), self.settings.evaluate_every, self.trains_in(num_rounds)
+        evaluated = {at for at in rounds if at % every == 0 or at == num_rounds}
+        travelling, answer = self.travelling(arrays), self.evaluated.empty(self.task)
+
+        def times(member: Member, observer: Observer | None) -> int:
+            trains = trains_in.get(member.name, [])
+            can: Sequence[int] = rounds[min(trains, default=num_rounds + 1) - 1 :] if self.own_models else rounds
+            can = trains if observer and observer.split == UNMIXED else can
+            evaluations = len(evaluated & {*can})
+            return observer.forecast(len(can) * self.exchanges_per_round(), evaluations) if observer else evaluations
+
+        requests: list[tuple[Request, Observer | None]] = [(self.judging(0, travelling), None)]
+        requests += [(self.evaluation_on(one.split, 0, travelling), one) for one in self.observers]
+        return [(m, request, answer, times(m, observer)) for request, observer in requests for m in self.members]
 
     def travelling(self, arrays: Weights) -> Weights:
         """Return weights as they travel: in a sealed run, bytes of the same number as a sealed parcel has."""

@@ -28,6 +28,7 @@ class Evaluating(Exchanging):
     """Has institutions test weights, and pools what they answer."""
 
     evaluated: ClassVar[type[Evaluation]] = Evaluation  # the answer to an evaluation
+    own_models: ClassVar[bool] = False  # whether institutions test models of their own, which only training makes
     observers: list[Observer]
 
     @abstractmethod
@@ -47,6 +48,11 @@ class Evaluating(Exchanging):
         """Return the request to evaluate on the split that rounds are judged by."""
         request, split = self.evaluation(server_round, arrays), self.settings.split
         return request if split == "test" else replace(request, split=split)  # type: ignore[call-arg]
+
+    def testers(self) -> list[Member]:
+        """Return the institutions that can test: with `fraction`, a model of its own is made when one first trains."""
+        waiting = self.own_models and self.settings.fraction < 1
+        return [member for member in self.members if not waiting or member.name in self.trained]
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the weights that an institution is to test on a split; None: it has nothing to test there."""
@@ -76,15 +82,17 @@ class Evaluating(Exchanging):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every institution to evaluate on its test shard, or on its validation examples."""
-        request = self.judging(server_round, arrays)
-        return (self.message(member, request, config) for member in self.members)
+        """Ask all that can test to evaluate on their test shards, or on their validation examples."""
+        request, testers = self.judging(server_round, arrays), self.testers()
+        if len(testers) < len(self.members):
+            self.recorder.log(f"{len(testers)} of {len(self.members)} institutions have trained a model to test so far")
+        return (self.message(member, request, config) for member in testers)
 
     def tester(self, run: Run, server_round: int, arrays: ArrayRecord) -> TestOn:
         """Return a function that has every institution test these weights on the examples of a split."""
 
         def test_on(split: str) -> Pooled | None:
-            tested = [(member, self.tested_on(split, member, arrays)) for member in self.members if member.ours]
+            tested = [(member, self.tested_on(split, member, arrays)) for member in self.testers() if member.ours]
             asked = [(member, self.evaluation_on(split, server_round, w)) for member, w in tested if w is not None]
             messages = (self.message(member, request, run.evaluate_config) for member, request in asked)
             return self.pooled(server_round, self.exchange(run.grid, server_round, messages, needed=False))

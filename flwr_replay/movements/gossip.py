@@ -6,12 +6,12 @@ Idea: The server is a mailbox. It says who sends which share to whom, forwards m
 
     in round t:
         deliver the parcels that are still waiting; an institution that does not acknowledge them does not train
-        all others train, and release θ_k with w_k
+        all others train, or those of them that are drawn for the round, and release θ_k with w_k
         P(t) over those that released, by name
         deliver to each k: its own share, and for every k' that sends to it the share, w_k' and θ_k'
         k mixes, saves (θ_k, w_k) and the parcels' numbers on its disk in one step, and acknowledges
 
-Failures: An institution that does not release takes no part in P(t): nobody sends to it, and it keeps all it has. A
+Failures: Who does not release, undrawn or failed, takes no part in P(t): nobody sends to it, and it keeps all it has. A
 parcel waits until its receiver acknowledges it, over several rounds and over a restart of the server. After `PATIENCE`
 rounds it goes back to its sender, which adds it to its next mixing. If the receiver answers later, it continues with
 all that it had released, like an institution that joins.
@@ -95,6 +95,11 @@ class Gossip(Relay):
         super().check(config, settings, names)
         institutions = len(names) or settings.nodes
         require(
+            settings.fraction == 1 or not config.topology_file,
+            f"a file of mixing matrices is for all institutions in every round; got fraction={settings.fraction:g}: "
+            "leave one of the two out",
+        )
+        require(
             institutions > 0 or not config.topology_file,
             "a file of mixing matrices is for one number of institutions; got nodes=0: set nodes to their number",
         )
@@ -141,7 +146,8 @@ class Gossip(Relay):
         if not self.mailbox.posted:
             self.shares(server_round, len(self.members))  # refuse an invalid matrix before anybody trains
         waiting = self.mailbox.waiting
-        self.exchanged = self.has_edges(server_round, sum(member.name not in waiting for member in self.members))
+        free = sum(member.name not in waiting for member in self.trainers(server_round))
+        self.exchanged = self.has_edges(server_round, free)
         asked = [m for m in self.configure_train(server_round, arrays, config, grid) if self.receiver(m) not in waiting]
         released: dict[str, Released] = {}
 
@@ -149,6 +155,7 @@ class Gossip(Relay):
             released[member.name] = self.released(member, reply)
 
         self.exchange(grid, server_round, asked, needed=bool(asked), take=take)
+        self.missed = 0 if released else self.missed + 1
         trained, self.releasing = self.answered, set(released)
         self.recorder.saw(sum(answer.examples_seen for answer in released.values()))
         self.deal(server_round, released)
@@ -267,9 +274,10 @@ class Gossip(Relay):
         self.mailbox = Mailbox.restored(values["mailbox"], self.recorder.folder("mailbox"))
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """A release and a delivery for every institution in every round, by that round's matrix."""
-        members, found = list(self.members), list[Exchange]()
+        """A release and a delivery for all that train in a round, by that round's matrix."""
+        found: list[Exchange] = []
         for server_round in range(1, num_rounds + 1):
+            members = self.trainers(server_round)
             self.mailbox, self.exchanged = Mailbox(), self.has_edges(server_round, len(members))
             answer = self.answer.empty(self.travelling(arrays) if self.exchanged else {})
             found += [(member, self.train_request(server_round, member), answer, 1) for member in members]

@@ -96,6 +96,7 @@ class Cycles(Hops):
         self.at: dict[str, str] = {}  # by institution: the model that is there
         self.before: dict[str, str] = {}  # by institution, in this round: its predecessor
         self.left: list[str] = []  # who has not begun in this round
+        self.new: set[str] = set()  # where a model begins in this round
 
     def begin_round(self, server_round: int, present: Sequence[str]) -> None:
         """Draw the cycle, and move the models; the model of an absent institution waits there."""
@@ -104,7 +105,8 @@ class Cycles(Hops):
         self.before = {here[to]: name for k, name in enumerate(here) for to in receivers(cycle, k)[0]}
         if not self.stay:
             self.at |= {name: self.at[before] for name, before in self.before.items()}
-        self.at |= {name: name for name in present if name not in self.at}
+        self.new = {*present} - self.at.keys()
+        self.at |= {name: name for name in self.new}
         self.left = sorted(present)
 
     def sources(self) -> Mapping[str, Sequence[str]]:
@@ -119,7 +121,9 @@ class Cycles(Hops):
         return Turn(name, self.at[name], self.before.get(name, ""))
 
     def pass_on(self, institution: str, trained: bool) -> None:
-        """Leave the model where it is, until the next round."""
+        """Leave the model where it is; one that could not begin here begins when this institution is asked next."""
+        if institution in self.new and not trained:
+            del self.at[institution]
 
     def names(self) -> Mapping[str, str]:
         """Return the models by the institutions where they are."""

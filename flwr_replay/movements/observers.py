@@ -72,7 +72,7 @@ class FurtherTests(Observer):
 
     def forecast(self, exchanges: int, evaluations: int) -> int:
         """Return one test for each evaluation, or one."""
-        return 1 if self.at_end else evaluations
+        return min(1, evaluations) if self.at_end else evaluations
 
     def before_evaluation(self, test_on: TestOn) -> None:
         """Test, and keep the metrics for `completed`."""

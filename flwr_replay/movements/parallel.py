@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -13,9 +12,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.errors import RunError
-from flwr_replay.movements.base import Exchange, Movement
+from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.observers import UNMIXED
-from flwr_replay.movements.participation import participants
+from flwr_replay.movements.participation import AtOnce
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
 from flwr_replay.wire.masked import blank_masked, mean_of
@@ -26,12 +25,10 @@ from flwr_replay.wire.weights import check_weights
 __all__ = ["Parallel", "weighted_mean"]
 
 
-class Parallel(Movement):
+class Parallel(AtOnce):
     """Base of the methods in which all institutions train at once."""
 
-    takes_fraction = True
     answer: ClassVar[type[Trained]] = Trained
-    missed: int = 0  # exchanges in a row that nobody answered
     returned: Mapping[str, ArrayRecord]  # by institution: what it has trained in this exchange, if that is to be tested
     sent: StateDict  # the global weights of this exchange, as sent to all
     server_round: int
@@ -44,10 +41,6 @@ class Parallel(Movement):
     def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Return the new global weights; answers come in the order of the institutions' names."""
 
-    def exchanges_per_round(self) -> int:
-        """One: all institutions train in it."""
-        return 1
-
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One exchange with every institution in every round in which it trains."""
         leaves = blank_masked(arrays) if self.settings.masked else arrays
@@ -55,23 +48,6 @@ class Parallel(Movement):
         if self.settings.masked:
             answer = replace(answer, train_loss=None)  # it would give the gradient
         return [(member, request, answer, times[member.name]) for member in self.members if times[member.name]]
-
-    def trainings(self, num_rounds: int) -> Mapping[str, int]:
-        """Return how often each institution is among those that train."""
-        if self.settings.fraction == 1:
-            return super().trainings(num_rounds)
-        return Counter(member.name for at in range(1, num_rounds + 1) for member in self.trainers(at))
-
-    def trainers(self, server_round: int) -> list[Member]:
-        """Return the institutions that train in an exchange, by name."""
-        present = {member.name: member for member in self.members}
-        return [
-            present[name] for name in participants([*present], self.settings.fraction, self.settings.seed, server_round)
-        ]
-
-    def stops_without_answers(self) -> bool:
-        """Stop after as many exchanges without an answer as could have asked every institution."""
-        return (self.missed + 1) * self.settings.fraction >= 1
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

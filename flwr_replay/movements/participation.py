@@ -9,11 +9,13 @@ lowered for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from flwr_replay.movements.base import Movement
 from flwr_replay.rng import derived_seed
+from flwr_replay.server.members import Member
 
-__all__ = ["number_chosen", "participants"]
+__all__ = ["AtOnce", "number_chosen", "participants"]
 
 
 def number_chosen(institutions: int, fraction: float) -> int:
@@ -49,3 +51,35 @@ def participants(names: Sequence[str], fraction: float, seed: int, number: int) 
     drawn = sorted(names, key=lambda name: derived_seed(seed, "participation", number, name))
     chosen = {*drawn[: number_chosen(len(names), fraction)]}
     return [name for name in names if name in chosen]
+
+
+class AtOnce(Movement):
+    """Base of the movements in which all institutions train at once, or those that are drawn for the round."""
+
+    takes_fraction = True
+    missed: int = 0  # exchanges in a row that nobody answered
+
+    def exchanges_per_round(self) -> int:
+        """One: all institutions train in it."""
+        return 1
+
+    def trainers(self, server_round: int) -> list[Member]:
+        """Return the institutions that train in an exchange, by name."""
+        present = {member.name: member for member in self.members}
+        return [
+            present[name] for name in participants([*present], self.settings.fraction, self.settings.seed, server_round)
+        ]
+
+    def trains_in(self, num_rounds: int) -> Mapping[str, Sequence[int]]:
+        """Return the rounds for which each institution is drawn."""
+        if self.settings.fraction == 1:
+            return super().trains_in(num_rounds)
+        found: dict[str, list[int]] = {}
+        for at in range(1, num_rounds + 1):
+            for member in self.trainers(at):
+                found.setdefault(member.name, []).append(at)
+        return found
+
+    def stops_without_answers(self) -> bool:
+        """Stop after as many exchanges without an answer as could have asked every institution."""
+        return (self.missed + 1) * self.settings.fraction >= 1

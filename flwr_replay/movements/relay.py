@@ -12,16 +12,17 @@ from typing import ClassVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from flwr_replay.movements.base import Movement
+from flwr_replay.movements.participation import AtOnce
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Payload, Request
 
 __all__ = ["Relay"]
 
 
-class Relay(Movement):
+class Relay(AtOnce):
     """Base of the methods without a global model; in this base each institution keeps its own."""
 
+    own_models = True
     begins_at_server = False
     global_model = False
     needs_roll_call = True
@@ -31,20 +32,18 @@ class Relay(Movement):
     def train_request(self, server_round: int, member: Member) -> Request:
         """Return the request to train for one institution."""
 
-    def exchanges_per_round(self) -> int:
-        """One: all institutions train in it."""
-        return 1
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every institution to train."""
-        return (self.message(member, self.train_request(server_round, member), config) for member in self.members)
+        """Ask all that train in this round."""
+        trainers = self.trainers(server_round)
+        return (self.message(member, self.train_request(server_round, member), config) for member in trainers)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Count the examples used; there are no weights to aggregate."""
+        self.missed = 0 if self.answered else self.missed + 1
         for _, reply in self.answers(replies):
             self.recorder.saw(self.answer.decode(reply.content).examples_seen)  # type: ignore[attr-defined]
         return ArrayRecord(), None

@@ -8,7 +8,6 @@ for each cycle:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -61,11 +60,15 @@ class Serial(Movement):
         """Return the names of the institutions of a cycle, in the order of its visits."""
         return self.order(cycle, participants(self.itinerary, self.settings.fraction, self.settings.seed, cycle))
 
-    def trainings(self, num_rounds: int) -> Mapping[str, int]:
-        """Return in how many cycles each institution is visited."""
+    def trains_in(self, num_rounds: int) -> Mapping[str, Sequence[int]]:
+        """Return the cycles in which each institution is visited, from 1."""
         if self.settings.fraction == 1:
-            return super().trainings(num_rounds)
-        return Counter(name for cycle in range(num_rounds) for name in self.cycle(cycle))
+            return super().trains_in(num_rounds)
+        found: dict[str, list[int]] = {}
+        for cycle in range(num_rounds):
+            for name in self.cycle(cycle):
+                found.setdefault(name, []).append(cycle + 1)
+        return found
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

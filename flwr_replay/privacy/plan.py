@@ -42,8 +42,9 @@ class Passes(NamedTuple):
         return replace(cost, steps=self.steps) if self.steps else cost
 
     def in_share(self, share: float) -> Passes:
-        """Return those of an institution that trains a classifier in a share of the rounds."""
-        return self._replace(epochs=round(share * self.epochs)) if self.mechanism == "classifier" else self
+        """Return those of an institution that trains in a share of the rounds; what is trained before is not less."""
+        by_round = self.mechanism in ("classifier", "proxy")
+        return self._replace(epochs=round(share * self.epochs)) if by_round else self
 
 
 @dataclass(frozen=True)

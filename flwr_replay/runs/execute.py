@@ -144,11 +144,15 @@ def claim(strategy: Movement) -> str:
     return f"{said} {hidden}".rstrip()
 
 
-def _noise(plan: PrivacyPlan, strategy: Movement, recorder: Recorder) -> dict[str, list[dict[str, Any]]]:
-    """Return the planned noise of every institution that states an epsilon, by its number of examples."""
+def _noise(plan: PrivacyPlan, strategy: Movement, recorder: Recorder, rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the planned noise of all that state an epsilon, by their numbers of examples and of rounds.
+
+    Who stated one before the first checkpoint, and is absent since the run was resumed, has told no number.
+    """
     counts = {member.name: member.num_examples for member in strategy.members.known}
-    whole = sum(counts.values())
-    return {name: noise_of(plan, whole if plan.pooled else counts[name]) for name in recorder.released}
+    whole, times = sum(counts.values()), strategy.trainings(rounds)
+    told = [(name, whole if plan.pooled else counts[name]) for name in recorder.released if name in counts]
+    return {name: noise_of(plan, examples, times.get(name, rounds) / rounds) for name, examples in told}
 
 
 def without_best(strategy: Movement) -> str:
@@ -208,7 +212,7 @@ def run_job(
             models = strategy.models_at_end(opened(strategy.start(grid, first, config.rounds).arrays))
             missing = strategy.replay.missing if strategy.replay else {}
             if plan := job.settings.privacy:
-                recorder.notes["noise"] = _noise(plan, strategy, recorder)
+                recorder.notes["noise"] = _noise(plan, strategy, recorder, config.rounds)
             if strategy.label_scale:
                 recorder.notes["label-scale"] = strategy.label_scale
             return recorder.finish(models, claim(strategy), missing), recorder.path

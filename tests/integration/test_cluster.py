@@ -2,9 +2,12 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -12,12 +15,15 @@ from ray_machines import HEAD, SECOND, machines
 
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.tensors import read_tensors
+from flwr_replay.processes import MARK, family
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.on_cluster import run_on_cluster
 from flwr_replay.runs.opening import read_run_id
 from flwr_replay.runs.options import resolve
 from flwr_replay.runs.simulate import Simulation, run_inline
 
+ROOT = Path(__file__).resolve().parents[2]
+QUIET = {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "FLWR_TELEMETRY_ENABLED": "0"}
 SMALL = ["task=digits", "partition=iid", "partition.size=60", "nodes=3", "batch_size=20", "threads=1"]
 FEDAVG = [*SMALL, "strategy=fedavg", "rounds=4", "client-cpus=1", "client-gpus=1"]
 PROXYFL = [*SMALL, "strategy=proxyfl", "rounds=3", "model=mlp", "width=8", "topology=complete", "device=cpu"]
@@ -158,6 +164,28 @@ def test_the_actors_end_with_the_process_that_started_them(cluster, tmp_path):
     driver.communicate()
     assert not psutil.wait_procs(actors, timeout=30)[1]
     assert not cluster.actors()
+
+
+@pytest.mark.skipif("FLWR_REPLAY_CHAOS" not in os.environ, reason="takes a minute: by hand, with FLWR_REPLAY_CHAOS=1")
+def test_flowers_own_simulation_joins_the_cluster(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "replay"))
+    own = {"RAY_ADDRESS": cluster.address, "FLWR_HOME": str(tmp_path / "flwr"), **QUIET}
+    words = shlex.split(f"flwr run {ROOT} --stream --federation-config num-supernodes=3 --run-config")
+    wanted = {"strategy": "fedavg", "task": "digits", "nodes": 3, "rounds": 2}
+    given = " ".join(f"{name}={json.dumps(value)}" for name, value in wanted.items())
+    actors = set()
+    with family() as mark:
+        with (tmp_path / "said").open("w") as log:
+            run = subprocess.Popen([*words, given], env={**os.environ, **own, MARK: mark}, stdout=log, stderr=log)
+        while run.poll() is None:
+            actors |= {process.pid for process in cluster.actors("ClientAppActor")}
+            time.sleep(0.2)
+    said = (tmp_path / "said").read_text()
+    assert run.returncode == 0, said
+    assert actors, said  # so none are anywhere else
+    (folder,) = (tmp_path / "replay" / "runs").iterdir()
+    _, one = inline([f"{name}={value}" for name, value in wanted.items()], tmp_path / "inline")
+    assert (folder / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(

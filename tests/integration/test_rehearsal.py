@@ -6,6 +6,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -75,15 +76,23 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
     assert left_over(place) == []
 
 
-def test_ctrl_c_stops_all_of_it(play, tmp_path):
+STOPS = {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}  # exit codes; by hand, with FLWR_REPLAY_CHAOS=1, the last
+
+
+@pytest.mark.parametrize("sent", STOPS if os.environ.get("FLWR_REPLAY_CHAOS") else [signal.SIGINT])
+def test_ctrl_c_or_a_kill_stops_all_of_it(play, tmp_path, sent):
     place = tmp_path / "reh"
     process = started(place, play, "rounds=500")
     for line in process.stdout:
         if "logstream" in line:
-            os.killpg(process.pid, signal.SIGINT)
+            (os.killpg if sent == signal.SIGINT else os.kill)(process.pid, sent)
             break
     process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == STOPS[sent]
+    for _ in range(30 * (sent == signal.SIGKILL)):  # the watchdog ends them then
+        if not left_over(place):
+            break
+        time.sleep(1)
     assert left_over(place) == []
 
 
