@@ -195,7 +195,7 @@ def of_together(deployment):
 
 
 def of_growth(deployment):
-    for number, rounds in enumerate((1, 4)):
+    for number, rounds in enumerate((2, 60)):
         deployment.run(f"growth-{number}", *LONG, f"rounds={rounds}")
         places = [*deployment.coordinator.glob("superlink.db*"), *deployment.logs_of.glob("*.log")]
         places += [deployment.state(CLINICS[0]) / "ledger.jsonl"]
