@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,11 +30,13 @@ def list_runs(root: Root = "runs") -> None:
     """List all runs, also those of comparisons: state, metric, bytes on the disk."""
     from flwr_replay.report.progress import shown_bytes
     from flwr_replay.runs.listing import listed, runs_in
+    from flwr_replay.terminal import wrapped
 
     place = runs_folder(root)
     for folder in runs_in(place):
         one = listed(folder)
-        print(f"{folder.relative_to(place)}\n  {one.metric or one.state}  {shown_bytes(one.bytes)}")
+        print(folder.relative_to(place))
+        print(indent(wrapped(f"{one.metric or one.state}  {shown_bytes(one.bytes)}"), "  "))
 
 
 @app.command()

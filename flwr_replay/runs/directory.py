@@ -6,6 +6,7 @@
 - `run-id`: the run's id at the institutions
 - `SHA256SUMS`: of these two files, which never change
 - `resume.toml`: in a deployment, a run config by which `flwr run` goes on
+- `ended.txt`: why a run without a result ended, unless it was killed
 - `environment.json`: versions, device, cores
 - `metrics.jsonl`: a line per round, institution ("" is pooled over all) and metric
 - `confusion.json`: of the last evaluation at each institution, examples by label and prediction, and their number

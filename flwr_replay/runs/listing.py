@@ -17,7 +17,7 @@ from flwr_replay.files.lines import read_lines
 from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.progress import shown_metrics, shown_time
 from flwr_replay.report.summary import confusion_of
-from flwr_replay.runs.opening import read_result
+from flwr_replay.runs.opening import ENDED, read_result
 
 __all__ = ["SPARE", "Listed", "clean", "listed", "runs_in", "same_bits", "spare", "watch"]
 
@@ -37,8 +37,12 @@ class Listed:
 
     @property
     def state(self) -> str:
-        """Say whether it has finished, or when it was last written."""
-        return "finished" if self.result else f"not finished, last written {shown_time(self.seconds)} ago"
+        """Say whether it has finished, or when it was last written, and why it ended if it has said so."""
+        if self.result:
+            return "finished"
+        ended = self.folder / ENDED
+        why = f": {ended.read_text(errors='replace').strip()}" if ended.is_file() else ""
+        return f"not finished, last written {shown_time(self.seconds)} ago{why}"
 
     @property
     def metric(self) -> str:

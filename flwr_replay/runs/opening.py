@@ -22,7 +22,7 @@ from flwr_replay.config.binding import FREE, flat
 from flwr_replay.config.compose import to_yaml
 from flwr_replay.config.quoting import quoted, toml_text
 from flwr_replay.config.run import RunConfig
-from flwr_replay.errors import RunError
+from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.files.atomic import (
     NAME,
     alone,
@@ -38,6 +38,7 @@ from flwr_replay.files.atomic import (
 from flwr_replay.terminal import command
 
 __all__ = [
+    "ENDED",
     "RESUME",
     "check_unchanged",
     "default_name",
@@ -53,6 +54,7 @@ __all__ = [
 ]
 
 SUMS = "SHA256SUMS"
+ENDED = "ended.txt"  # why a run without a result ended, where it was not killed
 RESUME = "resume.toml"  # in a deployment: Flower's run config, to resume the run by
 UNBORN = re.compile(r"\.\w[\w .-]*\.[0-9a-f]{8}\.new")  # a run directory that is not yet complete
 RESULT = {"strategy": str, "rounds": int, "metric": str, "final": dict, "best": dict, "bytes": dict}
@@ -60,10 +62,18 @@ RESULT = {"strategy": str, "rounds": int, "metric": str, "final": dict, "best": 
 
 @contextmanager
 def resumable(folder: Path, rounds: int, *, deployed: bool = False) -> Iterator[None]:
-    """Say how to resume a run of so many rounds that Ctrl-C or SIGTERM interrupts."""
+    """Keep why a run of so many rounds ended before its time; say how to resume one that is interrupted."""
+    with suppress(OSError):  # of an attempt before
+        (folder / ENDED).unlink(missing_ok=True)
     try:
         yield
+    except FlwrReplayError as error:
+        with suppress(RunError):
+            write_atomic(folder / ENDED, f"failed: {error}\n")
+        raise
     except (KeyboardInterrupt, SystemExit):  # the command line turns SIGTERM into SystemExit
+        with suppress(RunError):
+            write_atomic(folder / ENDED, "interrupted\n")
         by = f"flwr run … --run-config {shlex.quote(str(folder / RESUME))}" if deployed else resuming(folder, rounds)
         print(f"interrupted; to continue: {by}", file=sys.stderr)
         raise

@@ -11,10 +11,12 @@ import pytest
 from flwr_replay import run
 from flwr_replay.api import Run, plot
 from flwr_replay.cli.main import app
-from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.errors import ConfigError, DivergedError, RunError
 from flwr_replay.files.atomic import alone
+from flwr_replay.report.progress import Display
 from flwr_replay.runs.listing import clean, spare, watch
 from flwr_replay.runs.opening import read_result
+from flwr_replay.runs.simulate import run_inline
 
 TINY = {"task": "digits", "nodes": 2, "rounds": 2, "model.width": 4}
 
@@ -67,6 +69,30 @@ def test_an_unfinished_run_is_listed_but_neither_compared_nor_cleaned(runs, caps
     with pytest.raises(RunError, match="only finished runs are cleaned"):
         said(capsys, "runs", "clean", "--yes", tmp_path / "cwt")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_why_a_run_ended_is_listed_until_it_goes_on(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    with pytest.raises(DivergedError):
+        run(TINY | {"lr": 1e30, "rounds": 3}, strategy="fedavg", run_name="nan", runs_dir=tmp_path / "runs")
+    listed = " ".join(said(capsys, "runs", "list", "--runs-dir", tmp_path / "runs").split())
+    assert "ago: failed: institution-1: the loss must stay finite" in listed
+    ended = []
+
+    class Interrupted(Display):
+        def begin(self, progress):
+            ended.append((tmp_path / "runs" / "cut" / "ended.txt").exists())
+
+        def exchange(self, server_round, *progress):
+            if len(ended) == 1:
+                raise KeyboardInterrupt
+
+    job = ["strategy=fedavg", "task=digits", "nodes=2", "rounds=2", "model.width=4"]
+    with pytest.raises(KeyboardInterrupt):
+        run_inline([*job, f"runs_dir='{tmp_path / 'runs'}'", "run_name=cut"], Interrupted())
+    assert (tmp_path / "runs" / "cut" / "ended.txt").read_text() == "interrupted\n"
+    run_inline([*job, f"resume='{tmp_path / 'runs' / 'cut'}'"], Interrupted())
+    assert ended == [False, False]
 
 
 def test_runs_are_drawn_in_one_picture(runs, capsys, tmp_path):
