@@ -62,6 +62,21 @@ class BestModel:
         """Delete what is not the best at this exchange, and was before it."""
         self._delete([at for at in self.files() if at <= exchange][:-1])
 
+    def end(self, exchange: int, last: StateDict | None) -> Path | None:
+        """Delete all but the best; return its file, or None if that is lost.
+
+        Parameters
+        ----------
+        exchange : int
+            Of the best.
+        last : StateDict | None
+            The weights of the last exchange if they are the best: if their file is lost, it is written again.
+        """
+        if last is not None and exchange not in self.files():
+            self.write(exchange, last)
+        self._delete([at for at in self.files() if at != exchange])
+        return self.files().get(exchange)
+
     def rewind(self, exchange: int, log: Callable[[str], None]) -> None:
         """Delete what was best only after this exchange, and what is damaged; `log` is told of the latter."""
         damaged = []

@@ -35,7 +35,7 @@ from flwr_replay.runs.examining import (
     is_authority,
     validity,
 )
-from flwr_replay.runs.opening import RESUME, saved_options
+from flwr_replay.runs.opening import RESUME, read_run_id, saved_options
 from flwr_replay.runs.superlink import flower
 from flwr_replay.wire.ledger import unanswered
 
@@ -188,6 +188,7 @@ def _serverapps(folder: Path, ask: Ask) -> Iterator[str]:
 def _directories(folder: Path) -> Iterator[str]:
     runs, unfinished = list((folder / "runs").glob("*/config.yaml")), _unfinished(folder)
     if left := [run for run in unfinished if not in_use(run)]:
+        read_run_id(left[-1])  # refuses what could not go on
         raise RunError(f"not finished: {', '.join(run.name for run in left)}: {_resume(left[-1])} where it was")
     yield f"run directories: {len(runs) - len(unfinished)} finished{', one goes on' * bool(unfinished)}"
 

@@ -311,8 +311,8 @@ class RunDirectory(Recorder):
         server_round, pooled, own = self.history[-1]
         metric, higher_is_better = self._judged()
         best = self._best_entry()
-        self._best.settle(server_round)
-        kept = self._best.files().get(best[0])
+        last = models.get("global") if best[0] == server_round and not self.no_best else None
+        kept = self._best.end(best[0], last)
         config, sent = self.config, self.traffic.bytes
         result = {
             "strategy": config.strategy.name,

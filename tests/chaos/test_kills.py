@@ -3,24 +3,29 @@
 All that they spent is charged.
 """
 
+import signal
 from random import Random
 
 import pytest
-from chaos_faults import OF_DISKS, TAKEN
+from chaos_faults import OF_DISKS, TAKEN, Fault
 from chaos_runs import Place, check, jobs, struck, whole
 
 JOBS = jobs()
-SHORT = ("cwt", "fedreplay", "local dp=classifier", "splitnn")  # the others by hand: tests/chaos/long.py
+MORE = ("cwt", "fedreplay", "local dp=classifier", "splitnn")  # struck more often; the others by hand: long.py
 
 
-@pytest.fixture(scope="module", params=SHORT)
-def undisturbed(request, tmp_path_factory):
-    return request.param, *whole(tmp_path_factory.mktemp("once") / "once", JOBS[request.param])
+@pytest.mark.parametrize("name", JOBS)
+def test_a_run_that_is_killed_ends_as_an_undisturbed_one(name, tmp_path):
+    once, ended = whole(tmp_path / "once", JOBS[name])
+    place, rng, steps = Place(tmp_path / "struck", JOBS[name]), Random(name), once.shared[TAKEN]
+    assert place.attempt(Fault("kill", at=rng.randint(1, steps))).code == -signal.SIGKILL
+    further = list(struck(place, rng, ended, steps, 2 * (name in MORE), ("kill",)))
+    check(once, place, 1 + len(further))
 
 
-@pytest.mark.parametrize("kinds", [("kill",), tuple(OF_DISKS)], ids=["killed", "disk"])
-def test_a_run_that_faults_strike_ends_as_an_undisturbed_one(undisturbed, kinds, tmp_path):
-    name, once, ended = undisturbed
+@pytest.mark.parametrize("name", MORE)
+def test_a_run_whose_disk_fails_ends_as_an_undisturbed_one(name, tmp_path):
+    once, ended = whole(tmp_path / "once", JOBS[name])
     place = Place(tmp_path / "struck", JOBS[name])
-    found = list(struck(place, Random(f"{name} {kinds}"), ended, once.shared[TAKEN], 3, kinds))
+    found = list(struck(place, Random(name), ended, once.shared[TAKEN], 3, tuple(OF_DISKS)))
     check(once, place, len(found))

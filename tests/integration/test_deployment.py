@@ -92,6 +92,8 @@ def test_the_doctor_sees_the_whole_deployment(deployment: Any, said: dict[str, s
     stopped = deployment.runs / "interrupted"
     stopped.mkdir()
     (stopped / "config.yaml").touch()
+    assert f"{stopped / 'run-id'} must hold the run's id; got '': begin a new run" in examine_coordinator(home)[1]
+    (stopped / "run-id").write_text("20261126-000000-x")
     _, found = examine_coordinator(home)
     shutil.rmtree(stopped)
     assert f"not finished: interrupted: ./run.sh --run-config 'resume=\"{stopped}\"' goes on" in found

@@ -1,0 +1,36 @@
+"""The best round's model: what is left of it at a run's end, also where a file was damaged or removed."""
+
+import numpy as np
+
+from flwr_replay.files.tensors import read_tensors
+from flwr_replay.runs.best import BestModel
+
+ONE, TWO = ({"w": np.full(2, value, np.float32)} for value in (1, 2))
+
+
+def names(best):
+    return [path.name for path in best.files().values()]
+
+
+def test_at_the_end_the_best_alone_is_left(tmp_path):
+    best = BestModel(tmp_path)
+    best.write(1, ONE)
+    best.write(2, TWO)
+    assert best.end(2, None) == tmp_path / "best" / "000002.safetensors"
+    assert names(best) == ["000002.safetensors"]
+
+
+def test_an_earlier_model_never_passes_for_the_best_that_is_lost(tmp_path):
+    best = BestModel(tmp_path)
+    best.write(1, ONE)
+    assert best.end(2, None) is None
+    assert names(best) == []
+
+
+def test_the_last_weights_are_kept_again_where_they_are_the_best(tmp_path):
+    best = BestModel(tmp_path)
+    best.write(1, ONE)
+    path = best.end(2, TWO)
+    assert names(best) == ["000002.safetensors"]
+    assert path is not None
+    np.testing.assert_array_equal(read_tensors(path)["w"], TWO["w"])
