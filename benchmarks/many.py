@@ -140,7 +140,8 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
         for method in dict.fromkeys(row["method"] for row in rows):
             own = [row for row in rows if row["method"] == method]
             axis.plot([row["nodes"] for row in own], [value(row) for row in own], marker="o", label=method)
-        axis.set(xscale="log", yscale="log", xlabel="institutions", ylabel=name)
+        axis.set(xscale="log", yscale="linear" if "MB" in name else "log", xlabel="institutions", ylabel=name)
+        axis.set_ylim(bottom=0 if "MB" in name else None)
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.savefig(file, dpi=110)
