@@ -87,6 +87,10 @@ ALONE = (
     "How many examples the others have is not known here. What a method asks only the institution with the most for, "
     "such as training an encoder, is on this page, too."
 )
+UNDRAWN = (
+    "Only a fraction of the institutions trains in a round. Who is drawn depends on all names, which are not known "
+    "here. So this page counts every round: no institution is asked for more, and no ε at the end is larger."
+)
 ASKED = (
     "to use what it receives for this study only, and to delete it afterwards. Nothing here can check that.",
     "to send weights as the method has them. Weights made for reading images are not recognised unless the policy pins "
@@ -177,6 +181,7 @@ def _about(found: Mapping[str, Any]) -> list[str]:
         "This is a forecast. Nothing was trained and nothing was sent. Real messages were made with zeros in place of "
         "data, and put before the same checks that decide in the run.",
         *([ALONE] if found["others-unknown"] else []),
+        *([UNDRAWN] if found["others-unknown"] and found["fraction"] < 1 else []),
     ]
 
 

@@ -123,7 +123,12 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     """
     identify_process()
     policy, config = read_policy(policy_file), simulation.job.config
-    strategy, exchanges = expected(simulation)
+    unknown = any(name.startswith(f"{ANOTHER} ") for name in simulation.part.names)
+    if unknown and config.fraction < 1:  # who is drawn depends on all names: no institution has more than all rounds
+        job = Job.of(replace(config, fraction=1.0), simulation.part.names)
+        strategy, exchanges = expected(replace(simulation, job=job))
+    else:
+        strategy, exchanges = expected(simulation)
     plan = strategy.settings.privacy
     fields: dict[tuple[str, ...], dict[str, Any]] = {}
     own = [one for one in exchanges if one.member.name in names]
@@ -160,7 +165,8 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
         "task": config.task.name,
         "rounds": config.rounds,
         "nodes": config.nodes,
-        "others-unknown": any(name.startswith(f"{ANOTHER} ") for name in simulation.part.names),
+        "others-unknown": unknown,
+        "fraction": config.fraction,
         "idea": idea_of(config.strategy.name)[0],
         "institutions": {
             name: {"examples": len(own), "raw-bytes": own.nbytes, "comes-down": down[name]}

@@ -11,6 +11,7 @@ from torchvision.utils import save_image
 from flwr_replay.config.compose import compose
 from flwr_replay.data.dealt import loaded
 from flwr_replay.errors import ConfigError, RefusedError
+from flwr_replay.report.officer_page import write_officer_page
 from flwr_replay.runs.officer import findings, planned, study_options
 
 TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=8", "device=cpu"]
@@ -94,6 +95,26 @@ def test_a_clinics_manifest_may_have_a_column_site(sites, tmp_path):
     assert list(found["institutions"]) == ["a"]
     assert found["institutions"]["a"]["examples"] == len(loaded(compose(options).task).train)  # as its node reads it
     assert found["others-unknown"]
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "proxyfl"])
+def test_a_clinic_that_knows_no_other_name_is_told_of_every_round(hospitals, strategy, tmp_path):
+    dp = "dp=proxy" if strategy == "proxyfl" else "dp=classifier"
+    job = [
+        *TASK,
+        f"strategy={strategy}",
+        dp,
+        "partition=natural",
+        "nodes=3",
+        "rounds=3",
+        f"data_dir={hospitals / 'a.npz'}",
+    ]
+    drawn, whole = (findings(*planned([*job, *more], ["a"]), None) for more in (["fraction=0.34"], []))
+    assert drawn["fields"] == whole["fields"]
+    assert {line["messages"] for line in drawn["fields"] if line["field"] == "epsilon"} == {3}
+    pages = [write_officer_page(tmp_path, found)[0].read_text() for found in (drawn, whole)]
+    assert ["counts every round" in page for page in pages] == [True, False]
+    assert "fraction: 0.34" in pages[0]
 
 
 def test_json_alone_can_be_had(hospitals, tmp_path, monkeypatch, capsys):
