@@ -193,6 +193,7 @@ class FedER(Relay):
 
     def begin_run(self) -> None:
         """Note what decides the order of a queue."""
+        super().begin_run()
         self.check(self.config, self.settings, [member.name for member in self.members])
         if self.config.order == "queue":
             self.recorder.notes["order-decided-by"] = "durations" if self.config.durations else "arrival"

@@ -58,6 +58,7 @@ class Local(Relay):
     stages = ("train-own", "evaluate-own")
     dp_mechanisms = ("classifier",)
     private_key = "model"
+    moves = False
     answer = TrainedOwn
 
     def train_request(self, server_round: int, member: Member) -> TrainOwn:

@@ -12,7 +12,7 @@ from typing import ClassVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from flwr_replay.movements.participation import AtOnce
+from flwr_replay.movements.participation import AtOnce, number_chosen
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Payload, Request
 
@@ -26,11 +26,20 @@ class Relay(AtOnce):
     begins_at_server = False
     global_model = False
     needs_roll_call = True
+    moves: ClassVar[bool] = True  # whether models, or what is drawn from them, go from one institution to another
     answer: ClassVar[type[Payload]]
 
     @abstractmethod
     def train_request(self, server_round: int, member: Member) -> Request:
         """Return the request to train for one institution."""
+
+    def begin_run(self) -> None:
+        """Say, and note for the result, that a fraction of one institution leaves nobody to exchange models with."""
+        fraction, among = self.settings.fraction, len(self.members)
+        if self.moves and number_chosen(among, fraction) == 1 < among:
+            said = f"fraction={fraction:g} draws one of {among} institutions for a round: no model goes to another"
+            self.recorder.notes["draws-one"] = said
+            self.recorder.log(said)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -8,6 +8,7 @@ from typing import Any
 from flwr_replay.data.class_counts import starving, summary, warnings
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.comparison import FEWEST, cells_of, mean_of, of_data
+from flwr_replay.report.summary import untrained_lines
 from flwr_replay.terminal import fitted
 
 __all__ = ["notes", "table", "verdicts"]
@@ -46,7 +47,10 @@ def notes(report: Mapping[str, Any]) -> list[str]:
         where = f"{cell['label']} seed {cell['seed']}"
         if "error" in cell:
             lines.append(f"{where} failed: {cell['error']}")
-        absent = {f["institution"]: f["reason"] for f in cell.get("result", {}).get("failures", [])}
+        result = cell.get("result", {})
+        alone = [result["draws-one"]] if "draws-one" in result else []
+        lines += [f"{where}: {line}" for line in [*untrained_lines(result), *alone]]
+        absent = {f["institution"]: f["reason"] for f in result.get("failures", [])}
         lines += [f"{where}: {name} did not always take part: {reason}" for name, reason in absent.items()]
     found = {tuple(sorted(cell["result"]["versions"].items())) for cell in report["cells"] if "result" in cell}
     if len(found) > 1:

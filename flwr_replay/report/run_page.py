@@ -27,6 +27,7 @@ from flwr_replay.report.summary import (
     skew_lines,
     tested_of,
     trained_on,
+    untrained_lines,
     warnings,
 )
 from flwr_replay.wire.masked import MASKED
@@ -76,7 +77,11 @@ def write_run_page(folder: Path) -> Path:
         title=f"{folder.name}: {result['strategy']} on {result['task']}, seed {result['seed']}",
         question=_question(result),
         answer=_answer(result, found, tested),
-        warnings=[*filter(None, [fault]), *warnings(result, found, classes, tested)],
+        warnings=[
+            *filter(None, [fault]),
+            *map(_sentence, untrained_lines(result)),
+            *warnings(result, found, classes, tested),
+        ],
         curves=_curves(rows, result, [*beside(final, found), *({"dice-mean"} & final.keys())]),
         bars=_bars(result, found),
         bars_caption=_bars_caption(result, found),
@@ -189,8 +194,9 @@ def _metrics(result: Mapping[str, Any], folder: Path, tested: Mapping[str, int])
     """Return a table of all metrics, beside the numbers of training examples and of those that they rest on."""
     final, trained = result["final"], trained_on(folder)
     heads = list(final["global"])
-    rows = [("all", final["global"]), *final["institutions"].items()]
-    counts = {name: (trained.get(name), tested.get(name)) for name in final["institutions"]}
+    own = {**{name: {} for name in result.get("untrained", [])}, **final["institutions"]}
+    rows = [("all", final["global"]), *sorted(own.items())]
+    counts = {name: (trained.get(name), tested.get(name)) for name in own}
     counts["all"] = sum(trained.values()) or None, sum(tested.values()) or None
     shown = [
         [

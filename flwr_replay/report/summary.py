@@ -32,6 +32,7 @@ __all__ = [
     "summary",
     "tested_of",
     "trained_on",
+    "untrained_lines",
     "warnings",
 ]
 
@@ -64,6 +65,7 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
         f"(best {result['best'][leading]:.4f} in round {result['best']['round']})"
         f"{epsilon_suffix(result)}{missing_suffix(result)}",
         *_fewer([f"  {_own(name, one, leading, confusion)}" for name, one in tested.items()]),
+        *untrained_lines(result),
         *_tested_at_the_end(result, unit),
         *imbalance_lines(final["global"], confusion),
         *filter(None, [spread(result)]),
@@ -101,6 +103,25 @@ def _own(name: str, metrics: Mapping[str, float], leading: str, confusion: Mappi
     """Write an institution's main metric and what stands beside it: `north: 0.9100, balanced-accuracy 0.6400`."""
     more = "".join(f", {one} {value:.4f}" for one, value in beside(metrics, confusion).items())
     return f"{name}: {metrics[leading]:.4f}{more}"
+
+
+def untrained_lines(result: Mapping[str, Any]) -> list[str]:
+    """Say which institutions never trained, and whether the metrics lack them; nothing if all trained.
+
+    >>> untrained_lines({"nodes": 3, "untrained": ["b", "c"], "final": {"institutions": {"a": {}, "c": {}}}})
+    ['2 of 3 institutions never trained, or no answer of theirs arrived: b, c', 'no metric is of b']
+    """
+    names = result.get("untrained", [])  # runs of older versions did not say
+    how = "never trained, or no answer of theirs arrived"
+    lines = [f"{len(names)} of {result['nodes']} institutions {how}: {_some(names)}"] if names else []
+    if lacking := [name for name in names if name not in result["final"]["institutions"]]:
+        lines.append(f"no metric is of {_some(lacking)}")
+    return lines
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_SHOWN:,} more" if len(names) > MOST_SHOWN else ""
+    return f"{', '.join(names[:MOST_SHOWN])}{more}"
 
 
 def judged_by(result: Mapping[str, Any]) -> str:
@@ -233,7 +254,7 @@ def warnings(
     tested : Mapping
         How many examples the last evaluation had at each institution; empty if unknown.
     """
-    lines = []
+    lines = [f"{alone}."] if (alone := result.get("draws-one")) else []
     if confusion:
         counts = pooled_counts(confusion)
         size = round(len(counts) ** 0.5)

@@ -323,7 +323,7 @@ class RunDirectory(Recorder):
             "metrics-note": " ".join(
                 filter(None, (config.strategy.metrics_note, VALIDATED * (config.split != "test")))
             ),
-            "nodes": len(own),
+            "nodes": len({*own, *self.notes.get("untrained", ())}),
             "rounds": server_round // self.per_round,
             "seed": config.seed,
             "metric": metric,
@@ -360,10 +360,10 @@ class RunDirectory(Recorder):
         return next(iter(pooled), self.leading), False  # no institution runs this package's ClientApp
 
     def _best_entry(self) -> tuple[int, dict[str, float], dict[str, dict[str, float]]]:
-        """Return the first of the evaluations with the best metric."""
+        """Return the first of the evaluations with the best metric, among those at the most institutions."""
         metric, higher_is_better = self._judged()
         sign = 1 if higher_is_better else -1
-        return max(self.history, key=lambda entry: sign * entry[1].get(metric, -sign * inf))
+        return max(self.history, key=lambda entry: (len(entry[2]), sign * entry[1].get(metric, -sign * inf)))
 
     def close(self) -> None:
         """Wait for the last checkpoint, then close the ledger and the display."""

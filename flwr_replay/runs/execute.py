@@ -155,6 +155,16 @@ def _noise(plan: PrivacyPlan, strategy: Movement, recorder: Recorder, rounds: in
     return {name: noise_of(plan, examples, times.get(name, rounds) / rounds) for name, examples in told}
 
 
+def untrained(strategy: Movement) -> list[str]:
+    """Return the institutions that were never drawn, or failed whenever they were; none without `fraction`.
+
+    Where nothing goes on from an institution's last training, as in FedSGD, the server does not note who trained.
+    """
+    if strategy.settings.fraction == 1 or not strategy.trained:
+        return []
+    return sorted(member.name for member in strategy.members.known if member.name not in strategy.trained)
+
+
 def without_best(strategy: Movement) -> str:
     """Say why the global model of the best round is not kept; empty: it is."""
     if strategy.evaluated is not Evaluation:
@@ -211,6 +221,8 @@ def run_job(
         try:
             models = strategy.models_at_end(opened(strategy.start(grid, first, config.rounds).arrays))
             missing = strategy.replay.missing if strategy.replay else {}
+            if names := untrained(strategy):
+                recorder.notes["untrained"] = names
             if plan := job.settings.privacy:
                 recorder.notes["noise"] = _noise(plan, strategy, recorder, config.rounds)
             if strategy.label_scale:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -104,7 +106,7 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
     if not (folder / "result.json").exists():
         raise RunError(f"a model card needs a finished run; {folder} has no result.json: give a run directory")
     result, task = read_json(folder / "result.json"), model.task
-    metrics = result["final"]["institutions"][institution] if institution else result["final"]["global"]
+    metrics = result["final"]["institutions"].get(institution, {}) if institution else result["final"]["global"]
     whose = f"the model of {institution}" if institution else "the global model"
     if best:
         exchange = BestModel(folder).exchange
@@ -113,14 +115,16 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
         whose = f"the global model of round {rows[0]['round']}, the best"
     tested = f"the test examples of {institution}" if institution else "all institutions' test examples"
     unit = f" {result['unit']}" if result["unit"] else ""
-    shown = [f"{name} {value:.4f}{unit if name in LABEL_UNIT else ''}" for name, value in metrics.items()]
+    shown = [f"{name} {value:.4f}{unit if name in LABEL_UNIT else ''}" for name, value in metrics.items()] or [
+        "no test"
+    ]
     return "\n".join(
         [
             f"# {result['strategy']} on {result['task']}: {whose}",
             "",
             f"- Network: {sum(one.numel() for one in model.parameters()):,} parameters.",
             f"- Input: {_inputs(model)}. Output: {_outputs(model, unit)}.",
-            f"- Trained by {result['strategy']} at {result['nodes']} institutions, {result['rounds']} rounds, seed "
+            f"- Trained by {result['strategy']} at {_trained_at(result)} institutions, {result['rounds']} rounds, seed "
             f"{result['seed']}; replay: {result['replay']}.",
             f"- On {tested}: {', '.join(shown)}{epsilon_suffix(result)}.",
             f"- Privacy of the run: {result['privacy-claim']}",
@@ -142,6 +146,11 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
             "",
         ]
     )
+
+
+def _trained_at(result: Mapping[str, Any]) -> str:
+    never = len(result.get("untrained", []))  # runs of older versions did not say
+    return f"{result['nodes'] - never} of {result['nodes']}" if never else str(result["nodes"])
 
 
 def _inputs(model: TrainedModel) -> str:

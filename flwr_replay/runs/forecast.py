@@ -184,6 +184,9 @@ def forecast_page(simulation: Simulation) -> str:
         for name, count in counts.items():
             examples = whole if plan.pooled else count
             epsilon, delta = plan.planned(examples, shares[name])
+            if not epsilon:
+                text.append(f"  {name}: trains in no round, so it has no epsilon")
+                continue
             shown = f"epsilon {rounded_up(epsilon)} at delta {rounded_up(delta, 2)}"
             how = shown_noise(noise_of(plan, examples, shares[name]))
             text.append(f"  {name}: {shown}{', no proof' if plan.unproven else ''}; {how}")
@@ -207,6 +210,8 @@ def forecast_page(simulation: Simulation) -> str:
             f"{shown_bytes(samples)} of what is sent up are functions of single patients (kind per-sample). "
             f"{RECONSTRUCT}"
         )
+    if alone := strategy.recorder.notes.get("draws-one"):
+        text.append(f"{alone}.")
     if advice := strategy.recorder.notes.get("upload-advice"):
         text.append(f"The {advice}.")
     text += [

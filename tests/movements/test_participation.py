@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from harness import Ran, command, node_configs, run, write_shards
+from harness import Ran, command, lines, node_configs, run, write_shards
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
@@ -12,6 +12,11 @@ from flwr_replay.movements.hops import Cycles, Reopening, Turn
 from flwr_replay.movements.participation import number_chosen, participants
 from flwr_replay.payloads.common import Trained
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+from flwr_replay.report.notes import notes
+from flwr_replay.report.run_page import write_run_page
+from flwr_replay.report.summary import summary
+from flwr_replay.runs.export import card
+from flwr_replay.runs.trained import load_model
 from flwr_replay.server.settings import Settings
 from flwr_replay.strategies.fedavg import FedAvg
 from flwr_replay.strategies.splitnn import SplitNN
@@ -194,6 +199,53 @@ def test_a_model_that_could_not_begin_begins_when_its_institution_is_asked_next(
     assert [*Reopening(hops.start)] == [Turn("a", "a", ""), Turn("b", "b", "")]
 
 
+@pytest.mark.parametrize("strategy", ["local", "fml", "fedavg"])
+def test_who_never_trained_is_said(hospitals, strategy):
+    found = ran(hospitals, f"strategy={strategy}", "fraction=0.4", "rounds=2")
+    never = sorted({*"abcde"} - {name for at in (1, 2) for name in participants([*"abcde"], 0.4, 0, at)})
+    assert never
+    assert found.result["untrained"] == never
+    assert found.result["nodes"] == 5
+    page = write_run_page(found.folder).read_text()
+    said = f"{len(never)} of 5 institutions never trained, or no answer of theirs arrived: {', '.join(never)}"
+    for text in (summary(found.result, found.folder), page):
+        assert said in text
+        assert (f"o metric is of {', '.join(never)}" in text) == (strategy != "fedavg")
+    assert all(f"<td>{SIZES[name]}</td>" in page for name in never)
+    cell = {"label": strategy, "seed": 0, "options": [], "result": found.result}
+    assert f"{strategy} seed 0: {said}" in notes({"seeds": [0], "options": [], "strategies": {}, "cells": [cell]})
+
+
+def test_the_best_round_is_among_those_that_most_institutions_tested(hospitals):
+    found = ran(hospitals, "strategy=local", "fraction=0.2", "rounds=4", "lr=0.5")
+    rows = lines(found.folder / "metrics.jsonl")
+    at = {row["round"]: [] for row in rows}
+    for row in rows:
+        if row["metric"] == "accuracy":
+            at[row["round"]].append((row["institution"], row["value"]))
+    most = max(len(rows) for rows in at.values())
+    whole = {number: dict(rows)[""] for number, rows in at.items() if len(rows) == most}
+    assert max(whole.values()) < max(dict(rows)[""] for rows in at.values())  # one institution alone was better
+    assert found.result["best"]["accuracy"] == max(whole.values())
+    assert found.result["best"]["round"] in whole
+
+
+@pytest.mark.parametrize(("strategy", "fraction"), [("avgpush", 0.2), ("avgpush", 0.4), ("local", 0.2)])
+def test_a_draw_of_one_leaves_nobody_to_exchange_with(hospitals, strategy, fraction):
+    found = ran(hospitals, f"strategy={strategy}", f"fraction={fraction}", "rounds=2")
+    said = "fraction=0.2 draws one of 5 institutions for a round: no model goes to another"
+    assert (said in summary(found.result, found.folder)) == (strategy == "avgpush" and fraction == 0.2)
+
+
+def test_a_queues_model_that_its_institution_never_trained_has_a_card(hospitals):
+    job = ["strategy=feder", "generator.epochs=1", "order=queue", "fraction=0.6", "rounds=4"]
+    found = ran(hospitals, *job, failing=[("train-with-buffers", "e")])
+    assert "e" not in found.result["final"]["institutions"]
+    said = card(found.folder, load_model(found.folder, "e"), "e")
+    assert "On the test examples of e: no test." in said
+    assert "at 3 of 5 institutions" in said
+
+
 def test_what_is_for_all_institutions_in_every_round_refuses_a_fraction(hospitals):
     (hospitals / "p.json").write_text("[[0.5, 0.5], [0.5, 0.5]]")
     for options, why in (
@@ -267,6 +319,16 @@ def test_a_forecast_states_each_institutions_own_epsilon(hospitals, monkeypatch,
         assert (
             f"(32 of 64), up to {2 * times[name]} steps" in said.partition(f"{name}: epsilon")[2].partition("inst")[0]
         )
+
+
+def test_a_forecast_states_no_epsilon_of_who_is_never_drawn(hospitals, monkeypatch, capsys):
+    job = ["strategy=local", "task=digits", "partition=iid", "partition.size=64", "model=mlp", "nodes=5", "rounds=1"]
+    assert command(monkeypatch, "run", *job, "dp=classifier", "fraction=0.4", "--dry-run") == 0
+    said, names = capsys.readouterr().out, [f"institution-{k}" for k in range(1, 6)]
+    drawn = participants(names, 0.4, 0, 1)
+    for name in names:
+        assert (f"{name}: trains in no round, so it has no epsilon" in said) == (name not in drawn)
+        assert (f"{name}: epsilon" in said) == (name in drawn)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
