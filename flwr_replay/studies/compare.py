@@ -134,7 +134,8 @@ def planned(
     metric = metric or ("test-" if config.split != "test" else "") + tasks[against].metric
     reported = [load_strategy(method.strategy)[0].evaluated.metrics(tasks[method.label]) for method in methods]
     reported_by_all = [name for name in reported[0] if all(name in names for names in reported)]
-    prefixes = ["external-"] * config.external + ["before-mixing-"] * config.evaluate_before_mixing
+    mixed = all(config.evaluate_before_mixing for config in configs.values())
+    prefixes = ["external-"] * config.external + ["before-mixing-"] * mixed
     prefixes += ["test-"] * (config.split != "test")
     known = [f"{prefix}{name}" for prefix in ["", *prefixes] for name in reported_by_all]
     if metric not in known:

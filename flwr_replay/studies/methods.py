@@ -104,8 +104,7 @@ def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str],
             raise ConfigError(f"methods are separated by commas, without blanks; got {option!r}: write {together}")
         if not equals or not key:
             raise ConfigError(f"an option is written key=value; got {option!r}")
-        if key in OURS:
-            raise ConfigError(f"a comparison sets {key.replace('_', '-')} itself; got {option!r}: {OURS[key]}")
+        _refuse_ours(key, option)
         if key == "seeds":
             seeds = _seeds(value)
         elif dot and prefix in listed:
@@ -119,6 +118,12 @@ def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str],
             _refuse_of_some(key, value, listed)
             shared.append(option)
     return shared, own, seeds
+
+
+def _refuse_ours(key: str, option: str) -> None:
+    """Refuse an option that a comparison sets itself."""
+    if key in OURS:
+        raise ConfigError(f"a comparison sets {key.replace('_', '-')} itself; got {option!r}: {OURS[key]}")
 
 
 def _seeds(text: str) -> tuple[int, ...]:
@@ -185,6 +190,9 @@ def _own_option(strategy: str, option: str) -> tuple[str, str]:
     """Return an option of one method under its full name with its section, and its value."""
     key, _, value = option.partition("=")
     plain = key.replace("-", "_")
+    _refuse_ours(plain, option)
+    if plain == "seeds":
+        raise ConfigError(f"seeds are of the whole comparison; got {option!r}: {OURS['seed']}")
     if plain in OF_ALL:
         raise ConfigError(
             f"{OF_ALL[plain]} holds for a whole comparison; got {plain}={value}: run a comparison for each {plain}"
