@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from flwr_replay.files.atomic import read_bytes, read_json, read_text, write_atomic
 from flwr_replay.files.lines import each_line
 from flwr_replay.privacy.accounting import rounded_up
@@ -72,6 +74,7 @@ def write_run_page(folder: Path) -> Path:
     tested = tested_of(folder)
     pictures, left_out = _pictures(folder)
     rows, fault = metric_rows(folder, result["rounds"])
+    config = read_text(folder / "config.yaml")
     text = render(
         "run",
         title=f"{folder.name}: {result['strategy']} on {result['task']}, seed {result['seed']}",
@@ -99,6 +102,7 @@ def write_run_page(folder: Path) -> Path:
         kinds=[_explained(head) for head in left["heads"][1:] if _kind(head)[0] in KINDS],
         recorded=[*map(_sentence, recorded_lines(result, folder))],
         failures=[f"{one['institution']}, exchange {one['round']}: {one['reason']}" for one in result["failures"]],
+        all_there=_all_there(config),
         pictures=pictures,
         left_out=left_out,
         versions={
@@ -106,7 +110,7 @@ def write_run_page(folder: Path) -> Path:
             "heads": ["package", "version"],
             "rows": list(result["versions"].items()),
         },
-        config=read_text(folder / "config.yaml"),
+        config=config,
         version=result["versions"]["flwr-replay"],
     )
     write_atomic(folder / PAGE, text)
@@ -115,6 +119,13 @@ def write_run_page(folder: Path) -> Path:
 
 def _sentence(line: str) -> str:
     return f"{line[0].upper()}{line[1:]}{'' if line.endswith('.') else '.'}"
+
+
+def _all_there(config: str) -> str:
+    """Say of a run without failures who took part."""
+    fraction = yaml.safe_load(config).get("fraction", 1)  # runs of older versions have none
+    drawn = f"No institution failed. Each round drew some of them only: fraction={fraction:g}."
+    return drawn if fraction < 1 else "All institutions took part in every exchange."
 
 
 def _question(result: Mapping[str, Any]) -> str:

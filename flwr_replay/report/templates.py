@@ -121,7 +121,7 @@ RUN = """\
 {% for line in recorded %}<p>{{ line }}</p>{% endfor %}
 
 <h2>Who did not take part</h2>
-{% if failures %}<ul>{% for line in failures %}<li>{{ line }}</li>{% endfor %}</ul>{% else %}<p>All institutions took part in every exchange.</p>{% endif %}
+{% if failures %}<ul>{% for line in failures %}<li>{{ line }}</li>{% endfor %}</ul>{% else %}<p>{{ all_there }}</p>{% endif %}
 {% if pictures %}
 <h2>Pictures</h2>
 <p><strong>These show patients.</strong> Keep this page where the data may lie.</p>

@@ -210,6 +210,7 @@ def test_who_never_trained_is_said(hospitals, strategy):
     said = f"{len(never)} of 5 institutions never trained, or no answer of theirs arrived: {', '.join(never)}"
     for text in (summary(found.result, found.folder), page):
         assert said in text
+        assert "All institutions took part" not in text
         assert (f"o metric is of {', '.join(never)}" in text) == (strategy != "fedavg")
     assert all(f"<td>{SIZES[name]}</td>" in page for name in never)
     cell = {"label": strategy, "seed": 0, "options": [], "result": found.result}
