@@ -28,15 +28,20 @@ Root = Annotated[str, typer.Option("--runs-dir", help="The folder for run direct
 @app.command("list")
 def list_runs(root: Root = "runs") -> None:
     """List all runs, also those of comparisons: state, metric, bytes on the disk."""
+    from flwr_replay.errors import RunError
     from flwr_replay.report.progress import shown_bytes
     from flwr_replay.runs.listing import listed, runs_in
     from flwr_replay.terminal import wrapped
 
     place = runs_folder(root)
     for folder in runs_in(place):
-        one = listed(folder)
+        try:
+            one = listed(folder)
+            said = f"{one.metric or one.state}  {shown_bytes(one.bytes)}"
+        except RunError as error:  # a damaged result hides no other run
+            said = f"damaged: {error}"
         print(folder.relative_to(place))
-        print(indent(wrapped(f"{one.metric or one.state}  {shown_bytes(one.bytes)}"), "  "))
+        print(indent(wrapped(said), "  "))
 
 
 @app.command()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -94,10 +96,14 @@ def listed(folder: Path) -> Listed:
     """
     if not (folder / "config.yaml").exists():
         raise RunError(f"a run directory has a config.yaml; {folder} has none: `flwr-replay runs list` names the runs")
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    last = max(path.stat().st_mtime for path in files)
+    found = []
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # a live run replaces files and deletes old checkpoints
+            found.append(path.stat())
+    files = [one for one in found if stat.S_ISREG(one.st_mode)]
+    last = max(one.st_mtime for one in files)
     result = read_result(folder) if (folder / "result.json").exists() else None
-    return Listed(folder, result, max(0.0, time.time() - last), sum(path.stat().st_size for path in files))
+    return Listed(folder, result, max(0.0, time.time() - last), sum(one.st_size for one in files))
 
 
 def spare(folders: Sequence[Path]) -> list[tuple[Path, int]]:

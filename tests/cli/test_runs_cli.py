@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from flwr_replay.cli.main import app
 from flwr_replay.errors import ConfigError, DivergedError, RunError
 from flwr_replay.files.atomic import alone
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.listing import clean, spare, watch
+from flwr_replay.runs.listing import clean, listed, spare, watch
 from flwr_replay.runs.opening import read_result
 from flwr_replay.runs.simulate import run_inline
 
@@ -69,6 +70,30 @@ def test_an_unfinished_run_is_listed_but_neither_compared_nor_cleaned(runs, caps
     with pytest.raises(RunError, match="only finished runs are cleaned"):
         said(capsys, "runs", "clean", "--yes", tmp_path / "cwt")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_damaged_result_hides_no_other_run(runs, capsys, tmp_path):
+    for name in ("fedavg", "cwt"):
+        shutil.copytree(runs / name, tmp_path / name)
+    (tmp_path / "fedavg" / "result.json").write_text("{")
+    listed = " ".join(said(capsys, "runs", "list", "--runs-dir", tmp_path).split())
+    assert "damaged: " in listed
+    assert "accuracy 0." in listed
+
+
+def test_a_run_is_listed_while_its_files_are_replaced(runs, tmp_path, monkeypatch):
+    shutil.copytree(runs / "cwt", tmp_path / "cwt")
+    rglob, passing = Path.rglob, tmp_path / "cwt" / ".result.json.1.tmp"
+
+    def walked(self, what):
+        passing.touch()
+        yield passing
+        passing.unlink()
+        yield passing
+        yield from rglob(self, what)
+
+    monkeypatch.setattr(Path, "rglob", walked)
+    assert listed(tmp_path / "cwt").state == "finished"
 
 
 def test_why_a_run_ended_is_listed_until_it_goes_on(capsys, tmp_path, monkeypatch):
