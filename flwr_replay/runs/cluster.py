@@ -28,11 +28,9 @@ from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.runs.engine import InlineGrid, partitions
 from flwr_replay.runs.looking import settle, states
 from flwr_replay.runs.machines import Machine, Share, first_line, living
-from flwr_replay.runs.workers import Worker, WorkerGrid, died
+from flwr_replay.runs.workers import TRIES, Worker, WorkerGrid, died
 
 __all__ = ["ClusterGrid"]
-
-TRIES = 2  # actors that may die with the same message, on machines that live
 
 
 class ClusterGrid(WorkerGrid):

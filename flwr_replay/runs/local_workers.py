@@ -1,7 +1,7 @@
 """The grid of `--workers N`: N processes of this machine serve the nodes, see `workers.py`.
 
-Messages go through pipes. A worker that is killed costs the message that it had, which becomes that node's error;
-another worker takes its place. No worker outlives the process that started it.
+Messages go through pipes. Where a worker is killed, another takes its place and is asked the same again: a repeated
+message gives the same bits. No worker outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flwr_replay.client_app import app
 from flwr_replay.processes import end_with_parent
 from flwr_replay.report.progress import without_colours
 from flwr_replay.runs.engine import InlineGrid
-from flwr_replay.runs.workers import GRACE, Worker, WorkerGrid, died
+from flwr_replay.runs.workers import GRACE, TRIES, Worker, WorkerGrid, died
 
 __all__ = ["LocalGrid"]
 
@@ -68,17 +68,25 @@ class _Process(Worker):
         return reply
 
     def lost(self, message: Message, fault: Exception) -> Message | None:
-        self.process.kill()
-        self.process.join()
-        if not self.ready:
-            self.grid.broken(
-                f"every worker must start; one ended while it started (exit code {self.process.exitcode}): see what it "
-                "wrote above; a script must call run under `if __name__ == '__main__':`"
-            )
-            return None
-        reply = died(message, f"exit code {self.process.exitcode}")
-        self.start()
-        return reply
+        for deaths in range(1, TRIES + 2):
+            self.process.kill()
+            self.process.join()
+            code = self.process.exitcode
+            if not self.ready:
+                self.grid.broken(
+                    f"every worker must start; one ended while it started (exit code {code}): see what it "
+                    "wrote above; a script must call run under `if __name__ == '__main__':`"
+                )
+                return None
+            self.start()
+            if deaths > TRIES:
+                break
+            try:
+                return self.ask(message)
+            except self.faults:
+                if self.ending:
+                    return None
+        return died(message, f"exit code {code}")
 
     def leave(self) -> None:
         self.pipe.close()

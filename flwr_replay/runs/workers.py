@@ -21,11 +21,12 @@ from flwr_replay.client_app import app
 from flwr_replay.errors import RunError
 from flwr_replay.runs.engine import InlineGrid
 
-__all__ = ["GRACE", "Worker", "WorkerGrid", "died"]
+__all__ = ["GRACE", "TRIES", "Worker", "WorkerGrid", "died"]
 
 PROCESS_DIED = 8  # Flower's code for a ClientApp whose process has ended
 LOOK = 1.0  # seconds that a look for replies lasts if there are none
 GRACE = 5  # seconds that an idle worker has to end
+TRIES = 2  # processes that may die with the same message before it is an error
 
 
 class WorkerGrid(InlineGrid):

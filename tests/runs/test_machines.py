@@ -9,10 +9,11 @@ from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.report.progress import Display
 from flwr_replay.runs import cluster
-from flwr_replay.runs.cluster import TRIES, ClusterGrid
+from flwr_replay.runs.cluster import ClusterGrid
 from flwr_replay.runs.machines import Machine, Share, connected, place, share
 from flwr_replay.runs.shipping import LARGEST, ship
 from flwr_replay.runs.simulate import Simulation, run_inline, run_ray
+from flwr_replay.runs.workers import TRIES
 
 A, B = Machine("a", "10.0.0.1", 16, 4), Machine("b", "10.0.0.2", 16, 4)
 

@@ -1,15 +1,18 @@
-"""Worker processes serve the nodes: errors stay their node's, and a killed worker is replaced."""
+"""Worker processes serve the nodes: a killed one is replaced and asked again, and errors stay their node's."""
 
 import json
 
 import psutil
 import pytest
+from flwr.app import Message, RecordDict
 
 from flwr_replay.api import Where
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
 from flwr_replay.report.progress import Display
+from flwr_replay.runs.local_workers import LocalGrid
 from flwr_replay.runs.simulate import Simulation, run_inline, simulate_by
+from flwr_replay.runs.workers import TRIES
 
 JOB = ["strategy=fedavg", "task=digits", "partition=iid", "partition.size=40", "nodes=3", "rounds=4", "model=mlp"]
 JOB += ["model.width=4", "device=cpu"]
@@ -34,23 +37,46 @@ def lines(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def test_killed_workers_cost_their_messages_and_the_run_goes_on_to_the_bits_of_one_process(tmp_path, monkeypatch):
+def test_killed_workers_are_replaced_and_the_run_goes_on_to_the_bits_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     display = Killing(after=2)
     options = [*JOB, f"runs_dir='{tmp_path}'", "run_name=workers"]
     _, folder = simulate_by(2, Simulation.of(compose(options)), options, display)
-    failures = lines(folder, "failures.jsonl")
-    assert {failure["round"] for failure in failures} == {3}
-    assert {failure["institution"] for failure in failures} == {"institution-1", "institution-2"}
-    assert all("the worker process has ended (exit code -9)" in failure["reason"] for failure in failures)
+    assert not (folder / "failures.jsonl").exists()
     assert len(display.last) == 2
     assert not {worker.pid for worker in display.last} & {worker.pid for worker in display.killed}
     assert not psutil.wait_procs([*display.killed, *display.last], timeout=5)[1]
 
-    options = [*JOB, f"runs_dir='{tmp_path}'", "run_name=one", "rounds=2"]
-    _, one = run_inline(options, Display())
-    early = [line for line in lines(folder, "metrics.jsonl") if line["round"] <= 2]
-    assert early == lines(one, "metrics.jsonl")
+    _, one = run_inline([*JOB, f"runs_dir='{tmp_path}'", "run_name=one"], Display())
+    assert lines(folder, "metrics.jsonl") == lines(one, "metrics.jsonl")
+    name = "models/global.safetensors"
+    assert (folder / name).read_bytes() == (one / name).read_bytes()
+
+
+@pytest.mark.parametrize("deaths", [1, TRIES, TRIES + 1])
+def test_a_message_with_which_several_workers_die_is_an_error_of_its_node(monkeypatch, deaths):
+    grid, asked = LocalGrid({}, [{}], 1), []
+    worker, message = grid.workers[0], Message(RecordDict(), 2, "train")
+
+    class Process:
+        exitcode = -9
+        kill = join = staticmethod(lambda: None)
+
+    def start():
+        worker.process, worker.ready = Process(), True
+
+    def ask(message):
+        asked.append(message)
+        if len(asked) < deaths:
+            raise EOFError
+        return Message(RecordDict(), reply_to=message)
+
+    monkeypatch.setattr(worker, "start", start)
+    monkeypatch.setattr(worker, "ask", ask)
+    start()
+    reply = worker.lost(message, EOFError())
+    assert reply.has_error() == (deaths > TRIES)
+    assert asked == [message] * min(deaths, TRIES)
 
 
 @pytest.mark.parametrize(("engine", "workers"), [("inline", 0), ("ray", 2)])
