@@ -58,15 +58,15 @@ def cluster():
 
 
 class Killing(Display):
-    """Kills the second machine after an exchange."""
+    """Kills something after an exchange."""
 
-    def __init__(self, cluster, after):
-        self.cluster, self.after = cluster, after
+    def __init__(self, kill, after):
+        self.kill, self.after = kill, after
 
     def exchange(self, server_round, *progress):
         self.on_sigterm = signal.getsignal(signal.SIGTERM)
         if server_round == self.after:
-            self.cluster.kill_second()
+            self.kill()
 
 
 def on_cluster(cluster, options, runs_dir, display, resume=""):
@@ -96,7 +96,7 @@ def test_a_machine_dies_and_the_others_go_on_to_the_bits_of_one_process(cluster,
     monkeypatch.syspath_prepend(str(work))
     cluster.start_second()
     options = [*FEDAVG, "model=visited:build"]
-    on_sigterm, display = signal.getsignal(signal.SIGTERM), Killing(cluster, after=2)
+    on_sigterm, display = signal.getsignal(signal.SIGTERM), Killing(cluster.kill_second, after=2)
     _, folder = on_cluster(cluster, options, tmp_path / "cluster", display)
     assert display.on_sigterm == on_sigterm  # the command line's, which says how to resume
     saw = [one for one in visits(seen) if one[1] != os.getpid()]
@@ -114,13 +114,30 @@ def test_a_machine_dies_and_the_others_go_on_to_the_bits_of_one_process(cluster,
     assert list(second.values()) == [{"0"}]
 
 
+def test_killed_workers_are_replaced_and_asked_again(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options, killed = [*SMALL, "strategy=fedavg", "rounds=3", "model=mlp", "width=4", "device=cpu"], []
+
+    def kill():
+        killed.extend(cluster.actors())
+        for actor in killed:
+            actor.kill()
+
+    _, folder = on_cluster(cluster, options, tmp_path / "cluster", Killing(kill, after=1))
+    _, one = inline(options, tmp_path / "inline")
+    assert killed
+    assert not (folder / "failures.jsonl").exists()
+    for name in ("models/global.safetensors", "metrics.jsonl"):
+        assert (folder / name).read_bytes() == (one / name).read_bytes()
+
+
 def test_each_machine_keeps_its_institutions_state_and_a_resumed_run_finds_it(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "first"))
     own = {"FLWR_REPLAY_HOME": str(tmp_path / "second")}
     cluster.start_second(**own)
     options = [*PROXYFL, f"client-cpus={SECOND}"]  # a worker on each machine
     with pytest.raises(RunError) as died:
-        on_cluster(cluster, options, tmp_path / "cluster", Killing(cluster, after=2))
+        on_cluster(cluster, options, tmp_path / "cluster", Killing(cluster.kill_second, after=2))
     (folder,) = (tmp_path / "cluster").iterdir()
     there = sorted(path.name for path in (tmp_path / "second" / "state" / "simulation").iterdir())
     assert f"which has the state of {', '.join(there)}, must live; it has died; to continue: " in str(died.value)
