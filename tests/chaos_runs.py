@@ -50,6 +50,8 @@ def jobs() -> dict[str, list[str]]:
             found[f"{name} replay=buffer"] = [*plain, "replay=buffer", "replay.images=7"]
         if strategy.config_type.summed:
             found[f"{name} masked"] = [*plain, "masked=true"]
+        if strategy.config_type.relayed:
+            found[f"{name} sealed"] = [*plain, "sealed=true"]
         for mechanism in sorted({*mechanisms_of(strategy)} - OF_REPLAY):
             found[f"{name} dp={mechanism}"] = [*plain, *REPEATABLE, f"dp={mechanism}", *NEEDED.get(mechanism, ())]
         if {*mechanisms_of(strategy)} >= OF_REPLAY and strategy.supports_replay:
