@@ -13,7 +13,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.studies.cells import Method
 
-__all__ = ["methods_of", "named", "options_of", "swept", "with_kept"]
+__all__ = ["methods_of", "named", "options_of", "seeds_of", "swept", "with_kept"]
 
 SEEDS = (0, 1, 2)
 MOST_SEEDS = 1000
@@ -106,7 +106,7 @@ def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str],
             raise ConfigError(f"an option is written key=value; got {option!r}")
         _refuse_ours(key, option)
         if key == "seeds":
-            seeds = _seeds(value)
+            seeds = seeds_of(value)
         elif dot and prefix in listed:
             own[prefix].append(f"{rest}={value}")
         elif dot and prefix not in sections:
@@ -126,7 +126,14 @@ def _refuse_ours(key: str, option: str) -> None:
         raise ConfigError(f"a comparison sets {key.replace('_', '-')} itself; got {option!r}: {OURS[key]}")
 
 
-def _seeds(text: str) -> tuple[int, ...]:
+def seeds_of(text: str) -> tuple[int, ...]:
+    """Read `seeds=`: how many, or a list.
+
+    Raises
+    ------
+    ConfigError
+        If it is neither.
+    """
     rule = (
         f"seeds is a number from 1 to {MOST_SEEDS} (seeds=3: seeds 0, 1, 2) or a list without repetition "
         f"(seeds=0,5,7); got {text[:80]!r}"

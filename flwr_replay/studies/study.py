@@ -27,6 +27,7 @@ from flwr_replay.report.study_page import write_study_page
 from flwr_replay.studies.cells import short_hash
 from flwr_replay.studies.compare import Comparison, planned, run_comparisons
 from flwr_replay.studies.leakage import Asked, attacked, leakage
+from flwr_replay.studies.methods import seeds_of
 
 __all__ = ["Part", "parts_of", "plan_study", "run_study", "studies"]
 
@@ -106,6 +107,8 @@ def plan_study(
         if wanted not in known:
             raise ConfigError(f"unknown part {wanted!r} of study {name}: {nearest(wanted, known)}; --list names all")
     chosen = [part for part in parts if not only or part.name in only]
+    if seeds:
+        seeds_of(seeds)  # refused with --quick too, which has a seed of its own
     fixed = [f"seeds={seeds}"] if seeds else []
     chosen = [_shortened(part) if quick else part for part in (_with(part, fixed) for part in chosen)]
     places = {part.name: _data_option(part, data) for part in chosen}

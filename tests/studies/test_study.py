@@ -83,6 +83,9 @@ def test_what_is_not_there_is_reported_before_anything_runs(tmp_path):
         run_study("partition", "", 1, tmp_path)
     with pytest.raises(ConfigError, match="unknown part 'mnist-bad' of study partitions"):
         run_study("partitions", "", 1, tmp_path, ["mnist-bad"])
+    for quick in (False, True):
+        with pytest.raises(ConfigError, match="seeds is a number"):
+            run_study("partitions", str(tmp_path), 1, tmp_path, ["mnist-iid"], quick, seeds="x")
     with pytest.raises(DataError, match="needs mnist under --data"):
         run_study("partitions", str(tmp_path), 1, tmp_path, ["mnist-iid"])
     assert not list(tmp_path.iterdir())
