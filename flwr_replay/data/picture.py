@@ -55,6 +55,9 @@ def picture(path: Path, mode: str, where: str = "") -> Image.Image:
         if path.suffix.lower() in DICOM or _marked(path):
             return _dicom(path, named).convert(mode)
         with Image.open(path) as image:
+            frames = getattr(image, "n_frames", 1)
+            if frames > 1 and image.format != "MPO":  # a photograph with a preview
+                raise DataError(f"an image file has one frame; {named} has {frames}: write one file for each")
             if image.mode in DEEPER:
                 return Image.fromarray(_bytes(np.asarray(image, np.float64), named)).convert(mode)
             if image.mode not in EIGHT_BIT:

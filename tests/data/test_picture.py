@@ -90,6 +90,11 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(DataError, match=name) as caught:
             picture(tmp_path / name, "L")
         assert "\n" not in str(caught.value)
+    frames = [Image.fromarray(np.full((2, 2), value, np.uint8)) for value in (0, 9)]
+    for name in ("pages.tiff", "moving.gif"):
+        frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:])
+        with pytest.raises(DataError, match="has 2: write one file for each"):
+            picture(tmp_path / name, "L")
     with pytest.raises(DataError, match="does not exist"):
         picture(tmp_path / "missing.dcm", "L")
     Image.fromarray(np.full((2, 2), np.nan, np.float32)).save(tmp_path / "nan.tiff")
