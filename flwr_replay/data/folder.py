@@ -55,12 +55,16 @@ def folder_rows(root: Path, site_column: str = "site") -> list[Row]:
     Raises
     ------
     DataError
-        If it is no folder, or for a wrong row.
+        If it is no folder, for a wrong row, or if there is none.
     """
     if not root.is_dir():
         raise DataError(f"task.data-dir must be a folder; {root} is not: set it to the folder with the images")
     manifest = root / "manifest.csv"
-    return manifest_rows(manifest, site_column, "image") if manifest.is_file() else _folder_rows(root)
+    if not manifest.is_file():
+        return _folder_rows(root)
+    if not (rows := manifest_rows(manifest, site_column, "image")):
+        raise DataError(f"{manifest} must have a row for each image; got none")
+    return rows
 
 
 def form_of(rows: Sequence[Row]) -> dict[str, Any]:

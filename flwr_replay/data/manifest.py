@@ -62,12 +62,15 @@ def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str
     Raises
     ------
     DataError
-        For an empty cell, an unknown split, or a file that is listed twice, even under two spellings; the error names
-        it.
+        For an empty cell, an unknown split, a file that is listed twice, even under two spellings, or a column that is
+        named nearly as one that is read, such as `PatientID`; the error names it.
     """
     wanted = [column, "label", *([site_column] if site_column != "site" else [])]
     lines = csv_rows(path, wanted)
     present = list(lines[0][1]) if lines else []
+    for name in (site_column, "split", "patient"):
+        if name not in present and (other := next((it for it in present if _plain(it) == _plain(name)), "")):
+            raise DataError(f"column {other!r} of {path} would not be read: call it {name!r}, or something else")
     used = {*wanted, *(name for name in (site_column, "split") if name in present)}
     rows, listed = [], {}  # type: list[Row], dict[Path, str]
     for where, cells in lines:
@@ -82,6 +85,12 @@ def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str
             raise DataError(f"a file must be listed once; {file} is in {earlier} and in {where}")
         rows.append(Row(file, values["label"], where, values.get(site_column), values.get("split"), patient))
     return rows
+
+
+def _plain(name: str) -> str:
+    """Write a column's name without capitals, marks, and what tables often add: `Patient_ID` is `patient`."""
+    letters = re.sub(r"[\W_]", "", name.casefold())
+    return letters if letters in ("", "id") else re.sub(r"(id|s)$", "", letters)
 
 
 def raws_of(

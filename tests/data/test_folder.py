@@ -152,6 +152,41 @@ def test_all_images_of_a_patient_lie_on_one_side(tmp_path: Path, make: Task) -> 
     assert len({dealt[n] for n in range(45, 60)}) == 2
 
 
+@pytest.mark.parametrize(
+    ("column", "meant"),
+    [
+        ("PatientID", "patient"),
+        ("patient_id", "patient"),
+        ("Patient", "patient"),
+        ("Site", "site"),
+        ("Splits", "split"),
+    ],
+)
+def test_a_column_that_is_named_nearly_as_one_that_is_read(tmp_path: Path, make: Task, column: str, meant: str) -> None:
+    """Unread, a patient would be in training and test, and nobody would say so."""
+    for n in range(4):
+        draw(tmp_path / f"{n}.png", n)
+    manifest(tmp_path, f"image,label,{column}", [f"{n}.png,{n % 2},train" for n in range(4)])
+    refused(make(), f"{column!r}", f"call it {meant!r}")
+    manifest(
+        tmp_path, f"image,label,{column},{meant}", [f"{n}.png,{n % 2},x,{'train' if n else 'test'}" for n in range(4)]
+    )
+    assert len(load(make()).train) + len(load(make()).test) == 4
+
+
+def test_other_columns_are_not_read(tmp_path: Path, make: Task) -> None:
+    for n in range(4):
+        draw(tmp_path / f"{n}.png", n)
+    manifest(tmp_path, "age,id,image,,label,image_id", [f",{n},{n}.png,,{n % 2},{n}" for n in range(4)])
+    assert len(load(make()).train) + len(load(make()).test) == 4
+
+
+def test_a_manifest_without_rows(tmp_path: Path) -> None:
+    manifest(tmp_path, "image,label", [])
+    with pytest.raises(DataError, match="a row for each image; got none"):
+        resolve(["task=folder", f"task.data_dir='{tmp_path}'", "nodes=2"], "", "")
+
+
 def test_two_patients_lie_on_two_sides(tmp_path: Path, make: Task) -> None:
     for n in range(8):
         draw(tmp_path / f"{n}.png", n)
