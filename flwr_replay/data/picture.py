@@ -30,7 +30,7 @@ def picture(path: Path, mode: str, where: str = "") -> Image.Image:
 
     A grey image with more bits is scaled from its own least and greatest value to 0..255: how many of 16 bits a scanner
     uses, the file does not say. A DICOM file's pixels go through its own modality and VOI transformations first;
-    MONOCHROME1, where small is bright, is inverted.
+    MONOCHROME1, where small is bright, is inverted. A photograph is turned as its EXIF orientation says.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def picture(path: Path, mode: str, where: str = "") -> Image.Image:
     ConfigError
         For a DICOM file without the package pydicom.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     named = f"{path} ({where})" if where else f"{path}"
     try:
@@ -67,7 +67,7 @@ def picture(path: Path, mode: str, where: str = "") -> Image.Image:
                     f"images must be opaque; {named} has transparent pixels, whose background is unknown: save it "
                     "without an alpha channel"
                 )
-            return image.convert(mode)
+            return ImageOps.exif_transpose(image).convert(mode)
     except FileNotFoundError:
         raise DataError(f"image {named} does not exist: add it") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

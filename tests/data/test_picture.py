@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage
 
@@ -61,6 +61,14 @@ def test_an_image_of_eight_bits_keeps_its_bytes(tmp_path: Path) -> None:
     pixels = (RAMP // 10).astype(np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     np.testing.assert_array_equal(grey(tmp_path / "a.png"), pixels)
+
+
+def test_a_photograph_is_turned_as_its_camera_says(tmp_path: Path) -> None:
+    tags = Image.Exif()
+    tags[ExifTags.Base.Orientation] = 6  # the camera stood on its right side
+    pixels = (RAMP // 10).astype(np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=tags)
+    np.testing.assert_array_equal(grey(tmp_path / "a.png"), np.rot90(pixels, -1))
 
 
 def test_a_dicom_file_goes_through_its_own_transformations(tmp_path: Path) -> None:
