@@ -174,6 +174,7 @@ def test_the_doctor_names_what_is_wrong_at_the_coordinator(written, tmp_path, mo
     shutil.copy(tmp_path / "other" / SERVER_KEY, home / "certificates")
     (home / "runs" / "first").mkdir(parents=True)
     (home / "runs" / "first" / "config.yaml").touch()
+    (home / "runs" / "first" / "run-id").write_text("20261126-000000-x")
     (home / "connect.sh").write_text(
         re.sub("address = .*", f'address = "localhost:{free_port()}"', (home / "connect.sh").read_text())
     )
@@ -185,7 +186,7 @@ def test_the_doctor_names_what_is_wrong_at_the_coordinator(written, tmp_path, mo
     assert "nothing answers at localhost" in said["NO  connection"]
     assert "Flower does not know this SuperLink yet" in said["NO  runs"]
     assert said["NO  run directories"].startswith("not finished: first: ./run.sh --run-config 'resume=")
-    assert "first 0 B" in said["ok  disk"]
+    assert "first 17 B" in said["ok  disk"]
     for words in (["--deployment", str(written / "north")], ["--deployment", str(home), "--clinic", str(home)]):
         assert command(monkeypatch, "doctor", *words) == 2
 
@@ -199,6 +200,7 @@ def test_the_doctor_names_a_serverapp_that_hangs_and_a_full_disk(written, tmp_pa
     run = home / "runs" / "first"
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("timeout: 60\n")
+    (run / "run-id").write_text("20261126-000000-x")
     sent = {"round": 3, "direction": "down", "stage": "train", "kind": "model", "bytes": 9}
     lines = [json.dumps({**sent, "institution": name}) for name in ("north", "south")]
     (run / "ledger.jsonl").write_text("\n".join([*lines, lines[0].replace("down", "up")]) + "\n")
