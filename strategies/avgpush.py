@@ -12,6 +12,7 @@ Travels: θ_k up, once a round (`Push`, `Released`); the senders' models down, w
 
 Deviations: Models pass through the server, which forwards them and averages nothing. As in PushSum, all institutions
 have the same weight, whatever their numbers of examples. With the complete graph and equal sizes this is FedAvg.
+With fraction= only those drawn for a round train, and the graph is over them; the paper has all.
 """
 
 from __future__ import annotations

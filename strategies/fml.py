@@ -16,7 +16,8 @@ steps. The state of a proxy's optimizer stays at its institution. With proxy-opt
 averaged with the proxy; it makes messages up to three times as large, and under DP it has the proxy's epsilon, since it
 depends on noised gradients and on what arrived. With reset, or optimizer-state=reset, it is fresh every round. A
 private model may train alone for some passes first (private-epochs). With dp=proxy a private model that diverges
-returns to its state before the round, and no message says so.
+returns to its state before the round, and no message says so. With fraction= only those drawn for a round train; the
+paper has all.
 """
 
 from __future__ import annotations

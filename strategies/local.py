@@ -9,7 +9,7 @@ Travels: nothing of the model; requests to train or evaluate (`TrainOwn`, `Evalu
 Deviations: The labels of a regression are standardised with one mean and one standard deviation for all institutions,
 from the sums that they report at the roll call. The pooled metric is over the institutions' own models, each on its own
 test shard. With the default `partition.test=iid` a shard is a sample of all patients; with `mirror` it has the
-institution's own mix of labels.
+institution's own mix of labels. With fraction= only those drawn for a round train; the paper has all.
 """
 
 from __future__ import annotations

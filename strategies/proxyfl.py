@@ -27,7 +27,8 @@ proxy's epsilon, since it depends on noised gradients and on what arrived. With 
 model may train alone for some passes first, with the proxy that arrived as its teacher (private-epochs); this costs no
 privacy. With listen=pool it learns from labels alone and is tested together with the proxy, as a pool of both answers
 with weights that fit held-out examples (`flwr_replay/learning/pooling.py`); none of these leave. With dp=proxy a
-private model that diverges returns to its state before the round, and no message says so.
+private model that diverges returns to its state before the round, and no message says so. With fraction= only those
+drawn for a round train, and P(t) is over them; the paper has all.
 """
 
 from __future__ import annotations

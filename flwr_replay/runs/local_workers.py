@@ -1,7 +1,7 @@
 """The grid of `--workers N`: N processes of this machine serve the nodes, see `workers.py`.
 
 Messages go through pipes. Where a worker is killed, another takes its place and is asked the same again: a repeated
-message gives the same bits. No worker outlives the process that started it.
+message gives the same bits, but for secret noise. No worker outlives the process that started it.
 """
 
 from __future__ import annotations
