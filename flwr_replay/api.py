@@ -238,14 +238,16 @@ def plot(runs: Sequence[Run], metric: str = "") -> Figure:
     ConfigError
         If a run has no such metric.
     """
+    from flwr_replay.report.judged import judged
     from flwr_replay.report.plots import by_round
 
-    name, lines = metric or runs[0].result["metric"], {}
+    asked, lines = metric or runs[0].result["metric"], {}
     for one in runs:
+        name = judged(asked, {*one.metrics["metric"]})
         rows = one.metrics[one.metrics["metric"] == name]
         if rows.empty:
             known = ", ".join(one.metrics["metric"].unique())
-            raise ConfigError(f"metric must be one of {known}; got {name!r}")
+            raise ConfigError(f"metric must be one of {known}; got {asked!r}")
         for institution, line in rows.groupby("institution"):
             if len(runs) == 1:
                 lines[institution or "all institutions"] = list(zip(line["round"], line["value"], strict=True))

@@ -15,7 +15,7 @@ SHAPE = (32, 32, 14)  # left-right, front-back, axial; the first two slices show
 
 
 def read(task, folder, *overrides):
-    return load(compose([f"task={task}", f"task.data_dir='{folder}'", *overrides]).task)
+    return load(compose([f"task={task}", f"task.data_dir='{folder}'", "split=test", *overrides]).task)
 
 
 def refused(task, folder, *words, overrides=()):

@@ -13,7 +13,7 @@ from flwr_replay.institution.state import StateStore
 B, N = 16, 40
 NAMES = "abcd"
 BEFORE = 2  # looks at who is there before the first exchange
-TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6"]
+TASK = ["task=medmnist", "split=test", "task.size=8", "classes=3", "model=mlp", "model.width=6"]
 JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=2"]
 
 

@@ -14,7 +14,16 @@ from flwr_replay.wire.sealed import SEALED_NAME
 
 SEALED = "sealed=true"
 ABC = "abc"
-SMALL = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
+SMALL = [
+    "task=medmnist",
+    "split=test",
+    "task.size=8",
+    "classes=3",
+    "model=mlp",
+    "model.width=6",
+    "batch_size=16",
+    "device=cpu",
+]
 PUSH, CWT = [*SMALL, "strategy=avgpush", SEALED], [*SMALL, "strategy=cwt", SEALED]
 MODEL = {"run": "r", "kind": "model", "weight": 1.0}
 

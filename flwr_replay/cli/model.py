@@ -16,7 +16,7 @@ Place = Annotated[str, typer.Argument(metavar="RUN")]
 Institution = Annotated[str, typer.Option("--institution", help="Whose model, where each institution has its own.")]
 
 Best = Annotated[
-    bool, typer.Option("--best", help="The best evaluated round in place of the last; it was chosen by test examples.")
+    bool, typer.Option("--best", help="The round that was best by its validation examples, in place of the last.")
 ]
 
 

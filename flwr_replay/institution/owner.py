@@ -179,7 +179,8 @@ class Institution:
         if split == "validation":
             if self.validation is None:
                 raise DataError(
-                    f"split=validation needs validation examples; institution {self.name!r} has none: add some"
+                    f"split=validation needs validation examples; institution {self.name!r} has none: add "
+                    "some, or agree on split=test"
                 )
             return self.validation
         return self.train if split == "train" else self.test

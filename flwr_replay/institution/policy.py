@@ -18,7 +18,7 @@ The policy is a YAML file in the institution's hands:
     max-upload-mb: 64                         # the largest message that may leave, in 10^6 bytes
     max-epsilon: 8                            # all that depends on training examples must be differentially private,
                                               # with at most this epsilon in a run. The run then needs dp=end-to-end and
-                                              # a budget within it. Metrics on test examples are not covered: see
+                                              # a budget within it. Metrics of tests are not covered: see
                                               # `metrics`. Several runs add up; their sum has no limit
     max-delta: 1.0e-5                         # the largest delta; choose it far below one over the number of examples
     max-local-epsilon: 20                     # rows of single patients leave with dp=latents only, and all runs in this

@@ -82,7 +82,8 @@ class Movement(Evaluating):
         self.observers += [FurtherTests("test", at_end=True)] if self.settings.split != "test" else []
         self.observers += [Forgetting(self.recorder)] if self.settings.forgetting else []
         private = self.settings.privacy and "train" in self.stages
-        own = self.needs_roll_call or self.replay or self.observers or private or self.settings.pinned
+        observed = any(not one.at_end for one in self.observers)
+        own = self.needs_roll_call or self.replay or observed or private or self.settings.pinned
         self.ours_only = bool(own)
 
     def new_replay(self) -> Replay | None:
@@ -282,7 +283,8 @@ class Movement(Evaluating):
     def refuse(self, grid: Grid, evaluate_fn: EvaluateFn | None) -> None:
         """Refuse what could not work, before anything is sent."""
         refuse_unsaid_nodes(grid, self.settings.nodes)
-        require(self.settings.roll_call or not self.ours_only, self.needs)
+        ours = self.ours_only or self.settings.split != "test"
+        require(self.settings.roll_call or not ours, self.needs)
         require(
             evaluate_fn is None or self.global_model,
             f"evaluate_fn needs a global model; {type(self).__name__} has none, and institutions test theirs: omit it",

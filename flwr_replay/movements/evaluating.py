@@ -15,7 +15,7 @@ from flwr_replay.errors import RunError
 from flwr_replay.movements.observers import UNMIXED, Observer, TestOn
 from flwr_replay.movements.run import Run
 from flwr_replay.payloads.common import Evaluate, Evaluation
-from flwr_replay.server.evaluation import Pooled, pool_answers
+from flwr_replay.server.evaluation import Pooled, pool_answers, with_further
 from flwr_replay.server.exchange import Exchanging
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
@@ -46,8 +46,13 @@ class Evaluating(Exchanging):
 
     def judging(self, server_round: int, arrays: Weights) -> Request:
         """Return the request to evaluate on the split that rounds are judged by."""
-        request, split = self.evaluation(server_round, arrays), self.settings.split
-        return request if split == "test" else replace(request, split=split)  # type: ignore[call-arg]
+        request = self.evaluation(server_round, arrays)
+        return request if self.split == "test" else replace(request, split=self.split)  # type: ignore[call-arg]
+
+    @property
+    def split(self) -> str:
+        """The split that rounds are judged by; where no ClientApp is this package's, their own tests."""
+        return self.settings.split if self.members.ours else "test"
 
     def testers(self) -> list[Member]:
         """Return the institutions that can test: with `fraction`, a model of its own is made when one first trains."""
@@ -64,20 +69,25 @@ class Evaluating(Exchanging):
         last = completed == run.num_rounds
         if rest or not (last or completed % self.settings.evaluate_every == 0):
             return
+        at_end = last and self.split != "test"
         for observer in self.observers:
-            if last or not observer.at_end:
+            if at_end or not observer.at_end:
                 observer.before_evaluation(self.tester(run, server_round, arrays))
+        if any(at_end and one.at_end and not one.found for one in self.observers):
+            raise self._untested()
         messages = self.configure_evaluate(server_round, arrays, run.evaluate_config, run.grid)
         replies = self.exchange(run.grid, server_round, messages, needed=False)
         metrics = self.aggregate_evaluate(server_round, replies)
         if metrics is not None:
             run.result.evaluate_metrics_clientapp[completed] = metrics
         elif last and self.members.ours:
-            raise RunError(
-                f"no institution could evaluate the last round; {self.recorder.failures_line()}: resume the run"
-            )
+            raise self._untested()
         if run.evaluate_fn and (central := run.evaluate_fn(completed, arrays)) is not None:
             run.result.evaluate_metrics_serverapp[completed] = central
+
+    def _untested(self) -> RunError:
+        failures = self.recorder.failures_line()
+        return RunError(f"no institution could evaluate the last round; {failures}: resume the run")
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -95,21 +105,29 @@ class Evaluating(Exchanging):
             tested = [(member, self.tested_on(split, member, arrays)) for member in self.testers() if member.ours]
             asked = [(member, self.evaluation_on(split, server_round, w)) for member, w in tested if w is not None]
             messages = (self.message(member, request, run.evaluate_config) for member, request in asked)
-            return self.pooled(server_round, self.exchange(run.grid, server_round, messages, needed=False))
+            replies = self.exchange(run.grid, server_round, messages, needed=False)
+            return self.pooled(server_round, replies, shown=split == "test")
 
         return test_on
 
-    def pooled(self, server_round: int, replies: Iterable[Message]) -> Pooled | None:
-        """Pool the answers to an evaluation; an invalid one counts as its sender's failure."""
+    def pooled(self, server_round: int, replies: Iterable[Message], shown: bool = False) -> Pooled | None:
+        """Pool the answers to an evaluation; an invalid one counts as its sender's failure.
+
+        `shown`: whether the recorder shows the counts of these answers.
+        """
         refuse, settings = partial(self.recorder.failed, server_round), self.settings
+        tested = self.recorder.tested if shown else {}
         answers = self.answers(replies)
-        return pool_answers(answers, settings.task, refuse, self.evaluated, settings.input_shape, self.recorder.tested)
+        return pool_answers(answers, settings.task, refuse, self.evaluated, settings.input_shape, tested)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the metrics over the test shards: by sums, or by weighted means for a user's own ClientApp."""
-        found = self.pooled(server_round, replies)
+        tested = any(one.at_end and one.found for one in self.observers)  # then the counts are of the test examples
+        found = self.pooled(server_round, replies, shown=not tested)
         if found is None:
             return None
+        if self.split != "test":
+            found = with_further(({}, {}), found, f"{self.split}-")
         for observer in self.observers:
             found = observer.completed(found)
         pooled, own = found

@@ -19,6 +19,7 @@ class Observer:
 
     split: str  # the split on which it tests
     at_end: bool = False  # whether it tests with the last evaluation only
+    found: Pooled | None = None  # the last metrics there
 
     def forecast(self, exchanges: int, evaluations: int) -> int:
         """Return the number of tests in a run, given its numbers of training exchanges and of evaluations."""
@@ -65,8 +66,6 @@ class FurtherTests(Observer):
         Whether to test with the last evaluation only.
     """
 
-    found: Pooled | None = None  # the last metrics there
-
     def __init__(self, split: str, at_end: bool = False) -> None:
         self.split, self.at_end = split, at_end
 
@@ -79,5 +78,11 @@ class FurtherTests(Observer):
         self.found = test_on(self.split)
 
     def completed(self, found: Pooled) -> Pooled:
-        """Add the further metrics, under names that begin with the split's."""
-        return with_further(found, self.found, f"{self.split}-") if self.found else found
+        """Add the further metrics: those of test examples under plain names, others' begin with the split's."""
+        if self.found is None:
+            return found
+        return (
+            with_further(self.found, found, "")
+            if self.split == "test"
+            else with_further(found, self.found, f"{self.split}-")
+        )

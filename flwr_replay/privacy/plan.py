@@ -26,6 +26,7 @@ __all__ = ["COUNTS", "NOTHING", "Passes", "PrivacyPlan", "mechanisms_of"]
 NO_PROOF = " as the paper counts it; not a proof"
 COUNTS = "label counts"  # released together with a prior, with noise of their own
 NOTHING = "Nothing here is differentially private; no epsilon can be stated."
+ONE_EXAMPLE = "An epsilon is of one example; a patient with several has as many times it, or more."
 
 
 class Passes(NamedTuple):
@@ -226,7 +227,7 @@ class PrivacyPlan:
     def check_covered(self, answer: type[Payload]) -> None:
         """Refuse, under dp=end-to-end, an answer with a field that depends on training examples without noise.
 
-        Metrics on test examples are none: they are what dp=end-to-end leaves out.
+        Metrics of tests are none: they are what dp=end-to-end leaves out.
         """
         if not self.config.end_to_end or issubclass(answer, Evaluation):
             return
@@ -274,7 +275,7 @@ class PrivacyPlan:
         """Return the largest epsilon that a field of an answer can have: the budget, 0, or infinity for no promise.
 
         Under dp=end-to-end it is 0 for fields that are declared public, for fields that are withheld, and for metrics
-        on test examples, unless they are those of models that an institution keeps.
+        of tests, unless they are those of models that an institution keeps.
         """
         if field.dp and self.covers(field.dp):
             return self.config.limit if self.config.noise == "secret" and not self.unproven else inf
@@ -325,7 +326,7 @@ class PrivacyPlan:
                 f"All that leaves and depends on training examples is differentially private: {covered}, together, for "
                 "each institution by itself. Declared public: numbers and bytes of examples, names, who takes part and "
                 f"when{'' if self.counted else ', the classes that an institution says it has'}. Not covered: metrics "
-                f"on test examples{own if self.tests_own else ''}."
+                f"on validation and test examples{own if self.tests_own else ''}. {ONE_EXAMPLE}"
             )
         samples, weights, numbers = [], [], False
         for stage, answer in stages.items():
@@ -343,7 +344,8 @@ class PrivacyPlan:
             return f"{self.unproven} These also leave unprotected: {'; '.join(left)}."
         return (
             f"Only what training the {covered} at an institution reveals of its own examples is differentially "
-            f"private.{others} These leave unprotected: {'; '.join(left)}. What leaves as a whole has no epsilon."
+            f"private.{others} These leave unprotected: {'; '.join(left)}. What leaves as a whole has no epsilon. "
+            f"{ONE_EXAMPLE}"
         )
 
 

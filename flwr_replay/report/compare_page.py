@@ -57,7 +57,8 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         bars_caption=f"{metric}, mean over seeds{better}; dashed: {against}",
         sweeps=sweeps(report),
         chart=curves(lines, "round", metric, bands),
-        chart_caption=f"{metric} by round, mean over seeds" + "; band: lowest to highest seed" * bool(bands),
+        chart_caption=f"{metric} of {report.get('judged-by', 'test')} examples by round, mean over seeds"
+        + "; band: lowest to highest seed" * bool(bands),
         notes=[*filter(None, faults), *(note for note in notes(report) if note not in said)],
         pages=[
             (f"{cell['label']}, seed {cell['seed']}", f"{cell['folder']}/{PAGE}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.files.lines import read_lines, sound_lines
+from flwr_replay.report.judged import judged
 
 __all__ = ["by_epsilon", "by_round", "metric_rows"]
 
@@ -36,7 +37,7 @@ def metric_rows(folder: Path, rounds: int = 0) -> tuple[list[dict[str, Any]], st
 
 
 def by_round(folder: Path, metric: str) -> list[tuple[float, float]]:
-    """Read a run's pooled metric by round."""
+    """Read a run's pooled metric by round, of the examples by which rounds were judged."""
     return [(row["round"], row["value"]) for row in _pooled(folder, metric)]
 
 
@@ -55,4 +56,5 @@ def by_epsilon(folders: Sequence[Path], metric: str) -> list[list[tuple[float, f
 
 def _pooled(folder: Path, metric: str) -> list[dict[str, Any]]:
     rows, _ = metric_rows(folder)
-    return [row for row in rows if row["institution"] == "" and row["metric"] == metric]
+    judging = judged(metric, {row["metric"] for row in rows})
+    return [row for row in rows if row["institution"] == "" and row["metric"] == judging]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flwr_replay.report.judged import VALIDATION
+
 __all__ = [
     "BESIDE",
     "beside",
@@ -49,8 +51,9 @@ def beside(metrics: Mapping[str, float], confusion: Confusion) -> dict[str, floa
 
 def without_beside(metrics: Mapping[str, float], confusion: Confusion) -> dict[str, float]:
     """Return the metrics without those that need not stand beside the accuracy."""
-    kept = beside(metrics, confusion)
-    return {name: value for name, value in metrics.items() if name in kept or name not in BESIDE}
+    plain = {name: name.removeprefix(VALIDATION) for name in metrics}
+    kept = beside({plain[name]: value for name, value in metrics.items()}, confusion)
+    return {name: value for name, value in metrics.items() if plain[name] in kept or plain[name] not in BESIDE}
 
 
 def imbalance_lines(metrics: Mapping[str, float], confusion: Confusion) -> list[str]:

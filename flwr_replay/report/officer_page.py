@@ -67,7 +67,7 @@ MASKED = Hidden(
         "about what this institution's part is, from whoever compares two runs, one with it and one without.",
         "numbers of examples and steps, all results of tests, and whether a test fails. How many institutions' "
         "training diverged is seen, and not whose.",
-        "the gradient of the loss on test examples: a server computes it from losses at weights of its choice. With "
+        "the gradient of the loss in tests: a server computes it from losses at weights of its choice. With "
         "metrics: counted only counts of tests leave.",
         "earlier answers, once a private key is stolen: the masks that it shared can then be made again.",
     ),

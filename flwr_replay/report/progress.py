@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from flwr_replay.report.imbalance import BESIDE
+from flwr_replay.report.judged import VALIDATION
 
 __all__ = ["Display", "LogDisplay", "Progress", "TerminalDisplay", "without_colours"]
 
@@ -53,14 +54,18 @@ def shown_rounds(progress: Progress) -> str:
 
 
 def shown_metrics(metrics: dict[str, float]) -> str:
-    """Write the main metric, what stands beside it, the loss and an epsilon: `accuracy 0.9472, loss 0.1831`."""
-    leading = [name for name in metrics if name != "loss"][:1]
-    leading += [name for name in BESIDE if name in metrics and name not in leading]
-    epsilon = [name for name in metrics if name.startswith("epsilon")]
-    return (
-        ", ".join(f"{name} {metrics[name]:.4f}" for name in [*leading, "loss", *epsilon] if name in metrics)
-        or "not evaluated"
-    )
+    """Write the main metric, what stands beside it, the loss and an epsilon: `accuracy 0.9472, loss 0.1831`.
+
+    >>> shown_metrics({"accuracy": 0.4, "validation-accuracy": 0.5, "validation-auc": 0.6, "validation-loss": 1.0})
+    'validation accuracy 0.5000, auc 0.6000, loss 1.0000'
+    """
+    validated = {name.removeprefix(VALIDATION): value for name, value in metrics.items() if name.startswith(VALIDATION)}
+    found = validated or metrics
+    leading = [name for name in found if name != "loss"][:1]
+    leading += [name for name in BESIDE if name in found and name not in leading]
+    shown = [f"{name} {found[name]:.4f}" for name in [*leading, "loss"] if name in found]
+    shown += [f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith("epsilon")]
+    return f"{'validation ' * bool(validated)}{', '.join(shown)}" or "not evaluated"
 
 
 def shown_bytes(count: float) -> str:

@@ -16,6 +16,7 @@ from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.charts import Curves, bars, curves
 from flwr_replay.report.histories import metric_rows
 from flwr_replay.report.imbalance import beside, label_counts, pooled_counts, spread
+from flwr_replay.report.judged import VALIDATION, judged
 from flwr_replay.report.pages import render
 from flwr_replay.report.progress import shown_bytes, shown_time
 from flwr_replay.report.summary import (
@@ -144,7 +145,7 @@ def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]], teste
     own = {name: one[metric] for name, one in result["final"]["institutions"].items() if metric in one}
     number = f"{total:,} " if (total := sum(tested.values())) else ""
     whole = result["final"]["global"]
-    said = f"At the end {metric} is {whole[metric]:.3f}{unit} over all {number}{judged_by(result)} examples"
+    said = f"At the end {metric} is {whole[metric]:.3f}{unit} over all {number}test examples"
     if len(own) > 1:
         low, high = min(own, key=lambda name: own[name]), max(own, key=lambda name: own[name])
         guess = {name: f" ({_majority(counts):.3f})" for name, counts in found.items()} if metric == "accuracy" else {}
@@ -157,8 +158,8 @@ def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]], teste
         said += f". Labels are unequal; this model's {shown}"
     if guessed := spread(result):
         said += f"; {guessed}"
-    if (at_last := whole.get(f"test-{metric}")) is not None:
-        said += f". On test examples, which were used only then, {metric} is {at_last:.3f}{unit}"
+    if (validated := whole.get(f"validation-{metric}")) is not None:
+        said += f". Test examples were used only then; of validation examples {metric} is {validated:.3f}{unit}"
     return f"{said}."
 
 
@@ -174,7 +175,8 @@ def _curves(
     """Return charts of the main metric, of more, and of the loss: pooled, and of each of few institutions."""
     exchanges = max(result["rounds"], *(row["round"] for row in rows), 1)  # older versions counted exchanges there
     drawn = []
-    for metric in dict.fromkeys((result["metric"], *more, "loss")):
+    names = {row["metric"] for row in rows}
+    for metric in dict.fromkeys(judged(name, names) for name in (result["metric"], *more, "loss")):
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
             if row["metric"] == metric:
@@ -183,7 +185,12 @@ def _curves(
         if len(lines) > MOST_LINES + 1:
             lines = {name: line for name, line in lines.items() if name == "all institutions"}
         if chart := curves(lines, "round", metric):
-            drawn.append((chart, f"{metric} on the institutions' {judged_by(result)} examples, by round"))
+            drawn.append(
+                (
+                    chart,
+                    f"{metric.removeprefix(VALIDATION)} on the institutions' {judged_by(result)} examples, by round",
+                )
+            )
     return drawn
 
 
@@ -217,7 +224,7 @@ def _metrics(result: Mapping[str, Any], folder: Path, tested: Mapping[str, int])
         ]
         for name, one in rows
     ]
-    columns = ["institution", "training examples", f"{judged_by(result)} examples", *heads]
+    columns = ["institution", "training examples", "test examples", *heads]
     return {"caption": "All metrics after the last round", "heads": columns, "rows": shown}
 
 

@@ -14,6 +14,7 @@ from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.report.imbalance import beside, imbalance_lines, label_counts, pooled_counts, spread
+from flwr_replay.report.judged import judged
 from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.uploads import RECONSTRUCT
@@ -62,11 +63,10 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
         account = dict(sorted(account.items(), key=lambda pair: inf if (e := pair[1]["epsilon"]) is None else e))
     lines = [
         f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f}{unit} "
-        f"(best {result['best'][leading]:.4f} in round {result['best']['round']})"
+        f"({_best(result)})"
         f"{epsilon_suffix(result)}{missing_suffix(result)}",
         *_fewer([f"  {_own(name, one, leading, confusion)}" for name, one in tested.items()]),
         *untrained_lines(result),
-        *_tested_at_the_end(result, unit),
         *imbalance_lines(final["global"], confusion),
         *filter(None, [spread(result)]),
         *dice_lines(final["global"]),
@@ -125,17 +125,21 @@ def _some(names: Sequence[str]) -> str:
 
 
 def judged_by(result: Mapping[str, Any]) -> str:
-    """Return the split whose examples judge rounds: test, or with split=validation validation."""
-    return "validation" if f"test-{result['metric']}" in result["final"]["global"] else "test"
+    """Return the split whose examples judge rounds: validation, or with split=test test; at the end all test."""
+    return "test" if _judging(result) == result["metric"] else "validation"
 
 
-def _tested_at_the_end(result: Mapping[str, Any], unit: str) -> list[str]:
-    """Say that rounds were judged by validation examples, and what the test examples say."""
+def _judging(result: Mapping[str, Any]) -> str:
+    return judged(result["metric"], result["final"]["global"])
+
+
+def _best(result: Mapping[str, Any]) -> str:
+    """Say which round was best, and by which examples."""
+    best, judging = result["best"], _judging(result)
+    shown = f"best {best[judging]:.4f} in round {best['round']}"
     if judged_by(result) == "test":
-        return []
-    metric = result["metric"]
-    tested = result["final"]["global"][f"test-{metric}"]
-    return [f"all this is of validation examples; the last round's model on test examples: {metric} {tested:.4f}{unit}"]
+        return shown
+    return f"test; validation {result['final']['global'][judging]:.4f}, {shown}"
 
 
 def dice_lines(metrics: Mapping[str, float]) -> list[str]:
@@ -262,17 +266,14 @@ def warnings(
         if len(guessed) == 1 < sum(map(bool, label_counts(counts))):
             always = classes[guessed[0]] if classes else guessed[0]
             lines.append(
-                f"The model predicts class {always} for every {judged_by(result)} example. It has learned nothing: "
+                f"The model predicts class {always} for every example that it was tested on. It has learned nothing: "
                 "try more rounds, another lr or model, and where there is a cut an earlier one."
             )
-    loss = result["final"]["global"].get("loss", 0.0)
+    loss = result["final"]["global"].get("loss", result["final"]["global"].get("validation-loss", 0.0))
     if not loss < EXPLODED:
-        lines.append(
-            f"The loss on the {judged_by(result)} examples is {loss:.3g}. Training diverged, or almost: try a "
-            "smaller lr."
-        )
+        lines.append(f"The loss in tests is {loss:.3g}. Training diverged, or almost: try a smaller lr.")
     if few := {name: n for name, n in tested.items() if n < FEW}:
         shown = ", ".join(f"{name} {n}" for name, n in [*few.items()][:MOST_SHOWN])
         more = f" and {len(few) - MOST_SHOWN} more institutions" if len(few) > MOST_SHOWN else ""
-        lines.append(f"Few {judged_by(result)} examples: {shown}{more}. Figures of so few say little.")
+        lines.append(f"Few test examples: {shown}{more}. Figures of so few say little.")
     return lines

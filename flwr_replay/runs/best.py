@@ -6,7 +6,8 @@ can resume from either of its last two checkpoints; in the end one is left. Runs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 
 from flwr_replay.errors import RunError
@@ -15,7 +16,19 @@ from flwr_replay.files.disk import entries, remove
 from flwr_replay.files.tensors import read_tensors, write_tensors
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["BestModel"]
+__all__ = ["BestModel", "best_of"]
+
+Evaluated = tuple[int, dict[str, float], dict[str, dict[str, float]]]  # the exchange, pooled metrics, each one's own
+
+
+def best_of(history: Sequence[Evaluated], metric: str, higher_is_better: bool) -> Evaluated:
+    """Return the first of the evaluations with the best metric, among those at the most institutions."""
+    sign = 1 if higher_is_better else -1
+
+    def judged(found: Evaluated) -> tuple[int, float]:
+        return sum(metric in own for own in found[2].values()), sign * found[1].get(metric, -sign * inf)
+
+    return max(history, key=judged)
 
 
 class BestModel:

@@ -148,7 +148,8 @@ def _data(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     if not len(test):
         raise RunError("there must be test examples; got none: add a column split to the manifest")
     kind = "manifest.csv" if (Path(owned["data"]) / "manifest.csv").is_file() else "no manifest.csv"
-    yield f"data: {len(train):,} examples to train on and {len(test):,} to test on ({kind})"
+    validating = f", {len(institution.data.val):,} to validate on" if institution.data.val else ""
+    yield f"data: {len(train):,} examples to train on{validating} and {len(test):,} to test on ({kind})"
 
 
 def _state(folder: Path, own: Mapping[str, str]) -> Iterator[str]:

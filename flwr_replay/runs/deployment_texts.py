@@ -202,8 +202,9 @@ policy says to it, you can see before you start: step 5.
 2. Put your images where `data` in this folder points: `ln -s /path/to/your/images data`. Or write the path into
    `clinic.env`, after `DATA=`. The images lie in that folder or below it, of any size; they are fitted to the study's.
    Beside them is `manifest.csv`: a line `image,label,patient`, then one for each image, such as
-   `scans/0001.png,Normal,P017`. Of each patient's images all train or all test: a column `split` with `train` or `test`
-   says which; without it one patient in five tests. Labels are written as in the study, with the same capitals.
+   `scans/0001.png,Normal,P017`. A patient's images stay together: all train, all validate or all test. A column
+   `split` with `train`, `val` or `test` says which; without it one patient in five tests, and one in ten of the others
+   validates. Labels are written as in the study, with the same capitals.
 3. Read the scripts here; they are short, and came by mail. Ask the coordinator, by telephone, for the SHA-256 of `ca.crt`, and compare: `sha256sum ca.crt`.
 4. Make your key. It never leaves this folder: `./make-key.sh`. Send the coordinator the file `<<name>>.pub` only,
    and compare its fingerprint by telephone: `ssh-keygen -l -f <<name>>.pub`.<<sealed_step>>

@@ -56,9 +56,10 @@ from flwr_replay.learning.tasks import make_task
 from flwr_replay.report.epsilon import largest
 from flwr_replay.report.forgetting import Forgetting
 from flwr_replay.report.imbalance import without_beside
+from flwr_replay.report.judged import VALIDATION, judged
 from flwr_replay.report.progress import Display, Progress
 from flwr_replay.report.summary import CONFUSION, confusion_of, warnings
-from flwr_replay.runs.best import BestModel
+from flwr_replay.runs.best import BestModel, best_of
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.environment import environment, versions
 from flwr_replay.runs.opening import refuse_fewer
@@ -81,7 +82,7 @@ FORMS: dict[str, Form] = {  # of a line in each file
     "generator": {"institution": str, "epoch": int, "loss": int | float},
     "privacy": {"institution": str, "epsilon": int | float | None, "delta": int | float, "mechanism": str},
 }
-VALIDATED = "Rounds are judged by validation examples; metrics named test-… are the last model's, of test examples."
+VALIDATED = "Rounds are judged by validation examples; test examples are used at the end only."
 LOST_BEST = "its file was damaged or removed before the run was resumed"
 GROWING = (*(f"{name}.jsonl" for name in (*FORMS, "forgetting") if name != "generator"), MEMBERS)
 IN_A_ROW = 2  # evaluations of a worthless model before the log says so
@@ -245,7 +246,7 @@ class RunDirectory(Recorder):
             lines.flush()
         state = {name: array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
         named = nested({"arrays": snapshot.arrays, "state": state}, mark="/")
-        best = not self.no_best and self.history and self._best_entry()[0] == snapshot.server_round
+        best = not self.no_best and self.history and best_of(self.history, *self._judged())[0] == snapshot.server_round
         first = partial(self._best.write, snapshot.server_round, snapshot.arrays) if best else None
         self._checkpoints.write(snapshot.server_round, named, values, first)
         self._best.settle(snapshot.server_round - 2)  # a resumed run may begin at the checkpoint before the last
@@ -309,8 +310,9 @@ class RunDirectory(Recorder):
                 f"{self.path / 'metrics.jsonl'} must hold the last round's metrics; it has none: begin a new run"
             )
         server_round, pooled, own = self.history[-1]
-        metric, higher_is_better = self._judged()
-        best = self._best_entry()
+        judging, higher_is_better = self._judged()
+        metric = judging.removeprefix(VALIDATION)
+        best = best_of(self.history, judging, higher_is_better)
         last = models.get("global") if best[0] == server_round and not self.no_best else None
         kept = self._best.end(best[0], last)
         config, sent = self.config, self.traffic.bytes
@@ -330,7 +332,7 @@ class RunDirectory(Recorder):
             "unit": config.task.unit,
             "higher-is-better": higher_is_better,
             "final": {"global": pooled, "institutions": own},
-            "best": {"round": best[0] // self.per_round, metric: best[1].get(metric)},
+            "best": {"round": best[0] // self.per_round, judging: best[1].get(judging)},
             "best-model": {
                 "file": str(kept.relative_to(self.path)) if kept else "",
                 "none": self.no_best or ("" if kept else LOST_BEST),
@@ -355,15 +357,9 @@ class RunDirectory(Recorder):
     def _judged(self) -> tuple[str, bool]:
         """Return the metric that rounds are judged by, and whether more of it is better."""
         pooled = self.history[-1][1]
-        if self.leading in pooled:
-            return self.leading, self.task.higher_is_better
+        if (judging := judged(self.leading, pooled)) in pooled:
+            return judging, self.task.higher_is_better
         return next(iter(pooled), self.leading), False  # no institution runs this package's ClientApp
-
-    def _best_entry(self) -> tuple[int, dict[str, float], dict[str, dict[str, float]]]:
-        """Return the first of the evaluations with the best metric, among those at the most institutions."""
-        metric, higher_is_better = self._judged()
-        sign = 1 if higher_is_better else -1
-        return max(self.history, key=lambda entry: (len(entry[2]), sign * entry[1].get(metric, -sign * inf)))
 
     def close(self) -> None:
         """Wait for the last checkpoint, then close the ledger and the display."""

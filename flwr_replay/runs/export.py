@@ -15,6 +15,8 @@ from flwr_replay.files.atomic import read_json, write_atomic
 from flwr_replay.files.lines import read_lines
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.epsilon import epsilon_suffix
+from flwr_replay.report.judged import judged
+from flwr_replay.report.summary import judged_by
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.trained import TrainedModel
 from flwr_replay.terminal import installing
@@ -26,7 +28,7 @@ PRIVATE = (
     "this model, which was trained without noise. It should not be passed on."
 )
 CHOSEN = (
-    "- This round was chosen among all that were evaluated by these same test examples. So the metrics above are "
+    "- This round was chosen among all that were evaluated by these same examples. So the metrics above are "
     "optimistic: test it on examples that had no part in the choice."
 )
 LABEL_UNIT = ("mae", "rmse")  # metrics in the label's unit
@@ -111,9 +113,11 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
     if best:
         exchange = BestModel(folder).exchange
         rows = [row for row in read_lines(folder / "metrics.jsonl") if row["exchange"] == exchange]
-        metrics = {row["metric"]: row["value"] for row in rows if row["institution"] == ""}
+        of_all = {row["metric"]: row["value"] for row in rows if row["institution"] == ""}
+        metrics = {name: of_all[name] for name in of_all if judged(name, of_all) == name}
         whose = f"the global model of round {rows[0]['round']}, the best"
-    tested = f"the test examples of {institution}" if institution else "all institutions' test examples"
+    by = judged_by(result) if best else "test"
+    tested = f"the test examples of {institution}" if institution else f"all institutions' {by} examples"
     unit = f" {result['unit']}" if result["unit"] else ""
     shown = [f"{name} {value:.4f}{unit if name in LABEL_UNIT else ''}" for name, value in metrics.items()] or [
         "no test"
@@ -139,7 +143,7 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
             "## Limits",
             "",
             *([CHOSEN] if best else []),
-            "- The metrics are those of these test examples. On examples from elsewhere the model may be far worse.",
+            "- The metrics are those of these examples. On examples from elsewhere the model may be far worse.",
             *(["- The probabilities are not calibrated."] if task.kind != "regression" else []),
             "- Nobody has examined this model as a medical device.",
             "- The weights depend on patients' data. What they may show of one, only an epsilon bounds.",

@@ -115,7 +115,7 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
         In a state directory, the run's id; empty: the last one.
     best : bool
         The global model of the round with the best main metric, in place of the last round's. It was chosen by the
-        institutions' test examples, so its metrics on these are optimistic.
+        examples by which rounds were judged, so its metrics on these are optimistic.
 
     Returns
     -------

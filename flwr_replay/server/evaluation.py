@@ -117,7 +117,7 @@ def with_further(found: Pooled, further: Pooled, prefix: str) -> Pooled:
         return {f"{prefix}{name}": value for name, value in metrics.items()}
 
     (pooled, own), (further_pooled, further_own) = found, further
-    both = {name: {**metrics, **named(further_own.get(name, {}))} for name, metrics in own.items()}
+    both = {name: {**own.get(name, {}), **named(further_own.get(name, {}))} for name in {**own, **further_own}}
     return {**pooled, **named(further_pooled)}, both
 
 

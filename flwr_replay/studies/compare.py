@@ -131,12 +131,12 @@ def planned(
     runs, configs, cells, more = _plan(methods, shared, seeds, runs_dir)
     config = configs[against]
     tasks = {label: make_task(config.task) for label, config in configs.items()}
-    metric = metric or ("test-" if config.split != "test" else "") + tasks[against].metric
+    metric = metric or tasks[against].metric
     reported = [load_strategy(method.strategy)[0].evaluated.metrics(tasks[method.label]) for method in methods]
     reported_by_all = [name for name in reported[0] if all(name in names for names in reported)]
     mixed = all(config.evaluate_before_mixing for config in configs.values())
     prefixes = ["external-"] * config.external + ["before-mixing-"] * mixed
-    prefixes += ["test-"] * (config.split != "test")
+    prefixes += ["validation-"] * (config.split != "test")
     known = [f"{prefix}{name}" for prefix in ["", *prefixes] for name in reported_by_all]
     if metric not in known:
         raise ConfigError(f"--metric must be one that all methods report; got {metric!r}: {nearest(metric, known)}")
@@ -144,7 +144,8 @@ def planned(
     about = {
         "title": _title(list(configs.values())),
         "metric": metric,
-        "higher-is-better": re.sub("^(external-|before-mixing-|test-)?(proxy-)?", "", metric) not in ERRORS,
+        "judged-by": config.split,
+        "higher-is-better": re.sub("^(external-|before-mixing-|validation-)?(proxy-)?", "", metric) not in ERRORS,
         "against": against,
         "seeds": list(seeds),
         **more,
@@ -196,6 +197,7 @@ def _plan(
     for method in methods:
         with _naming(method, methods):
             resolved.append(resolve([f"strategy={method.strategy}", *shared, *method.options], str(folder), ""))
+    _refuse_equal(methods, [config for _, config in resolved])
     noise: dict[str, list[dict[str, Any]]] = {}
     cells = []
     for seed in seeds:  # seed by seed, so that an interrupted comparison has complete pairs
@@ -208,6 +210,14 @@ def _plan(
             cells.append(Cell(method, seed, place, (*overrides, f"seed={seed}", f"run_name='{place.name}'")))
     alone = {method.label: config for method, (_, config) in zip(methods, resolved, strict=True)}
     return folder, alone, cells, {"noise": noise, "differ": _differing(methods, alone)}
+
+
+def _refuse_equal(methods: Sequence[Method], configs: Sequence[RunConfig]) -> None:
+    """Refuse two methods with the same options, differently written: `lr=0.1` and `lr=0.10`."""
+    seen: dict[str, str] = {}
+    for method, config in zip(methods, configs, strict=True):
+        if (first := seen.setdefault(to_yaml(config), method.label)) != method.label:
+            raise ConfigError(f"every method is compared once; {first} and {method.label} are the same: remove one")
 
 
 def _own_name(methods: Sequence[Method], seeds: Sequence[int], metric: str, against: str) -> str:
@@ -266,7 +276,7 @@ def _title(configs: Sequence[RunConfig]) -> str:
 
     def alike(values: Iterable[str], many: str) -> str:
         found = list(dict.fromkeys(values))
-        return found[0] if len(found) == 1 else f"several {many}"
+        return found[0] if len(found) == 1 else f"different {many}"
 
     tasks = alike((config.task.name for config in configs), "tasks")
     nodes = alike((f"{config.nodes} institutions" for config in configs), "numbers of institutions")

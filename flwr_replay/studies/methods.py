@@ -56,7 +56,10 @@ def swept(names: Sequence[str], options: Sequence[str]) -> tuple[list[str], list
             others.append(option)
             continue
         prefix, _, rest = key.partition(".")
-        of_one = prefix in map(_strategy, methods)
+        strategies = list(dict.fromkeys(map(_strategy, methods)))
+        of_one = prefix in strategies
+        if not of_one:
+            _refuse_of_some(key.replace("-", "_"), value, strategies)
         ends = [f":{rest if of_one else key}={one}" for one in value.split("|")]
         several = [[name] if of_one and _strategy(name) != prefix else _ending(name, ends) for name in methods]
         methods = [name for variants in several for name in variants]

@@ -47,7 +47,7 @@ SMALL = ["model.width=4", "rounds=1", "encoder-epochs=1"]
         (["encoder=random", "encoder-institution=institution-2"], ["needs strategy.encoder=institution", "random"]),
         (["chunk-mb=0.0001"], ["strategy.chunk-mb", "0.0001"]),
         (["device=cuda:7"], ["cuda:7"]),
-        (["nodes=2000"], ["every institution needs training examples of its own", "nodes=2000", "1438"]),
+        (["nodes=2000"], ["every institution needs training examples of its own", "nodes=2000", "1315"]),
         (["device=hpu"], ["device must be auto, cpu or an available cuda[:N]", "'hpu'"]),
         (["device=meta"], ["device must be auto, cpu or an available cuda[:N]", "'meta'"]),
         (["strategy=fedavg", "model=mlp", "model.width=1000000"], ["model.width must be at most 4096", "1000000"]),
@@ -351,7 +351,16 @@ def test_data_show_prints_and_plots(flwr_replay, tmp_path):
 
 
 def test_classes_that_starve_are_said_after_a_run_and_in_its_result(flwr_replay):
-    words = ["run", "strategy=local", "model=mlp", "model.width=4", "rounds=1", "partition=majority", "p=0.7"]
+    words = [
+        "run",
+        "strategy=local",
+        "model=mlp",
+        "model.width=4",
+        "rounds=1",
+        "partition=majority",
+        "p=0.7",
+        "split=test",
+    ]
     code, out, err = flwr_replay(*words, "partition.size=200", "run-name=first")
     assert code == 0, err
     assert "warning: classes starve at " in out

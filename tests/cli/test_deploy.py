@@ -122,7 +122,7 @@ def test_a_proposed_policy_holds_the_server_to_the_noise_on_which_a_study_has_ag
 def test_the_doctor_finds_a_ready_clinic_sound(written, monkeypatch, capsys):
     assert command(monkeypatch, "doctor", "--clinic", str(written / "north")) == 0
     said = capsys.readouterr().out
-    assert "80 examples to train on" in said
+    assert "67 examples to train on, 13 to validate on and 16 to test on" in said
     assert "NO" not in said
     assert command(monkeypatch, "doctor", "--clinic", str(written / "south")) == 1
     missing = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NO")]

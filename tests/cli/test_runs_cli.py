@@ -125,7 +125,7 @@ def test_runs_are_drawn_in_one_picture(runs, capsys, tmp_path):
     assert said(capsys, "runs", "plot", runs / "cwt", runs / "fedavg", "--metric", "loss", "--out", out) == f"{out}\n"
     figure = plot([Run(runs / name, read_result(runs / name)) for name in ("cwt", "fedavg")])
     drawn = {line.get_label(): line.get_ydata()[-1] for line in figure.axes[0].lines}
-    assert drawn == {n: read_result(runs / n)["final"]["global"]["accuracy"] for n in ("cwt", "fedavg")}
+    assert drawn == {n: read_result(runs / n)["final"]["global"]["validation-accuracy"] for n in ("cwt", "fedavg")}
     assert said(capsys, "runs", "plot", runs / "cwt", "--out", tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     assert out.read_bytes().count(b"<!-- fedavg -->") == 1

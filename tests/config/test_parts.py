@@ -204,7 +204,7 @@ def test_a_layer_that_stands_twice_stays_twice(own):
 
 @pytest.mark.parametrize("function", ["arrays", "torchs", "hugging"])
 def test_data_are_arrays_a_torch_or_a_hugging_face_data_set(own, function):
-    task = composed(f"task=owndata:{function}", "task.size=8", "classes=3").task
+    task = composed(f"task=owndata:{function}", "task.size=8", "classes=3", "split=test").task
     data = load(task)
     assert data.train.x.dtype == np.uint8
     assert data.train.x.tobytes() == np.arange(6 * 64, dtype=np.uint8).tobytes()
@@ -246,7 +246,7 @@ def test_no_dp_on_data_that_nobody_has_checked(own):
 def institution(tmp_path, part, **node):
     write_shards(tmp_path, {"a": 9})
     (owned,) = node_configs(tmp_path, tmp_path / "state", "a")
-    run = {"overrides": shlex.join([*JOB, "task=medmnist", "task.size=8", "classes=3", part])}
+    run = {"overrides": shlex.join([*JOB, "task=medmnist", "split=test", "task.size=8", "classes=3", part])}
     return _institution(tuple(run.items()), tuple(sorted({**owned, **node}.items())))
 
 

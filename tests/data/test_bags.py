@@ -17,7 +17,7 @@ from flwr_replay.institution.owner import Institution
 
 
 def task(folder, *more):
-    return compose([*TASK, f"task.data-dir={folder}", *more]).task
+    return compose([*TASK, "split=test", f"task.data-dir={folder}", *more]).task
 
 
 def test_a_bag_is_an_image_of_its_vectors_and_of_empty_places(tmp_path):

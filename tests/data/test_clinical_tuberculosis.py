@@ -90,7 +90,14 @@ def test_what_is_wrong_is_named(folder):
 
 def test_a_run_from_the_folder_to_a_result(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
-    options = ["strategy=fedavg", "task=tuberculosis", f"task.data-dir='{folder}'", "task.size=16", "model.width=4"]
+    options = [
+        "strategy=fedavg",
+        "task=tuberculosis",
+        f"task.data-dir='{folder}'",
+        "task.size=16",
+        "model.width=4",
+        "split=test",
+    ]
     overrides, config = resolve([*options, "rounds=1", "batch-size=4"], str(tmp_path / "runs"), "")
     assert (config.nodes, config.partition.name) == (2, "natural")
     result, _ = run_inline(overrides, Display())

@@ -20,7 +20,7 @@ ROW = "54,1,4,130,240,0,0,140,0,1,2,0,3,1"
 def heart(folder, **hospitals):
     for name, rows in hospitals.items():
         (folder / f"processed.{name}.data").write_text("\n".join([HEADER, *rows]) + "\n")
-    return compose(["task=heart_disease", f"task.data-dir={folder}"]).task
+    return compose(["task=heart_disease", "split=test", f"task.data-dir={folder}"]).task
 
 
 def column(name):
@@ -28,7 +28,7 @@ def column(name):
 
 
 def test_diabetes_is_whole_and_standardised():
-    dataset = load(compose(["task=diabetes"]).task)
+    dataset = load(compose(["task=diabetes", "split=test"]).task)
     assert (len(dataset.train), len(dataset.test)) == (354, 88)
     x = np.concatenate([dataset.train.x, dataset.test.x])[:, :, 0, 0]
     np.testing.assert_allclose(x.mean(0), 0, atol=1e-5)
@@ -112,7 +112,7 @@ def test_without_files_or_rows_it_says_so(tmp_path):
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared/data, which a user's checkout does not have")
 def test_the_four_real_hospitals():
-    config = compose(["task=heart_disease", f"task.data-dir={SHARED / 'heart-disease'}"])
+    config = compose(["task=heart_disease", "split=test", f"task.data-dir={SHARED / 'heart-disease'}"])
     dataset = load(config.task)
     assert len(dataset.train) + len(dataset.test) == 303 + 294 + 123 + 200
     part = partition(dataset, config.partition, 4, 0)

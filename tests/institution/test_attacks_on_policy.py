@@ -22,7 +22,16 @@ from flwr_replay.payloads.replay import EncodeImages, KeepCodes, KeepPrior
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.weights import to_arrays
 
-TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
+TASK = [
+    "task=medmnist",
+    "split=test",
+    "task.size=8",
+    "classes=3",
+    "model=mlp",
+    "model.width=6",
+    "batch_size=16",
+    "device=cpu",
+]
 REPLAY = ["replay=vqvae2", "generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=1"]
 CUT = {"cut": "hidden1", "latent_dtype": "float32", "first": 0, "chunk_bytes": 10**6}
 

@@ -20,7 +20,16 @@ from flwr_replay.payloads.fedreplay import Encode, Extract, Latents
 from flwr_replay.privacy.gaussian import gaussian_noise
 
 N, WIDTH, BIG = 40, 64, 10**6
-TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", f"model.width={WIDTH}", "batch_size=16", "device=cpu"]
+TASK = [
+    "task=medmnist",
+    "split=test",
+    "task.size=8",
+    "classes=3",
+    "model=mlp",
+    f"model.width={WIDTH}",
+    "batch_size=16",
+    "device=cpu",
+]
 PLAIN = [*TASK, "strategy=fedreplay", "encoder=random", "upload-views=2"]
 NOISY = [*PLAIN, "dp=latents", "latent-clip=3", "latent-epsilon=8", "label-epsilon=2", "delta=0.001"]
 

@@ -19,7 +19,16 @@ from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.secret import Stream
 
-TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=4", "batch_size=16", "rounds=1"]
+TASK = [
+    "task=medmnist",
+    "split=test",
+    "task.size=8",
+    "classes=3",
+    "model=mlp",
+    "model.width=4",
+    "batch_size=16",
+    "rounds=1",
+]
 
 
 def rng(seed=0):

@@ -23,7 +23,16 @@ from flwr_replay.strategies.splitnn import SplitNN
 from flwr_replay.wire.records import opened
 
 SIZES = {name: 40 + 8 * k for k, name in enumerate("abcde")}
-JOB = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=4", "batch_size=8", "device=cpu"]
+JOB = [
+    "task=medmnist",
+    "split=test",
+    "task.size=8",
+    "classes=3",
+    "model=mlp",
+    "model.width=4",
+    "batch_size=8",
+    "device=cpu",
+]
 NAMES = [f"institution-{k:02d}" for k in range(20)]
 
 

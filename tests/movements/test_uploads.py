@@ -21,7 +21,16 @@ from flwr_replay.runs.execute import execute
 from flwr_replay.strategies import fedreplay
 from flwr_replay.wire.records import arrays_in
 
-JOB = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4", "batch_size=16", "device=cpu"]
+JOB = [
+    "task=medmnist",
+    "split=test",
+    "task.size=8",
+    "classes=3",
+    "model=cnn",
+    "model.width=4",
+    "batch_size=16",
+    "device=cpu",
+]
 FEDREPLAY = [*JOB, "strategy=fedreplay", "encoder=random", "rounds=2"]
 
 

@@ -14,9 +14,12 @@ from flwr_replay.config.compose import compose
 from flwr_replay.data import load
 from flwr_replay.data.clinical.subjects import divide
 from flwr_replay.data.dealt import dealt, loaded, pooled
+from flwr_replay.errors import DataError, RunError
+from flwr_replay.institution.owner import Institution
 from flwr_replay.payloads.common import Evaluate
 from flwr_replay.report.run_page import write_run_page
-from flwr_replay.report.summary import summary
+from flwr_replay.report.summary import confusion_of, summary
+from flwr_replay.report.summary import tested_of as numbers
 from flwr_replay.studies.compare import planned
 
 VALIDATED = "split=validation"
@@ -38,25 +41,31 @@ def test_rounds_are_judged_by_validation_examples_and_the_last_by_test_examples(
     ran = run(folder, "strategy=fedavg", VALIDATED, "rounds=3")
     asked = [split for split in splits(ran) if split]
     assert asked.index("test") >= 2 * len(NAMES)  # in the last round only
-    tested = run(folder, "strategy=fedavg", "rounds=3")
+    tested = run(folder, "strategy=fedavg", "split=test", "rounds=3")
     final = ran.result["final"]["global"]
-    assert {"accuracy", "test-accuracy", "loss", "test-loss"} <= final.keys()
+    assert {"accuracy", "validation-accuracy", "loss", "validation-loss"} <= final.keys()
     assert {*tested.result["final"]["global"]} <= {*final}
     lines = [json.loads(line) for line in (ran.folder / "metrics.jsonl").read_text().splitlines()]
-    assert {line["round"] for line in lines if line["metric"] == "accuracy"} == {1, 2, 3}
-    assert {line["round"] for line in lines if line["metric"] == "test-accuracy"} == {3}
+    assert {line["round"] for line in lines if line["metric"] == "validation-accuracy"} == {1, 2, 3}
+    assert {line["round"] for line in lines if line["metric"] == "accuracy"} == {3}
     assert "validation examples" in ran.result["metrics-note"]
-    rounds = [line["value"] for line in lines if line["metric"] == "accuracy" and not line["institution"]]
-    assert ran.result["best"]["accuracy"] == max(rounds)
+    rounds = [line["value"] for line in lines if line["metric"] == "validation-accuracy" and not line["institution"]]
+    assert rounds[-1] == final["validation-accuracy"]
+    assert ran.result["best"]["validation-accuracy"] == max(rounds)
+    counts = confusion_of(ran.folder)
+    assert {name: sum(found) for name, found in counts.items()} == numbers(ran.folder)
+    hits = sum(sum(found[at * 3 + at] for at in range(3)) for found in counts.values())
+    assert hits / sum(numbers(ran.folder).values()) == pytest.approx(final["accuracy"])  # counts of test examples
     said, page = summary(ran.result, ran.folder), write_run_page(ran.folder).read_text()
-    assert f"the last round's model on test examples: accuracy {final['test-accuracy']:.4f}" in said
-    assert f"On test examples, which were used only then, accuracy is {final['test-accuracy']:.3f}" in page
-    assert "on test examples" not in summary(tested.result, tested.folder)
+    best = f"best {max(rounds):.4f} in round {ran.result['best']['round']}"
+    assert f"accuracy {final['accuracy']:.4f} (test; validation {rounds[-1]:.4f}, {best})" in said
+    assert f"Test examples were used only then; of validation examples accuracy is {rounds[-1]:.3f}" in page
+    assert "validation" not in summary(tested.result, tested.folder)
 
 
 def test_the_examples_are_nobody_elses():
     options = ["task=digits", "partition=iid", "nodes=3"]
-    plain, held = compose(options), compose([*options, VALIDATED])
+    plain, held = compose([*options, "split=test"]), compose(options)
     before, after = load(plain.task), load(held.task)
     assert before.val is None
     assert 0.07 < len(after.val) / len(before.train) < 0.13
@@ -94,7 +103,7 @@ def test_a_patients_images_are_held_out_together(tmp_path):
         lines.append(f"{n}.png,{n % 2},p{n // 3}")
     (tmp_path / "manifest.csv").write_text("\n".join(lines) + "\n")
     base = ["task=folder", f"task.data_dir={tmp_path}", "task.size=8", "task.channels=1", "task.classes=2"]
-    plain, held = load(compose(base).task), load(compose([*base, VALIDATED]).task)
+    plain, held = load(compose([*base, "split=test"]).task), load(compose(base).task)
     assert len(held.val) % 3 == len(held.train) % 3 == 0
     assert len(held.val) >= 3
     np.testing.assert_array_equal(held.test.x, plain.test.x)
@@ -105,15 +114,30 @@ def test_every_method(strategy):
     check_strategy(strategy, [VALIDATED])
 
 
+def test_a_run_whose_test_examples_nobody_could_test_is_no_result(folder, monkeypatch):
+    """Else the metrics of validation examples would pass for those of test examples."""
+    answer = Institution.shard
+
+    def refusing(self, split):
+        if split == "test":
+            raise DataError("no test examples today")
+        return answer(self, split)
+
+    monkeypatch.setattr(Institution, "shard", refusing)
+    with pytest.raises(RunError, match="no institution could evaluate the last round"):
+        run(folder, "strategy=fedavg", VALIDATED, "rounds=1")
+
+
 def test_an_institution_tests_on_them_only_where_the_run_says_so(folder):
-    server = HostileServer(folder, "strategy=fedavg")
+    server = HostileServer(folder, "strategy=fedavg", "split=test")
     assert "split=validation" in refusal(server.send(Evaluate(arrays=server.weights, run="r", split="validation")))
 
 
 def test_a_comparison_is_of_test_examples(tmp_path):
     options = ["task=digits", "partition=iid", VALIDATED, "seeds=2"]
     found = planned(["fedavg", "cwt"], options, "", tmp_path)
-    assert found.about["metric"] == "test-accuracy"
+    assert found.about["metric"] == "accuracy"
+    assert planned(["fedavg", "cwt"], options, "", tmp_path, "validation-loss").about["higher-is-better"] is False
     assert found.about["higher-is-better"]
 
 

@@ -174,7 +174,9 @@ def test_a_model_that_knows_one_class_only_and_an_exploded_loss_are_warned_of(ra
     one_class = {"a": [5, 0, 4, 0], "b": [1, 0, 0, 0]}
     fine = {"metric": "accuracy", "final": {"global": {"loss": 0.5}}}
     (line,) = warnings(fine, one_class, [], {})
-    assert line.startswith("The model predicts class 0 for every test example. It has learned nothing: try more rounds")
+    assert line.startswith(
+        "The model predicts class 0 for every example that it was tested on. It has learned nothing: try more rounds"
+    )
     assert "predicts class ill for" in warnings(fine, one_class, ["ill", "well"], {})[0]
     assert warnings(fine, {"a": [5, 0, 0, 0]}, [], {}) == []  # no other class was there
     assert warnings(fine, {"a": [5, 1, 0, 3]}, [], {"a": 20}) == []
@@ -206,10 +208,11 @@ def test_balanced_accuracy_stands_beside_accuracy_where_labels_are_unequal(ran, 
     assert said in summary(result, folder)
     line = f"institution-1: {own['accuracy']:.4f}, balanced-accuracy {own['balanced-accuracy']:.4f}"
     assert line in summary(result, folder)
-    assert f"balanced-accuracy {balanced:.4f}, loss" in "  ".join(watch(folder))
+    judged = result["final"]["global"]["validation-balanced-accuracy"]
+    assert f"balanced-accuracy {judged:.4f}, loss" in "  ".join(watch(folder))
     page = Page(write_page(folder))
     assert f"Labels are unequal; this model's balanced-accuracy is {balanced:.3f}." in page.text
-    assert "balanced-accuracy on the institutions' test examples, by round" in page.text
+    assert "balanced-accuracy on the institutions' validation examples, by round" in page.text
 
 
 def test_a_deployments_page_says_that_labels_are_unknown(ran, tmp_path):
@@ -304,7 +307,7 @@ def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch
     assert page.faults == []
     caption = "accuracy by training.lr, mean over seeds; band: lowest to highest seed"
     assert caption in page.text
-    assert "accuracy by round, mean over seeds; band: lowest to highest seed" in page.text
+    assert "accuracy of validation examples by round, mean over seeds; band: lowest to highest seed" in page.text
     means = [rows[f"fedavg:lr={lr}"]["mean"] for lr in ("0.01", "0.1", "1")]
     shown = ", ".join(f"{mean:.3f} at {lr:g}" for mean, lr in zip(means, (0.01, 0.1, 1), strict=True))
     local = rows["local"]["mean"]

@@ -183,6 +183,7 @@ def best_of(folder):
 
 def test_the_best_round_is_kept_as_it_was_tested_also_over_a_resumption(tmp_path, monkeypatch, capsys):
     options = ["task=digits", "strategy=cwt", "rounds=5", "seed=1", "partition=ks", "partition.ks=0.9", "lr=0.1"]
+    options += ["split=test"]
     result, folder = run_at(tmp_path, monkeypatch, *options, "run_name=whole")
     best = result["best"]["round"]
     assert best < result["rounds"]

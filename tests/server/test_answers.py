@@ -18,7 +18,16 @@ from flwr_replay.movements.base import Settings
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.records import opened
 
-JOB = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4", "batch_size=16", "rounds=2"]
+JOB = [
+    "task=medmnist",
+    "split=test",
+    "task.size=8",
+    "classes=3",
+    "model=cnn",
+    "model.width=4",
+    "batch_size=16",
+    "rounds=2",
+]
 SIZES = {"a": 40, "b": 33, "c": 20}
 FIRST = "conv1.conv.weight"
 

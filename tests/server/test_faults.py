@@ -148,7 +148,7 @@ def test_a_model_that_is_worth_nothing_is_said_once_while_it_trains(tmp_path, ca
     assert len(said) <= 1
     assert all("predicts class" in line for line in said)
     ran(tmp_path / "two", "lr=300", "rounds=4", "evaluate_every=1")
-    [line] = [line for line in caplog.messages if line.startswith("warning: The loss on the test examples is ")]
+    [line] = [line for line in caplog.messages if line.startswith("warning: The loss in tests is ")]
     assert "smaller lr" in line
 
 

@@ -18,7 +18,16 @@ from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.runs.execute import execute
 
-JOB = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=4", "batch_size=16", "device=cpu"]
+JOB = [
+    "task=medmnist",
+    "split=test",
+    "task.size=8",
+    "classes=3",
+    "model=mlp",
+    "model.width=4",
+    "batch_size=16",
+    "device=cpu",
+]
 DP = ["strategy=fedavg", "dp=classifier", "sigma=2"]
 SIZES = {"a": 40, "b": 33, "c": 20}
 

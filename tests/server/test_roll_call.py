@@ -90,7 +90,7 @@ def test_an_app_of_anyones_trains_and_its_own_metric_leads(tmp_path):
 
 @pytest.mark.parametrize("options", [["strategy=fedavg"], FEDREPLAY])
 def test_a_resumed_run_needs_the_data_that_it_began_with(tmp_path, options):
-    run(tmp_path, *options, "partition.size=0")
+    run(tmp_path, *options, "partition.size=0", "split=test")
     overrides = [*overrides_of(tmp_path / "x" / "config.yaml"), f"resume={tmp_path / 'x'}", "nodes=2", "rounds=3"]
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(overrides)}, 2, state=str(tmp_path / "state"))
     with pytest.raises(RunError, match="institution-1 had 480 training examples and now has 719"):

@@ -32,7 +32,7 @@ def job(tmp_path, monkeypatch):
     x, y = rng.integers(0, 256, (N + 30, 8, 8), np.uint8), rng.integers(0, 3, N + 30)
     parts = {"train_images": x[:N], "train_labels": y[:N], "test_images": x[N:], "test_labels": y[N:]}
     np.savez(tmp_path / "all.npz", **parts)
-    task = ["task=medmnist", f"task.data-dir='{tmp_path}/all.npz'", "task.size=8", "classes=3"]
+    task = ["task=medmnist", "split=test", f"task.data-dir='{tmp_path}/all.npz'", "task.size=8", "classes=3"]
     options = ["partition=majority", "p=0.6", "model=cnn", "model.width=4"]
     return ["strategy=central", *task, *options, f"batch_size={B}", "lr=0.05", "device=cpu"]
 

@@ -62,7 +62,7 @@ def test_everybody_gives_once_and_holds_what_all_others_gave(tmp_path, shards):
 
 def test_the_ledger_calls_raw_examples_what_they_are(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
-    options = ["strategy=fedavgshare", "task=digits", "model=cnn", "model.width=4", "nodes=3", "rounds=1"]
+    options = ["strategy=fedavgshare", "task=digits", "model=cnn", "model.width=4", "nodes=3", "rounds=1", "split=test"]
     result, folder = run_inline([*options, f"runs_dir={tmp_path}"], Display())
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     raw = [line for line in lines if line["field"] == "images"]

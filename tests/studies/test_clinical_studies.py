@@ -32,7 +32,7 @@ def results(folder):
 
 
 def test_tables_1_and_3_on_retina(study, tmp_path):
-    data, parts = str(clinical.retina(tmp_path / "retina", 96)), "table-1,table-3-weights"
+    data, parts = str(clinical.retina(tmp_path / "retina", 108)), "table-1,table-3-weights"
     code, said = study("retina", "--data", data, "--quick", "--only", parts)
     assert code == 0, said.err
     runs = results(tmp_path / "runs")

@@ -22,7 +22,6 @@ from flwr_replay.report.notes import table
 from flwr_replay.report.plots import curves, points
 from flwr_replay.studies import cells as cells_module
 from flwr_replay.studies.compare import compare_strategies
-from flwr_replay.studies.methods import methods_of, options_of, swept
 
 SMALL = ["model=mlp", "width=8", "rounds=2", "nodes=3", "partition.size=60", "ks=0.6", "device=cpu"]
 
@@ -337,16 +336,6 @@ def test_a_run_without_the_metric_asked_for_is_none_that_counts():
     assert (found["a"]["values"], found["a"]["mean"]) == ({}, None)
 
 
-def test_a_sweep_makes_a_method_of_each_value():
-    assert swept(["cwt", "fedreplay"], ["fedreplay.cut=conv1|layer1", "lr=1|2", "task.data-dir='a|b'"]) == (
-        [f"{name}:lr={lr}" for name in ("cwt", "fedreplay:cut=conv1", "fedreplay:cut=layer1") for lr in (1, 2)],
-        ["task.data-dir='a|b'"],
-    )
-    shared, own, _ = options_of([], ["cwt"])
-    assert [method.label for method in methods_of(swept(["a := cwt"], ["lr=1|2"])[0], own)] == ["a:lr=1", "a:lr=2"]
-    assert not shared
-
-
 def test_masked_sealed_and_plain_methods_stand_in_one_comparison(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     _, report = compare(tmp_path, "fedavg,cwt:sealed=true", "fedavg.masked=true|false", "seeds=1", "rounds=1")
@@ -365,32 +354,3 @@ def test_masked_sealed_and_plain_methods_stand_in_one_comparison(tmp_path, monke
     assert "model, masked: weights or gradients of a network; the server reads their mean" in masked
     assert "model, sealed: weights or gradients of a network; the server cannot read them" in sealed
     assert "model: weights or gradients of a network." in plain
-
-
-def test_methods_on_several_partitions_are_compared_on_the_same_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
-    options = ["partition=iid|ks", "nodes=2", "rounds=1", "seeds=1", "model=mlp", "model.width=4"]
-    text, report = compare_strategies(["fedavg", "local"], options, "", 1, tmp_path)
-    assert "several partitions" in report["title"]
-    mean = {label: row["mean"] for label, row in report["strategies"].items()}
-    for way in ("iid", "ks"):
-        difference = report["strategies"][f"fedavg:partition={way}"]["difference"]["mean"]
-        assert difference == pytest.approx(mean[f"fedavg:partition={way}"] - mean[f"local:partition={way}"])
-        assert report["strategies"][f"local:partition={way}"]["difference"] is None
-        assert f"training labels with partition={way}, means over seeds" in text
-    assert "a difference is to the method on the same data: local:partition=iid, local:partition=ks" in text
-    alone, report = compare_strategies(["fedavg"], options, "", 1, tmp_path)
-    assert report["against"] == "fedavg:partition=iid"
-    difference = report["strategies"]["fedavg:partition=ks"]["difference"]
-    assert difference["mean"] == pytest.approx(mean["fedavg:partition=ks"] - mean["fedavg:partition=iid"])
-    assert difference["seeds"] == [0]
-    assert "where data differ, pairing takes out less" in alone
-
-
-def test_a_sweep_takes_any_option_of_a_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
-    options = ["nodes=2|3", "forgetting=true|false", "rounds=1", "seeds=1", "model=mlp", "model.width=4"]
-    _, report = compare_strategies(["fedavg"], options, "", 1, tmp_path)
-    assert report["title"].startswith("digits, several numbers of institutions, ")
-    assert [len(cell["result"]["final"]["institutions"]) for cell in report["cells"]] == [2, 2, 3, 3]
-    assert report["strategies"]["fedavg:nodes=3:forgetting=false"]["difference"] is not None

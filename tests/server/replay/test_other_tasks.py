@@ -38,7 +38,15 @@ def hands(tmp_path):
         draw(tmp_path / "boneage-training-dataset" / f"{age}.png", age)
     for n in range(8):
         draw(tmp_path / "boneage-test-dataset" / f"{n}.png", 100 + n)
-    return ["task=boneage", f"task.data-dir='{tmp_path}'", "task.size=8", "model=cnn", "model.width=4", "partition=iid"]
+    return [
+        "task=boneage",
+        f"task.data-dir='{tmp_path}'",
+        "task.size=8",
+        "model=cnn",
+        "model.width=4",
+        "partition=iid",
+        "split=test",
+    ]
 
 
 def test_ages_travel_beside_codes_in_months(tmp_path, hands):

@@ -1,0 +1,18 @@
+"""By which examples rounds were judged: metrics of validation examples have names that begin with `validation-`."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+__all__ = ["VALIDATION", "judged"]
+
+VALIDATION = "validation-"
+
+
+def judged(metric: str, names: Container[str]) -> str:
+    """Return the name under which rounds were judged by a metric, given all names of a run.
+
+    >>> judged("accuracy", {"accuracy", "validation-accuracy"}), judged("accuracy", {"accuracy"})
+    ('validation-accuracy', 'accuracy')
+    """
+    return f"{VALIDATION}{metric}" if f"{VALIDATION}{metric}" in names else metric
