@@ -58,11 +58,13 @@ def show(places: Places) -> None:
 @app.command("compare")
 def compare_runs(places: Places) -> None:
     """Print the metrics of finished runs side by side. For differences with intervals, use flwr-replay compare."""
+    from flwr_replay.report.judged import VALIDATION
     from flwr_replay.runs.listing import same_bits
     from flwr_replay.terminal import fitted
 
     results = [(one.folder.name, one.result) for one in _finished(places, "compared")]
-    names = list(dict.fromkeys(name for _, result in results for name in result["final"]["global"]))
+    found = dict.fromkeys(name for _, result in results for name in result["final"]["global"])
+    names = [name for name in found if not name.startswith(VALIDATION)]
     rows = []
     for folder, result in results:
         final = result["final"]["global"]

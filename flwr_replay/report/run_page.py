@@ -211,12 +211,13 @@ def _bars_caption(result: Mapping[str, Any], found: Mapping[str, Sequence[int]])
 def _metrics(result: Mapping[str, Any], folder: Path, tested: Mapping[str, int]) -> dict[str, Any]:
     """Return a table of all metrics, beside the numbers of training examples and of those that they rest on."""
     final, trained = result["final"], trained_on(folder)
-    heads = list(final["global"])
+    shown = judged(result["metric"], final["global"])  # of those of validation examples
+    heads = [name for name in final["global"] if name == shown or not name.startswith(VALIDATION)]
     own = {**{name: {} for name in result.get("untrained", [])}, **final["institutions"]}
     rows = [("all", final["global"]), *sorted(own.items())]
     counts = {name: (trained.get(name), tested.get(name)) for name in own}
     counts["all"] = sum(trained.values()) or None, sum(tested.values()) or None
-    shown = [
+    cells = [
         [
             name,
             *("" if count is None else f"{count:,}" for count in counts[name]),
@@ -225,7 +226,7 @@ def _metrics(result: Mapping[str, Any], folder: Path, tested: Mapping[str, int])
         for name, one in rows
     ]
     columns = ["institution", "training examples", "test examples", *heads]
-    return {"caption": "All metrics after the last round", "heads": columns, "rows": shown}
+    return {"caption": "All metrics after the last round", "heads": columns, "rows": cells}
 
 
 def _confusion(

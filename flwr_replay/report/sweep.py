@@ -1,14 +1,17 @@
 """A comparison's metric against the values of a swept option, as a chart for each option with several numbers.
 
-Methods that are alike but for this option are one line. Methods without the option are level.
+Methods that are alike but for this option are one line. Methods without the option are level. All that is drawn is of
+test examples. The value that is called best is the best on validation examples, where these judged the rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from flwr_replay.report.charts import Curves, curves
+from flwr_replay.report.judged import judged
 
 __all__ = ["sweeps"]
 
@@ -47,15 +50,15 @@ def _drawn(
     report: Mapping[str, Any], key: str, swept: Sequence[Mapping[str, float]], level: Sequence[str]
 ) -> tuple[Curves, str, str] | None:
     rows, metric = report["strategies"], report["metric"]
+    by = ", by validation examples" if report.get("judged-by") == "validation" else ""
     lines: dict[str, list[Point]] = {}
+    told, best, judging = {}, max if report["higher-is-better"] else min, _judging(report)
     for group in swept:
         name = next(iter(stems)) if len(stems := {_stem(label, key) for label in group}) == 1 else " / ".join(group)
         lines[name] = sorted(((value, rows[label]) for label, value in group.items()), key=lambda point: point[0])
+        chosen = best(group, key=lambda label: judging.get(label, rows[label]["mean"]))
+        told[name] = f"best {rows[chosen]['mean']:.3f} at {group[chosen]:g}{by}"
     values = sorted({value for line in lines.values() for value, _ in line})
-    told, best = {}, max if report["higher-is-better"] else min
-    for name, line in lines.items():
-        at, row = best(line, key=lambda point: point[1]["mean"])
-        told[name] = f"best {row['mean']:.3f} at {at:g}"
     for label in level:
         lines[label] = [(end, rows[label]) for end in (values[0], values[-1])]
         told[label] = f"{rows[label]['mean']:.3f}, without this option"
@@ -78,6 +81,16 @@ def _drawn(
     points = {name: ", ".join(f"{row['mean']:.3f} at {value:g}" for value, row in line) for name, line in lines.items()}
     shown = "; ".join(f"{name}: {text}" for name, text in points.items())
     return chart, caption, f"{caption}. {shown}."
+
+
+def _judging(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return each method's mean over seeds of the metric that judged its rounds."""
+    found: dict[str, list[float]] = {}
+    for cell in report["cells"]:
+        metrics = cell["result"]["final"]["global"] if "result" in cell else {}
+        if (name := judged(report["metric"], metrics)) in metrics:
+            found.setdefault(cell["label"], []).append(metrics[name])
+    return {label: fmean(values) for label, values in found.items()}
 
 
 def _stem(label: str, key: str) -> str:

@@ -4,10 +4,9 @@ import json
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
+from page import Page
 
 from flwr_replay.api import Comparison
 from flwr_replay.cli.main import app
@@ -17,51 +16,11 @@ from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.report.any_page import write_page
 from flwr_replay.report.progress import Display
 from flwr_replay.report.summary import confusion_of, summary, warnings
-from flwr_replay.report.sweep import sweeps
 from flwr_replay.runs.listing import watch
 from flwr_replay.runs.simulate import run_inline
 from flwr_replay.studies.compare import compare_strategies
 
 TINY = ["task=digits", "nodes=2", "rounds=2", "partition=majority", "model.width=4", "seed=3"]
-
-
-class Page(HTMLParser):
-    """Reads a page, and notes what a browser or a screen reader would stumble over."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.open, self.faults, self.words, self.tables, self.captions = [], [], [], 0, 0
-        self.feed(path.read_text(encoding="utf-8"))
-        assert not self.open, self.open
-        assert self.tables == self.captions or "study" in path.name
-        self.text = " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag, attrs):
-        given = dict(attrs)
-        for name in ("src", "href"):
-            place = given.get(name, "")
-            if place.startswith(("http", "//", "/")) or ":" in place.partition(",")[0].removeprefix("data:"):
-                self.faults.append((tag, place))
-        if (tag == "img" and not given.get("alt")) or (given.get("role") == "img" and not given.get("aria-label")):
-            self.faults.append((tag, "no text"))
-        if tag == "th" and "scope" not in given:
-            self.faults.append((tag, "no scope"))
-        if tag == "script":
-            self.faults.append((tag, "a script"))
-        self.tables += tag == "table"
-        self.captions += tag == "caption"
-        if tag not in ("meta", "link", "img", "line", "circle", "rect", "polyline", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        pass
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] != "style":
-            self.words.append(data)
 
 
 @pytest.fixture(scope="module")
@@ -295,56 +254,6 @@ def test_what_has_no_page_is_said_in_one_line(tmp_path):
     (tmp_path / "compare.json").write_text("{}")
     with pytest.raises(RunError, match="must be as it was written"):
         write_page(tmp_path)
-
-
-def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
-    options = ["task=digits", "nodes=2", "rounds=2", "seeds=2", "model=mlp", "model.width=4", "fedavg.lr=0.01|0.1|1"]
-    _, report = compare_strategies(["fedavg", "cwt:lr=0.1", "local"], options, "", 1, tmp_path)
-    folder, rows = Path(report["folder"]), report["strategies"]
-    text = (folder / "report.html").read_text()
-    page = Page(folder / "report.html")
-    assert page.faults == []
-    caption = "accuracy by training.lr, mean over seeds; band: lowest to highest seed"
-    assert caption in page.text
-    assert "accuracy of validation examples by round, mean over seeds; band: lowest to highest seed" in page.text
-    means = [rows[f"fedavg:lr={lr}"]["mean"] for lr in ("0.01", "0.1", "1")]
-    shown = ", ".join(f"{mean:.3f} at {lr:g}" for mean, lr in zip(means, (0.01, 0.1, 1), strict=True))
-    local = rows["local"]["mean"]
-    alt = f"{caption}. fedavg: {shown}; local: {local:.3f} at 0.01, {local:.3f} at 1."
-    assert f'aria-label="{alt}"' in text
-    ((chart, _, _),) = sweeps(report)
-    assert [name for name, *_ in chart.lines] == ["fedavg", "local"]  # cwt has one value, and no other
-    assert [len(points.split()) for _, points in chart.bands] == [6, 4]
-    assert "training.lr, logarithmic" in page.text
-    assert f"fedavg: best {max(means):.3f} at " in page.text
-    assert f"local: {local:.3f}, without this option" in page.text
-    assert text.count("<polygon") == 2 + len(rows)
-
-
-def test_no_picture_of_a_sweep_without_one_and_one_for_each_option():
-    def report(*labels):
-        cells = []
-        for label in labels:
-            strategy, *options = label.split(":")
-            cells.append({"label": label, "strategy": strategy, "options": options})
-        rows = {label: {"mean": 0.1 * at, "values": {0: 0.1 * at}} for at, label in enumerate(labels, 1)}
-        return {"metric": "loss", "higher-is-better": False, "seeds": [0], "cells": cells, "strategies": rows}
-
-    assert sweeps(report("cwt", "fedavg")) == []
-    assert sweeps(report("cwt:model=mlp", "cwt:model=resnet18")) == []
-    assert sweeps(report("cwt:lr=1", "fedavg:lr=2")) == []  # neither is swept
-    both = sweeps(report("cwt:lr=1:width=8", "cwt:lr=2:width=8", "cwt:lr=1:width=16", "cwt:lr=2:width=16"))
-    assert [caption for _, caption, _ in both] == ["loss by lr", "loss by width"]
-    assert [(name, told) for name, _, _, told in both[0][0].lines] == [
-        ("cwt:width=8", "best 0.100 at 1"),
-        ("cwt:width=16", "best 0.300 at 1"),
-    ]
-    failed = report("cwt:lr=1", "cwt:lr=2", "cwt:lr=3")
-    failed["strategies"]["cwt:lr=2"] = {"mean": None, "values": {}}
-    ((chart, _, alt),) = sweeps(failed)
-    assert alt == "loss by lr. cwt: 0.100 at 1, 0.300 at 3."
-    assert chart.bands == []
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium; Debian's package chromium has it")
