@@ -45,6 +45,7 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
     faults = [metric_rows(run, cell["result"]["rounds"])[1] for cell, run in runs]
     said = verdicts(report)
     better = "" if report["higher-is-better"] else "; less is better"
+    whose = "" if metric.startswith("external-") else f" of {report.get('judged-by', 'test')} examples"
     text = render(
         "compare",
         title=report["title"],
@@ -57,8 +58,7 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         bars_caption=f"{metric}, mean over seeds{better}; dashed: {against}",
         sweeps=sweeps(report),
         chart=curves(lines, "round", metric, bands),
-        chart_caption=f"{metric} of {report.get('judged-by', 'test')} examples by round, mean over seeds"
-        + "; band: lowest to highest seed" * bool(bands),
+        chart_caption=f"{metric}{whose} by round, mean over seeds" + "; band: lowest to highest seed" * bool(bands),
         notes=[*filter(None, faults), *(note for note in notes(report) if note not in said)],
         pages=[
             (f"{cell['label']}, seed {cell['seed']}", f"{cell['folder']}/{PAGE}")
