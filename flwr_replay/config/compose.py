@@ -66,6 +66,7 @@ COUNTS = ("nodes", "rounds", "seed")  # Flower's run config needs a number for t
 LONGEST = 20_000  # characters of all options; the time of Hydra's parser grows with their square, here seconds
 WHOLE = 10**18
 WORDS = ("training.augment",)  # options that take words with commas between
+_default: dict[str, dict[str, str]] = {}  # by a preset's file: the groups' choices where none is made, as far as known
 CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 SHOWN = 80  # characters of a wrong value in an error line
 SECTIONS: dict[str, type] = {
@@ -85,7 +86,8 @@ SPELLED_OUT = ("generator", "prior")  # sections whose options need the full nam
 def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Return the chosen groups as Hydra overrides, with the preset's file for the task, or its default file.
 
-    A model that the user chose wins over the preset's.
+    A model that the user chose wins over the preset's. What is known to stand without a choice is left out, so that
+    many ways to write the same choices are one to `_unset`.
     """
     chosen = {key: value for key, value in pairs if key in GROUPS}
     for group, choice in chosen.items():
@@ -94,8 +96,9 @@ def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
     known = [path.stem for path in conf_path("preset", preset).glob("*.yaml")]
     if not {task, DEFAULT} & set(known):
         raise ConfigError(f"preset={preset} has values for task={', '.join(sorted(known))}; got task={task}")
-    groups = [f"{group}={choice}" for group, choice in chosen.items()]
-    return [f"preset={preset}/{task if task in known else DEFAULT}", *groups]
+    file = f"preset={preset}/{task if task in known else DEFAULT}"
+    default = _default.get(file, {})
+    return [file, *sorted(f"{group}={choice}" for group, choice in chosen.items() if default.get(group) != choice)]
 
 
 def from_run_config(run_config: Mapping[str, Any]) -> RunConfig:
@@ -316,7 +319,13 @@ def _has(cls: type, key: str, group: str) -> bool:
 @lru_cache(maxsize=256)  # a study composes hundreds of times, and each takes Hydra 0.1 s
 def _unset(chosen: tuple[str, ...]) -> Mapping[str, Any]:
     """Return the options, read-only, with these groups chosen and no option set."""
-    return MappingProxyType(_hydra(list(chosen)))
+    values = _hydra(list(chosen))
+    if not package_of(values["strategy"]["name"]):  # the files of another package's may choose for other groups, too
+        left = [
+            group for group in values.keys() & set(GROUPS) if not any(one.startswith(f"{group}=") for one in chosen)
+        ]
+        _default.setdefault(chosen[0], {}).update({group: values[group]["name"] for group in left})
+    return MappingProxyType(values)
 
 
 def _hydra(overrides: list[str]) -> dict[str, Any]:
@@ -342,7 +351,7 @@ def _hydra(overrides: list[str]) -> dict[str, Any]:
 
 def _build(cls: type, values: Mapping[str, Any], section: str) -> Any:
     """Construct a config dataclass; refuse unknown keys and values of the wrong type."""
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     known = [field.name for field in fields(cls)]
     prefix = f"{section}." if section else ""
     typed = {}
@@ -351,6 +360,11 @@ def _build(cls: type, values: Mapping[str, Any], section: str) -> Any:
             raise ConfigError(f"unknown option {prefix}{key}: {nearest(key, known)}")
         typed[key] = _typed(f"{prefix}{key}".replace("_", "-"), value, hints[key])
     return cls(**typed)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)  # of a section, it takes a millisecond
 
 
 def _typed(option: str, value: Any, hint: Any) -> Any:
