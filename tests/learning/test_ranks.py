@@ -41,6 +41,13 @@ def store(tmp_path):
     return found
 
 
+@pytest.fixture(scope="module")
+def several():
+    """Two processes, which start where none are left by the test before: each takes seconds to start."""
+    with closing(Ranks(2, "cpu")) as found:
+        yield found
+
+
 def network():
     torch.manual_seed(0)
     layers = nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
@@ -59,48 +66,43 @@ def agree(one, two):
         torch.testing.assert_close(two.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_two_processes_train_as_one_would(store):
+def test_two_processes_train_as_one_would(store, several):
     others = 0
-    with closing(Ranks(2, "cpu")) as several:
-        for kind, b in (("sgd", 7), ("adam", 8), ("sgd", 100)):  # shares of two sizes; one batch of all 41
-            training = TrainingConfig(optimizer=kind, lr=0.05, batch_size=b)
-            one, two = network(), network()
-            optimizers = [make_optimizer(module, training, training.lr) for module in (one, two)]
-            for number in range(2):
-                losses = epoch(Ranks(1, "cpu"), one, optimizers[0], training, store, number)
-                assert len(losses) == max(1, 41 // b)
-                found = epoch(several, two, optimizers[1], training, store, number)
-                assert found == pytest.approx(losses, rel=1e-5)
-                others += found != losses
-                agree(one, two)
-                state = optimizer_arrays(optimizers[1])
-                assert state.keys() == optimizer_arrays(optimizers[0]).keys()
-                optimizers[1] = make_optimizer(two, training, training.lr)  # as after a restart
-                load_optimizer_arrays(optimizers[1], state)
+    for kind, b in (("sgd", 7), ("adam", 8), ("sgd", 100)):  # shares of two sizes; one batch of all 41
+        training = TrainingConfig(optimizer=kind, lr=0.05, batch_size=b)
+        one, two = network(), network()
+        optimizers = [make_optimizer(module, training, training.lr) for module in (one, two)]
+        for number in range(2):
+            losses = epoch(Ranks(1, "cpu"), one, optimizers[0], training, store, number)
+            assert len(losses) == max(1, 41 // b)
+            found = epoch(several, two, optimizers[1], training, store, number)
+            assert found == pytest.approx(losses, rel=1e-5)
+            others += found != losses
+            agree(one, two)
+            state = optimizer_arrays(optimizers[1])
+            assert state.keys() == optimizer_arrays(optimizers[0]).keys()
+            optimizers[1] = make_optimizer(two, training, training.lr)  # as after a restart
+            load_optimizer_arrays(optimizers[1], state)
     assert others  # the sums were others, so something was shared out
 
 
-def test_a_rank_that_ends_is_one_line_and_ends_the_others(store):
+def test_a_rank_that_ends_is_one_line_and_ends_the_others(store, several):
     training, module = TrainingConfig(batch_size=8), network()
     optimizer = make_optimizer(module, training, 0.1)
-    with closing(Ranks(2, "cpu")) as ranks:
-        epoch(ranks, module, optimizer, training, store, 0)
-        before = deepcopy(module.state_dict())
-        started = [psutil.Process(process.pid) for process in ranks.processes]
-        started[1].kill()
-        with pytest.raises(RunError, match=r"all 2 processes .*process 1 ended with exit code -9: run again"):
-            epoch(ranks, module, optimizer, training, store, 1)
-        assert not any(process.is_running() for process in started)
-        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    epoch(several, module, optimizer, training, store, 0)
+    before = deepcopy(module.state_dict())
+    started = [psutil.Process(process.pid) for process in several.processes]
+    started[1].kill()
+    with pytest.raises(RunError, match=r"all 2 processes .*process 1 ended with exit code -9: run again"):
+        epoch(several, module, optimizer, training, store, 1)
+    assert not any(process.is_running() for process in started)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-def test_what_fails_in_a_rank_is_one_line(store):
+def test_what_fails_in_a_rank_is_one_line(store, several):
     training, module = TrainingConfig(batch_size=8), nn.Sequential(nn.Flatten(), nn.Linear(5, 3))
-    with (
-        closing(Ranks(2, "cpu")) as ranks,
-        pytest.raises(RunError, match=r"process [01]: RuntimeError: .*mat1 and mat2"),
-    ):
-        epoch(ranks, module, make_optimizer(module, training, 0.1), training, store, 0)
+    with pytest.raises(RunError, match=r"process [01]: RuntimeError: .*mat1 and mat2"):
+        epoch(several, module, make_optimizer(module, training, 0.1), training, store, 0)
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
