@@ -1,4 +1,8 @@
-"""Order, threads and memory of the tests: the longest files begin first, so that all workers end together."""
+"""Order, threads and memory of the tests: the longest files begin first, so that all workers end together.
+
+Their folders lie in memory where there is room: a run writes many small files and waits for each to be on the disk,
+milliseconds in which its core rests. What a real disk does is tested on mounted ones (tests/chaos/test_real_disks.py).
+"""
 
 import gc
 import os
@@ -8,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers do not fi
 os.environ.pop("UV_RUN_RECURSION_DEPTH", None)  # hints name `uv run` under it, and the tests may run so
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes of tests share what one has compiled
 
+IN_MEMORY = Path("/dev/shm")
+ROOM = 2**31  # bytes; all tests leave a fifth of it
 LONGEST = (
     "test_deployment.py",
     "test_readme.py",
@@ -20,6 +26,19 @@ LONGEST = (
     "test_contract.py",
     "test_fuzz_answers.py",
 )
+
+
+def in_memory():
+    """Return whether there is a folder in memory with enough room, whose scripts can be executed."""
+    try:
+        found = os.statvfs(IN_MEMORY)
+    except OSError:
+        return False
+    return os.access(IN_MEMORY, os.W_OK) and found.f_bavail * found.f_frsize > ROOM and not found.f_flag & os.ST_NOEXEC
+
+
+if in_memory():
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))  # of tmp_path, and of nothing else
 
 
 class Examples:

@@ -1,6 +1,7 @@
 """Every registered strategy keeps the contract, and every name stands in its five places."""
 
 import re
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,14 @@ GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior
 CLASSES = {"proxyfl", "fml", "feder", "syncentral"}  # methods that compare probabilities, or draw images for classes
 
 
-@pytest.mark.parametrize("name", choices("strategy"))
-def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
+@pytest.fixture(autouse=True)
+def place(monkeypatch, tmp_path):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the check has its run directories
+
+
+@pytest.mark.parametrize("name", choices("strategy"))
+def test_strategy_keeps_the_contract(name):
     check_strategy(name, [SMALL, *GENERATOR])
 
 
@@ -62,8 +68,7 @@ def test_strategy_keeps_the_contract(name, monkeypatch, tmp_path):
         "feder order=queue durations=[1,3,2] agreement=true",
     ],
 )
-def test_options_keep_the_contract(job, monkeypatch, tmp_path):
-    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+def test_options_keep_the_contract(job):
     name, *options = job.split()
     check_strategy(name, [*options, SMALL, *GENERATOR])
 
@@ -89,21 +94,18 @@ def test_options_keep_the_contract(job, monkeypatch, tmp_path):
         "fedavg replay=buffer dp=end-to-end codebook=gradient generator.classes=[all] model.norm=group noise=seeded",
     ],
 )
-def test_replay_and_privacy_keep_the_contract(job, monkeypatch, tmp_path):
-    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+def test_replay_and_privacy_keep_the_contract(job):
     name, *options = job.split()
     check_strategy(name, [*options, *GENERATOR, "partition.size=40"])
 
 
 @pytest.mark.parametrize("name", sorted({*choices("strategy")} - CLASSES))
-def test_a_regression_keeps_the_contract(name, monkeypatch, tmp_path):
-    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+def test_a_regression_keeps_the_contract(name):
     check_strategy(name, ["task=diabetes", "model=mlp"])
 
 
 @pytest.mark.parametrize("name", ["fedreplay", "splitnn", "fedavgshare"])
-def test_a_segmentation_keeps_the_contract(name, monkeypatch, tmp_path):
-    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+def test_a_segmentation_keeps_the_contract(name, tmp_path):
     rng = np.random.default_rng(0)
     for number in range(8):
         for what, pixels in (("image", rng.integers(0, 256, (32, 32))), ("label", 255 * rng.integers(0, 2, (32, 32)))):
