@@ -24,7 +24,14 @@ LONGEST = (
     "test_engines.py",
     "test_examples.py",
     "test_contract.py",
+    "test_kills.py",
+    "test_pieces.py",
+    "test_compare.py",
+    "test_attack.py",
+    "test_study.py",
+    "test_clinical_studies.py",
     "test_fuzz_answers.py",
+    "test_processes.py",
 )
 
 
