@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flwr_replay.config import compose as composing
 from flwr_replay.config.catalogue import choices, conf_dir
 from flwr_replay.config.compose import compose, from_run_config, overrides_of, to_yaml
 from flwr_replay.errors import ConfigError
@@ -268,3 +269,25 @@ def test_overrides_win_over_plain_keys_and_must_be_words():
     assert from_run_config({"rounds": 5, "overrides": "rounds=2"}).rounds == 2
     with pytest.raises(ConfigError, match=r"overrides must be quoted as in a shell; got \"seed='1\""):
         from_run_config({"overrides": "seed='1"})
+
+
+def test_the_same_choices_in_other_words_are_composed_once(monkeypatch):
+    composed, words = [], ["strategy=cwt", "task=retina", "preset=quick"]
+    monkeypatch.setattr(
+        composing, "_hydra", lambda chosen, hydra=composing._hydra: composed.append(chosen) or hydra(chosen)
+    )
+    monkeypatch.setattr(composing, "_default", {})
+    composing._unset.cache_clear()
+    composing._compose.cache_clear()
+    one = compose(words)
+    spelled = [
+        f"{group}={getattr(one, group).name}" for group in ("model", "partition", "replay", "generator", "prior")
+    ]
+    assert compose([*spelled, *reversed(words)]) == one
+    assert len(composed) == 1
+    own = compose([*words, "model=mlp"])  # not what stands without a choice
+    assert (own.model.name, len(composed)) == ("mlp", 2)
+    composing._unset.cache_clear()
+    monkeypatch.setattr(composing, "_default", {})  # nothing is known, so nothing is left out
+    assert compose(["rounds=10", *spelled, *words]) == compose(["rounds=10", *words])
+    assert len(composed) == 4
