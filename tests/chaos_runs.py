@@ -213,20 +213,25 @@ def check_failures(one: Place, other: Place) -> list[str]:
 
 def check_results(one: Place, other: Place, but: frozenset[str] = frozenset()) -> None:
     """See that two runs have the same results, bit by bit, and the same files but perhaps a few."""
-    expected, found = one.result, other.result
-    for key in ("final", "best", "examples-seen", "forgetting"):
-        assert found[key] == expected[key], f"{key} differs: {found[key]}, undisturbed {expected[key]}"
-    for folder in ("models", "best"):
-        files = [sorted((place.run / folder).glob("*")) for place in (one, other)]
-        assert [file.name for file in files[0]] == [file.name for file in files[1]]
-        for file, twin in zip(*files, strict=True):
-            assert file.read_bytes() == twin.read_bytes(), f"{twin} has other bits"
-    assert (one.run / "metrics.jsonl").read_bytes() == (other.run / "metrics.jsonl").read_bytes()
+    check_bits(one.run, other.run)
     sums = Counter()
     for row in read_lines(other.run / "ledger.jsonl"):
         sums[row["direction"]] += row["bytes"]
-    assert {key: found["bytes"][key] for key in ("up", "down")} == sums
+    assert {key: other.result["bytes"][key] for key in ("up", "down")} == sums
     assert other.kept() ^ one.kept() <= but, f"files differ: {other.kept() ^ one.kept()}"
+
+
+def check_bits(one: Path, other: Path) -> None:
+    """See that two run directories have the same metrics and models, bit by bit."""
+    expected, found = (read_json(run / "result.json") for run in (one, other))
+    for key in ("final", "best", "examples-seen", "forgetting"):
+        assert found[key] == expected[key], f"{key} differs: {found[key]}, undisturbed {expected[key]}"
+    for folder in ("models", "best"):
+        files = [sorted((run / folder).glob("*")) for run in (one, other)]
+        assert [file.name for file in files[0]] == [file.name for file in files[1]]
+        for file, twin in zip(*files, strict=True):
+            assert file.read_bytes() == twin.read_bytes(), f"{twin} has other bits"
+    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes(), "other metrics"
 
 
 def check_accounts(one: Place, other: Place, faults: int, whole: bool) -> None:

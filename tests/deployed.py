@@ -129,11 +129,12 @@ def _answers(port: int) -> bool:
 
 
 @contextmanager
-def deployed(root: Path) -> Iterator[Deployment]:
-    """Two clinics that take part, and a third whose policy forbids what all methods share.
+def deployed(root: Path, refusing: bool = True) -> Iterator[Deployment]:
+    """Two clinics that take part, and perhaps a third whose policy forbids what all methods share.
 
     They run what `deploy init` wrote, by its scripts: over TLS, with keys that each clinic has made.
     """
+    clinics = (*CLINICS, REFUSES) if refusing else CLINICS
     runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](root / "data")
     manifest = root / "data" / "manifest.csv"
     rows = [row for row in manifest.read_text().splitlines() if not row.startswith(REFUSES)]
@@ -141,7 +142,7 @@ def deployed(root: Path) -> Iterator[Deployment]:
     policy = (HOSPITALS / "policy.yaml").read_text()
     open_policy = policy.replace("[fedreplay, cwt]", "[fedreplay, cwt, proxyfl, fedavg, local]")
     place, port = root / "deployment", free_port()
-    init((*CLINICS, REFUSES), f"127.0.0.1:{port}", TASK[1:], place)
+    init(clinics, f"127.0.0.1:{port}", TASK[1:], place)
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -150,7 +151,7 @@ def deployed(root: Path) -> Iterator[Deployment]:
     }
     with family() as environment[MARK]:
         found = Deployment(place, root / "data", root, environment, port)
-        for clinic in (*CLINICS, REFUSES):
+        for clinic in clinics:
             own = place / clinic
             subprocess.run([own / "make-key.sh"], env=environment, check=True)
             shutil.copy(own / f"{clinic}.pub", found.coordinator / "keys")
@@ -162,7 +163,7 @@ def deployed(root: Path) -> Iterator[Deployment]:
             (own / "start.sh").write_text(start.replace('policy=\\"', 'record=\\"all\\" policy=\\"'))
         found.start(COORDINATOR)
         subprocess.run([found.coordinator / "register.sh"], env=environment, check=True)
-        for clinic in (*CLINICS, REFUSES):
+        for clinic in clinics:
             found.checked[clinic] = examine_clinic(place / clinic)
             found.start(clinic)
         yield found

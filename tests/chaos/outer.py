@@ -1,0 +1,66 @@
+"""Kill what runs beside or around a run, at a random moment, for every strategy: plain, with replay, under DP.
+
+`python tests/chaos/outer.py --seed 0`: on one real deployment its SuperLink, a run's ServerApp, a SuperNode, or a
+ClientApp at work; on `--engine ray` an actor, Ray's driver, or the command. Every run is resumed by its command, and
+compared with an undisturbed run in one process. `--engine`, `--only` (jobs) and `--kinds` choose.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from chaos_outer import KINDS, OnDeployment, OnRay, judged
+from chaos_runs import jobs, whole
+from deployed import deployed
+
+from flwr_replay.files.lines import read_lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=KINDS, default="deployed")
+    parser.add_argument("--only", nargs="*", default=[], metavar="JOB", help="names of jobs, whole; default: all")
+    parser.add_argument("--kinds", nargs="*", default=[], help=f"default: all of {KINDS}")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no further job after so many")
+    asked = parser.parse_args()
+    rng, began = Random(asked.seed), time.monotonic()
+    every = jobs()
+    chosen = sorted(every, key=lambda name: (" " in name, rng.random()))  # plain ones first
+    chosen = [name for name in chosen if name in (asked.only or every)]
+    kinds, found, findings = asked.kinds or KINDS[asked.engine], Counter(), []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flwr-replay-outer-")))
+        if asked.engine == "ray":
+            engine = OnRay(folder)
+        else:
+            engine = OnDeployment(stack.enter_context(deployed(folder / "real", refusing=False)))
+        say(f"ready after {time.monotonic() - began:.0f} s; {len(chosen)} jobs")
+        while chosen and time.monotonic() < began + 60 * asked.minutes:
+            name, kind, struck, start = chosen.pop(0), kinds[found.total() % len(kinds)], "", time.monotonic()
+            found[kind] += 1
+            try:
+                once, _ = whole(folder / f"once-{found.total()}", engine.undisturbed(every[name]))
+                run = engine.strikes(every[name], kind, rng, len(read_lines(once.run / "ledger.jsonl")))
+                struck, said = run.moment, judged(engine, once, run)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                said = f"FINDING: {error}"
+                findings.append(name)
+            say(f"{name}: {kind} at {struck}: {said} ({time.monotonic() - start:.0f} s)")
+    say(dict(found), f"{len(findings)} findings: {findings}", f"not run: {chosen}")
+
+
+def say(*words):
+    print(f"{time.strftime('%H:%M:%S')} ", *words, flush=True)
+
+
+if __name__ == "__main__":
+    main()

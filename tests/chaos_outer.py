@@ -1,0 +1,231 @@
+"""Runs on a real deployment, or on Ray, of which a part is killed at a random moment, and that go on."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+import psutil
+from chaos_runs import check_bits
+from deployed import CLINICS, COORDINATOR, TASK, until
+
+from flwr_replay.files.atomic import LEFT, in_use, read_json
+from flwr_replay.files.lines import read_lines
+from flwr_replay.processes import GRACE, MARK, members
+from flwr_replay.runs.coordinator import examine_coordinator
+
+KINDS = {"deployed": ("serverapp", "clientapp", "supernode", "superlink"), "ray": ("actor", "driver", "command")}
+PARTS = {"serverapp": "flwr-serverapp", "clientapp": "flwr-clientapp", "supernode": "flower-supernode"}
+PARTS |= {"actor": "ClientAppActor", "driver": "flwr-simulation", "command": "flwr_replay.cli.main"}
+COMMAND = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()"]
+LONGEST = 420  # seconds of a run, struck or resumed
+TRIES = 3  # resumed runs that may end before their time
+OTHERS = ("task=", "partition", "nodes=", "model=", "model.width=", "device=")  # a deployment has its own
+
+
+class Struck:
+    """A run that is struck once, at a random moment, and goes on until it ends.
+
+    Parameters
+    ----------
+    folder : Path
+        The run directory.
+    rng : Random
+        Draws the moment: a line of the run's ledger, and up to two seconds more.
+    lines : int
+        Of the undisturbed run's ledger.
+    """
+
+    def __init__(self, folder: Path, rng: Random, lines: int) -> None:
+        self.folder, self.rng, self.lines = folder, rng, lines
+        self.line, self.pause = rng.randrange(lines), rng.uniform(0, 2)
+        self.said, self.resumed, self.moment = "", 0, "too late"
+
+    def reached(self) -> bool:
+        ledger = self.folder / "ledger.jsonl"
+        return self.line == 0 or (ledger.exists() and ledger.read_bytes().count(b"\n") >= self.line)
+
+    def strike(self, command: subprocess.Popen, part: str, living) -> bool:
+        """Wait for the moment and kill one of the part's processes, if the run has not ended by then."""
+        until(lambda: self.reached() or command.poll() is not None, LONGEST, lambda: "never reached")
+        time.sleep(self.pause)
+        while command.poll() is None:
+            if found := having(part, living()):
+                with suppress(psutil.NoSuchProcess):
+                    self.rng.choice(found).kill()
+                    self.moment = f"line {self.line} of {self.lines} and {self.pause:.1f} s"
+                    return True
+            time.sleep(0.02)
+        return False
+
+    def ended(self) -> bool:
+        return (self.folder / "result.json").exists()
+
+
+def having(part: str, processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes with a word in the first words of their command lines."""
+    found = []
+    for one in processes:
+        with suppress(psutil.Error):
+            words = one.cmdline()
+            found += [one] if any(part in word for word in words[:3]) and words[0] != "sh" else []
+    return found
+
+
+def shown(said: str) -> str:
+    """Return the last line that says why a run ended; a traceback is a finding."""
+    assert "Traceback" not in said, said[-3000:]
+    return next((line for line in reversed(said.splitlines()) if "error: " in line), "")
+
+
+class OnDeployment:
+    """Jobs on one deployment of two clinics, whose policies allow everything."""
+
+    def __init__(self, deployment) -> None:
+        self.deployment, self.number = deployment, 0
+        for clinic in CLINICS:
+            (deployment.place / clinic / "policy.yaml").write_text("")
+        until(self.online, 120, deployment.logs)
+
+    def online(self) -> bool:
+        return "ok  SuperNodes" in examine_coordinator(self.deployment.coordinator)[1]
+
+    def options(self, options: list[str]) -> list[str]:
+        return [*(one for one in options if not one.startswith(OTHERS)), "nodes=2", "timeout=240"]
+
+    def undisturbed(self, options: list[str]) -> list[str]:
+        own = [one for one in self.options(options) if not one.startswith("timeout=")]
+        return [*TASK, *own, "partition=natural", f"task.data-dir={self.deployment.data}"]
+
+    def strikes(self, options: list[str], kind: str, rng: Random, lines: int) -> Struck:
+        """Strike a run of a job, and go on with it until it ends."""
+        self.number += 1
+        name, options, deployment = f"struck-{self.number}", self.options(options), self.deployment
+        found = Struck(deployment.runs / name, rng, lines)
+        with deployment.begun(name, *options) as command:
+            if kind == "superlink":
+                struck = found.strike(command, "flower-superlink", lambda: self.of(COORDINATOR))
+            elif kind == "supernode":
+                clinic = rng.choice(CLINICS)
+                struck = found.strike(command, PARTS[kind], lambda: self.of(clinic))
+            else:
+                struck = found.strike(command, PARTS[kind], lambda: members(deployment.environment[MARK]))
+            if struck and kind == "supernode":
+                with suppress(subprocess.TimeoutExpired):  # of the loop that starts it again from then on
+                    deployment.started[clinic].wait(2)
+                    deployment.start(clinic, again=True)
+            if struck and kind in ("superlink", "serverapp"):
+                until(lambda: not in_use(found.folder), 90, deployment.logs)
+            if struck and kind == "superlink":
+                until(lambda: not deployment.of_a_run(), 90, deployment.logs)
+                deployment.start(COORDINATOR)
+                until(self.online, 180, deployment.logs)
+            if not struck or kind != "serverapp" or rng.random() < 0.5:  # else before Flower has noticed
+                found.said = command.communicate(timeout=LONGEST)[0]
+            while not found.ended():
+                found.resumed += 1
+                assert found.resumed <= TRIES, f"not resumed: {found.said[-1500:]}\n{deployment.logs()[-4000:]}"
+                found.said += self.goes_on(found.folder) or deployment.said(name, *options)
+        return found
+
+    def goes_on(self, folder: Path) -> str:
+        """Resume a run; empty where the kill came before there was anything to resume."""
+        if not folder.exists():
+            return ""
+        resume, pipe = [self.deployment.coordinator / "run.sh", folder / "resume.toml"], subprocess.PIPE
+        options = {"env": self.deployment.environment, "stdout": pipe, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.run(resume, timeout=LONGEST, check=False, **options).stdout
+
+    def of(self, place: str) -> list[psutil.Process]:
+        started = psutil.Process(self.deployment.started[place].pid)
+        return [started, *started.children(recursive=True)]
+
+    def left(self) -> list[str]:
+        living = members(self.deployment.environment[MARK])
+        return [str(one) for part in ("serverapp", "clientapp") for one in having(PARTS[part], living)]
+
+    def charges(self, run_id: str) -> dict[str, list[dict]]:
+        states = {clinic: self.deployment.state(clinic) for clinic in CLINICS}
+        return {name: read_lines(state / "runs" / run_id / "privacy.jsonl") for name, state in states.items()}
+
+    def places(self, folder: Path) -> list[Path]:
+        return [folder.parent, *(self.deployment.state(clinic) for clinic in CLINICS)]
+
+
+class OnRay:
+    """Jobs on `--engine ray`, each in a folder of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.number = root, 0
+
+    def undisturbed(self, options: list[str]) -> list[str]:
+        return options
+
+    def strikes(self, options: list[str], kind: str, rng: Random, lines: int) -> Struck:
+        """Strike a run of a job, and go on with it until it ends."""
+        self.number += 1
+        self.folder = self.root / f"ray-{self.number}"
+        self.folder.mkdir()
+        words = ["run", "--engine", "ray", *options, "run-name=struck", "--runs-dir", str(self.folder)]
+        found = Struck(self.folder / "struck", rng, lines)
+        while not found.ended():
+            assert found.resumed <= TRIES, f"not resumed: {found.said[-1500:]}"
+            with open(self.folder / "said", "w") as said:
+                own = {**os.environ, "FLWR_REPLAY_HOME": str(self.folder)}
+                command = subprocess.Popen([*COMMAND, *words], env=own, stdout=said, stderr=said, cwd=self.folder)
+            if not found.resumed:
+                found.strike(command, PARTS[kind], self.living)
+            command.wait(LONGEST)
+            found.said = (self.folder / "said").read_text()
+            found.resumed += not found.ended()
+            if not found.ended() and command.returncode > 0 and found.folder.exists():
+                assert f"run --resume {found.folder}" in shown(found.said), f"no command: {found.said[-1500:]}"
+            if found.folder.exists():
+                words = ["run", "--resume", str(found.folder)]
+        return found
+
+    def living(self) -> list[psutil.Process]:
+        found = []
+        for one in psutil.process_iter():
+            with suppress(psutil.Error):
+                found += [one] if one.environ().get("FLWR_REPLAY_HOME") == str(self.folder) else []
+        return found
+
+    def left(self) -> list[str]:
+        return [str(one) for one in self.living()]
+
+    def charges(self, run_id: str) -> dict[str, list[dict]]:
+        states = (self.folder / "state" / "simulation").iterdir()
+        return {state.name: read_lines(state / "runs" / run_id / "privacy.jsonl") for state in states}
+
+    def places(self, folder: Path) -> list[Path]:
+        return [self.folder]
+
+
+def judged(engine, once, struck: Struck) -> str:
+    """Compare a run with the undisturbed one; say in one line what is as there, and what is lost."""
+    reason = shown(struck.said)
+    failures = read_json(struck.folder / "result.json")["failures"]
+    assert all("\n" not in failure["reason"] for failure in failures), failures
+    if not failures:
+        check_bits(once.run, struck.folder)
+    charges = engine.charges((struck.folder / "run-id").read_text().strip())
+    undisturbed = {name: sum(line["steps"] for line in rows) for name, rows in once.charges().items()}
+    charged = {name: sum(line["steps"] for line in charges.get(name, [])) for name in undisturbed}
+    assert failures or all(charged[name] >= undisturbed[name] for name in charged), f"{charged}, not {undisturbed}"
+    stated, expected = (read_json(run / "result.json")["privacy"] for run in (struck.folder, once.run))
+    if charged == undisturbed and not failures:
+        assert stated == expected, f"privacy is {stated}, undisturbed {expected}"
+    began = time.monotonic()
+    while (left := engine.left()) and time.monotonic() < began + 4 * GRACE:
+        time.sleep(1)
+    assert not left, f"processes are left: {left}"
+    half = [str(one) for place in engine.places(struck.folder) for one in place.rglob("*") if LEFT.fullmatch(one.name)]
+    assert not half, f"half-written: {half}"
+    said = [f"{one['institution']} in exchange {one['round']}: {one['reason']}" for one in failures]
+    spent = "" if charged == undisturbed else f"; charged {charged}, undisturbed {undisturbed}"
+    how = f"failures: {said}" if failures else "same bits"
+    return f"{how}{spent}; resumed {struck.resumed} times" + (f"; said: {reason}" if reason else "")
