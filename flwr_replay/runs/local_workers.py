@@ -23,6 +23,9 @@ from flwr_replay.runs.workers import GRACE, TRIES, Worker, WorkerGrid, died
 
 __all__ = ["LocalGrid"]
 
+BY_ITSELF = "see what it wrote above; a script must call run under `if __name__ == '__main__':`"
+KILLED = "it was killed, as each that was to take its place: free memory, or have fewer workers, and resume the run"
+
 
 class LocalGrid(WorkerGrid):
     """K nodes, served by several processes of this machine; use it as a context.
@@ -72,10 +75,11 @@ class _Process(Worker):
             self.process.kill()
             self.process.join()
             code = self.process.exitcode
-            if not self.ready:
+            by_itself = code is not None and code >= 0
+            if not self.ready and (by_itself or deaths > TRIES):
                 self.grid.broken(
-                    f"every worker must start; one ended while it started (exit code {code}): see what it "
-                    "wrote above; a script must call run under `if __name__ == '__main__':`"
+                    f"every worker must start; one ended while it started (exit code {code}): "
+                    f"{BY_ITSELF if by_itself else KILLED}"
                 )
                 return None
             self.start()

@@ -8,9 +8,9 @@ from flwr.app import Message, RecordDict
 
 from flwr_replay.api import Where
 from flwr_replay.config.compose import compose
-from flwr_replay.errors import ConfigError
+from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.local_workers import LocalGrid
+from flwr_replay.runs.local_workers import LocalGrid, _Process
 from flwr_replay.runs.simulate import Simulation, run_inline, simulate_by
 from flwr_replay.runs.workers import TRIES
 
@@ -77,6 +77,45 @@ def test_a_message_with_which_several_workers_die_is_an_error_of_its_node(monkey
     reply = worker.lost(message, EOFError())
     assert reply.has_error() == (deaths > TRIES)
     assert asked == [message] * min(deaths, TRIES)
+
+
+def test_a_worker_that_is_killed_while_it_starts_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+
+    start, killed = _Process.start, []
+
+    def started(worker):
+        start(worker)
+        if len(killed) < 2:
+            killed.append(worker.process)
+            worker.process.kill()
+
+    monkeypatch.setattr(_Process, "start", started)
+    options = [*JOB, "rounds=1", f"runs_dir='{tmp_path}'", "run_name=workers"]
+    _, folder = simulate_by(2, Simulation.of(compose(options)), options, Display())
+    assert len(killed) == 2
+    assert not (folder / "failures.jsonl").exists()
+
+
+@pytest.mark.parametrize(("code", "starts", "said"), [(1, 0, "if __name__"), (-9, TRIES, "free memory")])
+def test_a_worker_that_never_starts_ends_the_run_with_the_reason(monkeypatch, code, starts, said):
+    grid, started = LocalGrid({}, [{}], 1), []
+    worker, message = grid.workers[0], Message(RecordDict(), 2, "train")
+
+    class Process:
+        exitcode = code
+        kill = join = staticmethod(lambda: None)
+
+    def ask(message):
+        raise EOFError
+
+    monkeypatch.setattr(worker, "start", lambda: started.append(1))
+    monkeypatch.setattr(worker, "ask", ask)
+    worker.process, worker.ready = Process(), False
+    assert worker.lost(message, EOFError()) is None
+    assert len(started) == starts
+    with pytest.raises(RunError, match=rf"one ended while it started \(exit code {code}\): .*{said}"):
+        grid._check()
 
 
 @pytest.mark.parametrize(("engine", "workers"), [("inline", 0), ("ray", 2)])
