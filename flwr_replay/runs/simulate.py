@@ -40,6 +40,8 @@ __all__ = ["Simulation", "named", "refuse_resources", "run_inline", "run_ray", "
 
 FAILED = re.compile(r"\W*(?:\[\d+m)?ERROR\W.*?: +error: (.*)")  # how Flower prints the ServerApp's last error
 
+NOTHING = "the simulation ended without a result; see its log above"
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -154,8 +156,7 @@ def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str,
     if gpus:
         resources["client-resources-num-gpus"] = config.client_gpus or round(gpus / min(config.nodes, cpus), 3)
     federation = " ".join(f"{key}={value}" for key, value in resources.items())
-    reason = "the simulation ended without a result; see its log above; to continue: "
-    reason += resuming(folder, config.rounds)
+    reason = ""
     scratch = tempfile.TemporaryDirectory(prefix="flwr-replay-")
     with resumable(folder, config.rounds), scratch, superlink(Path(scratch.name)) as link:
         for line in flwr_run(link, overrides, "--federation-config", federation):
@@ -164,7 +165,10 @@ def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str,
                 reason = error[1]
     # a run that was to become longer has the result of its fewer rounds
     if not (folder / "result.json").exists() or (result := read_result(folder))["rounds"] < config.rounds:
-        raise RunError(reason)
+        if not folder.exists():
+            raise RunError(reason or f"{NOTHING}; it had not begun: repeat the command")
+        diverged = "finite" in reason  # it would diverge again
+        raise RunError(reason if diverged else f"{reason or NOTHING}; to continue: {resuming(folder, config.rounds)}")
     return with_skew(result, folder, simulation)
 
 
