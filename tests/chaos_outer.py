@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -17,9 +19,22 @@ from flwr_replay.files.lines import read_lines
 from flwr_replay.processes import GRACE, MARK, members
 from flwr_replay.runs.coordinator import examine_coordinator
 
-KINDS = {"deployed": ("serverapp", "clientapp", "supernode", "superlink"), "ray": ("actor", "driver", "command")}
+STRIKES = {  # of a run, in turn
+    "deployed": [
+        ("clientapp", "serverapp"),
+        ("supernode", "superlink"),
+        ("clientapp", "superlink"),
+        ("supernode", "serverapp"),
+    ],
+    "ray": [("actor",), ("driver",), ("command",)],
+}
 PARTS = {"serverapp": "flwr-serverapp", "clientapp": "flwr-clientapp", "supernode": "flower-supernode"}
-PARTS |= {"actor": "ClientAppActor", "driver": "flwr-simulation", "command": "flwr_replay.cli.main"}
+PARTS |= {
+    "superlink": "flower-superlink",
+    "actor": "ClientAppActor",
+    "driver": "flwr-simulation",
+    "command": "flwr_replay.cli.main",
+}
 COMMAND = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()"]
 LONGEST = 420  # seconds of a run, struck or resumed
 TRIES = 3  # resumed runs that may end before their time
@@ -27,39 +42,42 @@ OTHERS = ("task=", "partition", "nodes=", "model=", "model.width=", "device=")  
 
 
 class Struck:
-    """A run that is struck once, at a random moment, and goes on until it ends.
+    """A run that is struck at random moments, and goes on until it ends.
 
     Parameters
     ----------
     folder : Path
         The run directory.
     rng : Random
-        Draws the moment: a line of the run's ledger, and up to two seconds more.
+        Draws the moments: a line of the run's ledger, and some seconds more.
     lines : int
         Of the undisturbed run's ledger.
+    most : float
+        How many seconds more.
     """
 
-    def __init__(self, folder: Path, rng: Random, lines: int) -> None:
-        self.folder, self.rng, self.lines = folder, rng, lines
-        self.line, self.pause = rng.randrange(lines), rng.uniform(0, 2)
-        self.said, self.resumed, self.moment = "", 0, "too late"
+    def __init__(self, folder: Path, rng: Random, lines: int, most: float) -> None:
+        self.folder, self.rng, self.lines, self.most = folder, rng, lines, most
+        self.said, self.resumed, self.moments = "", 0, list[str]()
 
-    def reached(self) -> bool:
-        ledger = self.folder / "ledger.jsonl"
-        return self.line == 0 or (ledger.exists() and ledger.read_bytes().count(b"\n") >= self.line)
-
-    def strike(self, command: subprocess.Popen, part: str, living) -> bool:
-        """Wait for the moment and kill one of the part's processes, if the run has not ended by then."""
-        until(lambda: self.reached() or command.poll() is not None, LONGEST, lambda: "never reached")
-        time.sleep(self.pause)
-        while command.poll() is None:
-            if found := having(part, living()):
+    def strike(self, command: subprocess.Popen, kind: str, living, within: tuple[float, float] = (0, 1)) -> bool:
+        """Wait for a moment within a share of the run, and kill one of the part's processes; False: it had ended."""
+        line, pause = int(self.rng.uniform(*within) * self.lines), self.rng.uniform(0, self.most)
+        until(lambda: self.reached(line) or command.poll() is not None, LONGEST, lambda: f"line {line} never reached")
+        time.sleep(pause)
+        while command.poll() is None and not self.ended():
+            if found := having(PARTS[kind], living()):
                 with suppress(psutil.NoSuchProcess):
                     self.rng.choice(found).kill()
-                    self.moment = f"line {self.line} of {self.lines} and {self.pause:.1f} s"
+                    self.moments.append(f"{kind} {pause:.1f} s after line {line} of {self.lines}")
                     return True
             time.sleep(0.02)
+        self.moments.append(f"{kind} too late")
         return False
+
+    def reached(self, line: int) -> bool:
+        ledger = self.folder / "ledger.jsonl"
+        return line == 0 or (ledger.exists() and ledger.read_bytes().count(b"\n") >= line)
 
     def ended(self) -> bool:
         return (self.folder / "result.json").exists()
@@ -94,36 +112,36 @@ class OnDeployment:
         return "ok  SuperNodes" in examine_coordinator(self.deployment.coordinator)[1]
 
     def options(self, options: list[str]) -> list[str]:
-        return [*(one for one in options if not one.startswith(OTHERS)), "nodes=2", "timeout=240"]
+        return [*(one for one in options if not one.startswith(OTHERS)), "nodes=2", "evaluate_every=2", "timeout=240"]
 
     def undisturbed(self, options: list[str]) -> list[str]:
         own = [one for one in self.options(options) if not one.startswith("timeout=")]
         return [*TASK, *own, "partition=natural", f"task.data-dir={self.deployment.data}"]
 
-    def strikes(self, options: list[str], kind: str, rng: Random, lines: int) -> Struck:
-        """Strike a run of a job, and go on with it until it ends."""
+    def strikes(self, options: list[str], kinds: list[str], rng: Random, lines: int) -> Struck:
+        """Strike a run of a job, each kind in its share of it, and go on with it until it ends."""
         self.number += 1
         name, options, deployment = f"struck-{self.number}", self.options(options), self.deployment
-        found = Struck(deployment.runs / name, rng, lines)
+        found, at_once = Struck(deployment.runs / name, rng, lines, 2), False
         with deployment.begun(name, *options) as command:
-            if kind == "superlink":
-                struck = found.strike(command, "flower-superlink", lambda: self.of(COORDINATOR))
-            elif kind == "supernode":
+            for at, kind in enumerate(kinds):
                 clinic = rng.choice(CLINICS)
-                struck = found.strike(command, PARTS[kind], lambda: self.of(clinic))
-            else:
-                struck = found.strike(command, PARTS[kind], lambda: members(deployment.environment[MARK]))
-            if struck and kind == "supernode":
-                with suppress(subprocess.TimeoutExpired):  # of the loop that starts it again from then on
-                    deployment.started[clinic].wait(2)
-                    deployment.start(clinic, again=True)
-            if struck and kind in ("superlink", "serverapp"):
-                until(lambda: not in_use(found.folder), 90, deployment.logs)
-            if struck and kind == "superlink":
-                until(lambda: not deployment.of_a_run(), 90, deployment.logs)
-                deployment.start(COORDINATOR)
-                until(self.online, 180, deployment.logs)
-            if not struck or kind != "serverapp" or rng.random() < 0.5:  # else before Flower has noticed
+                places = {"serverapp": [COORDINATOR], "superlink": [COORDINATOR], "clientapp": CLINICS}
+                living = partial(self.of, places.get(kind, [clinic]))
+                if not found.strike(command, kind, living, (at / len(kinds), (at + 1) / len(kinds))):
+                    continue
+                if kind == "supernode":
+                    with suppress(subprocess.TimeoutExpired):  # of the loop that starts it again from then on
+                        deployment.started[clinic].wait(2)
+                        deployment.start(clinic, again=True)
+                if kind in ("superlink", "serverapp"):
+                    until(lambda: not in_use(found.folder), 90, deployment.logs)
+                    at_once = kind == "serverapp" and rng.random() < 0.5  # before Flower has noticed
+                if kind == "superlink":
+                    until(lambda: not deployment.of_a_run(), 90, deployment.logs)
+                    deployment.start(COORDINATOR)
+                    until(self.online, 180, deployment.logs)
+            if not at_once:
                 found.said = command.communicate(timeout=LONGEST)[0]
             while not found.ended():
                 found.resumed += 1
@@ -139,13 +157,27 @@ class OnDeployment:
         options = {"env": self.deployment.environment, "stdout": pipe, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.run(resume, timeout=LONGEST, check=False, **options).stdout
 
-    def of(self, place: str) -> list[psutil.Process]:
-        started = psutil.Process(self.deployment.started[place].pid)
-        return [started, *started.children(recursive=True)]
+    def of(self, places: Iterable[str]) -> list[psutil.Process]:
+        """Return the processes of SuperLink and SuperNodes, as far as they have parents."""
+        found = []
+        for place in places:
+            with suppress(psutil.NoSuchProcess):
+                started = psutil.Process(self.deployment.started[place].pid)
+                found += [started, *started.children(recursive=True)]
+        return found
 
     def left(self) -> list[str]:
         living = members(self.deployment.environment[MARK])
-        return [str(one) for part in ("serverapp", "clientapp") for one in having(PARTS[part], living)]
+        apps = [one for kind in ("serverapp", "clientapp") for one in having(PARTS[kind], living)]
+        orphans = [one for one in having("flower-superexec", living) if one.ppid() not in {own.pid for own in living}]
+        return [str(one) for one in (*apps, *orphans) if not self.waits(one)]
+
+    def waits(self, process: psutil.Process) -> bool:
+        """Say whether a ClientApp still waits for a message's content: Flower leaves it so if the run has ended."""
+        with suppress(psutil.Error):
+            living = psutil.pid_exists(process.ppid()) and process.name() == "flwr-clientapp"
+            return living and "torch" not in " ".join(one.path for one in process.memory_maps())
+        return False
 
     def charges(self, run_id: str) -> dict[str, list[dict]]:
         states = {clinic: self.deployment.state(clinic) for clinic in CLINICS}
@@ -164,20 +196,20 @@ class OnRay:
     def undisturbed(self, options: list[str]) -> list[str]:
         return options
 
-    def strikes(self, options: list[str], kind: str, rng: Random, lines: int) -> Struck:
-        """Strike a run of a job, and go on with it until it ends."""
+    def strikes(self, options: list[str], kinds: list[str], rng: Random, lines: int) -> Struck:
+        """Strike a run of a job by one kind, and go on with it until it ends."""
         self.number += 1
         self.folder = self.root / f"ray-{self.number}"
         self.folder.mkdir()
         words = ["run", "--engine", "ray", *options, "run-name=struck", "--runs-dir", str(self.folder)]
-        found = Struck(self.folder / "struck", rng, lines)
+        found = Struck(self.folder / "struck", rng, lines, 0.3)
         while not found.ended():
             assert found.resumed <= TRIES, f"not resumed: {found.said[-1500:]}"
             with open(self.folder / "said", "w") as said:
                 own = {**os.environ, "FLWR_REPLAY_HOME": str(self.folder)}
                 command = subprocess.Popen([*COMMAND, *words], env=own, stdout=said, stderr=said, cwd=self.folder)
             if not found.resumed:
-                found.strike(command, PARTS[kind], self.living)
+                found.strike(command, kinds[0], self.living)
             command.wait(LONGEST)
             found.said = (self.folder / "said").read_text()
             found.resumed += not found.ended()

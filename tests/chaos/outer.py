@@ -17,7 +17,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from chaos_outer import KINDS, OnDeployment, OnRay, judged
+from chaos_outer import STRIKES, OnDeployment, OnRay, judged
 from chaos_runs import jobs, whole
 from deployed import deployed
 
@@ -27,16 +27,18 @@ from flwr_replay.files.lines import read_lines
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--engine", choices=KINDS, default="deployed")
+    parser.add_argument("--engine", choices=STRIKES, default="deployed")
     parser.add_argument("--only", nargs="*", default=[], metavar="JOB", help="names of jobs, whole; default: all")
-    parser.add_argument("--kinds", nargs="*", default=[], help=f"default: all of {KINDS}")
+    parser.add_argument(
+        "--kinds", nargs="*", default=[], help=f"strike each run, one after another; default: {STRIKES}"
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no further job after so many")
     asked = parser.parse_args()
     rng, began = Random(asked.seed), time.monotonic()
     every = jobs()
     chosen = sorted(every, key=lambda name: (" " in name, rng.random()))  # plain ones first
     chosen = [name for name in chosen if name in (asked.only or every)]
-    kinds, found, findings = asked.kinds or KINDS[asked.engine], Counter(), []
+    done, found, findings = 0, Counter(), []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flwr-replay-outer-")))
         if asked.engine == "ray":
@@ -45,17 +47,20 @@ def main():
             engine = OnDeployment(stack.enter_context(deployed(folder / "real", refusing=False)))
         say(f"ready after {time.monotonic() - began:.0f} s; {len(chosen)} jobs")
         while chosen and time.monotonic() < began + 60 * asked.minutes:
-            name, kind, struck, start = chosen.pop(0), kinds[found.total() % len(kinds)], "", time.monotonic()
-            found[kind] += 1
+            name, struck, start = chosen.pop(0), "never", time.monotonic()
+            kinds = asked.kinds or STRIKES[asked.engine][done % len(STRIKES[asked.engine])]
+            done += 1
             try:
-                once, _ = whole(folder / f"once-{found.total()}", engine.undisturbed(every[name]))
-                run = engine.strikes(every[name], kind, rng, len(read_lines(once.run / "ledger.jsonl")))
-                struck, said = run.moment, judged(engine, once, run)
+                once, _ = whole(folder / f"once-{done}", engine.undisturbed(every[name]))
+                run = engine.strikes(every[name], kinds, rng, len(read_lines(once.run / "ledger.jsonl")))
+                struck = ", ".join(run.moments)
+                found.update(moment.partition(" ")[0] for moment in run.moments if "too late" not in moment)
+                said = judged(engine, once, run)
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 said = f"FINDING: {error}"
                 findings.append(name)
-            say(f"{name}: {kind} at {struck}: {said} ({time.monotonic() - start:.0f} s)")
-    say(dict(found), f"{len(findings)} findings: {findings}", f"not run: {chosen}")
+            say(f"{name}: struck by {struck}: {said} ({time.monotonic() - start:.0f} s)")
+    say(f"{done} jobs", dict(found), f"{len(findings)} findings: {findings}", f"not run: {chosen}")
 
 
 def say(*words):
