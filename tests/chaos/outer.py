@@ -29,6 +29,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=STRIKES, default="deployed")
     parser.add_argument("--only", nargs="*", default=[], metavar="JOB", help="names of jobs, whole; default: all")
+    parser.add_argument("--but", nargs="*", default=[], metavar="JOB", help="names of jobs to leave out")
     parser.add_argument(
         "--kinds", nargs="*", default=[], help=f"strike each run, one after another; default: {STRIKES}"
     )
@@ -37,7 +38,7 @@ def main():
     rng, began = Random(asked.seed), time.monotonic()
     every = jobs()
     chosen = sorted(every, key=lambda name: (" " in name, rng.random()))  # plain ones first
-    chosen = [name for name in chosen if name in (asked.only or every)]
+    chosen = [name for name in chosen if name in (asked.only or every) and name not in asked.but]
     done, found, findings = 0, Counter(), []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flwr-replay-outer-")))
@@ -45,7 +46,9 @@ def main():
             engine = OnRay(folder)
         else:
             engine = OnDeployment(stack.enter_context(deployed(folder / "real", refusing=False)))
-        say(f"ready after {time.monotonic() - began:.0f} s; {len(chosen)} jobs")
+        refused = [name for name in chosen if engine.refuses(name)]
+        chosen = [name for name in chosen if name not in refused]
+        say(f"ready after {time.monotonic() - began:.0f} s; {len(chosen)} jobs; none here: {refused}")
         while chosen and time.monotonic() < began + 60 * asked.minutes:
             name, struck, start = chosen.pop(0), "never", time.monotonic()
             kinds = asked.kinds or STRIKES[asked.engine][done % len(STRIKES[asked.engine])]
