@@ -114,7 +114,7 @@ class OnDeployment:
         return "ok  SuperNodes" in examine_coordinator(self.deployment.coordinator)[1]
 
     def options(self, options: list[str]) -> list[str]:
-        return [*(one for one in options if not one.startswith(OTHERS)), "nodes=2", "evaluate_every=2", "timeout=240"]
+        return [*(one for one in options if not one.startswith(OTHERS)), "nodes=2", "evaluate_every=2", "timeout=400"]
 
     def refuses(self, name: str) -> bool:
         """Say whether a job is none for two institutions with data of their own."""
@@ -151,7 +151,7 @@ class OnDeployment:
                 found.said = command.communicate(timeout=LONGEST)[0]
             while not found.ended():
                 found.resumed += 1
-                assert found.resumed <= TRIES, f"not resumed: {found.said[-1500:]}\n{deployment.logs()[-4000:]}"
+                assert found.resumed <= TRIES, f"not resumed: {found.said[-1500:]}\n{deployment.logs()[-1500:]}"
                 found.said += self.goes_on(found.folder) or deployment.said(name, *options)
         return found
 

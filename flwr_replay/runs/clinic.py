@@ -11,7 +11,9 @@ import os
 import shlex
 import socket
 import stat
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +42,10 @@ from flwr_replay.runs.officer import refusals, study_options
 __all__ = ["examine_clinic"]
 
 KEYS = ("NAME", "ADDRESS", "DATA", "PORT", "VERSIONS")  # of clinic.env
+AGE, IDLE = (
+    300,
+    15,
+)  # seconds since a ClientApp began, and the most of a processor's that it has used by then if it waits
 
 
 def examine_clinic(folder: Path) -> tuple[bool, str]:
@@ -63,7 +69,7 @@ def examine_clinic(folder: Path) -> tuple[bool, str]:
         If it is no clinic's folder.
     """
     own = _read(folder)
-    checks = (_versions, _names, _policy, _data, _state, _key, _seal, _certificate, _connection)
+    checks = (_versions, _names, _clientapps, _policy, _data, _state, _key, _seal, _certificate, _connection)
     return examined({check.__name__[1:]: partial(check, folder, own) for check in checks})
 
 
@@ -122,8 +128,23 @@ def _supernode(folder: Path) -> int:
     try:
         process = psutil.Process(int(read_text(folder / "supernode.pid")))
         return process.pid if Path(process.cwd()).samefile(folder) else 0
-    except (OSError, ValueError, psutil.Error):
+    except (RunError, OSError, ValueError, psutil.Error):
         return 0
+
+
+def _clientapps(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    """Look for ClientApps that Flower leaves: a message came, and its run ended before its content did."""
+    node, waiting = _supernode(folder), list[int]()
+    for one in psutil.Process(node).children(recursive=True) if node else ():
+        with suppress(psutil.Error):
+            idle = time.time() - one.create_time() > AGE and sum(one.cpu_times()[:2]) < IDLE
+            waiting += [one.pid] if idle and any("flwr-clientapp" in word for word in one.cmdline()[:3]) else []
+    if waiting:
+        raise RunError(
+            f"a ClientApp still waits for the content of a message, after {AGE // 60} min and more: if no run is live, "
+            f"it will not come: end process {', '.join(map(str, waiting))}"
+        )
+    yield from ()
 
 
 def _policy(folder: Path, own: Mapping[str, str]) -> Iterator[str]:

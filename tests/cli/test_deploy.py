@@ -21,7 +21,7 @@ from flwr_replay.config.quoting import node_config
 from flwr_replay.errors import ConfigError
 from flwr_replay.files.atomic import alone
 from flwr_replay.institution.policy import read_policy
-from flwr_replay.runs import coordinator, examining
+from flwr_replay.runs import clinic, coordinator, examining
 from flwr_replay.runs.certificates import SERVER, SERVER_KEY, write_certificates
 from flwr_replay.runs.clinic import examine_clinic
 from flwr_replay.runs.coordinator import examine_coordinator
@@ -232,6 +232,20 @@ def test_the_doctor_names_a_serverapp_that_hangs_and_a_full_disk(written, tmp_pa
         "NO  disk"
     )
     assert "is nearly full" in examine_clinic(written / "north")[1]
+
+
+def test_a_clientapp_whose_message_never_comes_is_named_with_its_process(written, tmp_path, monkeypatch):
+    app, north = tmp_path / "flwr-clientapp", written / "north"
+    app.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(clinic, "_supernode", lambda folder: os.getpid())
+    with subprocess.Popen([sys.executable, app]) as waiting:
+        assert "ClientApp" not in examine_clinic(north)[1]
+        monkeypatch.setattr(clinic, "AGE", -1)
+        assert "NO  clientapps: a ClientApp still waits for the content of a message" in examine_clinic(north)[1]
+        assert f"it will not come: end process {waiting.pid}\n" in examine_clinic(north)[1]
+        monkeypatch.setattr(clinic, "IDLE", 0)  # one that works
+        assert "ClientApp" not in examine_clinic(north)[1]
+        waiting.kill()
 
 
 def test_a_key_is_never_made_twice(written):
