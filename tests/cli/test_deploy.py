@@ -234,6 +234,13 @@ def test_the_doctor_names_a_serverapp_that_hangs_and_a_full_disk(written, tmp_pa
     assert "is nearly full" in examine_clinic(written / "north")[1]
 
 
+def test_a_port_that_another_program_has_is_said(written):
+    port = int(re.search(r"PORT=(\d+)", (written / "north" / "clinic.env").read_text())[1])
+    with socket.create_server(("127.0.0.1", port)):
+        said = examine_clinic(written / "north")[1]
+    assert f"NO  names: port {port} is in use here by another program: change PORT in clinic.env" in said
+
+
 def test_a_clientapp_whose_message_never_comes_is_named_with_its_process(written, tmp_path, monkeypatch):
     app, north = tmp_path / "flwr-clientapp", written / "north"
     app.write_text("import time; time.sleep(60)")
