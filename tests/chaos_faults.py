@@ -94,7 +94,7 @@ TAKEN, STRUCK, INSTITUTIONS = 0, 1, 2  # slots: steps; 1 + the kind of step that
 
 
 def slot(name: str) -> int:
-    return INSTITUTIONS + int(name.rpartition("-")[2])
+    return INSTITUTIONS + int(name.rpartition("-")[2], 36)  # institution-1, clinic-a
 
 
 def watch(shared: Shared, fault: Fault, place: Path) -> None:
