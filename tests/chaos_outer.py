@@ -140,6 +140,8 @@ class OnDeployment:
                     with suppress(subprocess.TimeoutExpired):  # of the loop that starts it again from then on
                         deployment.started[clinic].wait(2)
                         deployment.start(clinic, again=True)
+                if kind == "superlink":
+                    deployment.started[COORDINATOR].wait()  # while it is a zombie, its children take it for alive
                 if kind in ("superlink", "serverapp"):
                     until(lambda: not in_use(found.folder), 90, deployment.logs)
                     at_once = kind == "serverapp" and rng.random() < 0.5  # before Flower has noticed
