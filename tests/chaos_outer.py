@@ -222,6 +222,7 @@ class OnRay:
             if not found.resumed:
                 found.strike(command, kinds[0], self.living)
             command.wait(LONGEST)
+            until(lambda: not self.living(), 60, lambda: f"processes are left: {self.left()}")
             logged = (self.folder / "said").read_text().splitlines()
             found.said = "".join(logged[-1:])  # Flower's own tracebacks stand above it
             found.resumed += not found.ended()
