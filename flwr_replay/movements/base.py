@@ -34,7 +34,7 @@ from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RefusedError, RunError
 from flwr_replay.learning.training import learning_rate, refuse_single_batches
 from flwr_replay.movements.evaluating import Evaluating
-from flwr_replay.movements.observers import UNMIXED, Forgetting, FurtherTests, Observer
+from flwr_replay.movements.observers import UNMIXED_ON, Forgetting, FurtherTests, Observer
 from flwr_replay.movements.run import EvaluateFn, Run
 from flwr_replay.payloads.common import ExpectsReplay
 from flwr_replay.privacy.dpsgd import refuse_mixing
@@ -77,12 +77,14 @@ class Movement(Evaluating):
         super().__init__(config, settings, recorder, **unknown)
         self.check_fraction(self.settings)
         self.replay = self.new_replay()
-        further = {"external": self.settings.external, UNMIXED: self.settings.evaluate_before_mixing}
-        self.observers: list[Observer] = [FurtherTests(split) for split, asked in further.items() if asked]
-        self.observers += [FurtherTests("test", at_end=True)] if self.settings.split != "test" else []
+        judged, unmixed = self.settings.split, self.settings.evaluate_before_mixing
+        at_end = judged != "test"  # then nobody tests on test examples before
+        self.observers: list[Observer] = [FurtherTests(UNMIXED_ON[judged])] if unmixed else []
+        further = {"external": self.settings.external, UNMIXED_ON["test"]: unmixed and at_end, "test": at_end}
+        self.observers += [FurtherTests(split, at_end) for split, asked in further.items() if asked]
         self.observers += [Forgetting(self.recorder)] if self.settings.forgetting else []
         private = self.settings.privacy and "train" in self.stages
-        observed = any(not one.at_end for one in self.observers)
+        observed = any(one.split != "test" for one in self.observers)
         own = self.needs_roll_call or self.replay or observed or private or self.settings.pinned
         self.ours_only = bool(own)
 
@@ -189,8 +191,8 @@ class Movement(Evaluating):
         def times(member: Member, observer: Observer | None) -> int:
             trains = trains_in.get(member.name, [])
             can: Sequence[int] = rounds[min(trains, default=num_rounds + 1) - 1 :] if self.own_models else rounds
-            can = trains if observer and observer.split == UNMIXED else can
-            evaluations = len(evaluated & {*can})
+            can = trains if observer and observer.split in UNMIXED_ON.values() else can
+            evaluations = len((evaluated if not observer or not observer.at_end else {num_rounds}) & {*can})
             return observer.forecast(len(can) * self.exchanges_per_round(), evaluations) if observer else evaluations
 
         requests: list[tuple[Request, Observer | None]] = [(self.judging(0, travelling), None)]

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.errors import RunError
-from flwr_replay.movements.observers import UNMIXED, Observer, TestOn
+from flwr_replay.movements.observers import UNMIXED_ON, Observer, TestOn
 from flwr_replay.movements.run import Run
 from flwr_replay.payloads.common import Evaluate, Evaluation
 from flwr_replay.server.evaluation import Pooled, pool_answers, with_further
@@ -40,9 +40,9 @@ class Evaluating(Exchanging):
         return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
 
     def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
-        """Return the request to evaluate on a split; `UNMIXED` is the one that rounds are judged by, before mixing."""
-        request = self.judging(server_round, arrays)
-        return request if split == UNMIXED else replace(request, split=split)  # type: ignore[call-arg]
+        """Return the request to evaluate on a split, or before mixing on one."""
+        examples = {unmixed: one for one, unmixed in UNMIXED_ON.items()}.get(split, split)
+        return replace(self.evaluation(server_round, arrays), split=examples)  # type: ignore[call-arg]
 
     def judging(self, server_round: int, arrays: Weights) -> Request:
         """Return the request to evaluate on the split that rounds are judged by."""
@@ -73,7 +73,7 @@ class Evaluating(Exchanging):
         for observer in self.observers:
             if at_end or not observer.at_end:
                 observer.before_evaluation(self.tester(run, server_round, arrays))
-        if any(at_end and one.at_end and not one.found for one in self.observers):
+        if at_end and any(one.split == "test" and not one.found for one in self.observers):
             raise self._untested()
         messages = self.configure_evaluate(server_round, arrays, run.evaluate_config, run.grid)
         replies = self.exchange(run.grid, server_round, messages, needed=False)
@@ -122,7 +122,7 @@ class Evaluating(Exchanging):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the metrics over the test shards: by sums, or by weighted means for a user's own ClientApp."""
-        tested = any(one.at_end and one.found for one in self.observers)  # then the counts are of the test examples
+        tested = any(one.split == "test" and one.found for one in self.observers)  # then the counts are of the test examples
         found = self.pooled(server_round, replies, shown=not tested)
         if found is None:
             return None

@@ -38,7 +38,7 @@ from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.files.tensors import nested
 from flwr_replay.learning.pushsum import sender_name
 from flwr_replay.movements.base import Exchange
-from flwr_replay.movements.observers import UNMIXED
+from flwr_replay.movements.observers import UNMIXED_ON
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.topology import TOPOLOGIES, Matrix, checked, mixing_matrix, read_matrices, receivers
 from flwr_replay.payloads.relay import Committed, Deliver, Released
@@ -130,11 +130,11 @@ class Gossip(Relay):
     def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
         """Return the request to evaluate on another split, or what was released before it was mixed."""
         request = super().evaluation_on(split, server_round, arrays)
-        return replace(request, mixed=False) if split == UNMIXED else request  # type: ignore[call-arg]
+        return replace(request, mixed=False) if split in UNMIXED_ON.values() else request  # type: ignore[call-arg]
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return None before mixing where the institution has not trained in this exchange."""
-        return None if split == UNMIXED and member.name not in self.releasing else arrays
+        return None if split in UNMIXED_ON.values() and member.name not in self.releasing else arrays
 
     # --- a round ------------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from flwr_replay.report.judged import VALIDATION
 from flwr_replay.server.evaluation import Pooled, with_further
 from flwr_replay.server.recorder import Recorder
 
-__all__ = ["UNMIXED", "Forgetting", "FurtherTests", "Observer", "TestOn"]
+__all__ = ["UNMIXED_ON", "Forgetting", "FurtherTests", "Observer", "TestOn"]
 
 UNMIXED = "before-mixing"  # in place of a split: the test shards, with models from before they were averaged or mixed
+UNMIXED_ON = {"test": UNMIXED, "validation": f"{VALIDATION}{UNMIXED}"}  # the same, by the split whose examples test
 
 TestOn = Callable[[str], Pooled | None]  # has every institution test the current model on its examples of a split
 
@@ -22,7 +24,7 @@ class Observer:
     found: Pooled | None = None  # the last metrics there
 
     def forecast(self, exchanges: int, evaluations: int) -> int:
-        """Return the number of tests in a run, given its numbers of training exchanges and of evaluations."""
+        """Return the number of tests in a run, given its numbers of training exchanges and of evaluations with which it tests."""
         return 0
 
     def after_exchange(self, server_round: int, data_of: Sequence[str], test_on: TestOn) -> None:
@@ -60,8 +62,8 @@ class FurtherTests(Observer):
     Parameters
     ----------
     split : str
-        `external`: on other institutions' examples; `UNMIXED`: models as they were trained; `test`: on the test shards,
-        where rounds are judged by validation examples.
+        `external`: on other institutions' test examples; one of `UNMIXED_ON`: models as they were trained; `test`: on
+        the test shards, where rounds are judged by validation examples.
     at_end : bool
         Whether to test with the last evaluation only.
     """
@@ -70,8 +72,8 @@ class FurtherTests(Observer):
         self.split, self.at_end = split, at_end
 
     def forecast(self, exchanges: int, evaluations: int) -> int:
-        """Return one test for each evaluation, or one."""
-        return min(1, evaluations) if self.at_end else evaluations
+        """Return one test for each evaluation."""
+        return evaluations
 
     def before_evaluation(self, test_on: TestOn) -> None:
         """Test, and keep the metrics for `completed`."""

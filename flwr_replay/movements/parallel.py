@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.errors import RunError
 from flwr_replay.movements.base import Exchange
-from flwr_replay.movements.observers import UNMIXED
+from flwr_replay.movements.observers import UNMIXED_ON
 from flwr_replay.movements.participation import AtOnce
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
@@ -59,7 +59,7 @@ class Parallel(AtOnce):
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the global weights, or those that the institution has trained in this exchange."""
-        return self.returned.get(member.name) if split == UNMIXED else arrays
+        return self.returned.get(member.name) if split in UNMIXED_ON.values() else arrays
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from flwr_replay.report.charts import Curves, curves
-from flwr_replay.report.judged import judged
+from flwr_replay.report.judged import VALIDATION, judged
 
 __all__ = ["sweeps"]
 
@@ -50,9 +50,8 @@ def _drawn(
     report: Mapping[str, Any], key: str, swept: Sequence[Mapping[str, float]], level: Sequence[str]
 ) -> tuple[Curves, str, str] | None:
     rows, metric = report["strategies"], report["metric"]
-    by = ", by validation examples" if report.get("judged-by") == "validation" else ""
     lines: dict[str, list[Point]] = {}
-    told, best, judging = {}, max if report["higher-is-better"] else min, _judging(report)
+    told, best, (judging, by) = {}, max if report["higher-is-better"] else min, _judging(report)
     for group in swept:
         name = next(iter(stems)) if len(stems := {_stem(label, key) for label in group}) == 1 else " / ".join(group)
         lines[name] = sorted(((value, rows[label]) for label, value in group.items()), key=lambda point: point[0])
@@ -83,14 +82,16 @@ def _drawn(
     return chart, caption, f"{caption}. {shown}."
 
 
-def _judging(report: Mapping[str, Any]) -> dict[str, float]:
-    """Return each method's mean over seeds of the metric that judged its rounds."""
+def _judging(report: Mapping[str, Any]) -> tuple[dict[str, float], str]:
+    """Return each method's mean over seeds of the metric that chooses, and by which examples if not by test examples."""
     found: dict[str, list[float]] = {}
+    by = ""
     for cell in report["cells"]:
         metrics = cell["result"]["final"]["global"] if "result" in cell else {}
         if (name := judged(report["metric"], metrics)) in metrics:
             found.setdefault(cell["label"], []).append(metrics[name])
-    return {label: fmean(values) for label, values in found.items()}
+            by = ", by validation examples" if name.startswith(VALIDATION) else by
+    return {label: fmean(values) for label, values in found.items()}, by
 
 
 def _stem(label: str, key: str) -> str:

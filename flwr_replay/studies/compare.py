@@ -136,7 +136,7 @@ def planned(
     reported_by_all = [name for name in reported[0] if all(name in names for names in reported)]
     mixed = all(config.evaluate_before_mixing for config in configs.values())
     prefixes = ["external-"] * config.external + ["before-mixing-"] * mixed
-    prefixes += ["validation-"] * (config.split != "test")
+    prefixes += [f"validation-{one}" for one in ("", *["before-mixing-"] * mixed)] * (config.split != "test")
     known = [f"{prefix}{name}" for prefix in ["", *prefixes] for name in reported_by_all]
     if metric not in known:
         raise ConfigError(f"--metric must be one that all methods report; got {metric!r}: {nearest(metric, known)}")
@@ -145,7 +145,7 @@ def planned(
         "title": _title(list(configs.values())),
         "metric": metric,
         "judged-by": config.split,
-        "higher-is-better": re.sub("^(external-|before-mixing-|validation-)?(proxy-)?", "", metric) not in ERRORS,
+        "higher-is-better": re.sub("^(validation-)?(external-|before-mixing-)?(proxy-)?", "", metric) not in ERRORS,
         "against": against,
         "seeds": list(seeds),
         **more,

@@ -8,6 +8,7 @@ import pytest
 from hostile_server import HostileServer, refusal
 from peers import NAMES, hospitals, run
 
+from flwr_replay import run as simulate
 from flwr_replay.check import check_strategy
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose
@@ -61,6 +62,24 @@ def test_rounds_are_judged_by_validation_examples_and_the_last_by_test_examples(
     assert f"accuracy {final['accuracy']:.4f} (test; validation {rounds[-1]:.4f}, {best})" in said
     assert f"Test examples were used only then; of validation examples accuracy is {rounds[-1]:.3f}" in page
     assert "validation" not in summary(tested.result, tested.folder)
+
+
+def test_further_tests_on_test_examples_wait_for_the_last_round_too(tmp_path):
+    """External examples are others' test examples; before mixing, each name says which examples it is of."""
+    options = {"task": "digits", "nodes": 3, "partition": "iid", "strategy": "fedavg", "rounds": 3, "external": True}
+    options |= {"evaluate_before_mixing": True, "runs_dir": tmp_path}
+    ran, tested = simulate(**options), simulate(**options, split="test")
+    lines = [json.loads(line) for line in (ran.folder / "ledger.jsonl").read_text().splitlines()]
+    asked = {(line["round"], line["split"]) for line in lines if line.get("split") and line["direction"] == "down"}
+    assert asked == {*((n, "validation") for n in (1, 2, 3)), (3, "test"), (3, "external")}
+    final = ran.result["final"]["global"]
+    assert {*tested.result["final"]["global"]} <= {*final}
+    assert final["validation-before-mixing-loss"] != final["before-mixing-loss"]
+    at = {}
+    for line in map(json.loads, (ran.folder / "metrics.jsonl").read_text().splitlines()):
+        at.setdefault(line["metric"], set()).add(line["round"])
+    assert at["validation-before-mixing-accuracy"] == {1, 2, 3}
+    assert at["before-mixing-accuracy"] == at["external-accuracy"] == at["accuracy"] == {3}
 
 
 def test_the_examples_are_nobody_elses():

@@ -38,6 +38,16 @@ def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch
     assert text.count("<polygon") == 2 + len(rows)
 
 
+def test_a_metric_of_test_examples_alone_is_not_said_to_be_of_validation_examples(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = ["task=digits", "nodes=2", "rounds=1", "model=mlp", "model.width=4", "external=true", "fedavg.lr=0.01|1"]
+    _, report = compare_strategies(["fedavg"], options, "", 1, tmp_path, "external-accuracy")
+    ((chart, _, _),) = sweeps(report)
+    assert "validation" not in chart.lines[0][3]
+    text = Page(Path(report["folder"]) / "report.html").text
+    assert "external-accuracy of test examples by round" in text
+
+
 def test_no_picture_of_a_sweep_without_one_and_one_for_each_option():
     def report(*labels):
         cells = []
