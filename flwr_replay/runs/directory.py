@@ -83,6 +83,7 @@ FORMS: dict[str, Form] = {  # of a line in each file
     "privacy": {"institution": str, "epsilon": int | float | None, "delta": int | float, "mechanism": str},
 }
 VALIDATED = "Rounds are judged by validation examples; test examples are used at the end only."
+TESTED = "Rounds are judged by test examples, so the best of them is optimistic."
 LOST_BEST = "its file was damaged or removed before the run was resumed"
 GROWING = (*(f"{name}.jsonl" for name in (*FORMS, "forgetting") if name != "generator"), MEMBERS)
 IN_A_ROW = 2  # evaluations of a worthless model before the log says so
@@ -311,7 +312,7 @@ class RunDirectory(Recorder):
             )
         server_round, pooled, own = self.history[-1]
         judging, higher_is_better = self._judged()
-        metric = judging.removeprefix(VALIDATION)
+        metric, said = judging.removeprefix(VALIDATION), VALIDATED if judging.startswith(VALIDATION) else TESTED
         best = best_of(self.history, judging, higher_is_better)
         last = models.get("global") if best[0] == server_round and not self.no_best else None
         kept = self._best.end(best[0], last)
@@ -322,9 +323,7 @@ class RunDirectory(Recorder):
             "partition": config.partition.name,
             "model": config.model.name,
             "replay": config.replay.name,
-            "metrics-note": " ".join(
-                filter(None, (config.strategy.metrics_note, VALIDATED * (config.split != "test")))
-            ),
+            "metrics-note": " ".join(filter(None, (config.strategy.metrics_note, said))),
             "nodes": len({*own, *self.notes.get("untrained", ())}),
             "rounds": server_round // self.per_round,
             "seed": config.seed,

@@ -15,7 +15,7 @@ from flwr_replay.files.atomic import read_json, write_atomic
 from flwr_replay.files.lines import read_lines
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.epsilon import epsilon_suffix
-from flwr_replay.report.judged import judged
+from flwr_replay.report.judged import VALIDATION
 from flwr_replay.report.summary import judged_by
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.trained import TrainedModel
@@ -113,10 +113,10 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
     if best:
         exchange = BestModel(folder).exchange
         rows = [row for row in read_lines(folder / "metrics.jsonl") if row["exchange"] == exchange]
-        of_all = {row["metric"]: row["value"] for row in rows if row["institution"] == ""}
-        metrics = {name: of_all[name] for name in of_all if judged(name, of_all) == name}
+        metrics = {row["metric"]: row["value"] for row in rows if row["institution"] == ""}
         whose = f"the global model of round {rows[0]['round']}, the best"
     by = judged_by(result) if best else "test"
+    metrics = {name: value for name, value in metrics.items() if name.startswith(VALIDATION) == (by == "validation")}
     tested = f"the test examples of {institution}" if institution else f"all institutions' {by} examples"
     unit = f" {result['unit']}" if result["unit"] else ""
     shown = [f"{name} {value:.4f}{unit if name in LABEL_UNIT else ''}" for name, value in metrics.items()] or [

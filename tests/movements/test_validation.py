@@ -21,6 +21,7 @@ from flwr_replay.payloads.common import Evaluate
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.report.summary import confusion_of, summary
 from flwr_replay.report.summary import tested_of as numbers
+from flwr_replay.runs.export import card
 from flwr_replay.studies.compare import planned
 
 VALIDATED = "split=validation"
@@ -50,6 +51,7 @@ def test_rounds_are_judged_by_validation_examples_and_the_last_by_test_examples(
     assert {line["round"] for line in lines if line["metric"] == "validation-accuracy"} == {1, 2, 3}
     assert {line["round"] for line in lines if line["metric"] == "accuracy"} == {3}
     assert "validation examples" in ran.result["metrics-note"]
+    assert "judged by test examples" in tested.result["metrics-note"]
     rounds = [line["value"] for line in lines if line["metric"] == "validation-accuracy" and not line["institution"]]
     assert rounds[-1] == final["validation-accuracy"]
     assert ran.result["best"]["validation-accuracy"] == max(rounds)
@@ -62,6 +64,16 @@ def test_rounds_are_judged_by_validation_examples_and_the_last_by_test_examples(
     assert f"accuracy {final['accuracy']:.4f} (test; validation {rounds[-1]:.4f}, {best})" in said
     assert f"Test examples were used only then; of validation examples accuracy is {rounds[-1]:.3f}" in page
     assert "validation" not in summary(tested.result, tested.folder)
+
+
+def test_a_card_states_only_metrics_of_the_examples_that_it_names(tmp_path):
+    ran = simulate(task="digits", nodes=2, partition="iid", strategy="fedavg", rounds=1, external=True, runs_dir=tmp_path)
+    last, best = card(ran.folder, ran.model(), ""), card(ran.folder, ran.model(), "", best=True)
+    assert "- On all institutions' test examples: accuracy" in last
+    assert "validation-" not in last
+    assert "external-accuracy" in last
+    assert "- On all institutions' validation examples: validation-accuracy" in best
+    assert "external-" not in best
 
 
 def test_further_tests_on_test_examples_wait_for_the_last_round_too(tmp_path):
