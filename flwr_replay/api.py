@@ -242,8 +242,9 @@ def plot(runs: Sequence[Run], metric: str = "") -> Figure:
     from flwr_replay.report.plots import by_round
 
     asked, lines = metric or runs[0].result["metric"], {}
-    for one in runs:
-        name = judged(asked, {*one.metrics["metric"]})
+    named = [judged(asked, {*one.metrics["metric"]}) for one in runs]  # of validation or of test examples
+    alike = len({*named}) == 1
+    for one, name in zip(runs, named, strict=True):
         rows = one.metrics[one.metrics["metric"] == name]
         if rows.empty:
             known = ", ".join(one.metrics["metric"].unique())
@@ -252,8 +253,9 @@ def plot(runs: Sequence[Run], metric: str = "") -> Figure:
             if len(runs) == 1:
                 lines[institution or "all institutions"] = list(zip(line["round"], line["value"], strict=True))
             elif not institution:
-                lines[_label(one, runs)] = list(zip(line["round"], line["value"], strict=True))
-    return by_round(lines, name)
+                label = _label(one, runs) + f" ({name})" * (not alike)
+                lines[label] = list(zip(line["round"], line["value"], strict=True))
+    return by_round(lines, named[0] if alike else asked)
 
 
 def compare(

@@ -78,3 +78,10 @@ def test_only_what_is_offered_is_there():
         _ = flwr_replay.nothing
     with pytest.raises(ConfigError, match=r"metric must be one of .*accuracy"):
         run(TINY, strategy="fedavg").plot("acuracy")
+
+
+def test_a_picture_of_runs_judged_by_different_examples_says_whose_each_line_is():
+    runs = [run(TINY, strategy="fedavg", split=split) for split in ("validation", "test")]
+    axes = flwr_replay.api.plot(runs).axes[0]
+    assert axes.get_ylabel() == "accuracy"
+    assert [line.get_label().rpartition(" ")[2] for line in axes.lines] == ["(validation-accuracy)", "(accuracy)"]
