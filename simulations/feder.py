@@ -15,7 +15,8 @@ from flwr_replay.studies.study import Part
 
 __all__ = ["PARTS"]
 
-MNIST = ["task=mnist", "partition.size=1000", "model=cnn", "rounds=10", "evaluate_every=10", "seeds=3"]
+# Eight times 1,000 are all of 8,000 training images. Tests come after the last round only, so none are used before.
+MNIST = ["task=mnist", "partition.size=1000", "model=cnn", "rounds=10", "evaluate_every=10", "seeds=3", "split=test"]
 SKEW = [*MNIST, "partition=ks", "ks=0.93", "nodes=4"]
 PNEUMONIA = "pneumoniamnist.npz"
 XRAYS = ["task=medmnist", "classes=2", "model=cnn", "rounds=20", "evaluate_every=20", "seeds=3"]

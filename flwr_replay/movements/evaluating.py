@@ -122,7 +122,9 @@ class Evaluating(Exchanging):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the metrics over the test shards: by sums, or by weighted means for a user's own ClientApp."""
-        tested = any(one.split == "test" and one.found for one in self.observers)  # then the counts are of the test examples
+        tested = any(
+            one.split == "test" and one.found for one in self.observers
+        )  # then the counts are of test examples
         found = self.pooled(server_round, replies, shown=not tested)
         if found is None:
             return None

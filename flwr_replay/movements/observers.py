@@ -24,7 +24,7 @@ class Observer:
     found: Pooled | None = None  # the last metrics there
 
     def forecast(self, exchanges: int, evaluations: int) -> int:
-        """Return the number of tests in a run, given its numbers of training exchanges and of evaluations with which it tests."""
+        """Return the number of tests in a run, given its numbers of training exchanges and of evaluations with it."""
         return 0
 
     def after_exchange(self, server_round: int, data_of: Sequence[str], test_on: TestOn) -> None:

@@ -83,7 +83,7 @@ def _drawn(
 
 
 def _judging(report: Mapping[str, Any]) -> tuple[dict[str, float], str]:
-    """Return each method's mean over seeds of the metric that chooses, and by which examples if not by test examples."""
+    """Return the mean over seeds of the metric that chooses, by label; words for it if it is of validation examples."""
     found: dict[str, list[float]] = {}
     by = ""
     for cell in report["cells"]:

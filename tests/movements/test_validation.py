@@ -67,7 +67,9 @@ def test_rounds_are_judged_by_validation_examples_and_the_last_by_test_examples(
 
 
 def test_a_card_states_only_metrics_of_the_examples_that_it_names(tmp_path):
-    ran = simulate(task="digits", nodes=2, partition="iid", strategy="fedavg", rounds=1, external=True, runs_dir=tmp_path)
+    ran = simulate(
+        task="digits", nodes=2, partition="iid", strategy="fedavg", rounds=1, external=True, runs_dir=tmp_path
+    )
     last, best = card(ran.folder, ran.model(), ""), card(ran.folder, ran.model(), "", best=True)
     assert "- On all institutions' test examples: accuracy" in last
     assert "validation-" not in last

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,14 @@ from flwr_replay.simulations import boneage, brats, feder, leakage, partitions, 
 from flwr_replay.studies.leakage import share_of_cores
 from flwr_replay.studies.methods import methods_of, named, options_of
 from flwr_replay.studies.study import Part, parts_of, run_study, studies
+
+
+def test_the_parts_fit_the_data_that_they_name():
+    """FedER's eight institutions take all 8,000 images, so none can be held out for validation."""
+    mnist = Path("../shared/data/mnist").resolve()
+    if not mnist.exists():
+        pytest.skip("needs ../shared/data/mnist")
+    app(["study", "feder", "--data", str(mnist.parent), "--only", "iid-8", "--dry-run"], standalone_mode=False)
 
 
 def test_every_part_composes():
