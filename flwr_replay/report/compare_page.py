@@ -11,7 +11,7 @@ from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.charts import bars, curves
 from flwr_replay.report.comparison import cells_of
 from flwr_replay.report.histories import by_round, metric_rows
-from flwr_replay.report.judged import VALIDATION, judged
+from flwr_replay.report.judged import judging
 from flwr_replay.report.notes import notes, verdicts
 from flwr_replay.report.pages import render
 from flwr_replay.report.run_page import PAGE
@@ -58,8 +58,7 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         bars_caption=f"{metric}, mean over seeds{better}; dashed: {against}",
         sweeps=sweeps(report),
         chart=curves(lines, "round", metric, bands),
-        chart_caption=f"{metric}{_examples(report)} by round, mean over seeds"
-        + "; band: lowest to highest seed" * bool(bands),
+        chart_caption=f"{judging(report)} by round, mean over seeds" + "; band: lowest to highest seed" * bool(bands),
         notes=[*filter(None, faults), *(note for note in notes(report) if note not in said)],
         pages=[
             (f"{cell['label']}, seed {cell['seed']}", f"{cell['folder']}/{PAGE}")
@@ -71,14 +70,6 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
     )
     write_atomic(folder / PAGE, text)
     return folder / PAGE
-
-
-def _examples(report: Mapping[str, Any]) -> str:
-    """Say which examples a curve over rounds is of; nothing for runs of older versions."""
-    if "judged-by" not in report:
-        return ""
-    names = {name for cell in report["cells"] if "result" in cell for name in cell["result"]["final"]["global"]}
-    return f" of {'validation' if judged(report['metric'], names).startswith(VALIDATION) else 'test'} examples"
 
 
 def _question(report: Mapping[str, Any]) -> str:

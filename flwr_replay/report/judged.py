@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from typing import Any
 
-__all__ = ["VALIDATION", "judged"]
+__all__ = ["VALIDATION", "judged", "judging"]
 
 VALIDATION = "validation-"
 
@@ -16,3 +17,9 @@ def judged(metric: str, names: Container[str]) -> str:
     ('validation-accuracy', 'accuracy')
     """
     return f"{VALIDATION}{metric}" if f"{VALIDATION}{metric}" in names else metric
+
+
+def judging(report: Mapping[str, Any]) -> str:
+    """Return the name under which the rounds of a comparison's runs were judged by its metric."""
+    names = {name for cell in report["cells"] if "result" in cell for name in cell["result"]["final"]["global"]}
+    return judged(report["metric"], names)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.epsilon import shown_epsilon
+from flwr_replay.report.judged import judging
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -131,7 +132,7 @@ def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]]
         axes.fill_between(rounds, values_SR.min(0), values_SR.max(0), color=colour, alpha=0.15, linewidth=0)
     _scale(axes, shown)
     axes.xaxis.set_major_locator(MaxNLocator(integer=axis == "round"))
-    axes.set(xlabel=f"{axis}; line: mean over seeds, band: lowest to highest", ylabel=report["metric"])
+    axes.set(xlabel=f"{axis}; line: mean over seeds, band: lowest to highest", ylabel=judging(report))
     axes.set_title(report["title"], fontsize="medium")
     if shown:
         figure.legend(loc="outside right center", frameon=False)

@@ -144,7 +144,6 @@ def planned(
     about = {
         "title": _title(list(configs.values())),
         "metric": metric,
-        "judged-by": config.split,
         "higher-is-better": re.sub("^(validation-)?(external-|before-mixing-)?(proxy-)?", "", metric) not in ERRORS,
         "against": against,
         "seeds": list(seeds),

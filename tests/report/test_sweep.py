@@ -18,7 +18,7 @@ def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch
     assert page.faults == []
     caption = "accuracy by training.lr, mean over seeds; band: lowest to highest seed"
     assert caption in page.text
-    assert "accuracy of validation examples by round, mean over seeds; band: lowest to highest seed" in page.text
+    assert "validation-accuracy by round, mean over seeds; band: lowest to highest seed" in page.text
     means = [rows[f"fedavg:lr={lr}"]["mean"] for lr in ("0.01", "0.1", "1")]
     shown = ", ".join(f"{mean:.3f} at {lr:g}" for mean, lr in zip(means, (0.01, 0.1, 1), strict=True))
     local = rows["local"]["mean"]
@@ -45,7 +45,7 @@ def test_a_metric_of_test_examples_alone_is_not_said_to_be_of_validation_example
     ((chart, _, _),) = sweeps(report)
     assert "validation" not in chart.lines[0][3]
     text = Page(Path(report["folder"]) / "report.html").text
-    assert "external-accuracy of test examples by round" in text
+    assert "external-accuracy by round" in text
 
 
 def test_no_picture_of_a_sweep_without_one_and_one_for_each_option():
