@@ -183,13 +183,10 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     shards = {"train": train, "test": test, "val": val_shards or []}
     for split, parts in shards.items():
         for name, part in zip(names, parts, strict=False):
-            if not len(part) and not (split == "val" and config.name == "natural"):
-                instead = (
-                    "take fewer nodes, more data, or split=test" if split == "val" else "take fewer nodes or more data"
-                )
+            if not len(part) and split != "val":
                 raise DataError(
                     f"every institution must hold {split} examples; {name} of {nodes} got none with "
-                    f"partition={config.name}: {instead}"
+                    f"partition={config.name}: take fewer nodes or more data"
                 )
     if nodes > 1 and dataset.train.y.dtype == np.int64 and len(np.unique(dataset.train.y)) < 2:
         raise DataError(

@@ -274,7 +274,7 @@ class InstitutionClient(NumPyClient):
     def evaluated(self, arrays: Weights, split: str, role: str = "") -> Evaluation:
         """Test weights on one of the institution's shards; `role` as for `scratch_model`."""
         shard = self.institution.shard(split)
-        return self.task.evaluate(self._loaded(arrays, role), shard.x, shard.y)
+        return self.task.evaluate(self._loaded(arrays, role), shard.x, shard.y) if len(shard) else self.task.empty()
 
     def resume(self, request: Train) -> tuple[nn.Module, Optimizer]:
         """Return the model with the received weights, ready to train, and its optimizer.

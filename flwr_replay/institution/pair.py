@@ -177,6 +177,8 @@ class PairClient(InstitutionClient):
         """
         phi, theta = unnested(self.latest("pair", request))["model"], parted(theta)[0]
         shard = self.institution.shard(request.split)
+        if not len(shard):
+            return PairEvaluation.empty(self.task)
         proxy = self.evaluated(theta, request.split)
         if request.listen == "loss":
             return PairEvaluation.of_pair(self.evaluated(phi, request.split, "private"), proxy)

@@ -106,30 +106,29 @@ class Evaluating(Exchanging):
             asked = [(member, self.evaluation_on(split, server_round, w)) for member, w in tested if w is not None]
             messages = (self.message(member, request, run.evaluate_config) for member, request in asked)
             replies = self.exchange(run.grid, server_round, messages, needed=False)
-            return self.pooled(server_round, replies, shown=split == "test")
+            return self.pooled(server_round, replies, self.recorder.tested if split == "test" else {})
 
         return test_on
 
-    def pooled(self, server_round: int, replies: Iterable[Message], shown: bool = False) -> Pooled | None:
-        """Pool the answers to an evaluation; an invalid one counts as its sender's failure.
-
-        `shown`: whether the recorder shows the counts of these answers.
-        """
+    def pooled(
+        self, server_round: int, replies: Iterable[Message], sums: dict[str, Evaluation] | None = None
+    ) -> Pooled | None:
+        """Pool the answers to an evaluation; an invalid one counts as its sender's failure. `sums` is filled."""
         refuse, settings = partial(self.recorder.failed, server_round), self.settings
-        tested = self.recorder.tested if shown else {}
         answers = self.answers(replies)
-        return pool_answers(answers, settings.task, refuse, self.evaluated, settings.input_shape, tested)
+        return pool_answers(answers, settings.task, refuse, self.evaluated, settings.input_shape, sums)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the metrics over the test shards: by sums, or by weighted means for a user's own ClientApp."""
-        tested = any(
-            one.split == "test" and one.found for one in self.observers
-        )  # then the counts are of test examples
-        found = self.pooled(server_round, replies, shown=not tested)
-        if found is None:
+        tested = any(one.split == "test" and one.found for one in self.observers)  # at the end, if not in every round
+        sums = {} if tested else self.recorder.tested  # the recorder shows those of the test examples
+        found = self.pooled(server_round, replies, sums)
+        if found is None and not tested:
             return None
+        found = found or ({}, {})  # nobody has validation examples
         if self.split != "test":
             found = with_further(({}, {}), found, f"{self.split}-")
+            self.recorder.notes["validation-examples"] = sum(one.num_examples for one in sums.values())
         for observer in self.observers:
             found = observer.completed(found)
         pooled, own = found

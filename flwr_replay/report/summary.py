@@ -276,4 +276,7 @@ def warnings(
         shown = ", ".join(f"{name} {n}" for name, n in [*few.items()][:MOST_SHOWN])
         more = f" and {len(few) - MOST_SHOWN} more institutions" if len(few) > MOST_SHOWN else ""
         lines.append(f"Few test examples: {shown}{more}. Figures of so few say little.")
+    if (judges := result.get("validation-examples", FEW)) < FEW:
+        few_or_none = f"Few validation examples judged the rounds, {judges} in all. Which round was best says little."
+        lines.append(few_or_none if judges else "No institution has validation examples: no round was judged.")
     return lines

@@ -60,6 +60,8 @@ def pool_answers(
             try:
                 evaluation = declared.decode(reply.content)
                 check_evaluation(evaluation, task, input_shape)
+                if not evaluation.num_examples:  # it has no validation examples
+                    continue
                 own[member.name] = declared.pool(task, [evaluation])
                 evaluations[member.name] = evaluation
             except WireError as error:

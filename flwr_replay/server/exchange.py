@@ -191,11 +191,11 @@ class Exchanging(Calling):
         -------
         range
             In the base class the number of the roll call. Any number if there is none, for test examples, and where the
-            answer counts others' examples.
+            answer counts others' examples. Only of validation examples there may be none.
         """
-        tested = request.message_type == "evaluate" and instructions.get("split") != "train"
-        if tested or not member.ours or request.answer is Kept:
-            return range(0 if request.answer is Kept else 1, MOST + 1)
+        split = instructions.get("split", "test") if request.message_type == "evaluate" else "train"
+        if split != "train" or not member.ours or request.answer is Kept:
+            return range(0 if request.answer is Kept or split == "validation" else 1, MOST + 1)
         return range(member.num_examples, member.num_examples + 1)
 
     def finite(self, arrays: ArrayRecord) -> ArrayRecord:

@@ -18,10 +18,12 @@ from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.errors import DataError, RunError
 from flwr_replay.institution.owner import Institution
 from flwr_replay.payloads.common import Evaluate
+from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.report.summary import confusion_of, summary
 from flwr_replay.report.summary import tested_of as numbers
 from flwr_replay.runs.export import card
+from flwr_replay.runs.simulate import run_inline
 from flwr_replay.studies.compare import planned
 
 VALIDATED = "split=validation"
@@ -145,6 +147,40 @@ def test_a_patients_images_are_held_out_together(tmp_path):
 @pytest.mark.parametrize("strategy", sorted(choices("strategy")))
 def test_every_method(strategy):
     check_strategy(strategy, [VALIDATED])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["strategy=fedavg"],
+        ["strategy=proxyfl", "listen=pool", "alpha=0", "private-epochs=1", "dp=none"],
+        ["strategy=fedreplay"],
+    ],
+)
+@pytest.mark.parametrize("validating", [0, 1])
+def test_an_institution_without_validation_examples_is_tested_at_the_end(tmp_path, monkeypatch, options, validating):
+    from PIL import Image
+
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    rng, lines = np.random.default_rng(0), ["image,label,split"]
+    for n in range(24):
+        Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8)).save(tmp_path / f"{n}.png")
+        lines.append(f"{n}.png,{n % 2},{'test' if n > 17 else 'val' if n == 17 and validating else 'train'}")
+    (tmp_path / "manifest.csv").write_text("\n".join(lines) + "\n")
+    task = ["task=folder", f"task.data-dir='{tmp_path}'", "task.size=8", "task.channels=1", "task.classes=2"]
+    job = [*task, "partition=iid", "nodes=3", "rounds=2", "model=mlp", "model.width=4", f"runs_dir='{tmp_path}'"]
+    if not validating:
+        monkeypatch.setattr(Institution, "validation", None)
+    result, folder = run_inline([*job, *options], Display())
+    assert result["failures"] == []
+    own = result["final"]["institutions"]
+    assert sum("validation-accuracy" in metrics for metrics in own.values()) == validating
+    assert all("accuracy" in metrics for metrics in own.values())
+    assert len(own) == 3
+    assert f"accuracy {result['final']['global']['accuracy']:.4f} (" in summary(result, folder)
+    said = "Few validation examples judged the rounds, 1 in all" if validating else "No institution has validation"
+    assert f"warning: {said}" in summary(result, folder)
+    assert write_run_page(folder).exists()
 
 
 def test_a_run_whose_test_examples_nobody_could_test_is_no_result(folder, monkeypatch):
