@@ -18,7 +18,7 @@ __all__ = ["sums", "verdict", "write_officer_page"]
 PAGE = "officer"
 RULES = {
     "strategies": "the method may be used (strategies)",
-    "recording": "whether the server keeps messages (recording)",
+    "recording": "the server says that it keeps no messages, or the policy lets it (recording)",
     "limits": "the server asks for no more than allowed (limits)",
     "sealed": "weights are sealed, where the policy asks for it (sealed)",
     "masked": "weights are under masks, where the policy asks for it (masked)",

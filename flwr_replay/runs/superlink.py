@@ -24,6 +24,7 @@ from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY, write_certific
 __all__ = ["COLOUR", "SuperLink", "flower", "flwr_run", "free_port", "streamed", "superlink"]
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in Flower's log
+WAITED = 60  # seconds for a SuperLink to start
 DAYS = 7  # that the certificates of one run are valid
 APP = """\
 [project]
@@ -99,10 +100,12 @@ def superlink(scratch: Path, simulation: bool = True, secured: bool = False) -> 
     with open(scratch / "superlink.log", "w") as log, family() as mark:
         environment[MARK] = mark
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAITED
         while not _answers(port):
             if server.poll() is not None or time.monotonic() > deadline:
-                raise RunError(f"the SuperLink must start; its log: {(scratch / 'superlink.log').read_text()[-500:]}")
+                said = (scratch / "superlink.log").read_text()[-500:]
+                busy = f"it said nothing in {WAITED} s: is the machine busy? Try again"
+                raise RunError(f"the SuperLink must start; {f'its log: {said}' if said else busy}")
             time.sleep(0.1)
         yield SuperLink(port, scratch, environment, secured)
 
