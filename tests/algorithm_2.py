@@ -4,6 +4,7 @@ from collections import OrderedDict
 
 import numpy as np
 import torch
+from harness import SHARDS
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -12,16 +13,7 @@ from flwr_replay.models.zoo import backbone
 from flwr_replay.rng import derived_seed
 
 B, LR = 16, 0.05
-JOB = [
-    "strategy=fedreplay",
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=cnn",
-    "model.width=4",
-    "rounds=2",
-]
+JOB = ["strategy=fedreplay", *SHARDS, "classes=3", "model=cnn", "model.width=4", "rounds=2"]
 JOB += ["encoder-epochs=4", "patience=2", f"batch_size={B}", f"lr={LR}", "device=cpu", "evaluate-every=2"]
 
 

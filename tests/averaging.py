@@ -4,7 +4,7 @@ import shlex
 
 import numpy as np
 import torch
-from harness import fresh, node_configs
+from harness import SHARDS, fresh, node_configs
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app
@@ -19,7 +19,7 @@ from flwr_replay.wire.records import opened
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}
-TASK = ["task=medmnist", "split=test", "task.size=8", "classes=3", "model=cnn", "model.width=4"]
+TASK = [*SHARDS, "classes=3", "model=cnn", "model.width=4"]
 JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=3"]
 
 

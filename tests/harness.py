@@ -23,6 +23,8 @@ from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.records import array_record
 from flwr_replay.wire.weights import to_arrays
 
+SHARDS = ["task=medmnist", "split=test", "task.size=8"]  # hospitals of `write_shards`, which train on all they have
+
 
 def write_shards(folder, sizes):
     """Write an .npz of 8 x 8 images for each hospital; return its training examples, as numbers in [0, 1]."""

@@ -4,7 +4,7 @@ from functools import partial
 
 import harness
 import numpy as np
-from harness import node_configs, write_shards
+from harness import SHARDS, node_configs, write_shards
 
 from flwr_replay.files.tensors import unnested
 from flwr_replay.institution.peer import unpack_state
@@ -13,7 +13,7 @@ from flwr_replay.institution.state import StateStore
 B, N = 16, 40
 NAMES = "abcd"
 BEFORE = 2  # looks at who is there before the first exchange
-TASK = ["task=medmnist", "split=test", "task.size=8", "classes=3", "model=mlp", "model.width=6"]
+TASK = [*SHARDS, "classes=3", "model=mlp", "model.width=6"]
 JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=2"]
 
 

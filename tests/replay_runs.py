@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import harness
-from harness import node_configs
+from harness import SHARDS, node_configs
 from safetensors.numpy import load_file
 
 from flwr_replay.generators.codes import unpack_codes
@@ -16,7 +16,7 @@ N, K = 5, 8  # codes of an image, and of the codebook
 GENERATOR = ["generator.width=4", f"generator.codes={K}", "generator.dim=4", f"generator.batch_size={B}"]
 PRIOR = ["prior.width=4", "prior.layers=1", "prior.epochs=2", f"prior.batch_size={B}"]
 FEW = ["rounds=1", "generator.epochs=1", "prior.epochs=1"]
-TASK = ["task=medmnist", "split=test", "task.size=8", "classes=3", "model=cnn", "model.width=4"]
+TASK = [*SHARDS, "classes=3", "model=cnn", "model.width=4"]
 JOB = [*TASK, *GENERATOR, *PRIOR, "generator.epochs=2", f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=2"]
 
 

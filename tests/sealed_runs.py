@@ -1,6 +1,7 @@
 """Sealed runs of small hospitals: their keys, and parcels that a test seals, spoils and sends."""
 
 from flwr.app import ArrayRecord
+from harness import SHARDS
 from hostile_server import refusal
 from peers import NAMES
 
@@ -14,16 +15,7 @@ from flwr_replay.wire.sealed import SEALED_NAME
 
 SEALED = "sealed=true"
 ABC = "abc"
-SMALL = [
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=mlp",
-    "model.width=6",
-    "batch_size=16",
-    "device=cpu",
-]
+SMALL = [*SHARDS, "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
 PUSH, CWT = [*SMALL, "strategy=avgpush", SEALED], [*SMALL, "strategy=cwt", SEALED]
 MODEL = {"run": "r", "kind": "model", "weight": 1.0}
 

@@ -83,8 +83,6 @@ class FurtherTests(Observer):
         """Add the further metrics: those of test examples under plain names, others' begin with the split's."""
         if self.found is None:
             return found
-        return (
-            with_further(self.found, found, "")
-            if self.split == "test"
-            else with_further(found, self.found, f"{self.split}-")
-        )
+        if self.split == "test":
+            return with_further(self.found, found, "")
+        return with_further(found, self.found, f"{self.split}-")

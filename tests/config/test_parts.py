@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from harness import node_configs, write_shards
+from harness import SHARDS, node_configs, write_shards
 
 from flwr_replay.config.compose import compose, overrides_of, to_yaml
 from flwr_replay.config.parts import VARIABLE
@@ -246,7 +246,7 @@ def test_no_dp_on_data_that_nobody_has_checked(own):
 def institution(tmp_path, part, **node):
     write_shards(tmp_path, {"a": 9})
     (owned,) = node_configs(tmp_path, tmp_path / "state", "a")
-    run = {"overrides": shlex.join([*JOB, "task=medmnist", "split=test", "task.size=8", "classes=3", part])}
+    run = {"overrides": shlex.join([*JOB, *SHARDS, "classes=3", part])}
     return _institution(tuple(run.items()), tuple(sorted({**owned, **node}.items())))
 
 

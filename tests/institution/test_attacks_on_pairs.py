@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from harness import write_shards
+from harness import SHARDS, write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 from peers import hospitals, run
 
@@ -11,16 +11,7 @@ from flwr_replay.payloads.mutual import EvaluatePair, EvaluateWithProxy, TrainMu
 from flwr_replay.payloads.relay import Deliver
 from flwr_replay.wire.records import array_record, arrays_in
 
-TASK = [
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=mlp",
-    "model.width=6",
-    "batch_size=16",
-    "device=cpu",
-]
+TASK = [*SHARDS, "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
 DP = [*TASK, "dp=proxy", "beta=0", "sigma=2", "delta=0.01"]
 PAIR = {"alpha": 0.5, "beta": 0.0, "private_seed": 1, "private_optimizer": "sgd", "private_lr": 0.01, "lr": 0.01}
 PAIR |= {"private_epochs": 0, "private_batch_size": 16, "private_shift": 0, "run": "r", "server_round": 1}

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
-from harness import write_shards
+from harness import SHARDS, write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 
 from flwr_replay.config.compose import compose
@@ -22,16 +22,7 @@ from flwr_replay.payloads.replay import EncodeImages, KeepCodes, KeepPrior
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.weights import to_arrays
 
-TASK = [
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=mlp",
-    "model.width=6",
-    "batch_size=16",
-    "device=cpu",
-]
+TASK = [*SHARDS, "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
 REPLAY = ["replay=vqvae2", "generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=1"]
 CUT = {"cut": "hidden1", "latent_dtype": "float32", "first": 0, "chunk_bytes": 10**6}
 

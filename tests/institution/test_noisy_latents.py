@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from harness import write_shards
+from harness import SHARDS, write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 
 from flwr_replay.clients.fedreplay import FedReplayClient
@@ -20,16 +20,7 @@ from flwr_replay.payloads.fedreplay import Encode, Extract, Latents
 from flwr_replay.privacy.gaussian import gaussian_noise
 
 N, WIDTH, BIG = 40, 64, 10**6
-TASK = [
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=mlp",
-    f"model.width={WIDTH}",
-    "batch_size=16",
-    "device=cpu",
-]
+TASK = [*SHARDS, "classes=3", "model=mlp", f"model.width={WIDTH}", "batch_size=16", "device=cpu"]
 PLAIN = [*TASK, "strategy=fedreplay", "encoder=random", "upload-views=2"]
 NOISY = [*PLAIN, "dp=latents", "latent-clip=3", "latent-epsilon=8", "label-epsilon=2", "delta=0.001"]
 

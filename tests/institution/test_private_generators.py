@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from harness import Ran, broken, node_configs, run, write_shards
+from harness import SHARDS, Ran, broken, node_configs, run, write_shards
 from torch.nn import functional as F
 
 from flwr_replay.config.compose import compose, overrides_of
@@ -34,16 +34,7 @@ from flwr_replay.runs.simulate import Simulation
 from flwr_replay.wire.records import config_in, metrics_in
 
 SIZES = {"a": 40, "b": 33, "c": 20}
-TASK = [
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=cnn",
-    "model.width=4",
-    "model.norm=group",
-    "device=cpu",
-]
+TASK = [*SHARDS, "classes=3", "model=cnn", "model.width=4", "model.norm=group", "device=cpu"]
 PLAIN = [*TASK, "training.batch_size=16", "lr=0.05", "rounds=2", "generator.batch_size=16", "generator.classes=[all]"]
 OFF = ["generator.deviation=false", "generator.r1_every=0", "generator.ada_images=0", "generator.privacy_loss=none"]
 STYLE = ["generator=stylegan2", "generator.latents=4", "generator.width=4", "generator.max_width=4", *OFF]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from attacked_runs import DIGITS, attacked, recorded_runs, without_digests
-from harness import command, node_configs, run, write_shards
+from harness import SHARDS, command, node_configs, run, write_shards
 
 from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.attacks.catalogue import nothing_tried
@@ -34,7 +34,7 @@ RUNS = {
     "activations": ["strategy=splitnn", "partition.size=32", "model.norm=batch"],
     "blocks": ["strategy=fedsgd", "partition.size=300", "model.norm=batch", "model.width=4"],
     "unlabelled": ["strategy=splitnn", "share-labels=false", "partition.size=32", "model.norm=group"],
-    "codes": ["strategy=cwt", "replay=vqvae2", "partition.size=60", "generator.epochs=2"],
+    "codes": ["strategy=cwt", "replay=vqvae2", "partition.size=60", "generator.epochs=2", "split=test"],
     "prior": ["strategy=cwt", "replay=pixelcnn", "partition.size=60", "generator.epochs=2", "prior.epochs=2", PIECES],
     "gossip": ["strategy=avgpush", "dp=none", "model.width=4", "partition.size=8", "training.batch-size=8"],
     "raw": ["strategy=fedavgshare", "partition.size=60"],
@@ -60,7 +60,7 @@ def runs(tmp_path_factory):
         ("gradient", "arrays", "gradient matching", 0.5),
         ("weights", "arrays", "gradient matching", 0.5),
         ("activations", "activations", "latent matching", 0.75),
-        ("codes", "codes", "decoded codes", 1 / 60),
+        ("codes", "codes", "decoded codes", 0.02),
         ("raw", "images", "look at them", 1.0),
     ],
 )
@@ -138,7 +138,7 @@ def test_auxiliary_images_of_the_victim_are_removed():
 
 def test_an_attackers_folder_may_have_any_name(tmp_path):
     write_shards(tmp_path, {"a{b}": 40})
-    task = compose(["task=medmnist", "split=test", "task.size=8", "classes=3", "nodes=2"])
+    task = compose([*SHARDS, "classes=3", "nodes=2"])
     assert auxiliary_of(task, str(tmp_path / "a{b}.npz")).source == "40 images of a{b}.npz"
 
 
@@ -257,16 +257,7 @@ def test_other_originals_are_refused(tmp_path, monkeypatch, capsys):
 def test_other_data_of_the_same_number_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     write_shards(tmp_path, {"all": 80})
-    task = [
-        "task=medmnist",
-        "split=test",
-        "task.size=8",
-        "classes=3",
-        "nodes=2",
-        "rounds=1",
-        "partition=iid",
-        "record=all",
-    ]
+    task = [*SHARDS, "classes=3", "nodes=2", "rounds=1", "partition=iid", "record=all"]
     job = [*task, "strategy=fedavg", "model=mlp", "run_name=run", f"task.data-dir={tmp_path / 'all.npz'}"]
     assert command(monkeypatch, "run", *job, "--runs-dir", str(tmp_path)) == 0
     size = Evidence.of(tmp_path / "run", "institution-1").exhibits[0].answers[0].content.scalars["num-examples"]
@@ -365,7 +356,7 @@ def test_an_institution_attacks_its_own_record(tmp_path, monkeypatch, capsys):
     write_shards(tmp_path, {"a": 40, "b": 30})
     nodes = node_configs(tmp_path, tmp_path / "state", "ab")
     nodes[0] |= {"record": "all"}
-    task = ["task=medmnist", "split=test", "task.size=8", "classes=3", "model.width=8", "rounds=1", "device=cpu"]
+    task = [*SHARDS, "classes=3", "model.width=8", "rounds=1", "device=cpu"]
     run(tmp_path, [*task, "strategy=fedreplay", "encoder=random"], nodes, name="deployed")
     capsys.readouterr()
     own, data = tmp_path / "state" / "a", str(tmp_path / "a.npz")

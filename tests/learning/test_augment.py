@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from harness import broken, node_configs, run, write_shards
+from harness import SHARDS, broken, node_configs, run, write_shards
 from safetensors import safe_open
 
 from flwr_replay.config.compose import compose, overrides_of, to_yaml
@@ -19,16 +19,7 @@ from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.secret import Stream
 
-TASK = [
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=mlp",
-    "model.width=4",
-    "batch_size=16",
-    "rounds=1",
-]
+TASK = [*SHARDS, "classes=3", "model=mlp", "model.width=4", "batch_size=16", "rounds=1"]
 
 
 def rng(seed=0):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import node_configs, run, same, write_shards
+from harness import SHARDS, node_configs, run, same, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
@@ -14,16 +14,7 @@ from flwr_replay.wire.weights import load_arrays, to_arrays
 
 SIZES = {"a": 40, "b": 33, "c": 20}
 B, E, LR, MOMENTUM, ROUNDS, BUFFER = 16, 2, 0.05, 0.9, 3, 12
-JOB = [
-    "strategy=feder",
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=cnn",
-    "model.width=4",
-    "device=cpu",
-]
+JOB = ["strategy=feder", *SHARDS, "classes=3", "model=cnn", "model.width=4", "device=cpu"]
 JOB += ["model.norm=batch"]  # under which real and synthetic examples in one batch would change each other
 JOB += [f"batch_size={B}", f"lr={LR}", f"training.momentum={MOMENTUM}", f"rounds={ROUNDS}"]
 JOB += [f"buffer={BUFFER}", f"local_epochs={E}"]

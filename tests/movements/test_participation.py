@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from harness import Ran, command, lines, node_configs, run, write_shards
+from harness import SHARDS, Ran, command, lines, node_configs, run, write_shards
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
@@ -23,16 +23,7 @@ from flwr_replay.strategies.splitnn import SplitNN
 from flwr_replay.wire.records import opened
 
 SIZES = {name: 40 + 8 * k for k, name in enumerate("abcde")}
-JOB = [
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=mlp",
-    "model.width=4",
-    "batch_size=8",
-    "device=cpu",
-]
+JOB = [*SHARDS, "classes=3", "model=mlp", "model.width=4", "batch_size=8", "device=cpu"]
 NAMES = [f"institution-{k:02d}" for k in range(20)]
 
 

@@ -8,7 +8,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from grid import Grid
-from harness import node_configs, write_shards
+from harness import SHARDS, node_configs, write_shards
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
@@ -21,16 +21,7 @@ from flwr_replay.runs.execute import execute
 from flwr_replay.strategies import fedreplay
 from flwr_replay.wire.records import arrays_in
 
-JOB = [
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=cnn",
-    "model.width=4",
-    "batch_size=16",
-    "device=cpu",
-]
+JOB = [*SHARDS, "classes=3", "model=cnn", "model.width=4", "batch_size=16", "device=cpu"]
 FEDREPLAY = [*JOB, "strategy=fedreplay", "encoder=random", "rounds=2"]
 
 

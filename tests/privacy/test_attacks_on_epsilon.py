@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from harness import write_shards
+from harness import SHARDS, write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 
 from flwr_replay.clients.feder import FedERClient
@@ -20,16 +20,7 @@ from flwr_replay.payloads.replay import TrainedPrior, TrainPrior
 from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.wire.fields import model
 
-TASK = [
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=mlp",
-    "model.width=6",
-    "batch_size=16",
-    "device=cpu",
-]
+TASK = [*SHARDS, "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
 GROUP = ["model=cnn", "model.width=4", "model.norm=group"]
 REPLAY = ["replay=pixelcnn", "codebook=gradient", "generator.width=4", "generator.codes=8", "generator.dim=4"]
 REPLAY += ["generator.epochs=1", "prior.width=4", "prior.layers=1", "prior.epochs=1"]

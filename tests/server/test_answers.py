@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
 from grid import Grid
-from harness import fresh, node_configs, write_shards
+from harness import SHARDS, fresh, node_configs, write_shards
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
@@ -18,16 +18,7 @@ from flwr_replay.movements.base import Settings
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.records import opened
 
-JOB = [
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=cnn",
-    "model.width=4",
-    "batch_size=16",
-    "rounds=2",
-]
+JOB = [*SHARDS, "classes=3", "model=cnn", "model.width=4", "batch_size=16", "rounds=2"]
 SIZES = {"a": 40, "b": 33, "c": 20}
 FIRST = "conv1.conv.weight"
 

@@ -7,7 +7,7 @@ import stat
 import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from grid import Grid
-from harness import node_configs, write_shards
+from harness import SHARDS, node_configs, write_shards
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
@@ -18,16 +18,7 @@ from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.runs.execute import execute
 
-JOB = [
-    "task=medmnist",
-    "split=test",
-    "task.size=8",
-    "classes=3",
-    "model=mlp",
-    "model.width=4",
-    "batch_size=16",
-    "device=cpu",
-]
+JOB = [*SHARDS, "classes=3", "model=mlp", "model.width=4", "batch_size=16", "device=cpu"]
 DP = ["strategy=fedavg", "dp=classifier", "sigma=2"]
 SIZES = {"a": 40, "b": 33, "c": 20}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from grid import Grid, nth
-from harness import Seen, fresh, node_configs, write_shards
+from harness import SHARDS, Seen, fresh, node_configs, write_shards
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.client_app import app
@@ -23,7 +23,7 @@ from flwr_replay.wire.records import metrics_in, opened
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}  # 4, 2 and 1 iterations
-TASK = ["task=medmnist", "split=test", "task.size=8", "classes=3", "model=cnn", "model.width=4"]
+TASK = [*SHARDS, "classes=3", "model=cnn", "model.width=4"]
 JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=3"]
 
 

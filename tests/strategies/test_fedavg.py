@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from grid import Grid
-from harness import fresh, node_configs, same, write_shards
+from harness import SHARDS, fresh, node_configs, same, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
@@ -25,7 +25,7 @@ from flwr_replay.wire.records import opened
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}
-TASK = ["task=medmnist", "split=test", "task.size=8", "classes=3", "model=cnn", "model.width=4"]
+TASK = [*SHARDS, "classes=3", "model=cnn", "model.width=4"]
 JOB = [*TASK, f"batch_size={B}", "lr=0.05", "device=cpu", "rounds=3"]
 
 

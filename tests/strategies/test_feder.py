@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from harness import Ran, broken, node_configs, run, same, write_shards
+from harness import SHARDS, Ran, broken, node_configs, run, same, write_shards
 from safetensors.numpy import load_file
 
 from flwr_replay.clients.feder import FedERClient
@@ -21,7 +21,7 @@ from flwr_replay.strategies.feder import FedER
 from flwr_replay.wire.records import config_in, opened
 
 SIZES = {"a": 40, "b": 33, "c": 20}
-TASK = ["task=medmnist", "split=test", "task.size=8", "classes=3", "model=cnn", "model.width=4", "model.norm=group"]
+TASK = [*SHARDS, "classes=3", "model=cnn", "model.width=4", "model.norm=group"]
 TINY = ["generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=1"]
 TINY += ["prior.width=4", "prior.layers=1", "prior.epochs=1"]
 PLAIN = [*TASK, "batch_size=16", "lr=0.05", "device=cpu", "rounds=4"]

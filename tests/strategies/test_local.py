@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from grid import Grid
-from harness import Seen, node_configs, write_shards
+from harness import SHARDS, Seen, node_configs, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
@@ -23,7 +23,7 @@ from flwr_replay.wire.records import array_record
 
 B = 16
 SIZES = {"a": 70, "b": 33, "c": 5}
-JOB = ["strategy=local", "task=medmnist", "split=test", "task.size=8", "classes=3", "model=cnn", "model.width=4"]
+JOB = ["strategy=local", *SHARDS, "classes=3", "model=cnn", "model.width=4"]
 JOB += [f"batch_size={B}", "lr=0.05", "device=cpu"]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from grid import Grid
-from harness import Seen, fresh, node_configs, same, write_shards
+from harness import SHARDS, Seen, fresh, node_configs, same, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
@@ -28,7 +28,7 @@ from flwr_replay.wire.weights import to_arrays
 
 B, LR = 16, 0.05
 SIZES = {"a": 70, "b": 33, "c": 5}  # 4, 2 and 1 batches
-TASK = ["task=medmnist", "split=test", "task.size=8", "classes=3", "model=cnn", "model.width=4"]
+TASK = [*SHARDS, "classes=3", "model=cnn", "model.width=4"]
 JOB = [*TASK, f"batch_size={B}", f"lr={LR}", "device=cpu", "rounds=2", "evaluate-every=2"]
 UNLABELLED = "share-labels=false"
 VISIT = ["enter", "next-batch", "leave"]  # of b
