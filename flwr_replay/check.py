@@ -49,6 +49,7 @@ from flwr_replay.runs.forecast import expected, forecast, idea_of, shares_of
 from flwr_replay.runs.opening import new_run_id, read_run_id
 from flwr_replay.runs.simulate import Simulation
 from flwr_replay.server.recorder import Recorder
+from flwr_replay.wire.ledger import ledger_lines
 from flwr_replay.wire.payload import CLIENT_APP_RAISED, REQUESTS
 from flwr_replay.wire.recording import FOLDER, read_message
 from flwr_replay.wire.records import StateDict, array_record, arrays_in, config_in, metrics_in, opened
@@ -186,13 +187,13 @@ def _same(one: StateDict, other: StateDict, what: str) -> None:
 
 
 def _check_bytes(folder: Path, grid: WatchedGrid, result: dict[str, Any]) -> None:
-    counted = sum(json.loads(line)["bytes"] for line in (folder / "ledger.jsonl").read_text().splitlines())
+    counted = sum(line["bytes"] for line in ledger_lines(folder))
     assert counted == grid.sent, f"the ledger's bytes must be those sent; it has {counted}, sent were {grid.sent}"
     assert result["bytes"]["up"] + result["bytes"]["down"] == grid.sent, "result.json must sum the ledger's bytes"
 
 
 def _check_recorded(folder: Path, grid: WatchedGrid) -> None:
-    named = {line["message"] for line in read_lines(folder / "ledger.jsonl") if "message" in line}
+    named = {line["message"] for line in ledger_lines(folder) if "message" in line}
     found = [read_message(folder / FOLDER / name) for name in named]
     sent = Counter(_content(one.arrays, one.scalars) for one in found)
     assert sent == grid.messages, (
@@ -210,8 +211,7 @@ def _check_forecast(overrides: list[str], folder: Path) -> None:
     for line in forecast(Simulation.of(compose(overrides))):
         expected[line.institution, line.direction, line.stage, line.field, line.kind] += line.bytes
     found: Counter[tuple[str, ...]] = Counter()
-    for text in (folder / "ledger.jsonl").read_text().splitlines():
-        entry = json.loads(text)
+    for entry in ledger_lines(folder):
         key = (entry["institution"], entry["direction"], entry["stage"], entry["field"], entry["kind"])
         found[key] += entry["bytes"]
     differing = {key: (expected[key], found[key]) for key in expected | found if expected[key] != found[key]}

@@ -28,7 +28,7 @@ from flwr_replay.institution.policy import Policy
 from flwr_replay.institution.seal import Seal
 from flwr_replay.learning.training import select_device
 from flwr_replay.memory import on_forget
-from flwr_replay.wire.ledger import PART, Ledger
+from flwr_replay.wire.ledger import Ledger
 from flwr_replay.wire.payload import Row
 from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
 
@@ -234,7 +234,7 @@ class Institution:
 
     @cached_property
     def _ledger(self) -> Ledger:
-        ledger = Ledger(self.state / "ledger.jsonl", PART)
+        ledger = Ledger(self.state)
         if self.durable:
             sync(self.state)  # the entry of a new file
         return ledger

@@ -15,13 +15,13 @@ from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import read_text
-from flwr_replay.files.lines import parts, read_lines
 from flwr_replay.files.tensors import StateDict
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.models.zoo import backbone
 from flwr_replay.runs.options import run_overrides
 from flwr_replay.wire.fields import Field, Meaning
+from flwr_replay.wire.ledger import ledger_lines
 from flwr_replay.wire.payload import REQUESTS, Request
 from flwr_replay.wire.recording import FOLDER, Recorded, read_message
 
@@ -120,7 +120,7 @@ class Evidence:
             If there is no run, nothing is recorded, a message is damaged or missing, or no answer is of the
             institution or has the field.
         """
-        lines = [line for part in parts(folder / "ledger.jsonl") for line in read_lines(part)]
+        lines = list(ledger_lines(folder))
         config, run = _options(folder, lines, run)
         if config.pinned:
             hidden = "sealed" if config.sealed else "masked"

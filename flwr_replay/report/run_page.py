@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 from flwr_replay.files.atomic import read_bytes, read_json, read_text, write_atomic
-from flwr_replay.files.lines import each_line
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.charts import Curves, bars, curves
@@ -33,6 +32,7 @@ from flwr_replay.report.summary import (
     untrained_lines,
     warnings,
 )
+from flwr_replay.wire.ledger import ledger_lines
 from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.sealed import SEALED
 
@@ -252,7 +252,7 @@ def _labels_sent(folder: Path) -> str:
     told = sorted(
         {
             line["institution"]
-            for line in each_line(folder / "ledger.jsonl")
+            for line in ledger_lines(folder)
             if line["direction"] == "up" and line["field"] == "labels"
         }
     )
@@ -299,7 +299,7 @@ def _left(folder: Path) -> dict[str, Any]:
     """Sum the ledger's bytes by institution and kind; what came down is one column."""
     sums: dict[str, dict[str, int]] = {}
     kinds: dict[str, None] = {}
-    for line in each_line(folder / "ledger.jsonl"):
+    for line in ledger_lines(folder):
         hidden = next((f", {word}" for word in HIDDEN if word in line["protection"]), "")
         kind = f"{line['kind']}{hidden}" if line["direction"] == "up" else "down"
         if kind != "down":

@@ -1,7 +1,7 @@
 """The last two checkpoints of a run, each written while the next exchange runs.
 
-Some files of a run only grow. Each checkpoint records their lengths and checksums, so that a resumed run notices
-damage. These files are on the disk before the checkpoint is.
+Some files of a run only grow, and some of these in parts. Each checkpoint records the lengths and checksums of all
+parts, so that a resumed run notices damage. They are on the disk before the checkpoint is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import fits, private_folder, tally
 from flwr_replay.files.disk import entries, remove, writing
+from flwr_replay.files.lines import parts
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.wire.records import StateDict
 
@@ -38,12 +39,13 @@ class Checkpoints:
     folder : Path
         The run directory.
     growing : Sequence[str]
-        Names of its files that only grow, line by line; some may not exist.
+        Names of its files that only grow, line by line; some may not exist, some be divided into parts.
     """
 
     def __init__(self, folder: Path, growing: Sequence[str]) -> None:
         self.folder = private_folder(folder / "checkpoints")
-        self._tallies = dict.fromkeys((folder / name for name in growing), (0, 0))
+        self._growing = [folder / name for name in growing]
+        self._tallies: dict[Path, tuple[int, int]] = {}  # of each part
         self._writer = ThreadPoolExecutor(max_workers=1)  # so that the next round need not wait for the disk
         self._writing: Future[None] = self._writer.submit(lambda: None)
 
@@ -64,10 +66,11 @@ class Checkpoints:
             If the previous checkpoint or a growing file could not be written.
         """
         self.wait()
-        grown = {path: tally(path, before) for path, before in self._tallies.items() if path.exists()}
-        changed = [path for path, found in grown.items() if found != self._tallies[path]]
-        self._tallies |= grown
-        values = {**values, "files": {path.name: found for path, found in grown.items()}}
+        found = [part for path in self._growing for part in self._parts(path)]
+        grown = {part: tally(part, self._tallies.get(part, (0, 0))) for part in found}
+        changed = [part for part, counted in grown.items() if counted != self._tallies.get(part)]
+        self._tallies = grown
+        values = {**values, "files": {part.name: counted for part, counted in grown.items()}}
         file = self.folder / f"{server_round:06d}.safetensors"
         self._writing = self._writer.submit(_write, file, arrays, json.dumps(values), changed, first)
 
@@ -96,7 +99,7 @@ class Checkpoints:
                 log(f"{error}; the run continues from the previous checkpoint")
                 continue
             if fits(values, FORM):
-                self._check(values.get("files", {}))
+                self._check(values.get("files", {}))  # older versions recorded none
                 for old in found[i + 2 :]:  # that a killed process had no time to remove
                     remove(old)
                 return arrays, values
@@ -105,10 +108,19 @@ class Checkpoints:
             raise RunError(f"a run resumes from a checkpoint; {self.folder} has no complete one: begin a new run")
         return None
 
+    def _parts(self, path: Path) -> list[Path]:
+        """Return the parts of a growing file that exist; if it was closed since, its tally becomes the next part's."""
+        found = parts(path)
+        if new := [part for part in found[:-1] if part not in self._tallies]:
+            self._tallies[new[0]] = self._tallies.pop(path, (0, 0))
+        return [part for part in found if part.exists()]
+
     def _check(self, grown: Mapping[str, Sequence[int]]) -> None:
-        """Refuse files that no longer begin as they did at the checkpoint; older versions recorded no lengths."""
-        for path in self._tallies:
-            size, checksum = grown.get(path.name, (0, 0))
+        """Refuse files that no longer begin as they did at the checkpoint."""
+        for name, (size, checksum) in grown.items():
+            path = self.folder.parent / name
+            if path in self._growing:  # it may have been closed since
+                path = next(part for part in parts(path) if part == path or part.name not in grown)
             if size and (not path.exists() or tally(path, end=size) != (size, checksum)):
                 raise RunError(
                     f"{path} must begin with the {size} bytes that it had at the checkpoint; it is damaged: restore "

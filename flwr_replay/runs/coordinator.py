@@ -22,7 +22,6 @@ from cryptography.hazmat.primitives import serialization
 
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import in_use, read_bytes, read_text
-from flwr_replay.files.lines import each_line
 from flwr_replay.processes import using
 from flwr_replay.report.progress import shown_bytes, shown_time
 from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY
@@ -37,7 +36,7 @@ from flwr_replay.runs.examining import (
 )
 from flwr_replay.runs.opening import RESUME, read_run_id, saved_options
 from flwr_replay.runs.superlink import flower
-from flwr_replay.wire.ledger import unanswered
+from flwr_replay.wire.ledger import ledger_lines, unanswered
 
 __all__ = ["examine_coordinator"]
 
@@ -176,7 +175,7 @@ def _serverapps(folder: Path, ask: Ask) -> Iterator[str]:
     for run in working:
         last = max(file.stat().st_mtime for file in (run / "config.yaml", *run.glob("*.jsonl")))
         silent, longest = time.time() - last, saved_options(run / "config.yaml")["timeout"]
-        waits = ", ".join(one["institution"] for one in unanswered(each_line(run / "ledger.jsonl"))) or "nobody"
+        waits = ", ".join(one["institution"] for one in unanswered(ledger_lines(run))) or "nobody"
         if silent > longest:
             raise RunError(
                 f"the ServerApp of {run.name} has written nothing for {shown_time(silent)}, and answers are waited for "

@@ -13,7 +13,7 @@
 - `timings.jsonl`: a line per exchange, seconds since the run began
 - `shared/`, `latents/`: examples or latents that institutions uploaded; they stay until the directory is deleted
 - `privacy.jsonl`: a line per answer that states an epsilon, with its exchange
-- `ledger.jsonl`: a line per message and field sent, repeated messages included
+- `ledger.jsonl`, `ledger-0001.jsonl`, …: a line per message and field sent, repeated messages included
 - `messages/`: with `record`, what travelled, a file for each message; lines of the ledger name them;
   in a simulation, when it has ended, digests of each institution's training data
 - `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`
@@ -50,7 +50,7 @@ from flwr.app import RecordDict
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import Form, private_folder, sweep, tighten, write_atomic, write_json
-from flwr_replay.files.lines import Lines, each_line, read_lines
+from flwr_replay.files.lines import Lines, read_lines
 from flwr_replay.files.tensors import nested, unnested, write_tensors
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.report.epsilon import largest
@@ -67,7 +67,7 @@ from flwr_replay.runs.taking_part import MEMBERS, TakingPart
 from flwr_replay.runs.tracking import Tracking
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
-from flwr_replay.wire.ledger import Ledger, Traffic, unanswered
+from flwr_replay.wire.ledger import Ledger, Traffic, ledger_lines, unanswered
 from flwr_replay.wire.payload import Row
 from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
 from flwr_replay.wire.records import StateDict
@@ -130,8 +130,8 @@ class RunDirectory(Recorder):
         self._best = BestModel(self.path)
         self._tracking = Tracking(config, self.path)
         write_atomic(self.path / "environment.json", json.dumps(environment(config), indent=2) + "\n")
-        lost = unanswered(each_line(self.path / "ledger.jsonl", FORMS["ledger"]))  # before the roll is called again
-        self._ledger = Ledger(self.path / "ledger.jsonl")
+        lost = unanswered(ledger_lines(self.path, FORMS["ledger"]))  # before the roll is called again
+        self._ledger = Ledger(self.path)
         self._ledger.append(lost)
         self._members = TakingPart(self.path)
         self._recording = Recording(self.path / FOLDER, DIRECTIONS[config.record], config.record_mb)
@@ -383,7 +383,7 @@ class RunDirectory(Recorder):
             raise RunError(f"{metrics} must have pooled metrics; exchange {lacking[0]} has none: begin a new run")
         self.history = [(at, own.pop(""), own) for at, own in rounds.items()]
         self.forgetting.rewind(server_round)
-        self.traffic = Traffic(each_line(self.path / "ledger.jsonl", FORMS["ledger"]))
+        self.traffic = Traffic(ledger_lines(self.path, FORMS["ledger"]))
         self.failures = self._lines("failures")
         self.earlier = len(self.failures)
         for row in self._lines("privacy"):  # what was released stays released

@@ -16,11 +16,11 @@ from flwr_replay.files.atomic import write_atomic
 from flwr_replay.files.disk import files_below, writing
 from flwr_replay.files.lines import parts
 from flwr_replay.institution.state import REMOVED, RUNS
+from flwr_replay.wire.ledger import LEDGER
 from flwr_replay.wire.recording import FOLDER
 
 __all__ = ["Kept", "bytes_of", "kept", "ledger_bytes", "remove"]
 
-LEDGER = "ledger.jsonl"
 GOES = (".safetensors", ".npy", ".png")
 
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from flwr_replay.files.lines import Lines
+from flwr_replay.files.atomic import Form
+from flwr_replay.files.lines import Lines, each_line, parts
 from flwr_replay.wire.payload import Row
 
-__all__ = ["PART", "Ledger", "Traffic", "unanswered"]
+__all__ = ["LEDGER", "Ledger", "Traffic", "ledger_lines", "unanswered"]
 
-PART = 64 * 2**20  # bytes from which on an institution's ledger is closed to the next part
+LEDGER = "ledger.jsonl"
+PART = 64 * 2**20  # bytes from which on a ledger is closed to the next part
 RAW = "raw-bytes-they-stand-for"
 SAMPLE_KINDS = ("per-sample", "per-sample-raw", "synthetic")
 
 
 class Ledger(Lines):
-    """A ledger file, which only grows."""
+    """A folder's ledger, which only grows, in parts."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / LEDGER, PART)
 
     def record(self, message: dict[str, Any], found: Iterable[Row], raw_bytes: int | None = None) -> None:
         """Record the fields of one message.
@@ -39,6 +45,12 @@ class Ledger(Lines):
             lines.append(f"{head}, {_field(row)}{raw}}}\n")
             raw_bytes = None if samples else raw_bytes
         self.write("".join(lines))
+
+
+def ledger_lines(folder: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
+    """Read the lines of a folder's ledger one by one, the oldest part first; as `each_line`."""
+    for part in parts(folder / LEDGER):
+        yield from each_line(part, form)
 
 
 class Traffic:

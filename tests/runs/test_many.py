@@ -24,7 +24,7 @@ from flwr_replay.runs.simulate import run_inline
 from flwr_replay.runs.taking_part import TakingPart
 from flwr_replay.server.members import Member, Members
 from flwr_replay.server.recorder import Snapshot
-from flwr_replay.wire.ledger import Ledger, Traffic
+from flwr_replay.wire.ledger import Ledger, Traffic, ledger_lines
 from flwr_replay.wire.payload import Row
 
 NODES = 70  # more than have their examples in memory and their ledgers open
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_an_older_version_names_its_institutions_itself(tmp_path
 
 
 def test_sums_of_bytes_are_those_of_the_ledger(tmp_path):
-    ledger, traffic = Ledger(tmp_path / "ledger.jsonl"), Traffic()
+    ledger, traffic = Ledger(tmp_path), Traffic()
     messages = [
         ("up", [Row("latents", "per-sample", 90), Row("labels", "per-sample", 8), Row("n", "statistic", 8)], 500),
         ("up", [Row("arrays", "model", 40)], 700),  # no samples: the raw bytes are those of nothing
@@ -172,7 +172,7 @@ def test_sums_of_bytes_are_those_of_the_ledger(tmp_path):
         ledger.record(about, rows, raw)
         traffic.record(direction, rows, raw)
     ledger.close()
-    read = Traffic(each_line(tmp_path / "ledger.jsonl"))
+    read = Traffic(ledger_lines(tmp_path))
     assert traffic.by_kind == read.by_kind
     assert traffic.by_kind["up"] == {
         "per-sample": 98,
