@@ -1,0 +1,92 @@
+"""A run's ledger is divided into parts: whoever reads it reads all of them, and a checkpoint vouches for each."""
+
+from collections import Counter
+
+import pytest
+from harness import Stopping
+
+from flwr_replay.check import check_strategy
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import read_json
+from flwr_replay.files.lines import parts
+from flwr_replay.report.progress import Display
+from flwr_replay.runs.checkpoints import Checkpoints
+from flwr_replay.runs.options import resolve
+from flwr_replay.runs.simulate import run_inline
+from flwr_replay.wire import ledger
+from flwr_replay.wire.ledger import ledger_lines
+
+JOB = ["strategy=fedavg", "task=digits", "partition=iid", "partition.size=20", "model=mlp", "model.width=4", "nodes=2"]
+VALUES = {"server-round": 1, "examples-seen": 1, "seconds": 1.0, "state": {}, "label-scale": None}
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Return a function that sets the bytes of a part."""
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    return lambda size: monkeypatch.setattr(ledger, "PART", size)
+
+
+def ran(folder, name, display=None):
+    options = [*JOB, "rounds=4", "device=cpu", "record=up", f"runs_dir={folder}", f"run_name={name}"]
+    return run_inline(options, display or Display())[1]
+
+
+def lines(folder):
+    return Counter(str({**line, "message": ""}) for line in ledger_lines(folder))
+
+
+def test_a_run_with_parts_is_killed_and_resumed_as_one_without(small):
+    small(4096)
+    check_strategy("fedavg", ["rounds=2"])
+
+
+def test_all_parts_are_read(tmp_path, small):
+    whole = ran(tmp_path, "whole")
+    small(4096)
+    with pytest.raises(KeyboardInterrupt):
+        ran(tmp_path, "divided", Stopping(3))
+    divided = tmp_path / "divided"
+    closed = len(parts(divided / "ledger.jsonl"))
+    run_inline(resolve([], "", str(divided))[0], Display())
+    assert len(parts(divided / "ledger.jsonl")) > closed > 2
+    assert lines(whole) < lines(divided)  # which has repeated messages, too
+    sent = read_json(divided / "result.json")["bytes"]
+    assert sum(line["bytes"] for line in ledger_lines(divided)) == sent["up"] + sent["down"]
+
+
+@pytest.mark.parametrize("damaged", ["ledger-0001.jsonl", "ledger-0002.jsonl"])
+def test_a_checkpoint_vouches_for_each_part(tmp_path, small, damaged):
+    """The second part was still the current one when the checkpoint was written."""
+    small(100)
+    growing = ledger.Ledger(tmp_path)
+    for n in range(5):
+        growing.append([{"line": "x" * 60, "n": n}])
+        growing.flush()
+        if n == 2:
+            assert [part.name for part in parts(growing.path)] == ["ledger-0001.jsonl", "ledger.jsonl"]
+            written = Checkpoints(tmp_path, ["ledger.jsonl"])
+            written.write(1, {}, VALUES)
+            written.close()
+    growing.close()
+    assert damaged in [part.name for part in parts(growing.path)[:-1]]
+    assert Checkpoints(tmp_path, ["ledger.jsonl"]).read(print)
+    content = (tmp_path / damaged).read_text()
+    (tmp_path / damaged).write_text(content.replace("x", "y", 1))
+    with pytest.raises(RunError, match=f"{damaged} must begin with the"):
+        Checkpoints(tmp_path, ["ledger.jsonl"]).read(print)
+
+
+def test_tallies_go_on_over_parts(tmp_path, small):
+    """What one process has counted from checkpoint to checkpoint is what another counts at once."""
+    small(100)
+    growing, counting = ledger.Ledger(tmp_path), Checkpoints(tmp_path, ["ledger.jsonl"])
+    for n in range(7):
+        growing.append([{"line": "x" * 60, "n": n}])
+        growing.flush()
+        if n % 3 == 0:
+            counting.write(n + 1, {}, VALUES)
+    counting.close()
+    assert len(parts(growing.path)) == 4
+    assert Checkpoints(tmp_path, ["ledger.jsonl"]).read(print)
+    growing.close()
