@@ -126,7 +126,7 @@ class Present(Payload):
 
     name: str = notice()
     num_examples: int = statistic("examples", public=True)
-    raw_bytes: int = statistic("bytes", public=True)  # of the training examples as the institution holds them
+    raw_bytes: int = statistic("bytes of the training examples as the institution holds them", public=True)
     label_sum: float | None = statistic(
         "label's unit; sum over the training labels, regression only", default=None, withheld=True
     )

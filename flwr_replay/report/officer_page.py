@@ -192,13 +192,14 @@ def _fields(name: str, lines: Sequence[Mapping[str, Any]], number: Mapping[str, 
             _said(one, number),
             one["stage"],
             one["kind"],
+            one["meaning"],
             one["messages"],
             shown_bytes(one["bytes"]),
             f"{one['protection']}{', by ' * bool(one['mechanism'])}{one['mechanism']}",
         ]
         for one in lines
     ]
-    heads = ["field", "verdict", "stage", "kind", "messages", "size", "protection"]
+    heads = ["field", "verdict", "stage", "kind", "what it is", "messages", "size", "protection"]
     one = ". An (ε, δ) that stands at several fields of a stage holds for them together" * any(map(_is_private, lines))
     return {"caption": f"Every field that {name} would be asked to send{one}", "heads": heads, "rows": rows}
 

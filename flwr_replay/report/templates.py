@@ -28,13 +28,13 @@ figure img { max-width: 100%; image-rendering: pixelated; } svg text { font: 12p
 .grid { stroke: var(--line); } polyline, .legend line { fill: none; stroke-width: 2; } .mark { stroke: var(--ink); stroke-width: 2; stroke-dasharray: 3 2; }
 {% for n in range(8) %}.look{{ n }} { stroke: var(--c{{ n }}); fill: var(--c{{ n }}); stroke-dasharray: {{ ['none', '6 3', '2 3', '8 3 2 3', '12 4', '4 4', '1 4', '10 2 2 2'][n] }}; } {% endfor %}
 polyline { fill: none !important; } polygon { fill-opacity: .15; } polygon, circle, rect { stroke-dasharray: none !important; stroke: none !important; }
-.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; } .legend li { min-width: 0; overflow-wrap: anywhere; } tbody th { max-width: 16rem; overflow-wrap: anywhere; }
+.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; } .legend li { min-width: 0; overflow-wrap: anywhere; } tbody th { min-width: 8.5rem; max-width: 16rem; overflow-wrap: anywhere; }
 .legend svg { width: 30px; height: 10px; margin-right: .4rem; }
-.confusion td, .confusion th { text-align: right; padding: .2rem .5rem; }
+.confusion td, .confusion th { text-align: right; padding: .2rem .5rem; } .confusion tbody th { min-width: 6rem; }
 {% for n in range(11) %}.shade{{ n }} { background: rgba(var(--shade), {{ n * 0.05 }}); } {% endfor %}
 details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space: pre-wrap; } pre.one { columns: auto; } a { color: var(--c0); }
-@media (max-width: 36rem) { svg text { font-size: 17px; } table:not(.confusion) tbody th { min-width: 8rem; } }
-@media print { body { max-width: none; margin: 0; } figure, tr, li { break-inside: avoid; } details { display: block; } h2, caption { break-after: avoid; }
+@media (max-width: 36rem) { svg text { font-size: 17px; } }
+@media print { body { max-width: none; margin: 0; } figure, tr, li { break-inside: avoid; } details { display: block; } details::details-content { content-visibility: visible; block-size: auto; } h2, caption { break-after: avoid; }
   .scroll { overflow: visible; } table { font-size: .75em; } th, td { padding-right: .5em; } .confusion td, .confusion th { padding: .2rem .3em; } }
 </style>
 </head>
@@ -131,7 +131,7 @@ RUN = """\
 
 <h2>Configuration and versions</h2>
 {{ draw.table(versions) }}
-<details open><summary>All options, as config.yaml has them</summary><pre>{{ config }}</pre></details>
+<details><summary>All options, as config.yaml has them</summary><pre>{{ config }}</pre></details>
 {% endblock %}
 """
 
@@ -232,7 +232,7 @@ OFFICER = """\
 
 <h2>Policy, options and versions</h2>
 {% if policy_text %}<details open><summary>The policy, as the file has it</summary><pre class="one">{{ policy_text }}</pre></details>{% endif %}
-<details open><summary>All options of the run</summary><pre>{{ options }}</pre></details>
+<details><summary>All options of the run</summary><pre>{{ options }}</pre></details>
 {{ draw.table(versions) }}
 {% endblock %}
 """

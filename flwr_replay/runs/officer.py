@@ -32,6 +32,7 @@ from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job, claim
 from flwr_replay.runs.forecast import Expected, expected, idea_of
 from flwr_replay.runs.simulate import Simulation
+from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import REQUESTS, Payload, Row, rows
 from flwr_replay.wire.records import metrics_in
 
@@ -142,6 +143,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
                     "stage": one.request.stage_name,
                     "field": row.field,
                     "kind": row.kind,
+                    "meaning": _meaning(type(one.answer).by_key()[row.field]),
                     "messages": 0,
                     "bytes": 0,
                     "protection": row.protection,
@@ -252,6 +254,13 @@ def _judged(one: Expected, policy: Policy, config: RunConfig) -> Iterator[tuple[
             yield row, ALLOWED, ""
         else:
             yield row, KEPT, f"the policy lets only counts of a test leave (metrics: {policy.allowed_metrics})"
+
+
+def _meaning(declared: Field) -> str:
+    """Say what a field's numbers are, by its declaration."""
+    return (
+        declared.unit or f"{declared.means or ''}{', a row for each example' * declared.kind.startswith('per-sample')}"
+    )
 
 
 def _size(payload: Payload) -> int:

@@ -54,6 +54,9 @@ def test_allowed_fields_are_those_that_left_with_their_bytes(hospitals):
     assert left == expected
     kept = [line["field"] for line in found["fields"] if line["verdict"] == "kept here"]
     assert {"loss", "train-loss"} <= set(kept)
+    meaning = {line["field"]: line["meaning"] for line in found["fields"]}
+    assert meaning["latents"] == "activations, a row for each example"
+    assert (meaning["arrays"], meaning["epochs"][:6]) == ("weights", "epochs")
 
 
 def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals):
