@@ -12,7 +12,7 @@ from random import Random
 
 import psutil
 from chaos_runs import check_bits
-from deployed import CLINICS, COORDINATOR, TASK, until
+from deployed import CLINICS, COORDINATOR, REFUSES, TASK, until
 
 from flwr_replay.files.atomic import LEFT, in_use, read_json
 from flwr_replay.files.lines import read_lines
@@ -38,6 +38,11 @@ PARTS |= {
 COMMAND = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()"]
 LONGEST = 420  # seconds of a run, struck or resumed
 TRIES = 3  # resumed runs that may end before their time
+HIDDEN = {  # institutions and study of a deployment for runs whose weights the server cannot read
+    "sealed": (CLINICS, ("strategy=avgpush", "sealed=true")),
+    "masked": ((*CLINICS, REFUSES), ("strategy=fedavg", "masked=true")),
+}
+OWN = ("evaluate_every=2", "timeout=400")
 OTHERS = ("task=", "partition", "nodes=", "model=", "model.width=", "device=")  # a deployment has its own
 
 
@@ -102,11 +107,12 @@ def shown(said: str) -> str:
 
 
 class OnDeployment:
-    """Jobs on one deployment of two clinics, whose policies allow everything."""
+    """Jobs on one deployment, whose policies allow everything: sealed or masked ones, or all others."""
 
-    def __init__(self, deployment) -> None:
-        self.deployment, self.number = deployment, 0
-        for clinic in CLINICS:
+    def __init__(self, deployment, hidden: str = "") -> None:
+        self.deployment, self.hidden, self.number = deployment, hidden, 0
+        self.clinics = deployment.clinics
+        for clinic in self.clinics:
             (deployment.place / clinic / "policy.yaml").write_text("")
         until(self.online, 120, deployment.logs)
 
@@ -114,11 +120,12 @@ class OnDeployment:
         return "ok  SuperNodes" in examine_coordinator(self.deployment.coordinator)[1]
 
     def options(self, options: list[str]) -> list[str]:
-        return [*(one for one in options if not one.startswith(OTHERS)), "nodes=2", "evaluate_every=2", "timeout=400"]
+        return [*(one for one in options if not one.startswith(OTHERS)), f"nodes={len(self.clinics)}", *OWN]
 
     def refuses(self, name: str) -> bool:
-        """Say whether a job is none for two institutions with data of their own."""
-        return name.startswith("central") or name.endswith("masked")
+        """Say whether a job is none for these institutions, each with data and pins of its own."""
+        hidden = name.split()[-1]
+        return name.startswith("central") or (hidden if hidden in HIDDEN else "") != self.hidden
 
     def undisturbed(self, options: list[str]) -> list[str]:
         own = [one for one in self.options(options) if not one.startswith("timeout=")]
@@ -131,8 +138,8 @@ class OnDeployment:
         found, at_once = Struck(deployment.runs / name, rng, lines, 2), False
         with deployment.begun(name, *options) as command:
             for at, kind in enumerate(kinds):
-                clinic = rng.choice(CLINICS)
-                places = {"serverapp": [COORDINATOR], "superlink": [COORDINATOR], "clientapp": CLINICS}
+                clinic = rng.choice(self.clinics)
+                places = {"serverapp": [COORDINATOR], "superlink": [COORDINATOR], "clientapp": self.clinics}
                 living = partial(self.of, places.get(kind, [clinic]))
                 if not found.strike(command, kind, living, (at / len(kinds), (at + 1) / len(kinds))):
                     continue
@@ -188,11 +195,11 @@ class OnDeployment:
         return False
 
     def charges(self, run_id: str) -> dict[str, list[dict]]:
-        states = {clinic: self.deployment.state(clinic) for clinic in CLINICS}
+        states = {clinic: self.deployment.state(clinic) for clinic in self.clinics}
         return {name: read_lines(state / "runs" / run_id / "privacy.jsonl") for name, state in states.items()}
 
     def places(self, folder: Path) -> list[Path]:
-        return [folder.parent, *(self.deployment.state(clinic) for clinic in CLINICS)]
+        return [folder.parent, *(self.deployment.state(clinic) for clinic in self.clinics)]
 
 
 class OnRay:

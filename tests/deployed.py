@@ -45,6 +45,7 @@ class Deployment:
     checked: dict[str, tuple[bool, str]] = field(default_factory=dict)  # by clinic: the doctor's word before it started
     started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)  # by place: SuperLink or SuperNode
     task: tuple[str, ...] = TASK
+    clinics: tuple[str, ...] = CLINICS  # that take part
 
     @property
     def coordinator(self) -> Path:
@@ -129,20 +130,23 @@ def _answers(port: int) -> bool:
 
 
 @contextmanager
-def deployed(root: Path, refusing: bool = True) -> Iterator[Deployment]:
-    """Two clinics that take part, and perhaps a third whose policy forbids what all methods share.
+def deployed(
+    root: Path, refusing: bool = True, taking_part: tuple[str, ...] = CLINICS, study: tuple[str, ...] = ()
+) -> Iterator[Deployment]:
+    """Clinics that take part, and perhaps one whose policy forbids what all methods share.
 
-    They run what `deploy init` wrote, by its scripts: over TLS, with keys that each clinic has made.
+    They run what `deploy init` wrote for the study, by its scripts: over TLS, with keys that each clinic has made. In a
+    sealed or masked study each has pinned the others'.
     """
-    clinics = (*CLINICS, REFUSES) if refusing else CLINICS
+    clinics = (*taking_part, REFUSES) if refusing else taking_part
     runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](root / "data")
     manifest = root / "data" / "manifest.csv"
-    rows = [row for row in manifest.read_text().splitlines() if not row.startswith(REFUSES)]
-    manifest.write_text("\n".join(rows))
+    head, *rows = manifest.read_text().splitlines()
+    manifest.write_text("\n".join([head, *(row for row in rows if row.startswith(taking_part))]))
     policy = (HOSPITALS / "policy.yaml").read_text()
     open_policy = policy.replace("[fedreplay, cwt]", "[fedreplay, cwt, proxyfl, fedavg, local]")
     place, port = root / "deployment", free_port()
-    init(clinics, f"127.0.0.1:{port}", TASK[1:], place)
+    init(clinics, f"127.0.0.1:{port}", [*TASK[1:], *study], place)
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -150,10 +154,12 @@ def deployed(root: Path, refusing: bool = True) -> Iterator[Deployment]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
     }
     with family() as environment[MARK]:
-        found = Deployment(place, root / "data", root, environment, port)
+        found = Deployment(place, root / "data", root, environment, port, clinics=taking_part)
+        pins = ""
         for clinic in clinics:
             own = place / clinic
-            subprocess.run([own / "make-key.sh"], env=environment, check=True)
+            made = subprocess.run([own / "make-key.sh"], env=environment, check=True, stdout=subprocess.PIPE, text=True)
+            pins += "".join(line + "\n" for line in made.stdout.splitlines() if re.fullmatch(rf"{clinic} \S+", line))
             shutil.copy(own / f"{clinic}.pub", found.coordinator / "keys")
             (own / "data").symlink_to(root / "data" / clinic)
             (own / "policy.yaml").write_text(open_policy if clinic != REFUSES else "kinds: [statistic]\n")
@@ -161,6 +167,8 @@ def deployed(root: Path, refusing: bool = True) -> Iterator[Deployment]:
             (own / "clinic.env").write_text(re.sub("PORT=.*", f"PORT={free_port()}", values))
             start = (own / "start.sh").read_text()
             (own / "start.sh").write_text(start.replace('policy=\\"', 'record=\\"all\\" policy=\\"'))
+        for clinic in clinics if pins else ():
+            (place / clinic / "peers.txt").write_text(pins)
         found.start(COORDINATOR)
         subprocess.run([found.coordinator / "register.sh"], env=environment, check=True)
         for clinic in clinics:
