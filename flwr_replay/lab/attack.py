@@ -7,7 +7,7 @@ stand beside it; they show patients.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import isfinite
@@ -38,6 +38,7 @@ from flwr_replay.lab.verified import DIGEST, TRIALS, checked
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import Job, claim
+from flwr_replay.runs.opening import read_result
 
 __all__ = ["FOLDER", "Only", "attack_run"]
 
@@ -107,15 +108,16 @@ def attack_run(
     config = evidence.config
     _refuse_no_images(config)
     image_metrics()  # refused before anything is written
-    about = {"about": _about(config), "claim": claim(Job.of(config).strategy(""))}
+    about = {"about": _about(folder, config), "claim": claim(Job.of(config).strategy(""))}
     auxiliary = auxiliary_of(config, aux)
     Attacker(evidence.form, auxiliary, 0)  # refuses images of another form
     names = list(dict.fromkeys(exhibit.institution for exhibit in evidence.exhibits))
     for name in names if data else []:
         checked(name, evidence, originals_of(config, name, data))  # refuses others' data
     place = private_folder(folder / FOLDER)
-    options = {"aux": auxiliary.source if auxiliary else "none", "data": data, "run": run}
-    found = _earlier(place, options, minutes)
+    options = {"aux": auxiliary.source if auxiliary else "none", "data": data, "run": evidence.run}
+    answers = {(one.institution, one.stage, one.field): len(one.answers) for one in evidence.exhibits}
+    found = _earlier(place, options, minutes, answers)
     if found:
         say(f"{len(found)} results are of an earlier command")
     done = {(one["institution"], one["stage"], one["field"], one["attack"]) for one in found}
@@ -139,11 +141,12 @@ def attack_run(
     return {"run": about, "options": options, "attacks": found}
 
 
-def _about(config: RunConfig) -> str:
+def _about(folder: Path, config: RunConfig) -> str:
     many = f"{config.nodes} institutions" if config.nodes else "institutions"
+    rounds = read_result(folder)["rounds"] if (folder / "result.json").exists() else config.rounds
     return (
-        f"{config.strategy.name} on {config.task.name}, {many}, model {config.model.name}, {config.rounds} "
-        f"round{'s' * (config.rounds != 1)}, "
+        f"{config.strategy.name} on {config.task.name}, {many}, model {config.model.name}, {rounds} "
+        f"round{'s' * (rounds != 1)}, "
         f"seed {config.seed}. The attacker reads what the institutions sent, and follows the protocol."
     )
 
@@ -156,8 +159,12 @@ def _refuse_no_images(config: RunConfig) -> None:
         )
 
 
-def _earlier(place: Path, options: dict[str, Any], minutes: float) -> list[dict[str, Any]]:
-    """Return the attacks of an interrupted command, but for those that had less time than they would have now.
+def _earlier(
+    place: Path, options: dict[str, Any], minutes: float, answers: Mapping[tuple[str, ...], int]
+) -> list[dict[str, Any]]:
+    """Return the attacks of an interrupted command.
+
+    Those are left out that had less time than they would have now, or fewer answers, since the run has gone on.
 
     Raises
     ------
@@ -169,7 +176,12 @@ def _earlier(place: Path, options: dict[str, Any], minutes: float) -> list[dict[
         return []
     before = read_json(file, RESULTS)
     if before["options"] == options:
-        return [one for one in before["attacks"] if one.get("minutes", 0.0) >= minutes]
+        return [
+            one
+            for one in before["attacks"]
+            if one.get("minutes", 0.0) >= minutes
+            and one.get("answers") == answers.get((one["institution"], one["stage"], one["field"]), one.get("answers"))
+        ]
     raise RunError(
         f"{file} has attacks with other options, {before['options']}: rename the folder {place.name}/, or remove it"
     )
@@ -234,6 +246,7 @@ class Lab:
             "field": exhibit.field,
             "kind": exhibit.declared.kind,
             "means": exhibit.means,
+            "answers": len(exhibit.answers),
             "messages": len(exhibit.answers),
             "bytes": exhibit.bytes,
             "auxiliary": self.auxiliary.source if self.auxiliary else "none",

@@ -55,7 +55,8 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
                 f"{nearest(aux, ['none', UNDEALT, *part.names])}"
             )
     else:
-        examples = load_for("--aux", replace(config.task, data_dir=aux, download=False, fit="exact")).train
+        whole = replace(config.task, data_dir=aux, download=False, fit="exact", validation=False)  # none is held out
+        examples = load_for("--aux", whole).train
         name = f"images of {Path(aux).name}"
     if not len(examples):
         raise DataError(f"--aux={aux} must have images; there are none: choose an institution, a folder, or none")

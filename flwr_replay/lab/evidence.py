@@ -219,7 +219,10 @@ def _goes_on(request: type[Request]) -> bool:
 def _options(folder: Path, lines: Sequence[dict[str, Any]], run: str) -> tuple[RunConfig, str]:
     """Return the options of a run; at an institution those to which its recorded run was bound, and its id."""
     recorded = [str(line["run"]) for line in lines if "message" in line and "run" in line]
-    if (folder / "config.yaml").exists() or not recorded:
+    of_run = (folder / "config.yaml").exists()
+    if run and of_run:
+        raise RunError(f"--run is for an institution's state; {folder} is a run's directory: leave it out")
+    if of_run or not recorded:
         return compose_own(run_overrides(folder)), ""
     run = run or recorded[-1]
     if run not in recorded:

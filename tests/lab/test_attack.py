@@ -138,7 +138,7 @@ def test_auxiliary_images_of_the_victim_are_removed():
 
 def test_an_attackers_folder_may_have_any_name(tmp_path):
     write_shards(tmp_path, {"a{b}": 40})
-    task = compose([*SHARDS, "classes=3", "nodes=2"])
+    task = compose([*SHARDS, "classes=3", "nodes=2", "split=validation"])  # the attacker holds none out
     assert auxiliary_of(task, str(tmp_path / "a{b}.npz")).source == "40 images of a{b}.npz"
 
 
@@ -286,6 +286,18 @@ def test_an_interrupted_command_goes_on_and_other_options_are_refused(runs, monk
     assert len(after) == len(before)
 
 
+def test_a_run_that_went_on_is_attacked_anew(runs, tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(runs / "weights", tmp_path / "run")
+    words = ("--attack", "gradient matching")
+    attacked(monkeypatch, capsys, run, *words)
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(runs / "home"))
+    assert command(monkeypatch, "run", "--resume", str(run), "rounds=2") == 0
+    attacked(monkeypatch, capsys, run, *words)
+    found = read_json(run / "attacks" / "attacks.json")
+    assert [one["answers"] for one in found["attacks"]] == [2]
+    assert "2 rounds" in found["run"]["about"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -295,6 +307,7 @@ def test_an_interrupted_command_goes_on_and_other_options_are_refused(runs, monk
         (["--attack", "latent macthing"], "did you mean latent matching"),
         (["--attack", "gradient matchin"], "did you mean gradient matching or latent matching?"),
         (["--minutes", "0"], "--minutes must be positive"),
+        (["--run", "one"], "--run is for an institution's state"),
     ],
 )
 def test_wrong_words_are_refused(runs, monkeypatch, capsys, words, says):
@@ -356,7 +369,7 @@ def test_an_institution_attacks_its_own_record(tmp_path, monkeypatch, capsys):
     write_shards(tmp_path, {"a": 40, "b": 30})
     nodes = node_configs(tmp_path, tmp_path / "state", "ab")
     nodes[0] |= {"record": "all"}
-    task = [*SHARDS, "classes=3", "model.width=8", "rounds=1", "device=cpu"]
+    task = [*SHARDS, "split=validation", "classes=3", "model.width=8", "rounds=1", "device=cpu"]
     run(tmp_path, [*task, "strategy=fedreplay", "encoder=random"], nodes, name="deployed")
     capsys.readouterr()
     own, data = tmp_path / "state" / "a", str(tmp_path / "a.npz")
@@ -368,7 +381,9 @@ def test_an_institution_attacks_its_own_record(tmp_path, monkeypatch, capsys):
     assert evidence.digests("a") == [originals_of(evidence.config, "a", data).digest]
     words = ["privacy", "attack", str(own), "--minutes", "0.001", "--field", "latents"]
     assert command(monkeypatch, *words, "--data", data) == 0
-    (one,) = read_json(own / "attacks" / "attacks.json")["attacks"]
+    found = read_json(own / "attacks" / "attacks.json")
+    assert found["options"]["run"] == evidence.run  # so a later run's results are not taken for this one's
+    (one,) = found["attacks"]
     assert one["institution"] == "a"
     assert one["scores"]["identified"]["value"] > 0.7
     (own / "attacks").rename(tmp_path / "before")
