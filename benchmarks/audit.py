@@ -80,7 +80,7 @@ def main() -> None:
 def of_run(args: argparse.Namespace, seed: int) -> tuple[float, float, float, float]:
     """Audit a run, perhaps a sabotaged one; return both bounds, the AUC and the claim."""
     words = ["strategy=fedavg", "task=mnist", f"task.data-dir={args.data}", "partition=iid", "nodes=2", "model=mlp"]
-    words += ["batch-size=64", "rounds=5", f"seed={seed}", "evaluate-every=5", *args.options.split()]
+    words += ["split=test", "batch-size=64", "rounds=5", f"seed={seed}", "evaluate-every=5", *args.options.split()]
     words += ["dp=classifier", f"target-epsilon={args.epsilon:g}"] if args.epsilon else []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {"FLWR_REPLAY_HOME": folder}))
