@@ -160,7 +160,7 @@ def _refuse_no_images(config: RunConfig) -> None:
 
 
 def _earlier(
-    place: Path, options: dict[str, Any], minutes: float, answers: Mapping[tuple[str, ...], int]
+    place: Path, options: dict[str, Any], minutes: float, answers: Mapping[tuple[str, str, str], int]
 ) -> list[dict[str, Any]]:
     """Return the attacks of an interrupted command.
 
