@@ -287,7 +287,7 @@ def test_an_interrupted_command_goes_on_and_other_options_are_refused(runs, monk
 
 
 def test_a_run_that_went_on_is_attacked_anew(runs, tmp_path, monkeypatch, capsys):
-    run = shutil.copytree(runs / "weights", tmp_path / "run")
+    run = shutil.copytree(runs / "weights", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
     words = ("--attack", "gradient matching")
     attacked(monkeypatch, capsys, run, *words)
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(runs / "home"))
