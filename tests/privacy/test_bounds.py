@@ -65,6 +65,9 @@ def test_audits_of_a_gaussian_mechanism_are_rarely_above_its_epsilon():
 def test_trying_more_thresholds_costs():
     one = Guesses(500, 500, 400)
     assert lower_bounds([one] * 10, 1e-5)["steinke"][0] < lower_bounds([one], 1e-5)["steinke"][0]
+    found = lower_bounds([one] * 7, 1e-5)  # the 5 % are divided by fourteen, as docs/audit-epsilon.md says
+    assert found["steinke"][0] == by_steinke(one, 1e-5, 0.05 / 14)
+    assert found["mahloujifar"][0] == by_mahloujifar(one, 1e-5, 0.05 / 14)
 
 
 def test_guesses_take_both_ends_and_abstain_between():
