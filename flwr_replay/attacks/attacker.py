@@ -49,8 +49,9 @@ TUNED_ON = 8  # auxiliary images
 SHORT = 8  # a choice is made with an eighth of the steps
 PROBED = 10  # steps that are timed
 MOST_STEPS = 2000  # of a search; the paper: 20,000
-FEWEST_STEPS = 50  # of a search, however long they take
-FEWEST_SHORT = 25
+FEWEST_STEPS = 50  # of a search
+FEWEST_SHORT = 25  # of one that chooses settings
+MOST_TIMES, MOST_SECONDS = 10, 60.0  # above both there is no choice of settings, and then no search
 DECODER_STEPS = 4000
 UNSEEN = 64  # images of noise that stand in for auxiliary ones where only predictions are needed
 
@@ -130,11 +131,11 @@ class Attacker:
 
             candidates = self._paced(LATENT_SEARCHES, attack, tuned_on / (len(latents_n) if mixed else few))
             search = candidates[len(candidates) // 2]
-            if self.auxiliary:
+            if self.auxiliary and candidates[1:]:
                 known = self.auxiliary.images_mCHW[:tuned_on]
                 sent = latents_of(encoder, known, dtype, batch)
                 search = _chosen(candidates, lambda one: attack(one, sent), known)
-            return attack(search), _settings(search)
+            return attack(search), _settings(search, candidates)
 
         yield Attempt(OPTIMISED, matched)
         if not self.auxiliary:
@@ -146,9 +147,8 @@ class Attacker:
 
         def decoded() -> tuple[Tensor, dict[str, float]]:
             known = latents_of(encoder, images, dtype, batch)
-            steps = affordable(
-                lambda steps: learned_decoder(known, images, steps, self.seed), self.seconds, DECODER_STEPS
-            )
+            each = seconds_of_a_step(lambda steps: learned_decoder(known, images, steps, self.seed), self.seconds)
+            steps = affordable(each, self.seconds, DECODER_STEPS)
             return learned_decoder(known, images, steps, self.seed).images(latents_n), {"steps": steps}
 
         yield Attempt(NEAREST, looked_up)
@@ -232,30 +232,52 @@ class Attacker:
                 [replace(one, statistics=weight) for one in CHANGE_SEARCHES for weight in weights], attack, 1.0
             )
             search = candidates[len(candidates) // 2]
-            if self.auxiliary and len(self.auxiliary.labels_m) >= len(labels_n):
+            if self.auxiliary and candidates[1:] and len(self.auxiliary.labels_m) >= len(labels_n):
                 few = self.auxiliary.images_mCHW[: len(labels_n)]
                 own = labels_n if at_cut else self.auxiliary.labels_m[: len(labels_n)]
                 simulated = change_of(model, loss, as_input(few), own, local)
                 known = {name: array for name, array in simulated.items() if name in change}
                 search = _chosen(candidates, lambda one: attack(one, known, own), few)
-            return attack(search), _settings(search)
+            return attack(search), _settings(search, candidates)
 
         yield Attempt(MATCHING, matched)
 
     def _paced(self, searches: Sequence[Search], attack: Callable[[Search], Tensor], share: float) -> list[Search]:
-        """Give searches as many steps as the time allows, with the choice, on `share` images for each attacked."""
-        choices = (len(searches) + 2) / SHORT if self.auxiliary else 0.0
-        seconds = self.seconds / (1 + share * choices)
-        steps = affordable(lambda steps: attack(replace(searches[0], steps=steps)), seconds, MOST_STEPS)
+        """Give searches as many steps as the time allows, with the choice, on `share` images for each attacked.
+
+        Return the middle one only where the fewest steps of the choice would take far longer than the attack may.
+
+        Raises
+        ------
+        ConfigError
+            If the fewest steps of one search would.
+        """
+        each = seconds_of_a_step(lambda steps: attack(replace(searches[0], steps=steps)), self.seconds)
+        most = max(MOST_TIMES * self.seconds, MOST_SECONDS)
+        require(
+            FEWEST_STEPS * each <= most,
+            f"a search has {FEWEST_STEPS} steps at least, and one takes {each:.2g} s here; it may take {most:.0f} s: "
+            "give more --minutes",
+        )
+        shorts = share * (len(searches) + 2) if self.auxiliary else 0.0  # as long as so many short searches
+        if shorts * FEWEST_SHORT * each > most:
+            searches, shorts = [searches[len(searches) // 2]], 0.0
+        steps = affordable(each, self.seconds / (1 + shorts / SHORT), MOST_STEPS)
         return [replace(search, steps=steps) for search in searches]
 
 
-def affordable(attack: Callable[[int], object], seconds: float, most: int) -> int:
-    """Return how many steps an attack can take in so many seconds, by timing a few; at least `FEWEST_STEPS`."""
-    attack(1)  # not counted: the first steps are slower
+def seconds_of_a_step(attack: Callable[[int], object], seconds: float) -> float:
+    """Time a few steps of an attack, or one where these would take longer than the attack may."""
     begun = time.perf_counter()
-    attack(PROBED)
-    each = max(1e-6, (time.perf_counter() - begun) / PROBED)
+    attack(1)  # not counted: the first steps are slower
+    probed = PROBED if (time.perf_counter() - begun) * PROBED <= seconds else 1
+    begun = time.perf_counter()
+    attack(probed)
+    return max(1e-6, (time.perf_counter() - begun) / probed)
+
+
+def affordable(each: float, seconds: float, most: int) -> int:
+    """Return how many steps of so many seconds fit the time; at least `FEWEST_STEPS`."""
     return int(max(FEWEST_STEPS, min(most, seconds / each)))
 
 
@@ -270,8 +292,8 @@ def _chosen(candidates: Sequence[Search], attack: Callable[[Search], Tensor], au
     return replace(best, steps=candidates[0].steps // best.restarts)
 
 
-def _settings(search: Search) -> dict[str, float]:
-    chosen = {"alpha": search.alpha, "steps": search.steps, "restarts": search.restarts}
+def _settings(search: Search, candidates: Sequence[Search]) -> dict[str, float]:
+    chosen = {"alpha": search.alpha, "steps": search.steps, "restarts": search.restarts, "candidates": len(candidates)}
     return {**chosen, "statistics": search.statistics} if search.statistics else chosen
 
 

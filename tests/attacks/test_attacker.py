@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 import flwr_replay.attacks
 from flwr_replay.attacks import attacker
-from flwr_replay.attacks.attacker import Attacker, Auxiliary, head_bias
+from flwr_replay.attacks.attacker import LATENT_SEARCHES, Attacker, Auxiliary, head_bias
 from flwr_replay.attacks.catalogue import ATTACKS
 from flwr_replay.attacks.gradients import LocalSteps, change_of
 from flwr_replay.attacks.latents import latents_of
@@ -77,7 +78,7 @@ def test_no_attack_knows_the_judge() -> None:
 def test_settings_come_from_auxiliary_images(digits: tuple[torch.Tensor, torch.Tensor], auxiliary: Auxiliary) -> None:
     encoder, _ = split(network("cnn"), "conv1")
     attempt = next(quick(auxiliary).latents(encoder, latents_of(encoder, digits[0][:3]), 3))
-    assert attempt.images()[1] == {"alpha": 1e-3, "steps": 50, "restarts": 1}
+    assert attempt.images()[1] == {"alpha": 1e-3, "steps": 50, "restarts": 1, "candidates": 2}
 
 
 def test_without_auxiliary_images_there_is_one_attempt(digits: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -131,3 +132,21 @@ def test_every_meaning_has_attacks_or_a_sentence() -> None:
         assert known.endswith(".") if isinstance(known, str) else known
     attacks = {attack for known in ATTACKS.values() if not isinstance(known, str) for attack in known}
     assert len({attack.name for attack in attacks}) == len(attacks)
+
+
+def test_a_search_keeps_to_its_time(monkeypatch):
+    """A step of a second: no choice of settings where it would take too long, and then no search."""
+    clock = [0.0]
+    monkeypatch.setattr("flwr_replay.attacks.attacker.time.perf_counter", lambda: clock[0])
+
+    def slow(search):
+        clock[0] += search.steps
+        return torch.zeros(1)
+
+    known = Auxiliary("known", torch.zeros(8, 1, 2, 2), torch.zeros(8))
+    paced = {
+        seconds: Attacker((1, 2, 2), known, 0, seconds)._paced(LATENT_SEARCHES, slow, 1.0) for seconds in (6, 17, 400)
+    }
+    assert [[one.steps for one in found] for found in paced.values()] == [[50], [50], [213] * 5]
+    with pytest.raises(ConfigError, match="one takes 2 s here; it may take 60 s: give more --minutes"):
+        Attacker((1, 2, 2), known, 0, 1)._paced(LATENT_SEARCHES, lambda one: slow(replace(one, steps=2 * one.steps)), 1)
