@@ -223,7 +223,7 @@ class Calling(Strategy):
             node_id = message.metadata.dst_node_id
             claimed = names.get(node_id, "")  # the name in a refusal, which is not proven
             name = claimed if NAME.fullmatch(claimed) and claimed not in taken else str(node_id)
-            member = self.members.by_node(node_id) or Member(name, node_id)
+            member = self.members.by_node(node_id) or Member(self.members.called(node_id) or name, node_id)
             reply = replies[node_id]
             asking, answer = list(rows(message.content, RollCall)), self.roll_answer(reply)
             came = reply.content if answer and reply is not None else None
@@ -247,7 +247,7 @@ class Calling(Strategy):
     def silent(self, messages: list[Message], seconds: float) -> None:
         """Say in the log for whose answers the run waits, and how long such an answer has taken before."""
         nodes = [message.metadata.dst_node_id for message in messages]
-        names = sorted(getattr(self.members.by_node(node), "name", f"node {node}") for node in nodes)
+        names = sorted(self.members.called(node) or f"node {node}" for node in nodes)
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         request = request_of(messages[0])
         stage = request.stage_name if request else ""

@@ -133,6 +133,10 @@ class Members:
         member = self._by_name.get(self._names.get(node_id, ""))
         return member if member and member.node_id == node_id else None
 
+    def called(self, node_id: int) -> str:
+        """Return the name under which a node has taken part, before the run was resumed too; empty if it has not."""
+        return self._names.get(node_id) or next((one.name for one in self.known if one.node_id == node_id), "")
+
     def newcomers(self, node_ids: Iterable[int]) -> list[int]:
         """Note the nodes that are online; return, ascending, those to ask: new and returning ones."""
         online = frozenset(node_ids)
@@ -155,8 +159,7 @@ class Members:
         They are called node-1, node-2, … by their ids, and those that join later by what follows.
         """
         for node_id in (joined := self.newcomers(node_ids)):
-            before = self._names.get(node_id) or next((m.name for m in self.known if m.node_id == node_id), "")
-            self._enter(Member(before or f"node-{len(self._known) + 1}", node_id, ours=False))
+            self._enter(Member(self.called(node_id) or f"node-{len(self._known) + 1}", node_id, ours=False))
         return [member for node_id in joined if (member := self.by_node(node_id))]
 
     def ask_again(self, node_id: int) -> None:

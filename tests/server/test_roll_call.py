@@ -119,6 +119,13 @@ def test_an_older_copy_of_the_state_is_reported_and_not_used(tmp_path, strategy)
         execute(grid, compose(overrides), Display())
 
 
+def test_who_does_not_answer_a_resumed_run_is_named(tmp_path):
+    run(tmp_path, "strategy=local")
+    more = [f"resume={tmp_path / 'x'}", "rounds=3", "timeout=4"]
+    result, _ = run(tmp_path, "strategy=local", *more, before=losing(CRASHED, 1))
+    assert [failure["institution"] for failure in result["failures"]] == ["institution-2"]
+
+
 def test_too_few_institutions_end_the_run_with_one_line(tmp_path):
     few = "this run needs at least 4 institutions; 2 joined within 0.1 s: start more SuperNodes"
     with pytest.raises(RunError, match=few):
