@@ -24,7 +24,8 @@ def page(options: Sequence[str], study: str, policy: str, clinics: str, out: str
     if as_json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     else:
-        reasons = dict.fromkeys(one["reason"] for one in [*found["rules"], *found["fields"]] if one["reason"])
+        judged = [*found["rules"], *found["fields"]]
+        reasons = dict.fromkeys(f"{one['verdict']}: {one['reason']}" for one in judged if one["reason"])
         print(
             "\n".join(
                 [verdict(found), *reasons, *sums(found), f"the page: {html}{earlier}", f"the same as JSON: {data}"]

@@ -10,7 +10,8 @@ from flwr_replay.report.judged import VALIDATION
 __all__ = [
     "BESIDE",
     "beside",
-    "imbalance_lines",
+    "guessed",
+    "guessing_lines",
     "label_counts",
     "pooled_counts",
     "spread",
@@ -18,6 +19,7 @@ __all__ = [
 ]
 
 BESIDE = ("balanced-accuracy", "auc")
+MOST_NAMED = 8  # institutions
 UNEQUAL = 2.0  # how many times as frequent as the rarest label the most frequent one is at least
 
 Confusion = Mapping[str, Sequence[int]]  # by institution: examples by label and prediction, row by row
@@ -56,16 +58,42 @@ def without_beside(metrics: Mapping[str, float], confusion: Confusion) -> dict[s
     return {name: value for name, value in metrics.items() if plain[name] in kept or plain[name] not in BESIDE}
 
 
-def imbalance_lines(metrics: Mapping[str, float], confusion: Confusion) -> list[str]:
-    """Say that labels are unequal, and the metrics that count; nothing where they are not."""
-    if not (found := beside(metrics, confusion)):
+def guessed(counts: Sequence[int]) -> float:
+    """Return the accuracy of whoever always names the most frequent label, from a confusion matrix row by row."""
+    labels = label_counts(counts)
+    return max(labels) / max(1, sum(labels))
+
+
+def guessing_lines(metrics: Mapping[str, float], confusion: Confusion) -> list[str]:
+    """Say what always naming the most frequent label would have, and where the model is no better; else nothing.
+
+    Where labels are unequal the metrics that count stand beside it.
+
+    >>> guessing_lines({"accuracy": 0.8}, {"north": [3, 0, 1, 2], "south": [2, 1, 1, 2]})
+    ['always naming the most frequent label would have accuracy 0.5000']
+    >>> guessing_lines({"accuracy": 0.6}, {"north": [3, 0, 1, 2], "south": [1, 1, 2, 1]})[1]
+    'no better than always naming its own most frequent label: south'
+    """
+    if "accuracy" not in metrics or not confusion:
         return []
     labels = label_counts(pooled_counts(confusion))
-    guessing = {"balanced-accuracy": 1 / sum(map(bool, labels)), "auc": 0.5}
-    shown = " and ".join(f"{name} {value:.4f} (guessing: {guessing[name]:.4f})" for name, value in found.items())
-    share = max(labels) / sum(labels)
-    guessed = f"always naming the most frequent one would have accuracy {share:.4f}"
-    return [f"labels are unequal: {guessed}; this model has {shown}"]
+    share = guessed(pooled_counts(confusion))
+    lines = [f"always naming the most frequent label would have accuracy {share:.4f}"]
+    if found := beside(metrics, confusion):
+        guessing = {"balanced-accuracy": 1 / sum(map(bool, labels)), "auc": 0.5}
+        shown = " and ".join(f"{name} {value:.4f} (guessing: {guessing[name]:.4f})" for name, value in found.items())
+        lines = [f"labels are unequal: {lines[0]}; this model has {shown}"]
+    if worse := [name for name, counts in confusion.items() if _no_better(counts)]:
+        more = f" and {len(worse) - MOST_NAMED} more" if len(worse) > MOST_NAMED else ""
+        named = f"{', '.join(worse[:MOST_NAMED])}{more}"
+        lines.append(f"no better than always naming its own most frequent label: {named}")
+    return lines
+
+
+def _no_better(counts: Sequence[int]) -> bool:
+    """Say whether an institution with several labels has as few right predictions as one label has examples."""
+    labels = label_counts(counts)
+    return sum(counts[:: len(labels) + 1]) <= max(labels) < sum(labels)
 
 
 def spread(result: Mapping[str, Any]) -> str:
@@ -77,5 +105,5 @@ def spread(result: Mapping[str, Any]) -> str:
     if "rmse" not in result["final"]["global"] or not result.get("label-scale"):
         return ""
     (mean, deviation), unit = result["label-scale"], result["unit"]
-    guessed = f"always guessing the mean of the training labels, {mean:.4g}{unit and ' '}{unit},"
-    return f"{guessed} would have rmse about {deviation:.2f}; this model has {result['final']['global']['rmse']:.2f}"
+    guess = f"always guessing the mean of the training labels, {mean:.4g}{unit and ' '}{unit},"
+    return f"{guess} would have rmse about {deviation:.2f}; this model has {result['final']['global']['rmse']:.2f}"

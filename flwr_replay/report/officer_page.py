@@ -16,6 +16,7 @@ from flwr_replay.report.uploads import RECONSTRUCT
 __all__ = ["sums", "verdict", "write_officer_page"]
 
 PAGE = "officer"
+VERDICTS = ("allowed", "refused", "kept here")
 RULES = {
     "strategies": "the method may be used (strategies)",
     "recording": "the server says that it keeps no messages, or the policy lets it (recording)",
@@ -127,11 +128,11 @@ def write_officer_page(folder: Path, found: Mapping[str, Any]) -> tuple[Path, Pa
             "heads": ["what the policy is asked", "verdict"],
             "rows": [[RULES.get(one["rule"], one["rule"]), _said(one, number)] for one in found["rules"]],
         },
+        by_kind=[_by_kind(name, [one for one in lines if one["institution"] == name]) for name in names],
         fields=[_fields(name, [one for one in lines if one["institution"] == name], number) for name in names],
         reasons=reasons,
         sums=sums(found),
         samples=_samples(lines),
-        kinds=[f"{kind}: {KINDS[kind]}." for kind in dict.fromkeys(one["kind"] for one in lines)],
         claim=found["claim"],
         protected=_protected(lines),
         unprotected=_unprotected(lines),
@@ -165,11 +166,16 @@ def verdict(found: Mapping[str, Any]) -> str:
         kept = any(line["verdict"] == "kept here" for line in found["fields"])
         but = " Some fields stay here, as the policy says." if kept else ""
         return f"{under} {names} {'takes' if one else 'take'} part. The fields below may leave.{but}"
-    if any(rule["verdict"] == "refused" and rule["rule"] != "max-evaluations" for rule in found["rules"]):
+    if not _takes_part(found):
         takes = "takes" if one else "take"
         return f"{under} {names} {takes} no part. Nothing leaves but the name, and a line that says why."
     refuses = "refuses" if one else "refuse"
     return f"{under} {names} {refuses} some of the messages below. In their place a line leaves that says why."
+
+
+def _takes_part(found: Mapping[str, Any]) -> bool:
+    """Say whether no rule for the run as a whole is broken; too many tests are refused one by one."""
+    return all(rule["verdict"] != "refused" or rule["rule"] == "max-evaluations" for rule in found["rules"])
 
 
 def _about(found: Mapping[str, Any]) -> list[str]:
@@ -183,6 +189,20 @@ def _about(found: Mapping[str, Any]) -> list[str]:
         *([ALONE] if found["others-unknown"] else []),
         *([UNDRAWN] if found["others-unknown"] and found["fraction"] < 1 else []),
     ]
+
+
+def _by_kind(name: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sum the fields by kind: what it is, and the bytes by verdict."""
+    rows = []
+    for kind in dict.fromkeys(one["kind"] for one in lines):
+        of_kind = [one for one in lines if one["kind"] == kind]
+        sums = [sum(one["bytes"] for one in of_kind if one["verdict"] == verdict) for verdict in VERDICTS]
+        rows.append([kind, KINDS[kind], *(shown_bytes(size) if size else "" for size in sums)])
+    return {
+        "caption": f"What {name} would be asked to send, by kind",
+        "heads": ["kind", "what it is", *VERDICTS],
+        "rows": rows,
+    }
 
 
 def _fields(name: str, lines: Sequence[Mapping[str, Any]], number: Mapping[str, str]) -> dict[str, Any]:
@@ -214,7 +234,7 @@ def sums(found: Mapping[str, Any]) -> list[str]:
 
 
 def _sums(name: str, found: Mapping[str, Any]) -> str:
-    own, by_verdict = found["institutions"][name], dict.fromkeys(("allowed", "refused", "kept here"), 0)
+    own, by_verdict = found["institutions"][name], dict.fromkeys(VERDICTS, 0)
     samples, raw = 0, own["raw-bytes"]
     for one in found["fields"]:
         if one["institution"] == name:
@@ -223,9 +243,10 @@ def _sums(name: str, found: Mapping[str, Any]) -> str:
     rest = [f"; {shown_bytes(size)} {word}" for word, size in by_verdict.items() if size and word != "allowed"]
     times = f", {float(f'{samples / raw:.2g}'):g} times the raw data" if samples > raw else ""
     single = f", of which {shown_bytes(samples)} are functions of single patients{times}" if samples else ""
+    none = "" if _takes_part(found) else " Since it takes no part, none of them leaves."
     return (
         f"{name} has {own['examples']:,} training examples of {shown_bytes(raw)}. "
-        f"{shown_bytes(by_verdict['allowed'])} would be allowed to leave{single}{''.join(rest)}. "
+        f"{shown_bytes(by_verdict['allowed'])} would be allowed to leave{single}{''.join(rest)}.{none} "
         f"{shown_bytes(own['comes-down'])} come down."
     )
 

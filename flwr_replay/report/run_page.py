@@ -14,7 +14,7 @@ from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.charts import Curves, bars, curves
 from flwr_replay.report.histories import metric_rows
-from flwr_replay.report.imbalance import beside, label_counts, pooled_counts, spread
+from flwr_replay.report.imbalance import beside, guessed, guessing_lines, pooled_counts, spread
 from flwr_replay.report.judged import VALIDATION, judged
 from flwr_replay.report.pages import render
 from flwr_replay.report.progress import shown_bytes, shown_time
@@ -148,25 +148,20 @@ def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]], teste
     said = f"At the end {metric} is {whole[metric]:.3f}{unit} over all {number}test examples"
     if len(own) > 1:
         low, high = min(own, key=lambda name: own[name]), max(own, key=lambda name: own[name])
-        guess = {name: f" ({_majority(counts):.3f})" for name, counts in found.items()} if metric == "accuracy" else {}
+        guess = {name: f" ({guessed(counts):.3f})" for name, counts in found.items()} if metric == "accuracy" else {}
         said += f", from {own[low]:.3f}{guess.get(low, '')} at {low} to {own[high]:.3f}{guess.get(high, '')} at {high}"
         said += " (in brackets: always naming its most frequent label)" if guess else ""
     if metric == "accuracy" and found:
-        said += f"; always the most frequent label of all would have {_majority(pooled_counts(found)):.3f}"
+        said += f"; always the most frequent label of all would have {guessed(pooled_counts(found)):.3f}"
     if more := beside(whole, found):
         shown = " and ".join(f"{name} is {value:.3f}" for name, value in more.items())
         said += f". Labels are unequal; this model's {shown}"
-    if guessed := spread(result):
-        said += f"; {guessed}"
+    if spread_of := spread(result):
+        said += f"; {spread_of}"
     if (validated := whole.get(f"validation-{metric}")) is not None:
         said += f". Test examples were used only then; of validation examples {metric} is {validated:.3f}{unit}"
-    return f"{said}."
-
-
-def _majority(counts: Sequence[int]) -> float:
-    """Return the accuracy of whoever always names the most frequent label, from a confusion matrix row by row."""
-    labels = label_counts(counts)
-    return max(labels) / max(1, sum(labels))
+    worse = "".join(f". {line[0].upper()}{line[1:]}" for line in guessing_lines(whole, found)[1:])
+    return f"{said}{worse}."
 
 
 def _curves(
@@ -197,7 +192,7 @@ def _curves(
 def _bars(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> Any:
     metric = result["metric"]
     own = {name: one[metric] for name, one in result["final"]["institutions"].items() if metric in one}
-    marks = {name: _majority(counts) for name, counts in found.items()} if metric == "accuracy" else {}
+    marks = {name: guessed(counts) for name, counts in found.items()} if metric == "accuracy" else {}
     return bars({name: (value, marks.get(name)) for name, value in own.items()}) if own else None
 
 

@@ -13,7 +13,7 @@ from flwr_replay.files.lines import read_lines
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.epsilon import epsilon_suffix
-from flwr_replay.report.imbalance import beside, imbalance_lines, label_counts, pooled_counts, spread
+from flwr_replay.report.imbalance import beside, guessing_lines, label_counts, pooled_counts, spread
 from flwr_replay.report.judged import judged
 from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import shown_bytes
@@ -67,7 +67,7 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
         f"{epsilon_suffix(result)}{missing_suffix(result)}",
         *_fewer([f"  {_own(name, one, leading, confusion)}" for name, one in tested.items()]),
         *untrained_lines(result),
-        *imbalance_lines(final["global"], confusion),
+        *guessing_lines(final["global"], confusion),
         *filter(None, [spread(result)]),
         *dice_lines(final["global"]),
         *best_lines(result),

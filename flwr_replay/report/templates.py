@@ -203,15 +203,16 @@ OFFICER = """\
 <p{% if not allowed %} class="warning"{% endif %}><strong>{{ verdict }}</strong></p>
 {% for line in sums %}<p>{{ line }}</p>
 {% endfor %}{% if samples %}<p><strong>{{ samples }}</strong></p>{% endif %}
+{% for one in by_kind %}{{ draw.table(one) }}
+{% endfor %}
 <h2>The verdict, line by line</h2>
 <p>{% if policy %}The policy is {{ policy }}, as it stands at the end of this page.{% else %}Without a policy only the built-in limits hold.{% endif %} An institution that refuses sends its name and one line that says why; the study goes on without it.</p>
-{{ draw.table(rules) }}
-{% for one in fields %}{{ draw.table(one) }}
-{% endfor %}
 {% if reasons %}<p>Reasons:</p>
 <ol>{% for line in reasons %}<li>{{ line }}</li>{% endfor %}</ol>{% endif %}
-<p>Kinds:</p>
-<ul>{% for line in kinds %}<li>{{ line }}</li>{% endfor %}</ul>
+<details{% if not allowed %} open{% endif %}><summary>Every rule, and every field</summary>
+{{ draw.table(rules) }}
+{% for one in fields %}{{ draw.table(one) }}
+{% endfor %}</details>
 
 <h2>What is protected, and what is not</h2>
 <p>{{ claim }}</p>

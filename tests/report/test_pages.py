@@ -161,7 +161,7 @@ def test_balanced_accuracy_stands_beside_accuracy_where_labels_are_unequal(ran, 
     counts[0], counts[11] = 9, 3
     write_json(folder / "confusion.json", {"round": 2, "institutions": {"a": counts}})
     said = (
-        f"labels are unequal: always naming the most frequent one would have accuracy 0.7500; "
+        f"labels are unequal: always naming the most frequent label would have accuracy 0.7500; "
         f"this model has balanced-accuracy {balanced:.4f} (guessing: 0.5000)"
     )
     assert said in summary(result, folder)

@@ -1,6 +1,7 @@
 """The officer's page says what the guard then does, in a real run under the same policy."""
 
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ from torchvision.utils import save_image
 from flwr_replay.config.compose import compose
 from flwr_replay.data.dealt import loaded
 from flwr_replay.errors import ConfigError, RefusedError
-from flwr_replay.report.officer_page import write_officer_page
+from flwr_replay.report.officer_page import sums, write_officer_page
 from flwr_replay.runs.officer import findings, planned, study_options
 
 TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=8", "device=cpu"]
@@ -59,8 +60,13 @@ def test_allowed_fields_are_those_that_left_with_their_bytes(hospitals):
     assert (meaning["arrays"], meaning["epochs"][:6]) == ("weights", "epochs")
 
 
-def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals):
+def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_path):
     found, deployed = one_of(hospitals, "kinds: [statistic]\n")
+    assert "none of them leaves" in sums(found)[0]
+    page = write_officer_page(tmp_path, found)[0].read_text()
+    assert "<details open><summary>Every rule, and every field" in page
+    (row,) = re.findall('<th scope="row">per-sample</th>(.*)</tr>', page)
+    assert re.findall("<td>(.*?)</td>", row)[1] == ""  # nothing is allowed
     assert not found["allowed"]
     reason, encoding = [one["reason"] for one in found["rules"] if one["verdict"] == "refused"]
     assert "Encoder.arrays is model" in encoding  # only the institution that trains the encoder is asked for it
