@@ -32,7 +32,7 @@ from flwr_replay.report.summary import (
     untrained_lines,
     warnings,
 )
-from flwr_replay.wire.ledger import ledger_lines
+from flwr_replay.wire.ledger import Traffic, ledger_lines
 from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.sealed import SEALED
 
@@ -82,7 +82,7 @@ def write_run_page(folder: Path) -> Path:
         question=_question(result),
         answer=_answer(result, found, tested),
         warnings=[
-            *filter(None, [fault]),
+            *filter(None, [fault, _lacking(folder, result)]),
             *map(_sentence, untrained_lines(result)),
             *warnings(result, found, classes, tested),
         ],
@@ -306,6 +306,18 @@ def _left(folder: Path) -> dict[str, Any]:
     rows = [[name, *(shown_bytes(own.get(kind, 0)) for kind in [*heads, "down"])] for name, own in sorted(sums.items())]
     caption = "Bytes that left by kind, and bytes that came down, repeated messages included"
     return {"caption": caption, "heads": ["institution", *heads, "came down"], "rows": rows}
+
+
+def _lacking(folder: Path, result: Mapping[str, Any]) -> str:
+    """Say that the ledger has not all bytes that were sent, as where one of its parts is missing."""
+    found = Traffic(ledger_lines(folder)).bytes
+    if all(found[way] == result["bytes"][way] for way in found):
+        return ""
+    ledger, sent = (shown_bytes(sum(one[way] for way in found)) for one in (found, result["bytes"]))
+    return (
+        f"{folder.name}: the ledger's lines have {ledger}, {sent} were sent. So the table of what left the "
+        "institutions is wrong: restore the ledger and its parts from a backup."
+    )
 
 
 def _kind(head: str) -> tuple[str, str]:

@@ -10,12 +10,13 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import fits, private_folder, tally
-from flwr_replay.files.disk import entries, remove, writing
+from flwr_replay.files.disk import entries, reading, remove, writing
 from flwr_replay.files.lines import parts
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.wire.records import StateDict
@@ -68,7 +69,7 @@ class Checkpoints:
         self.wait()
         found = [part for path in self._growing for part in self._parts(path)]
         grown = {part: tally(part, self._tallies.get(part, (0, 0))) for part in found}
-        changed = [part for part, counted in grown.items() if counted != self._tallies.get(part)]
+        changed = [_opened(part) for part, counted in grown.items() if counted != self._tallies.get(part)]
         self._tallies = grown
         values = {**values, "files": {part.name: counted for part, counted in grown.items()}}
         file = self.folder / f"{server_round:06d}.safetensors"
@@ -128,14 +129,23 @@ class Checkpoints:
                 )
 
 
+def _opened(path: Path) -> IO[bytes]:
+    """Open a growing file at once, since its path may be the next part's when it is flushed."""
+    with reading(path):
+        return open(path, "rb")
+
+
 def _write(
-    file: Path, arrays: StateDict, values: str, changed: Sequence[Path], first: Callable[[], None] | None
+    file: Path, arrays: StateDict, values: str, changed: Sequence[IO[bytes]], first: Callable[[], None] | None
 ) -> None:
-    if first:
-        first()
-    for path in changed:
-        with writing(path), open(path, "rb") as grown:
-            os.fsync(grown.fileno())
+    with ExitStack() as opened:
+        for grown in changed:
+            opened.enter_context(grown)
+        if first:
+            first()
+        for grown in changed:
+            with writing(Path(grown.name)):
+                os.fsync(grown.fileno())
     write_tensors(file, arrays, {"values": values})
     for old in entries(file.parent, "*.safetensors")[:-2]:
         remove(old)

@@ -1,6 +1,8 @@
 """A run's ledger is divided into parts: whoever reads it reads all of them, and a checkpoint vouches for each."""
 
+import os
 from collections import Counter
+from threading import Event
 
 import pytest
 from harness import Stopping
@@ -10,6 +12,7 @@ from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.lines import parts
 from flwr_replay.report.progress import Display
+from flwr_replay.report.run_page import write_run_page
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.options import resolve
 from flwr_replay.runs.simulate import run_inline
@@ -55,6 +58,14 @@ def test_all_parts_are_read(tmp_path, small):
     assert sum(line["bytes"] for line in ledger_lines(divided)) == sent["up"] + sent["down"]
 
 
+def test_the_page_says_that_a_part_is_missing(tmp_path, small):
+    small(1500)
+    folder = ran(tmp_path, "whole")
+    assert "were sent" not in write_run_page(folder).read_text()
+    (folder / "ledger-0002.jsonl").unlink()
+    assert "were sent. So the table of what left the institutions is wrong" in write_run_page(folder).read_text()
+
+
 @pytest.mark.parametrize("damaged", ["ledger-0001.jsonl", "ledger-0002.jsonl"])
 def test_a_checkpoint_vouches_for_each_part(tmp_path, small, damaged):
     """The second part was still the current one when the checkpoint was written."""
@@ -90,3 +101,21 @@ def test_tallies_go_on_over_parts(tmp_path, small):
     assert len(parts(growing.path)) == 4
     assert Checkpoints(tmp_path, ["ledger.jsonl"]).read(print)
     growing.close()
+
+
+def test_what_a_checkpoint_counts_is_on_the_disk_before_it_though_the_ledger_is_divided_meanwhile(
+    tmp_path, small, monkeypatch
+):
+    small(100)
+    growing, counting, flushed, go = ledger.Ledger(tmp_path), Checkpoints(tmp_path, ["ledger.jsonl"]), [], Event()
+    growing.append([{"line": "x" * 100}])
+    growing.flush()
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_ino))
+    counting.write(1, {}, VALUES, first=go.wait)
+    growing.append([{"line": "of the next part"}])
+    growing.flush()
+    go.set()
+    counting.wait()
+    assert (tmp_path / "ledger-0001.jsonl").stat().st_ino in flushed
+    growing.close()
+    counting.close()
