@@ -134,8 +134,8 @@ class Members:
         return member if member and member.node_id == node_id else None
 
     def called(self, node_id: int) -> str:
-        """Return the name under which a node has taken part, before the run was resumed too; empty if it has not."""
-        return self._names.get(node_id) or next((one.name for one in self.known if one.node_id == node_id), "")
+        """Return a node's name, from before the run was resumed too; empty if it has none, or another node has it."""
+        return next((one.name for one in self._known.values() if one.node_id == node_id), "")
 
     def newcomers(self, node_ids: Iterable[int]) -> list[int]:
         """Note the nodes that are online; return, ascending, those to ask: new and returning ones."""
@@ -235,7 +235,7 @@ class Members:
     def _fault(self, member: Member) -> str:
         """Return why an institution may not take part under this name; empty if it may."""
         name, known = member.name, self._known.get(member.name)
-        before = self._names.get(member.node_id, name)
+        before = self._names.get(member.node_id) or self.called(member.node_id) or name
         if before != name:
             return f"a node keeps its name in a run; it was {before!r} and now answers as {name!r}: begin a new run"
         here = self.get(name)

@@ -168,6 +168,26 @@ def test_a_resumed_run_knows_its_institutions(tmp_path):
     assert sorted(result["final"]["institutions"]) == ["a", "c"]
 
 
+def test_a_node_keeps_its_name_in_a_resumed_run(tmp_path):
+    _, path, _ = run(tmp_path, {})
+    renamed = {1: lambda grid: grid.contexts[3].node_config.update({"name": "d"})}
+    result, _, _ = run(tmp_path, renamed, resume=path, rounds=4)
+    assert reasons(result) == {
+        "b": "a node keeps its name in a run; it was 'b' and now answers as 'd': begin a new run"
+    }
+    assert sorted(result["final"]["institutions"]) == ["a", "c"]
+
+
+def test_a_node_whose_name_another_has_by_now_is_not_called_by_it(tmp_path):
+    def swap(grid):
+        away(grid, 3)
+        join(grid, 9, tmp_path, "b", "state")
+
+    result, _, _ = run(tmp_path, {FIRST + 1: swap, FIRST + 2: back})
+    assert reasons(result).keys() == {"3"}
+    assert "b" in result["final"]["institutions"]
+
+
 @pytest.mark.parametrize(
     ("reported", "name", "reason"),
     [
