@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 from random import Random
 
 import psutil
-from chaos_runs import check_bits
+from chaos_runs import check_bits, check_ledgers
 from deployed import CLINICS, COORDINATOR, REFUSES, TASK, until
 
 from flwr_replay.files.atomic import LEFT, in_use, read_json
@@ -64,6 +65,7 @@ class Struck:
     def __init__(self, folder: Path, rng: Random, lines: int, most: float) -> None:
         self.folder, self.rng, self.lines, self.most = folder, rng, lines, most
         self.said, self.resumed, self.moments = "", 0, list[str]()
+        self.away = set[str]()  # institutions whose SuperNode was killed
 
     def strike(self, command: subprocess.Popen, kind: str, living, within: tuple[float, float] = (0, 1)) -> bool:
         """Wait for a moment within a share of the run, and kill one of the part's processes; False: it had ended."""
@@ -144,6 +146,7 @@ class OnDeployment:
                 if not found.strike(command, kind, living, (at / len(kinds), (at + 1) / len(kinds))):
                     continue
                 if kind == "supernode":
+                    found.away.add(clinic)
                     with suppress(subprocess.TimeoutExpired):  # of the loop that starts it again from then on
                         deployment.started[clinic].wait(2)
                         deployment.start(clinic, again=True)
@@ -194,9 +197,12 @@ class OnDeployment:
             return living and "torch" not in " ".join(one.path for one in process.memory_maps())
         return False
 
-    def charges(self, run_id: str) -> dict[str, list[dict]]:
-        states = {clinic: self.deployment.state(clinic) for clinic in self.clinics}
-        return {name: read_lines(state / "runs" / run_id / "privacy.jsonl") for name, state in states.items()}
+    def may_fail(self, struck: Struck) -> set[str]:
+        """Return the institutions that a run may go on without; with one fewer no masked sum is made."""
+        return {*self.clinics} if struck.away and self.hidden == "masked" else struck.away
+
+    def states(self) -> dict[str, Path]:
+        return {clinic: self.deployment.state(clinic) for clinic in self.clinics}
 
     def places(self, folder: Path) -> list[Path]:
         return [folder.parent, *(self.deployment.state(clinic) for clinic in self.clinics)]
@@ -249,12 +255,20 @@ class OnRay:
     def left(self) -> list[str]:
         return [str(one) for one in self.living()]
 
-    def charges(self, run_id: str) -> dict[str, list[dict]]:
-        states = (self.folder / "state" / "simulation").iterdir()
-        return {state.name: read_lines(state / "runs" / run_id / "privacy.jsonl") for state in states}
+    def may_fail(self, struck: Struck) -> set[str]:
+        """Return the institutions that a run may go on without: an actor serves any."""
+        return {*self.states()} if struck.moments[0].startswith("actor ") else set()
+
+    def states(self) -> dict[str, Path]:
+        return {state.name: state for state in (self.folder / "state" / "simulation").iterdir()}
 
     def places(self, folder: Path) -> list[Path]:
         return [self.folder]
+
+
+def spent(stated: dict | None) -> float:
+    """Return the epsilon that a result states of an institution; without a bound it is infinite."""
+    return 0 if not stated else inf if stated["epsilon"] is None else stated["epsilon"]
 
 
 def judged(engine, once, struck: Struck) -> str:
@@ -262,13 +276,20 @@ def judged(engine, once, struck: Struck) -> str:
     reason = shown(struck.said)
     failures = read_json(struck.folder / "result.json")["failures"]
     assert all("\n" not in failure["reason"] for failure in failures), failures
+    lacked = {failure["institution"] for failure in failures}
+    assert lacked <= engine.may_fail(struck), f"{lacked} failed: {failures}"
     if not failures:
         check_bits(once.run, struck.folder)
-    charges = engine.charges((struck.folder / "run-id").read_text().strip())
+    states, run_id = engine.states(), (struck.folder / "run-id").read_text().strip()
+    check_ledgers(struck.folder, states)
     undisturbed = {name: sum(line["steps"] for line in rows) for name, rows in once.charges().items()}
-    charged = {name: sum(line["steps"] for line in charges.get(name, [])) for name in undisturbed}
+    accounts = {name: states[name] / "runs" / run_id / "privacy.jsonl" for name in undisturbed}
+    charged = {name: sum(line["steps"] for line in read_lines(path)) for name, path in accounts.items()}
     assert failures or all(charged[name] >= undisturbed[name] for name in charged), f"{charged}, not {undisturbed}"
     stated, expected = (read_json(run / "result.json")["privacy"] for run in (struck.folder, once.run))
+    if not failures:
+        less = [name for name in expected if spent(stated[name]) < spent(expected[name])]
+        assert not less, f"{less} state less than undisturbed: {stated}, {expected}"
     if charged == undisturbed and not failures:
         assert stated == expected, f"privacy is {stated}, undisturbed {expected}"
     began = time.monotonic()
@@ -278,6 +299,6 @@ def judged(engine, once, struck: Struck) -> str:
     half = [str(one) for place in engine.places(struck.folder) for one in place.rglob("*") if LEFT.fullmatch(one.name)]
     assert not half, f"half-written: {half}"
     said = [f"{one['institution']} in exchange {one['round']}: {one['reason']}" for one in failures]
-    spent = "" if charged == undisturbed else f"; charged {charged}, undisturbed {undisturbed}"
+    more = "" if charged == undisturbed else f"; charged {charged}, undisturbed {undisturbed}"
     how = f"failures: {said}" if failures else "same bits"
-    return f"{how}{spent}; resumed {struck.resumed} times" + (f"; said: {reason}" if reason else "")
+    return f"{how}{more}; resumed {struck.resumed} times" + (f"; said: {reason}" if reason else "")

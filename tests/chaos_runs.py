@@ -28,6 +28,7 @@ from flwr_replay.config.halves import load_strategy
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.lines import read_lines
 from flwr_replay.privacy.plan import mechanisms_of
+from flwr_replay.wire.ledger import ledger_lines
 
 GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior.width=4", "prior.layers=1"]
 NAME = "one"  # of every run
@@ -152,8 +153,12 @@ class Place:
     def charges(self) -> dict[str, list[dict]]:
         """Return the lines of every institution's account of this run."""
         run_id = (self.run / "run-id").read_text().strip()
-        states = sorted((self.folder / "state" / "simulation").iterdir())
-        return {state.name: read_lines(state / "runs" / run_id / "privacy.jsonl") for state in states}
+        states = self.states().items()
+        return {name: read_lines(state / "runs" / run_id / "privacy.jsonl") for name, state in states}
+
+    def states(self) -> dict[str, Path]:
+        """Return the institutions' state directories."""
+        return {state.name: state for state in sorted((self.folder / "state" / "simulation").iterdir())}
 
     def kept(self) -> set[str]:
         """Return the names of all files of the run and its institutions, without its id and exchanges of deliveries."""
@@ -199,6 +204,21 @@ def check(one: Place, other: Place, faults: int) -> None:
     if not missed:
         check_results(one, other)
     check_accounts(one, other, faults, whole=not missed)
+    check_ledgers(other.run, other.states())
+
+
+def check_ledgers(run: Path, states: dict[str, Path]) -> None:
+    """See that each institution has written down what the server got of it; notices leave from a full disk, too."""
+    run_id = (run / "run-id").read_text().strip()
+    for name, state in states.items():
+        came = (row for row in ledger_lines(run) if (row["institution"], row["direction"]) == (name, "up"))
+        got = Counter(_what_left(row) for row in came if row["kind"] not in ("notice", "not received"))
+        written = Counter(_what_left(row) for row in ledger_lines(state) if row["run"] == run_id)
+        assert got <= written, f"{name} has no line of {got - written}"
+
+
+def _what_left(row: dict) -> tuple:
+    return tuple(row[key] for key in ("round", "stage", "field", "kind", "bytes"))
 
 
 def check_failures(one: Place, other: Place) -> list[str]:
@@ -215,7 +235,7 @@ def check_results(one: Place, other: Place, but: frozenset[str] = frozenset()) -
     """See that two runs have the same results, bit by bit, and the same files but perhaps a few."""
     check_bits(one.run, other.run)
     sums = Counter()
-    for row in read_lines(other.run / "ledger.jsonl"):
+    for row in ledger_lines(other.run):
         sums[row["direction"]] += row["bytes"]
     assert {key: other.result["bytes"][key] for key in ("up", "down")} == sums
     assert other.kept() ^ one.kept() <= but, f"files differ: {other.kept() ^ one.kept()}"
