@@ -48,8 +48,10 @@ class Ledger(Lines):
 
 
 def ledger_lines(folder: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
-    """Read the lines of a folder's ledger one by one, the oldest part first; as `each_line`."""
-    for part in parts(folder / LEDGER):
+    """Read the lines of a folder's ledger one by one, the oldest part first, though it grows; as `each_line`."""
+    path, read = folder / LEDGER, set[Path]()
+    while path not in read:  # it may be closed to a further part meanwhile
+        read.add(part := next(part for part in parts(path) if part not in read))
         yield from each_line(part, form)
 
 

@@ -88,6 +88,23 @@ def test_a_checkpoint_vouches_for_each_part(tmp_path, small, damaged):
         Checkpoints(tmp_path, ["ledger.jsonl"]).read(print)
 
 
+def test_who_reads_a_ledger_that_is_divided_meanwhile_reads_all_lines(tmp_path, small):
+    small(100)
+    growing = ledger.Ledger(tmp_path)
+
+    def add(*numbers):
+        for n in numbers:
+            growing.append([{"line": "x" * 100, "n": n}])
+            growing.flush()
+
+    add(0, 1, 2)
+    reading = ledger_lines(tmp_path)
+    assert next(reading)["n"] == 0
+    add(3, 4)
+    assert [line["n"] for line in reading] == [1, 2, 3, 4]
+    growing.close()
+
+
 def test_tallies_go_on_over_parts(tmp_path, small):
     """What one process has counted from checkpoint to checkpoint is what another counts at once."""
     small(100)
