@@ -161,8 +161,12 @@ class Lines:
                     return
                 if size is not None:
                     self._divide()
-            self._file.close()
-            self._open()
+            before = self._file
+            try:
+                self._open()
+            finally:  # if it fails, the next flush tries again
+                if self._file is not before:
+                    before.close()
             sync(self.path.parent)
 
     def _size(self) -> int | None:

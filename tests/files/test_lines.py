@@ -110,3 +110,19 @@ def test_a_kill_at_any_moment_loses_no_line_that_was_written(path):
     assert len(found) <= len(said) + 12  # written, and killed before that was said
     assert len(parts(path)) > 5
     assert all(part.read_bytes().endswith(b"\n") for part in parts(path) if part.stat().st_size)
+
+
+def test_a_next_part_that_cannot_be_opened_is_one_line_and_is_opened_later(path, monkeypatch):
+    lines = Lines(path, most=1)
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write(lines, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "opener", full)
+        for _ in range(2):
+            with pytest.raises(RunError, match="make room on its disk"):
+                write(lines, 1)
+    write(lines, 2)
+    assert kept(path) == [0, 2]
