@@ -256,8 +256,8 @@ class OnRay:
         return [str(one) for one in self.living()]
 
     def may_fail(self, struck: Struck) -> set[str]:
-        """Return the institutions that a run may go on without: an actor serves any."""
-        return {*self.states()} if struck.moments[0].startswith("actor ") else set()
+        """Return those that a run may go on without: an actor serves any, and may end before the driver does."""
+        return {*self.states()} if struck.moments[0].startswith(("actor ", "command ")) else set()
 
     def states(self) -> dict[str, Path]:
         return {state.name: state for state in (self.folder / "state" / "simulation").iterdir()}
