@@ -9,12 +9,15 @@ the end of the first round: the roll call, and what a method does once. `round` 
 what follows the last: models, `result.json`, the page. For FedAvg and CWT `plain` is the median round of a loop in the
 same process that takes the same steps and tests the same shards, without messages, ledgers, policies or files. Seconds
 are wall time, and the processor's beside it, which other work changes less. Memory is the process's
-peak during the run, and before it (libraries, data). Files are those of the run directory, and of all states.
+peak during the run, and before it (libraries, data). Files are those of the run directory, and of all states. A second
+table has what single parts of a run take for an institution, by the processor's time; a test of a model contains its
+lines of the ledger and its notes of state.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -22,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -32,17 +35,50 @@ from engine import evaluate, sequential, shards, visit
 
 from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
+from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.institution.owner import Institution
+from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
+from flwr_replay.movements.evaluating import Evaluating
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
+from flwr_replay.runs.directory import RunDirectory
 from flwr_replay.runs.simulate import Simulation, simulate
+from flwr_replay.server.calling import Calling
 from flwr_replay.wire.weights import to_arrays
 
 JOB = "task=mnist partition=iid partition.size=20 model=mlp model.width=32 batch_size=10 device=cpu threads=1"
 METHODS = {"fedavg": "", "cwt": "", "fedreplay": "encoder_epochs=2", "proxyfl": ""}
 PLAIN = ("fedavg", "cwt")
+PARTS = {
+    "roll call, once": ((Calling, "call_roll"),),
+    "ledgers, a round": ((Institution, "record_release"), (RunDirectory, "travelled"), (RunDirectory, "flush")),
+    "state, a round": tuple((StateStore, name) for name in ("bind", "note_data", "count_test", "save", "load", "take")),
+    "test, a round": ((Evaluating, "evaluate_if_due"),),
+    "of it the model": ((InstitutionClient, "evaluated"),),
+}
 MB = 1e6
+
+
+class Part:
+    """Adds up the processor's seconds within some methods."""
+
+    def __init__(self, *methods: tuple[type, str]) -> None:
+        self.seconds = 0.0
+        for owner, name in methods:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.process_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.seconds += time.process_time() - begun
+
+        return timed
 
 
 class Clock(Display):
@@ -84,11 +120,16 @@ def measured(overrides: list[str]) -> dict[str, Any]:
     """Run once in this process; return what it cost."""
     config = compose(overrides)
     simulation, clock = Simulation.of(config), Clock()
+    parts = {name: Part(*methods) for name, methods in PARTS.items()}
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # from here on VmHWM is the most of the run, not of reading the data
     _, folder = simulate(simulation, overrides, clock)
     clock.exchange(0, {}, 0, 0.0)  # the end
     found: dict[str, Any] = {"memory": memory("VmHWM"), "memory-before": before}
+    found["parts"] = {
+        name: 1000 * part.seconds / config.nodes / (1 if "once" in name else config.rounds)
+        for name, part in parts.items()
+    }
     for name, stamps in {"": clock.wall, "cpu-": clock.cpu}.items():
         ends = stamps[: -1 : (len(stamps) - 2) // config.rounds]  # of rounds, after the beginning
         later = [after - one for one, after in pairwise(ends[1:])]
@@ -120,6 +161,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         memory = [f"{row[key]:,.0f}" for key in ("memory", "memory-before")]
         files = [f"{row[f'{of}-files']:,}, {row[f'{of}-bytes'] / MB:.1f}" for of in ("run", "state")]
         lines.append([row["method"], f"{row['nodes']:,}", first, each, of_one, plain, end, *memory, *files])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def by_part(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what parts take for an institution, ms of the processor, as a table in Markdown."""
+    lines = [["method", "institutions", *PARTS], ["---"] * (len(PARTS) + 2)]
+    lines += [[row["method"], f"{row['nodes']:,}", *(f"{ms:.2g}" for ms in row["parts"].values())] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -178,7 +226,7 @@ def main() -> None:
                 child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             rows.append({"method": method, "nodes": nodes, **json.loads(child.stdout.splitlines()[-1])})
             print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-    print(table(rows))
+    print(table(rows), by_part(rows), sep="\n\n")
     versions = {name: version(name) for name in ("flwr", "torch")}
     if given.json:
         text = json.dumps({"versions": versions, "options": [JOB, METHODS, given.options], "rows": rows}, indent=2)
