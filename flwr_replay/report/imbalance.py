@@ -73,6 +73,8 @@ def guessing_lines(metrics: Mapping[str, float], confusion: Confusion) -> list[s
     ['always naming the most frequent label would have accuracy 0.5000']
     >>> guessing_lines({"accuracy": 0.6}, {"north": [3, 0, 1, 2], "south": [1, 1, 2, 1]})[1]
     'no better than always naming its own most frequent label: south'
+    >>> guessing_lines({"accuracy": 0.6}, {"north": [2, 1, 0, 0], "south": [1, 1, 2, 1]})[1]
+    'no better than always naming its own most frequent label: all 2 institutions that were tested'
     """
     if "accuracy" not in metrics or not confusion:
         return []
@@ -86,14 +88,17 @@ def guessing_lines(metrics: Mapping[str, float], confusion: Confusion) -> list[s
     if worse := [name for name, counts in confusion.items() if _no_better(counts)]:
         more = f" and {len(worse) - MOST_NAMED} more" if len(worse) > MOST_NAMED else ""
         named = f"{', '.join(worse[:MOST_NAMED])}{more}"
+        if len(worse) == len(confusion) > 1:
+            named = f"all {len(worse)} institutions that were tested"
         lines.append(f"no better than always naming its own most frequent label: {named}")
     return lines
 
 
 def _no_better(counts: Sequence[int]) -> bool:
-    """Say whether an institution with several labels has as few right predictions as one label has examples."""
+    """Say whether no more predictions are right than one label has examples; where all are right, none could be."""
     labels = label_counts(counts)
-    return sum(counts[:: len(labels) + 1]) <= max(labels) < sum(labels)
+    right = sum(counts[:: len(labels) + 1])
+    return right <= max(labels) and right < sum(labels)
 
 
 def spread(result: Mapping[str, Any]) -> str:

@@ -158,10 +158,10 @@ def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]], teste
         said += f". Labels are unequal; this model's {shown}"
     if spread_of := spread(result):
         said += f"; {spread_of}"
+    said += "".join(f". {line[0].upper()}{line[1:]}" for line in guessing_lines(whole, found)[1:])  # of test examples
     if (validated := whole.get(f"validation-{metric}")) is not None:
         said += f". Test examples were used only then; of validation examples {metric} is {validated:.3f}{unit}"
-    worse = "".join(f". {line[0].upper()}{line[1:]}" for line in guessing_lines(whole, found)[1:])
-    return f"{said}{worse}."
+    return f"{said}."
 
 
 def _curves(

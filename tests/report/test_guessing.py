@@ -2,9 +2,12 @@
 
 import re
 
+from page import Page
 from sklearn.datasets import load_diabetes
 
-from flwr_replay.files.atomic import read_text
+from flwr_replay.files.atomic import read_json, read_text, write_json
+from flwr_replay.report.any_page import write_page
+from flwr_replay.report.imbalance import guessing_lines
 from flwr_replay.report.progress import Display
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.simulate import run_inline
@@ -22,3 +25,24 @@ def test_a_regression_is_compared_with_the_mean_label(tmp_path, monkeypatch):
     assert abs(float(mean) - labels.mean()) < 5
     assert abs(float(guessed) - labels.std()) < 5
     assert abs(float(has) - result["final"]["global"]["rmse"]) < 0.01
+
+
+def test_where_one_label_is_all_there_is_a_model_may_still_be_worse():
+    counts = {"one": [4, 2, 0, 0], "right": [5, 0, 0, 0], "none": [0, 0, 0, 0], "good": [3, 0, 0, 3]}
+    assert guessing_lines({"accuracy": 0.8}, counts)[1:] == [
+        "no better than always naming its own most frequent label: one"
+    ]
+    of_all = guessing_lines({"accuracy": 0.5}, {f"clinic-{k}": [0, 3, 0, 3] for k in range(30)})[1]
+    assert of_all.endswith("label: all 30 institutions that were tested")
+
+
+def test_what_is_said_of_test_examples_stands_before_those_of_validation(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    job = ["task=digits", "strategy=fedavg", "nodes=2", "rounds=1", "model.width=4", "split=validation"]
+    _, folder = run_inline([*job, f"runs_dir={tmp_path}"], Display())
+    confusion = read_json(folder / "confusion.json")
+    named = confusion["institutions"]["institution-1"] = [0] * 100
+    named[1] = 3
+    write_json(folder / "confusion.json", confusion)
+    text = Page(write_page(folder)).text
+    assert 0 < text.index("No better than always naming") < text.index("Test examples were used only then")
