@@ -192,15 +192,15 @@ def _about(found: Mapping[str, Any]) -> list[str]:
 
 
 def _by_kind(name: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sum the fields by kind: what it is, and the bytes by verdict."""
-    rows = []
+    """Sum the fields by kind: the bytes by verdict, as far as there are any of it, and what the kind is."""
+    rows, verdicts = [], [verdict for verdict in VERDICTS if any(one["verdict"] == verdict for one in lines)]
     for kind in dict.fromkeys(one["kind"] for one in lines):
         of_kind = [one for one in lines if one["kind"] == kind]
-        sums = [sum(one["bytes"] for one in of_kind if one["verdict"] == verdict) for verdict in VERDICTS]
-        rows.append([kind, KINDS[kind], *(shown_bytes(size) if size else "" for size in sums)])
+        sums = [sum(one["bytes"] for one in of_kind if one["verdict"] == verdict) for verdict in verdicts]
+        rows.append([kind, *(shown_bytes(size) if size else "" for size in sums), KINDS[kind]])
     return {
         "caption": f"What {name} would be asked to send, by kind",
-        "heads": ["kind", "what it is", *VERDICTS],
+        "heads": ["kind", *verdicts, "what it is"],
         "rows": rows,
     }
 
@@ -243,11 +243,13 @@ def _sums(name: str, found: Mapping[str, Any]) -> str:
     rest = [f"; {shown_bytes(size)} {word}" for word, size in by_verdict.items() if size and word != "allowed"]
     times = f", {float(f'{samples / raw:.2g}'):g} times the raw data" if samples > raw else ""
     single = f", of which {shown_bytes(samples)} are functions of single patients{times}" if samples else ""
-    none = "" if _takes_part(found) else " Since it takes no part, none of them leaves."
+    down = f"{shown_bytes(own['comes-down'])} come down."
+    if not _takes_part(found):
+        of = f"of the {shown_bytes(own['comes-down'])} that would come down only the roll call does"
+        down = f"Since it takes no part, none of them leaves, and {of}."
     return (
         f"{name} has {own['examples']:,} training examples of {shown_bytes(raw)}. "
-        f"{shown_bytes(by_verdict['allowed'])} would be allowed to leave{single}{''.join(rest)}.{none} "
-        f"{shown_bytes(own['comes-down'])} come down."
+        f"{shown_bytes(by_verdict['allowed'])} would be allowed to leave{single}{''.join(rest)}. {down}"
     )
 
 

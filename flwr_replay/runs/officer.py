@@ -7,6 +7,7 @@ Nothing is trained and nothing is sent. The messages of the forecast are put bef
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -133,8 +134,8 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     plan = strategy.settings.privacy
     fields: dict[tuple[str, ...], dict[str, Any]] = {}
     own = [one for one in exchanges if one.member.name in names]
-    for one in own:
-        for row, verdict, reason in _judged(one, policy, config):
+    for one, too_many in _counted(own, policy):
+        for row, verdict, reason in _judged(one, policy, config, too_many):
             key = (one.member.name, one.request.stage_name, row.field, row.protection, verdict, reason)
             line = fields.setdefault(
                 key,
@@ -227,14 +228,29 @@ def _tests(policy: Policy, own: Sequence[Expected]) -> dict[str, str]:
     return _verdict("max-evaluations", partial(policy.check_evaluations, last))
 
 
-def _judged(one: Expected, policy: Policy, config: RunConfig) -> Iterator[tuple[Row, str, str]]:
+def _counted(own: Sequence[Expected], policy: Policy) -> Iterator[tuple[Expected, str]]:
+    """Yield messages with nothing, and tests beyond the number that the policy allows with the reason."""
+    made: Counter[str] = Counter()
+    for one in own:
+        within = one.times
+        if isinstance(one.answer, Evaluation):
+            within = min(one.times, max(0, policy.max_evaluations - made[one.member.name]))
+            made[one.member.name] += one.times
+        if within:
+            yield one._replace(times=within), ""
+        if more := one.times - within:
+            refused = _verdict("", partial(policy.check_evaluations, policy.max_evaluations))
+            yield one._replace(times=more), refused["reason"]
+
+
+def _judged(one: Expected, policy: Policy, config: RunConfig, too_many: str) -> Iterator[tuple[Row, str, str]]:
     """Yield a row for every field of an answer, with its verdict and the reason, as the guard would decide."""
     kind, plan = type(one.answer), PrivacyPlan.of(config)
     message = Message(one.request.encode(), 1, one.request.message_type)
     reply = Message(one.answer.encode(), reply_to=message)
     whole = list(rows(reply.content, kind))
     whole = plan.protected(whole, kind, metrics_in(reply.content)) if plan else whole
-    reason, leaving = "", []  # type: str, list[Row]
+    reason, leaving = too_many, []  # type: str, list[Row]
     try:
         check_request(message, type(one.request), policy, config)
         leaving = check_answer(reply, kind, policy, config)

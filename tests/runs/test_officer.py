@@ -62,11 +62,12 @@ def test_allowed_fields_are_those_that_left_with_their_bytes(hospitals):
 
 def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_path):
     found, deployed = one_of(hospitals, "kinds: [statistic]\n")
-    assert "none of them leaves" in sums(found)[0]
+    assert "none of them leaves, and of the " in sums(found)[0]
+    assert "that would come down only the roll call does." in sums(found)[0]
     page = write_officer_page(tmp_path, found)[0].read_text()
     assert "<details open><summary>Every rule, and every field" in page
     (row,) = re.findall('<th scope="row">per-sample</th>(.*)</tr>', page)
-    assert re.findall("<td>(.*?)</td>", row)[1] == ""  # nothing is allowed
+    assert re.findall("<td>(.*?)</td>", row)[0] == ""  # nothing is allowed
     assert not found["allowed"]
     reason, encoding = [one["reason"] for one in found["rules"] if one["verdict"] == "refused"]
     assert "Encoder.arrays is model" in encoding  # only the institution that trains the encoder is asked for it
@@ -74,6 +75,22 @@ def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_
     with pytest.raises(RefusedError, match="no institution takes part") as refused:
         deployed()
     assert reason in str(refused.value)
+
+
+def test_tests_beyond_the_number_that_the_policy_allows_are_refused_ones(hospitals, tmp_path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("max-evaluations: 2\n")
+    words = [*TASK, "strategy=fedavg", "nodes=3", "rounds=3", "partition=natural", f"data_dir={hospitals / 'a.npz'}"]
+    found = findings(*planned(words, ["a"]), policy)
+    tests = [one for one in found["fields"] if (one["stage"], one["field"]) == ("evaluate", "confusion")]
+    assert tests[0]["messages"] == 2
+    assert [one["verdict"] for one in tests] == ["allowed", "refused"]
+    assert tests[1]["bytes"] == tests[0]["bytes"] / 2 * tests[1]["messages"]
+    assert "policy allows 2 tests in a run" in tests[1]["reason"]
+    assert "refused" in sums(found)[0]
+    page = write_officer_page(tmp_path, found)[0].read_text()
+    heads = re.findall(">([^<>]+)</th>", page.split("by kind</span>")[1].split("<tbody")[0])
+    assert heads == ["kind", "allowed", "refused", "what it is"]  # nothing is kept here
 
 
 def test_names_and_studies_that_do_not_fit_are_refused(hospitals, monkeypatch, capsys):
