@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from flwr_replay.data.class_counts import starving, summary, warnings
@@ -13,6 +15,7 @@ from flwr_replay.terminal import fitted
 
 __all__ = ["notes", "table", "verdicts"]
 
+JUDGED = " (?=Rounds are judged by )"  # where a method's own note ends, and what holds for all begins
 DELTAS = ("delta=", "privacy.delta=")
 
 
@@ -39,8 +42,8 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     lines += _skews(report)
     if (seeds := len(report["seeds"])) < FEWEST:
         lines.append(f"no intervals: {seeds} seed{'s' * (seeds > 1)} cannot show the variation by chance, {FEWEST} can")
-    said = (cell.get("result", {}).get("metrics-note", "") for cell in report["cells"])
-    lines += [note for note in dict.fromkeys(said) if note]
+    said = (re.split(JUDGED, cell.get("result", {}).get("metrics-note", "")) for cell in report["cells"])
+    lines += [note for note in dict.fromkeys(chain.from_iterable(said)) if note]
     lines += _claims(report)
     lines += _agreements(report)
     for cell in report["cells"]:

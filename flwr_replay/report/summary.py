@@ -264,9 +264,11 @@ def warnings(
         size = round(len(counts) ** 0.5)
         guessed = [at for at in range(size) if sum(counts[at::size])]
         if len(guessed) == 1 < sum(map(bool, label_counts(counts))):
-            always = classes[guessed[0]] if classes else guessed[0]
+            always = f"class {classes[guessed[0]] if classes else guessed[0]} for every example"
+            if "dice" in result["final"]["global"]:  # counts of pixels
+                always = f"{('background', 'foreground')[guessed[0]]} for every pixel"
             lines.append(
-                f"The model predicts class {always} for every example that it was tested on. It has learned nothing: "
+                f"The model predicts {always} that it was tested on. It has learned nothing: "
                 "try more rounds, another lr or model, and where there is a cut an earlier one."
             )
     loss = result["final"]["global"].get("loss", result["final"]["global"].get("validation-loss", 0.0))

@@ -323,7 +323,7 @@ class RunDirectory(Recorder):
             "partition": config.partition.name,
             "model": config.model.name,
             "replay": config.replay.name,
-            "metrics-note": " ".join(filter(None, (config.strategy.metrics_note, said))),
+            "metrics-note": f"{note.rstrip('.')}. {said}" if (note := config.strategy.metrics_note) else said,
             "nodes": len({*own, *self.notes.get("untrained", ())}),
             "rounds": server_round // self.per_round,
             "seed": config.seed,

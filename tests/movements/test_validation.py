@@ -54,6 +54,8 @@ def test_rounds_are_judged_by_validation_examples_and_the_last_by_test_examples(
     assert {line["round"] for line in lines if line["metric"] == "accuracy"} == {3}
     assert "validation examples" in ran.result["metrics-note"]
     assert "judged by test examples" in tested.result["metrics-note"]
+    alone = run(folder, "strategy=local", VALIDATED, "rounds=1")
+    assert "test examples only. Rounds are judged" in alone.result["metrics-note"]
     rounds = [line["value"] for line in lines if line["metric"] == "validation-accuracy" and not line["institution"]]
     assert rounds[-1] == final["validation-accuracy"]
     assert ran.result["best"]["validation-accuracy"] == max(rounds)

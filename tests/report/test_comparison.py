@@ -31,3 +31,15 @@ def test_the_verdict_names_differences_whose_interval_excludes_0(higher):
     how = "by 95 % intervals (2 degrees of freedom, not corrected for 3 comparisons)"
     assert line == f"compared with reference {how}: {said}"
     assert not verdicts({"seeds": [0], "strategies": {"a": {"difference": None}}, "higher-is-better": higher})
+
+
+def test_what_holds_for_all_methods_is_said_once():
+    judged = "Rounds are judged by validation examples; test examples are used at the end only."
+    said = [judged, f"local is own models. {judged}", f"an older run's note {judged}"]
+    cells = [
+        {"label": f"{at}", "seed": 0, "result": {"versions": {}, "privacy": {}, "metrics-note": note}}
+        for at, note in enumerate(said)
+    ]
+    lines = notes({"seeds": [0], "strategies": {}, "cells": cells})
+    found = [line for line in lines if "judged" in line or "own models" in line or "older" in line]
+    assert found == [judged, "local is own models.", "an older run's note"]

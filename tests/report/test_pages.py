@@ -137,6 +137,8 @@ def test_a_model_that_knows_one_class_only_and_an_exploded_loss_are_warned_of(ra
         "The model predicts class 0 for every example that it was tested on. It has learned nothing: try more rounds"
     )
     assert "predicts class ill for" in warnings(fine, one_class, ["ill", "well"], {})[0]
+    masks = {"final": {"global": {"dice": 0.0, "loss": 0.5}}}
+    assert "predicts background for every pixel" in warnings(masks, {"a": [9, 0, 3, 0]}, [], {})[0]
     assert warnings(fine, {"a": [5, 0, 0, 0]}, [], {}) == []  # no other class was there
     assert warnings(fine, {"a": [5, 1, 0, 3]}, [], {"a": 20}) == []
     for loss in (1789.0, float("nan"), float("inf")):
