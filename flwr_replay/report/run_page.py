@@ -146,7 +146,9 @@ def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]], teste
     number = f"{total:,} " if (total := sum(tested.values())) else ""
     whole = result["final"]["global"]
     said = f"At the end {metric} is {whole[metric]:.3f}{unit} over all {number}test examples"
-    if len(own) > 1:
+    if len(own) > 1 and len({*own.values()}) == 1:
+        said += ", the same at each institution"
+    elif len(own) > 1:
         low, high = min(own, key=lambda name: own[name]), max(own, key=lambda name: own[name])
         guess = {name: f" ({guessed(counts):.3f})" for name, counts in found.items()} if metric == "accuracy" else {}
         said += f", from {own[low]:.3f}{guess.get(low, '')} at {low} to {own[high]:.3f}{guess.get(high, '')} at {high}"

@@ -46,3 +46,9 @@ def test_what_is_said_of_test_examples_stands_before_those_of_validation(tmp_pat
     write_json(folder / "confusion.json", confusion)
     text = Page(write_page(folder)).text
     assert 0 < text.index("No better than always naming") < text.index("Test examples were used only then")
+    result = read_json(folder / "result.json")
+    for own in result["final"]["institutions"].values():
+        own["accuracy"] = 0.125
+    write_json(folder / "result.json", result)
+    text = Page(write_page(folder)).text
+    assert "test examples, the same at each institution; always the most frequent" in text
