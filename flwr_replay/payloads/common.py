@@ -124,7 +124,7 @@ class Failure(Payload):
 class Present(Payload):
     """An institution's answer to the roll call."""
 
-    name: str = notice()
+    name: str = notice("the institution's name")
     num_examples: int = statistic("examples", public=True)
     raw_bytes: int = statistic("bytes of the training examples as the institution holds them", public=True)
     label_sum: float | None = statistic(
@@ -133,10 +133,10 @@ class Present(Payload):
     label_squares: float | None = statistic(
         "label's unit squared; sum over the training labels", default=None, withheld=True
     )
-    proof: str = notice(
-        default=""
-    )  # of its identity, for when it returns as another node: flwr_replay/institution/identity.py
-    pins: str = notice(default="")  # sealed or masked run: SHA-256 of the names and public keys that it has pinned
+    proof: str = notice(  # for when it returns as another node: flwr_replay/institution/identity.py
+        "proof that it is the same institution as before", default=""
+    )
+    pins: str = notice("SHA-256 of the names and public keys that it has pinned", default="")  # sealed or masked run
 
 
 @dataclass(frozen=True, kw_only=True)

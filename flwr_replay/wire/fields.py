@@ -105,6 +105,6 @@ def instruction(unit: str = "", default: Any = dataclasses.MISSING) -> Any:
     return _declare(Field("instruction", unit=unit), default)
 
 
-def notice(default: Any = dataclasses.MISSING) -> Any:
-    """Declare a text about the institution itself: its name, its reason to refuse."""
-    return _declare(Field("notice"), default)
+def notice(unit: str = "", default: Any = dataclasses.MISSING) -> Any:
+    """Declare a text about the institution itself: its name, its reason to refuse; `unit` says what it is."""
+    return _declare(Field("notice", unit=unit), default)

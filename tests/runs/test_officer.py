@@ -57,6 +57,7 @@ def test_allowed_fields_are_those_that_left_with_their_bytes(hospitals):
     assert {"loss", "train-loss"} <= set(kept)
     meaning = {line["field"]: line["meaning"] for line in found["fields"]}
     assert meaning["latents"] == "activations, a row for each example"
+    assert all(meaning.values())
     assert (meaning["arrays"], meaning["epochs"][:6]) == ("weights", "epochs")
 
 
