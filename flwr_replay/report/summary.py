@@ -79,7 +79,7 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
     lines += _fewer([_released(name, one, result) for name, one in account.items()])
     lines += recorded_lines(result, folder)
     lines += [f"warning: {line}" for line in warnings(result, confusion, classes_of(folder), tested_of(folder))]
-    failures = [f"{f['institution']} took no part in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
+    failures = [f"{f['institution']} failed in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
     lines += _fewer(failures)
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])
 
@@ -106,15 +106,15 @@ def _own(name: str, metrics: Mapping[str, float], leading: str, confusion: Mappi
 
 
 def untrained_lines(result: Mapping[str, Any]) -> list[str]:
-    """Say which institutions never trained, and whether the metrics lack them; nothing if all trained.
+    """Say which institutions never trained, and whose metrics are missing; nothing if all trained and were tested.
 
-    >>> untrained_lines({"nodes": 3, "untrained": ["b", "c"], "final": {"institutions": {"a": {}, "c": {}}}})
+    >>> untrained_lines({"nodes": 3, "untrained": ["b", "c"], "untested": ["b"]})
     ['2 of 3 institutions never trained, or no answer of theirs arrived: b, c', 'no metric is of b']
     """
     names = result.get("untrained", [])  # runs of older versions did not say
     how = "never trained, or no answer of theirs arrived"
     lines = [f"{len(names)} of {result['nodes']} institutions {how}: {_some(names)}"] if names else []
-    if lacking := [name for name in names if name not in result["final"]["institutions"]]:
+    if lacking := result.get("untested", []):
         lines.append(f"no metric is of {_some(lacking)}")
     return lines
 

@@ -317,6 +317,7 @@ class RunDirectory(Recorder):
         last = models.get("global") if best[0] == server_round and not self.no_best else None
         kept = self._best.end(best[0], last)
         config, sent = self.config, self.traffic.bytes
+        names = {*own, *self.notes.get("untrained", ()), *self._members.names}
         result = {
             "strategy": config.strategy.name,
             "task": config.task.name,
@@ -324,7 +325,8 @@ class RunDirectory(Recorder):
             "model": config.model.name,
             "replay": config.replay.name,
             "metrics-note": f"{note.rstrip('.')}. {said}" if (note := config.strategy.metrics_note) else said,
-            "nodes": len({*own, *self.notes.get("untrained", ())}),
+            "nodes": len(names),
+            "untested": sorted(names - {*own}),
             "rounds": server_round // self.per_round,
             "seed": config.seed,
             "metric": metric,

@@ -42,6 +42,11 @@ class TakingPart:
         self._lines = Lines(folder / MEMBERS)
         self._entries: dict[str, Entry] = {}
 
+    @property
+    def names(self) -> set[str]:
+        """Names of all that ever took part."""
+        return {*self._entries}
+
     def note(self, snapshot: Snapshot) -> None:
         """Write what has changed since the last snapshot."""
         changed = list[dict[str, Any]]()

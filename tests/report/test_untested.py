@@ -1,0 +1,19 @@
+"""An institution that trained and was not tested at the end is counted, and named as missing in the metrics."""
+
+from harness import SHARDS, node_configs, run, write_shards
+
+from flwr_replay.report.any_page import write_page
+from flwr_replay.report.summary import summary
+
+
+def test_who_was_not_tested_is_named(tmp_path):
+    write_shards(tmp_path, {"a": 40, "b": 30, "c": 20})
+    (tmp_path / "policy.yaml").write_text("max-evaluations: 1\n")
+    nodes = node_configs(tmp_path, tmp_path / "state", "abc")
+    nodes[0] |= {"policy": str(tmp_path / "policy.yaml")}
+    ran = run(tmp_path, [*SHARDS, "classes=3", "model.width=6", "device=cpu", "strategy=fedavg", "rounds=2"], nodes)
+    assert (ran.result["nodes"], ran.result["untested"]) == (3, ["a"])
+    said = summary(ran.result, ran.folder)
+    assert "no metric is of a\n" in said
+    assert "a failed in exchange 2: policy allows 1 tests in a run" in said
+    assert "Can 3 institutions" in write_page(ran.folder).read_text()
