@@ -32,7 +32,7 @@ from flwr_replay.report.summary import (
     untrained_lines,
     warnings,
 )
-from flwr_replay.wire.ledger import Traffic, ledger_lines
+from flwr_replay.wire.ledger import ledger_lines
 from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.sealed import SEALED
 
@@ -53,6 +53,7 @@ KINDS = {
     "not received": "answers that an interruption lost; only the institutions' own ledgers have their fields",
 }
 HIDDEN = {SEALED: "the server cannot read them", MASKED: "the server reads their mean over institutions only"}
+DOWN = "down"
 UNKNOWN_SKEW = "How labels differ is counted where all data lie in one place, as in a simulation."
 OWN = {"folder": "to classify their own images", "own": "a task of their own"}  # by task, where its name says little
 
@@ -75,14 +76,14 @@ def write_run_page(folder: Path) -> Path:
     tested = tested_of(folder)
     pictures, left_out = _pictures(folder)
     rows, fault = metric_rows(folder, result["rounds"])
-    config = read_text(folder / "config.yaml")
+    config, travelled = read_text(folder / "config.yaml"), _travelled(folder)
     text = render(
         "run",
         title=f"{folder.name}: {result['strategy']} on {result['task']}, seed {result['seed']}",
         question=_question(result),
         answer=_answer(result, found, tested),
         warnings=[
-            *filter(None, [fault, _lacking(folder, result)]),
+            *filter(None, [fault, _lacking(folder, travelled, result["bytes"])]),
             *map(_sentence, untrained_lines(result)),
             *warnings(result, found, classes, tested),
         ],
@@ -99,7 +100,7 @@ def write_run_page(folder: Path) -> Path:
         labels=_labels(result, classes),
         claim=[result["privacy-claim"], *map(_sentence, sample_lines(result))],
         privacy=_privacy(result),
-        left=(left := _left(folder)),
+        left=(left := _left(travelled)),
         kinds=[_explained(head) for head in left["heads"][1:] if _kind(head)[0] in KINDS],
         recorded=[*map(_sentence, recorded_lines(result, folder))],
         failures=[f"{one['institution']}, exchange {one['round']}: {one['reason']}" for one in result["failures"]],
@@ -292,33 +293,37 @@ def _privacy(result: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"caption": "What each institution's account states", "heads": heads, "rows": rows} if rows else None
 
 
-def _left(folder: Path) -> dict[str, Any]:
-    """Sum the ledger's bytes by institution and kind; what came down is one column."""
-    sums: dict[str, dict[str, int]] = {}
-    kinds: dict[str, None] = {}
-    for line in ledger_lines(folder):
-        hidden = next((f", {word}" for word in HIDDEN if word in line["protection"]), "")
-        kind = f"{line['kind']}{hidden}" if line["direction"] == "up" else "down"
-        if kind != "down":
-            kinds[kind] = None
-        own = sums.setdefault(line["institution"], {})
-        own[kind] = own.get(kind, 0) + line["bytes"]
+def _left(sums: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    """Tabulate the ledger's bytes by institution and kind; what came down is one column."""
+    kinds = {kind for own in sums.values() for kind in own if kind != DOWN}
     known = list(KINDS)
-    heads = sorted(kinds, key=lambda head: known.index(_kind(head)[0]) if _kind(head)[0] in KINDS else len(known))
-    rows = [[name, *(shown_bytes(own.get(kind, 0)) for kind in [*heads, "down"])] for name, own in sorted(sums.items())]
+    heads = sorted(
+        kinds, key=lambda head: (known.index(kind) if (kind := _kind(head)[0]) in KINDS else len(known), head)
+    )
+    rows = [[name, *(shown_bytes(own.get(kind, 0)) for kind in [*heads, DOWN])] for name, own in sorted(sums.items())]
     caption = "Bytes that left by kind, and bytes that came down, repeated messages included"
     return {"caption": caption, "heads": ["institution", *heads, "came down"], "rows": rows}
 
 
-def _lacking(folder: Path, result: Mapping[str, Any]) -> str:
+def _travelled(folder: Path) -> dict[str, dict[str, int]]:
+    """Sum the ledger's bytes by institution, and by kind or `DOWN`."""
+    sums: dict[str, dict[str, int]] = {}
+    for line in ledger_lines(folder):
+        hidden = next((f", {word}" for word in HIDDEN if word in line["protection"]), "")
+        kind = f"{line['kind']}{hidden}" if line["direction"] == "up" else DOWN
+        own = sums.setdefault(line["institution"], {})
+        own[kind] = own.get(kind, 0) + line["bytes"]
+    return sums
+
+
+def _lacking(folder: Path, sums: Mapping[str, Mapping[str, int]], sent: Mapping[str, int]) -> str:
     """Say that the ledger has not all bytes that were sent, as where one of its parts is missing."""
-    found = Traffic(ledger_lines(folder)).bytes
-    if all(found[way] == result["bytes"][way] for way in found):
+    down, both = (sum(own.get(DOWN, 0) for own in sums.values()), sum(sum(own.values()) for own in sums.values()))
+    if (down, both - down) == (sent["down"], sent["up"]):
         return ""
-    ledger, sent = (shown_bytes(sum(one[way] for way in found)) for one in (found, result["bytes"]))
     return (
-        f"{folder.name}: the ledger's lines have {ledger}, {sent} were sent. So the table of what left the "
-        "institutions is wrong: restore the ledger and its parts from a backup."
+        f"{folder.name}: the ledger's lines have {shown_bytes(both)}, {shown_bytes(sent['up'] + sent['down'])} were "
+        "sent. So the table of what left the institutions is wrong: restore the ledger and its parts from a backup."
     )
 
 
