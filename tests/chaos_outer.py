@@ -37,7 +37,7 @@ PARTS |= {
     "command": "flwr_replay.cli.main",
 }
 COMMAND = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()"]
-LONGEST = 420  # seconds of a run, struck or resumed
+LONGEST = 900  # seconds of a run, struck or resumed, on a busy machine
 TRIES = 3  # resumed runs that may end before their time
 HIDDEN = {  # institutions and study of a deployment for runs whose weights the server cannot read
     "sealed": (CLINICS, ("strategy=avgpush", "sealed=true")),
