@@ -81,7 +81,6 @@ class Struck:
                     self.moments.append(f"{kind} {pause:.1f} s after line {line} of {self.lines}")
                     return True
             time.sleep(0.02)
-        self.moments.append(f"{kind} too late")
         return False
 
     def reached(self, line: int) -> bool:
@@ -144,6 +143,7 @@ class OnDeployment:
                 places = {"serverapp": [COORDINATOR], "superlink": [COORDINATOR], "clientapp": self.clinics}
                 living = partial(self.of, places.get(kind, [clinic]))
                 if not found.strike(command, kind, living, (at / len(kinds), (at + 1) / len(kinds))):
+                    found.moments.append(f"{kind} too late")
                     continue
                 if kind == "supernode":
                     found.away.add(clinic)
@@ -221,19 +221,24 @@ class OnRay:
         return options
 
     def strikes(self, options: list[str], kinds: list[str], rng: Random, lines: int) -> Struck:
-        """Strike a run of a job by one kind, and go on with it until it ends."""
+        """Strike a run of a job, each kind in its share of it, and go on with it until it ends."""
         self.number += 1
         self.folder = self.root / f"ray-{self.number}"
         self.folder.mkdir()
         words = ["run", "--engine", "ray", *options, "run-name=struck", "--runs-dir", str(self.folder)]
-        found = Struck(self.folder / "struck", rng, lines, 0.3)
+        found, left = Struck(self.folder / "struck", rng, lines, 0.3), [*enumerate(kinds)]
         while not found.ended():
-            assert found.resumed <= TRIES, f"not resumed: {found.said}"
+            assert found.resumed <= len(kinds) + TRIES, f"not resumed: {found.said}"
             with open(self.folder / "said", "w") as said:
                 own = {**os.environ, "FLWR_REPLAY_HOME": str(self.folder)}
                 command = subprocess.Popen([*COMMAND, *words], env=own, stdout=said, stderr=said, cwd=self.folder)
-            if not found.resumed:
-                found.strike(command, kinds[0], self.living)
+            while left and command.poll() is None:
+                at, kind = left[0]
+                if not found.strike(command, kind, self.living, (at / len(kinds), (at + 1) / len(kinds))):
+                    break
+                left.pop(0)
+                if kind != "actor":  # the run ends with it
+                    break
             command.wait(LONGEST)
             until(lambda: not self.living(), 60, lambda: f"processes are left: {self.left()}")
             logged = (self.folder / "said").read_text().splitlines()
@@ -243,6 +248,7 @@ class OnRay:
                 assert f"run --resume {found.folder}" in shown(found.said), f"no command: {logged[-9:]}"
             if found.folder.exists():
                 words = ["run", "--resume", str(found.folder)]
+        found.moments += [f"{kind} too late" for _, kind in left]
         return found
 
     def living(self) -> list[psutil.Process]:
@@ -257,7 +263,8 @@ class OnRay:
 
     def may_fail(self, struck: Struck) -> set[str]:
         """Return those that a run may go on without: an actor serves any, and may end before the driver does."""
-        return {*self.states()} if struck.moments[0].startswith(("actor ", "command ")) else set()
+        struck_by = {moment.partition(" ")[0] for moment in struck.moments}
+        return {*self.states()} if struck_by & {"actor", "command"} else set()
 
     def states(self) -> dict[str, Path]:
         return {state.name: state for state in (self.folder / "state" / "simulation").iterdir()}
