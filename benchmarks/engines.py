@@ -7,7 +7,8 @@
 round. Every run is the command line in a process of its own, with an empty state directory. A round is the median of
 all but the first. Memory is what all processes of a run have for themselves (USS), sampled four times a second: their
 largest sum. `plain` is a loop in one process that takes the same steps and tests the same images, without messages,
-ledgers, policies or files; there is none for FedReplay and ProxyFL. `flower` is Flower's own FedAvg with a bare
+ledgers, policies or files; there is none for FedReplay and ProxyFL. `two loops` is FedAvg's, dealt to two processes
+that stay. `flower` is Flower's own FedAvg with a bare
 ClientApp that trains by the same loop, on Flower's own Ray engine. `fluke` is fluke's FedAvg, in one process, by the
 Python of an environment that has it; it tests on the server, all images at once.
 """
@@ -23,14 +24,14 @@ import sys
 import tempfile
 import time
 from importlib.metadata import version
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
-from engine import evaluate, sequential, shards, visit
+from engine import evaluate, parallel, sequential, shards, visit
 from many import cycle
 
 from flwr_replay.config.compose import compose
@@ -53,6 +54,11 @@ def plain(overrides: list[str]) -> list[float]:
     torch.set_num_threads(1)
     begun = time.perf_counter()
     return [time.perf_counter() - begun for _ in PLAIN[config.strategy.name](config, shards(config))]
+
+
+def two_loops(overrides: list[str]) -> list[float]:
+    """Run FedAvg's plain loop in two processes; return when its rounds ended, after the first."""
+    return [0.0, *accumulate(parallel(compose(overrides), overrides, 2))]
 
 
 def flower(overrides: list[str]) -> list[float]:
@@ -201,17 +207,17 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)  # plain or flower, and the run's options
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)  # engine and the run's options
     given = parser.parse_args()
     if given.child:
-        print(json.dumps((plain if given.child[0] == "plain" else flower)(given.child[1:])))
+        print(json.dumps({"plain": plain, "two loops": two_loops, "flower": flower}[given.child[0]](given.child[1:])))
         return
     rows: list[dict[str, Any]] = []
     for method in given.strategies:
         for nodes in given.nodes:
             engines = ["plain"] if method in PLAIN else []
             engines += [one for one in given.engines if one != "workers" or method in PARALLEL]
-            engines += ["flower", *(["fluke"] if given.fluke else [])] if method == "fedavg" else []
+            engines += ["two loops", "flower", *(["fluke"] if given.fluke else [])] if method == "fedavg" else []
             for engine in engines:
                 rows.append(measured(engine, method, nodes, given))
                 print(table(rows).splitlines()[-1], file=sys.stderr, flush=True)
