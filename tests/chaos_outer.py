@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from math import inf
 from pathlib import Path
 from random import Random
 
 import psutil
-from chaos_runs import check_bits, check_ledgers
+from chaos_runs import check_bits, check_ledgers, spent
 from deployed import CLINICS, COORDINATOR, REFUSES, TASK, until
 
 from flwr_replay.files.atomic import LEFT, in_use, read_json
@@ -271,11 +270,6 @@ class OnRay:
 
     def places(self, folder: Path) -> list[Path]:
         return [self.folder]
-
-
-def spent(stated: dict | None) -> float:
-    """Return the epsilon that a result states of an institution; without a bound it is infinite."""
-    return 0 if not stated else inf if stated["epsilon"] is None else stated["epsilon"]
 
 
 def judged(engine, once, struck: Struck) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from random import Random
 
@@ -59,6 +60,11 @@ def jobs() -> dict[str, list[str]]:
             private = ["replay=vqvae2", "dp=generator", "codebook=gradient", *REPEATABLE]
             found[f"{name} replay=vqvae2 dp=generator"] = [*plain, *private]
     return found
+
+
+def secretly(options: list[str]) -> list[str]:
+    """Return a job's options with noise that is secret, in place of seeded one, so that an epsilon is stated."""
+    return [option for option in options if option != "privacy.noise=seeded"]
 
 
 @dataclass
@@ -205,6 +211,25 @@ def check(one: Place, other: Place, faults: int) -> None:
         check_results(one, other)
     check_accounts(one, other, faults, whole=not missed)
     check_ledgers(other.run, other.states())
+
+
+def spent(stated: dict | None) -> float:
+    """Return the epsilon that a result states of an institution; without a bound it is infinite."""
+    return 0 if not stated else inf if stated["epsilon"] is None else stated["epsilon"]
+
+
+def check_stated(one: Place, other: Place, faults: int) -> None:
+    """See that a run with secret noise, which nobody can repeat, states no smaller epsilon than an undisturbed one.
+
+    It states the same where no step was repeated.
+    """
+    whole = not check_failures(one, other)
+    check_accounts(one, other, faults, whole=whole)
+    check_ledgers(other.run, other.states())
+    for name, written in one.charges().items() if whole else ():
+        once, repeated = (sum(line["steps"] for line in rows) for rows in (written, other.charges()[name]))
+        expected, stated = (spent(place.result["privacy"][name]) for place in (one, other))
+        assert (stated == expected) if once == repeated else (stated > expected), f"{name}: {stated}, once {expected}"
 
 
 def check_ledgers(run: Path, states: dict[str, Path]) -> None:

@@ -13,7 +13,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chaos_faults import TAKEN
-from chaos_runs import KINDS, Place, check, jobs, struck, whole
+from chaos_runs import KINDS, Place, check, check_stated, jobs, secretly, struck, whole
 
 
 def main():
@@ -22,10 +22,14 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="jobs whose names hold this text")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of faults, by commas; default: all")
+    parser.add_argument("--secret", action="store_true", help="jobs under DP, with secret noise: what they state")
     asked = parser.parse_args()
 
     rng, found, findings, undisturbed, number = Random(asked.seed), Counter(), [], {}, 0
-    chosen = {name: options for name, options in jobs().items() if asked.only in name}
+    chosen, compare = {name: options for name, options in jobs().items() if asked.only in name}, check
+    if asked.secret:
+        chosen = {name: secretly(options) for name, options in chosen.items() if secretly(options) != options}
+        compare = check_stated
     with tempfile.TemporaryDirectory(prefix="flwr-replay-chaos-") as folder:
         while found.total() < asked.faults:
             for name, options in chosen.items():
@@ -36,7 +40,7 @@ def main():
                 place, of = Place(Path(folder) / f"struck-{number}", options), []
                 try:
                     of.extend(struck(place, rng, ended, once.shared[TAKEN], 9, asked.kinds.split(",")))
-                    check(once, place, len(of))
+                    compare(once, place, len(of))
                 except AssertionError as error:
                     findings.append(f"{name}, after {of}: {error}")
                     print(findings[-1], flush=True)

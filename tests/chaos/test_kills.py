@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 from chaos_faults import OF_DISKS, TAKEN, Fault
-from chaos_runs import Place, check, jobs, struck, whole
+from chaos_runs import Place, check, check_stated, jobs, secretly, struck, whole
 
 JOBS = jobs()
 MORE = ("cwt", "fedreplay", "local dp=classifier", "splitnn")  # struck more often; the others by hand: long.py
@@ -21,6 +21,16 @@ def test_a_run_that_is_killed_ends_as_an_undisturbed_one(name, tmp_path):
     assert place.attempt(Fault("kill", at=rng.randint(1, steps))).code == -signal.SIGKILL
     further = list(struck(place, rng, ended, steps, 2 * (name in MORE), ("kill",)))
     check(once, place, 1 + len(further))
+
+
+@pytest.mark.parametrize("name", [name for name in MORE if "dp=" in name])
+def test_a_run_that_is_killed_states_no_smaller_epsilon(name, tmp_path):
+    options = secretly(JOBS[name])
+    once, ended = whole(tmp_path / "once", options)
+    place = Place(tmp_path / "struck", options)
+    found = list(struck(place, Random(name), ended, once.shared[TAKEN], 3, ("kill",)))
+    assert all(one["epsilon"] for one in once.result["privacy"].values())
+    check_stated(once, place, len(found))
 
 
 @pytest.mark.parametrize("name", MORE)
