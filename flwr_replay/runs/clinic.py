@@ -142,7 +142,7 @@ def _clientapps(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     if waiting:
         raise RunError(
             f"a ClientApp still waits for the content of a message, after {AGE // 60} min and more: if no run is live, "
-            f"it will not come: end process {', '.join(map(str, waiting))}"
+            f"it will not come; stop the SuperNode, start it again, which ends process {', '.join(map(str, waiting))}"
         )
     yield from ()
 

@@ -249,7 +249,7 @@ def test_a_clientapp_whose_message_never_comes_is_named_with_its_process(written
         assert "ClientApp" not in examine_clinic(north)[1]
         monkeypatch.setattr(clinic, "AGE", -1)
         assert "NO  clientapps: a ClientApp still waits for the content of a message" in examine_clinic(north)[1]
-        assert f"it will not come: end process {waiting.pid}\n" in examine_clinic(north)[1]
+        assert f"start it again, which ends process {waiting.pid}\n" in examine_clinic(north)[1]
         monkeypatch.setattr(clinic, "IDLE", 0)  # one that works
         assert "ClientApp" not in examine_clinic(north)[1]
         waiting.kill()
