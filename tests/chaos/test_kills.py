@@ -14,6 +14,12 @@ JOBS = jobs()
 MORE = ("cwt", "fedreplay", "local dp=classifier", "splitnn")  # struck more often; the others by hand: long.py
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm(tmp_path_factory):
+    """Run one job before all: a process's first run takes more steps, so that a later one could end before its kill."""
+    whole(tmp_path_factory.mktemp("warm") / "once", JOBS["local dp=classifier"])
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_a_run_that_is_killed_ends_as_an_undisturbed_one(name, tmp_path):
     once, ended = whole(tmp_path / "once", JOBS[name])
