@@ -8,9 +8,9 @@ round. Every run is the command line in a process of its own, with an empty stat
 all but the first. Memory is what all processes of a run have for themselves (USS), sampled four times a second: their
 largest sum. `plain` is a loop in one process that takes the same steps and tests the same images, without messages,
 ledgers, policies or files; there is none for FedReplay and ProxyFL. `two loops` is FedAvg's, dealt to two processes
-that stay. `flower` is Flower's own FedAvg with a bare
-ClientApp that trains by the same loop, on Flower's own Ray engine. `fluke` is fluke's FedAvg, in one process, by the
-Python of an environment that has it; it tests on the server, all images at once.
+that stay. `flower` is Flower's own FedAvg with a bare ClientApp that trains by the same loop, on Flower's own Ray
+engine. `fluke` is fluke's FedAvg, in one process, by the Python of an environment that has it; it tests on the server,
+all images at once.
 """
 
 from __future__ import annotations
