@@ -21,11 +21,23 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["MARK", "end", "end_with_parent", "family", "members", "using", "wake_with_parent"]
+__all__ = [
+    "MARK",
+    "end",
+    "end_those_left",
+    "end_with_parent",
+    "family",
+    "left_clientapps",
+    "members",
+    "using",
+    "wake_with_parent",
+]
 
 MARK = "FLWR_REPLAY_FAMILY"
 GRACE = 5  # seconds between SIGTERM and SIGKILL
 LOOKS = 1  # seconds between two looks at the parent
+LEFT = 60  # seconds after which a ClientApp that waits beside another is left
+IDLE = 15  # seconds of a processor that a ClientApp has used at most if it only waits
 WAVES = 5  # a process started while others end is found in the next wave
 
 
@@ -86,6 +98,36 @@ def end(mark: str) -> None:
         for process in psutil.wait_procs(living, timeout=GRACE)[1]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def left_clientapps(parent: psutil.Process, age: float) -> list[psutil.Process]:
+    """Return the ClientApps below a process that began more than `age` seconds ago and have hardly worked since.
+
+    Flower leaves one if a ServerApp is killed while it sends: it waits for the rest of the message, for 83 minutes.
+    """
+    found = []
+    for one in parent.children(recursive=True):
+        with suppress(psutil.Error):
+            waits = time.time() - one.create_time() > age and sum(one.cpu_times()[:2]) < IDLE
+            found += [one] if waits and _runs(one, "flwr-clientapp") else []
+    return found
+
+
+def end_those_left() -> None:
+    """End the ClientApps that Flower has left beside this one, which answers a message.
+
+    A SuperNode has its messages answered one by one, so an earlier ClientApp that waits is left. SIGTERM lets it report
+    its end. After any other death Flower makes an answer for it, which makes every later one of this SuperNode late.
+    """
+    with suppress(psutil.Error):
+        parent = psutil.Process(os.getppid())
+        for one in left_clientapps(parent, LEFT) if _runs(parent, "flower-superexec") else ():
+            if one.pid != os.getpid():
+                one.terminate()
+
+
+def _runs(process: psutil.Process, command: str) -> bool:
+    return any(command in word for word in process.cmdline()[:3])
 
 
 def end_with_parent() -> None:

@@ -1,6 +1,7 @@
 """Runs on a real deployment, or on Ray, of which a part is killed at a random moment, and that go on."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -135,6 +136,7 @@ class OnDeployment:
         """Strike a run of a job, each kind in its share of it, and go on with it until it ends."""
         self.number += 1
         name, options, deployment = f"struck-{self.number}", self.options(options), self.deployment
+        self.as_advised()
         found, at_once = Struck(deployment.runs / name, rng, lines, 2), False
         with deployment.begun(name, *options) as command:
             for at, kind in enumerate(kinds):
@@ -165,6 +167,19 @@ class OnDeployment:
                 assert found.resumed <= TRIES, f"not resumed: {found.said[-1500:]}\n{deployment.logs()[-1500:]}"
                 found.said += self.goes_on(found.folder) or deployment.said(name, *options)
         return found
+
+    def as_advised(self) -> None:
+        """Start a SuperNode again that has a ClientApp left, as the doctor says: its death makes all answers late."""
+        left = [one for one in self.clinics if any(map(self.waits, having(PARTS["clientapp"], self.of([one]))))]
+        self.start_again(left)
+
+    def start_again(self, clinics: Iterable[str]) -> None:
+        """End the SuperNodes of clinics and all that they have started; start them again."""
+        for clinic in clinics:
+            os.killpg(self.deployment.started[clinic].pid, signal.SIGTERM)
+            self.deployment.started[clinic].wait()
+            self.deployment.start(clinic)
+            until(self.online, 180, self.deployment.logs)
 
     def goes_on(self, folder: Path) -> str:
         """Resume a run; empty where the kill came before there was anything to resume."""

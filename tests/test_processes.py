@@ -8,8 +8,10 @@ import time
 
 import psutil
 import pytest
+from deployed import until
 
-from flwr_replay.processes import GRACE, MARK, family, members
+from flwr_replay import processes
+from flwr_replay.processes import GRACE, MARK, end_those_left, family, members
 
 # A child in a session of its own, which starts a grandchild that may ignore SIGTERM, and may end before it.
 CHILD = """
@@ -101,3 +103,40 @@ def test_a_main_thread_that_waits_for_a_lock_is_woken(wakes):
     assert bool(gone) == wakes
     if not wakes:
         process.kill()
+
+
+STARTS = """
+import subprocess, sys
+children = [subprocess.Popen([sys.executable, name], stdout=subprocess.PIPE) for name in sys.argv[1:]]
+print(*[child.stdout.readline() and child.pid for child in children], flush=True)
+sys.stdin.read()
+"""
+SLEEPS = "import time; print(1, flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("parent", "age", "idle", "ended"),
+    [
+        ("flower-superexec", 0, 15, True),
+        ("another", 0, 15, False),
+        ("flower-superexec", 60, 15, False),  # it has just begun
+        ("flower-superexec", 0, 0, False),  # it has worked
+    ],
+)
+def test_clientapps_that_wait_beside_this_one_are_ended(tmp_path, monkeypatch, parent, age, idle, ended):
+    for name, script in ((parent, STARTS), ("flwr-clientapp", SLEEPS), ("other", SLEEPS)):
+        (tmp_path / name).write_text(script)
+    monkeypatch.setattr(processes, "LEFT", age)
+    monkeypatch.setattr(processes, "IDLE", idle)
+    words = [sys.executable, parent, "flwr-clientapp", "other"]
+    with subprocess.Popen(words, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as superexec:
+        app, other = (psutil.Process(int(pid)) for pid in superexec.stdout.readline().split())
+        monkeypatch.setattr(os, "getppid", lambda: superexec.pid)
+        end_those_left()
+        if ended:
+            until(lambda: app.status() == psutil.STATUS_ZOMBIE, 20, app.status)
+        else:
+            time.sleep(0.5)
+        assert [one.status() == psutil.STATUS_ZOMBIE for one in (app, other)] == [ended, False]
+        other.kill()
+        app.kill()

@@ -27,6 +27,7 @@ from flwr_replay.institution.policy import read_policy
 from flwr_replay.institution.seal import KEY, Seal, make_key, read_pins, simulated
 from flwr_replay.learning.training import select_device
 from flwr_replay.memory import remembered
+from flwr_replay.processes import end_those_left
 
 __all__ = ["institution_of", "own_task"]
 
@@ -65,6 +66,7 @@ def _institution(
         _allow(strategy_part(overrides_in(dict(run_config))), owned)  # composing imports the strategy
     config = from_run_config(dict(run_config))
     if deployed:
+        end_those_left()
         return _deployed(config, owned), _with_own_files(config, owned)
     if "partition-id" not in owned:
         raise ConfigError(

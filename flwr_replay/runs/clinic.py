@@ -11,9 +11,7 @@ import os
 import shlex
 import socket
 import stat
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from flwr_replay.files.atomic import NAME, make_folder, read_bytes, read_text
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.institution.seal import Seal, make_key, read_pins
+from flwr_replay.processes import left_clientapps
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.runs.certificates import CA
 from flwr_replay.runs.deployment import PEERS_FILE
@@ -42,10 +41,7 @@ from flwr_replay.runs.officer import refusals, study_options
 __all__ = ["examine_clinic"]
 
 KEYS = ("NAME", "ADDRESS", "DATA", "PORT", "VERSIONS")  # of clinic.env
-AGE, IDLE = (
-    300,
-    15,
-)  # seconds since a ClientApp began, and the most of a processor's that it has used by then if it waits
+AGE = 300  # seconds after which a ClientApp that has hardly worked waits in vain
 
 
 def examine_clinic(folder: Path) -> tuple[bool, str]:
@@ -134,15 +130,13 @@ def _supernode(folder: Path) -> int:
 
 def _clientapps(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     """Look for ClientApps that Flower leaves: a message came, and its run ended before its content did."""
-    node, waiting = _supernode(folder), list[int]()
-    for one in psutil.Process(node).children(recursive=True) if node else ():
-        with suppress(psutil.Error):
-            idle = time.time() - one.create_time() > AGE and sum(one.cpu_times()[:2]) < IDLE
-            waiting += [one.pid] if idle and any("flwr-clientapp" in word for word in one.cmdline()[:3]) else []
+    node = _supernode(folder)
+    waiting = [one.pid for one in left_clientapps(psutil.Process(node), AGE)] if node else []
     if waiting:
         raise RunError(
             f"a ClientApp still waits for the content of a message, after {AGE // 60} min and more: if no run is live, "
-            f"it will not come; stop the SuperNode, start it again, which ends process {', '.join(map(str, waiting))}"
+            f"it will not come; the next run ends process {', '.join(map(str, waiting))}, and so does `kill`. Never "
+            "use `kill -9`: every later answer of this SuperNode would come late"
         )
     yield from ()
 

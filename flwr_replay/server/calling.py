@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from flwr.app import ConfigRecord, Message
@@ -20,7 +21,7 @@ from flwr_replay.learning.tasks import Task
 from flwr_replay.payloads.common import Failure, LabelScale, Present, RollCall
 from flwr_replay.report.progress import shown_time
 from flwr_replay.server.answers import legible
-from flwr_replay.server.asking import ask, failure_of, reason_of
+from flwr_replay.server.asking import ask, deployed, failure_of, reason_of
 from flwr_replay.server.members import Member, Members, present
 from flwr_replay.server.one_line import errors_in_one_line
 from flwr_replay.server.recorder import Recorder
@@ -32,6 +33,7 @@ __all__ = ["Calling"]
 
 OURS = "flwr_replay.errors."  # an error of this package's client; an app that knows no roll call raises another
 MOST_NAMED = 8  # institutions in a line of the log
+AGAIN = "; they may still answer an earlier run: if none is live, start their SuperNodes again"
 
 
 errors_in_one_line()  # when a strategy is imported, since arguments that are refused never reach `start`
@@ -190,7 +192,8 @@ class Calling(Strategy):
         newcomers = self.members.newcomers(grid.get_node_ids())
         asked = [self.message(Member(str(node_id), node_id), request) for node_id in newcomers]
         calls = {message.metadata.dst_node_id: message for message in asked}
-        pairs = ask(grid, asked, self.timeout, silent=self.silent)
+        silent = partial(self.silent, hint=AGAIN if deployed(grid) else "")
+        pairs = ask(grid, asked, self.timeout, silent=silent)
         replies = {message.metadata.dst_node_id: reply for message, reply in pairs}
         arrived: list[Member] = []
         faults: dict[int, str] = {}
@@ -244,12 +247,12 @@ class Calling(Strategy):
                 continue
         return []
 
-    def silent(self, messages: list[Message], seconds: float) -> None:
+    def silent(self, messages: list[Message], seconds: float, hint: str = "") -> None:
         """Say in the log for whose answers the run waits, and how long such an answer has taken before."""
         nodes = [message.metadata.dst_node_id for message in messages]
         names = sorted(self.members.called(node) or f"node {node}" for node in nodes)
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         request = request_of(messages[0])
         stage = request.stage_name if request else ""
-        known = f"; {stage} took up to {shown_time(self.longest[stage])} before" if self.longest[stage] else ""
+        known = f"; {stage} took up to {shown_time(self.longest[stage])} before" if self.longest[stage] else hint
         self.recorder.log(f"waiting for {', '.join(names[:MOST_NAMED])}{more}, {seconds / 60:.0f} min{known}")

@@ -6,6 +6,7 @@ supernode      SIGKILL, and a loop that starts it again
 pieces         the same between the messages of a generator's training, which goes on where it was
 quick          SIGKILL of a SuperNode without a key, which comes back at once
 together       two runs under DP at once
+left           SIGKILL of a ServerApp while it sends; further runs; the ClientApps that are left are killed
 growth         what a round and a run leave on the disk: database, logs, ledgers
 """
 
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import subprocess
 
+from chaos_outer import PARTS, OnDeployment, having
 from deployed import CLINICS, COORDINATOR, REFUSES, TASK, deployed, until
 
 from flwr_replay.files.atomic import in_use
@@ -33,6 +35,7 @@ from flwr_replay.runs.rehearsal import supernode
 from flwr_replay.runs.superlink import flwr_run, superlink
 
 CWT = ("strategy=cwt", "rounds=1", "evaluate_every=100", "lr=0.05")
+WIDE = ("strategy=fedavg", "rounds=2", "evaluate_every=2", "nodes=2", "model.width=1500", "timeout=60")
 LONG = ("strategy=fedavg", "rounds=6", "evaluate_every=100", "lr=0.05", "nodes=2")
 PIECES = (*CWT, "replay=vqvae2", "generator.epochs=3", "generator.batch-size=48", "generator.slice-seconds=0.001")
 NOISY = (
@@ -194,6 +197,51 @@ def of_together(deployment):
             assert own == Counter((row["stage"], row["field"]) for row in seen if row["institution"] == clinic)
 
 
+def of_left(deployment):
+    """The next run ends those that are left, and has all answers; not so if they are killed before."""
+    engine = OnDeployment(deployment)
+    say("ClientApps left:", left_by(engine, "sends"))
+    later(deployment, "next")
+    say("and now:", left(engine))
+    for one in left_by(engine, "sends-again"):
+        one.kill()
+    say("those left are killed")
+    time.sleep(100)  # Flower notices after 75
+    later(deployment, "killed")
+    engine.start_again(CLINICS)
+    later(deployment, "started-again")
+
+
+def left(engine):
+    return [one for one in having(PARTS["clientapp"], engine.of(CLINICS)) if engine.waits(one)]
+
+
+def left_by(engine, name):
+    """Kill ServerApps that have begun to send weights until a ClientApp is left; return those left."""
+    for number in range(9):
+        with engine.deployment.begun(f"{name}-{number}", *WIDE) as streamed:
+            answered = set()
+            while streamed.poll() is None and len(answered) <= len(CLINICS):  # the roll call's, and one more
+                answered |= {one.pid for one in having(PARTS["clientapp"], engine.of(CLINICS))}
+                time.sleep(0.02)
+            for one in having(PARTS["serverapp"], engine.of([COORDINATOR])):
+                one.kill()
+            streamed.communicate()
+        time.sleep(20)
+        if found := left(engine):
+            return found
+    raise SystemExit("no ClientApp is left")
+
+
+def later(deployment, name):
+    """Say how a further run goes."""
+    began = time.monotonic()
+    said = deployment.said(name, *WIDE).strip().splitlines()[-2:]
+    failures = read_lines(deployment.runs / name / "failures.jsonl")
+    lacked = [failure for failure in failures if failure["institution"] != REFUSES]
+    say(f"{name}: {time.monotonic() - began:.0f} s; lacked: {lacked};", *said)
+
+
 def of_growth(deployment):
     for number, rounds in enumerate((2, 60)):
         deployment.run(f"growth-{number}", *LONG, f"rounds={rounds}")
@@ -213,6 +261,7 @@ SCENES = {
     "supernode": of_supernode,
     "pieces": of_pieces,
     "fresh": of_fresh,
+    "left": of_left,
 }
 
 

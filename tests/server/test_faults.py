@@ -13,7 +13,7 @@ from grid import NEVER, Grid
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
-from flwr_replay.errors import RunError
+from flwr_replay.errors import RefusedError, RunError
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.execute import execute
@@ -42,7 +42,7 @@ def first_slow(grid, message):
     trained = len(grid.who("train"))
     if trained == 1:
         time.sleep(1.1)
-    return Message(Error(NEVER, "silent"), reply_to=message) if trained > 3 and "train" in grid.asked[-1] else None
+    return mute(grid, message) if trained > 3 and "train" in grid.asked[-1] else None
 
 
 def gone(grid, message):
@@ -53,10 +53,14 @@ def gone(grid, message):
     return None
 
 
+def mute(grid, message):
+    """Never let anybody answer."""
+    return Message(Error(NEVER, "silent"), reply_to=message)
+
+
 def silent(grid, message):
     """Never let the second institution answer a request to train."""
-    mute = grid.asked[-1][:2] == ("train", "institution-2")
-    return Message(Error(NEVER, "silent"), reply_to=message) if mute else None
+    return mute(grid, message) if grid.asked[-1][:2] == ("train", "institution-2") else None
 
 
 def ran(tmp_path, *options, served=app, **script):
@@ -96,6 +100,16 @@ def test_the_log_says_how_long_such_an_answer_took_before(tmp_path, monkeypatch,
     assert re.fullmatch(
         r"waiting for institution-1, institution-2, institution-3, 0 min; train took up to 0:00:0\d before", waits[-1]
     )
+
+
+def test_a_deployments_log_says_what_to_do_about_nodes_that_do_not_answer_the_roll_call(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(asking, "SILENCE", 0.1)
+    monkeypatch.setattr(asking, "DEPLOYED", (Grid.__name__,))
+    caplog.set_level(logging.INFO, "flwr")
+    with pytest.raises(RefusedError, match="no institution takes part"):
+        ran(tmp_path, "timeout=0.3", "wait=1", "nodes=3", before=mute)
+    [line] = {line for line in caplog.messages if line.startswith("waiting for node")}
+    assert line.endswith("0 min; they may still answer an earlier run: if none is live, start their SuperNodes again")
 
 
 def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp_path):
