@@ -39,7 +39,8 @@ PARTS |= {
 COMMAND = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()"]
 LONGEST = 420  # seconds of a run, struck or resumed
 TRIES = 3  # resumed runs that may end before their time
-HIDDEN = {  # institutions and study of a deployment for runs whose weights the server cannot read
+APART = {  # by a word of their names, jobs that need institutions or a study of their own: who takes part, and options
+    "central": (CLINICS[:1], ("strategy=central",)),
     "sealed": (CLINICS, ("strategy=avgpush", "sealed=true")),
     "masked": ((*CLINICS, REFUSES), ("strategy=fedavg", "masked=true")),
 }
@@ -108,10 +109,10 @@ def shown(said: str) -> str:
 
 
 class OnDeployment:
-    """Jobs on one deployment, whose policies allow everything: sealed or masked ones, or all others."""
+    """Jobs on one deployment, whose policies allow everything: those of a word in `APART`, or all others."""
 
-    def __init__(self, deployment, hidden: str = "") -> None:
-        self.deployment, self.hidden, self.number = deployment, hidden, 0
+    def __init__(self, deployment, apart: str = "") -> None:
+        self.deployment, self.apart, self.number = deployment, apart, 0
         self.clinics = deployment.clinics
         for clinic in self.clinics:
             (deployment.place / clinic / "policy.yaml").write_text("")
@@ -125,8 +126,7 @@ class OnDeployment:
 
     def refuses(self, name: str) -> bool:
         """Say whether a job is none for these institutions, each with data and pins of its own."""
-        hidden = name.split()[-1]
-        return name.startswith("central") or (hidden if hidden in HIDDEN else "") != self.hidden
+        return next((word for word in name.split() if word in APART), "") != self.apart
 
     def undisturbed(self, options: list[str]) -> list[str]:
         own = [one for one in self.options(options) if not one.startswith("timeout=")]
@@ -213,7 +213,7 @@ class OnDeployment:
 
     def may_fail(self, struck: Struck) -> set[str]:
         """Return the institutions that a run may go on without; with one fewer no masked sum is made."""
-        return {*self.clinics} if struck.away and self.hidden == "masked" else struck.away
+        return {*self.clinics} if struck.away and self.apart == "masked" else struck.away
 
     def states(self) -> dict[str, Path]:
         return {clinic: self.deployment.state(clinic) for clinic in self.clinics}

@@ -17,7 +17,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from chaos_outer import HIDDEN, STRIKES, OnDeployment, OnRay, judged
+from chaos_outer import APART, STRIKES, OnDeployment, OnRay, judged
 from chaos_runs import jobs, whole
 from deployed import CLINICS, deployed
 
@@ -28,7 +28,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=STRIKES, default="deployed")
-    parser.add_argument("--hidden", choices=HIDDEN, default="", help="on a deployment: its sealed or masked jobs")
+    parser.add_argument("--apart", choices=APART, default="", help="on a deployment of its own: jobs of this word")
     parser.add_argument("--only", nargs="*", default=[], metavar="JOB", help="names of jobs, whole; default: all")
     parser.add_argument("--but", nargs="*", default=[], metavar="JOB", help="names of jobs to leave out")
     parser.add_argument(
@@ -46,9 +46,9 @@ def main():
         if asked.engine == "ray":
             engine = OnRay(folder)
         else:
-            clinics, study = HIDDEN.get(asked.hidden, (CLINICS, ()))
+            clinics, study = APART.get(asked.apart, (CLINICS, ()))
             real = deployed(folder / "real", refusing=False, taking_part=clinics, study=study)
-            engine = OnDeployment(stack.enter_context(real), asked.hidden)
+            engine = OnDeployment(stack.enter_context(real), asked.apart)
         refused = [name for name in chosen if engine.refuses(name)]
         chosen = [name for name in chosen if name not in refused]
         say(f"ready after {time.monotonic() - began:.0f} s; {len(chosen)} jobs; none here: {refused}")
