@@ -7,7 +7,7 @@
 round. Every run is the command line in a process of its own, with an empty state directory. A round is the median of
 all but the first. Memory is what all processes of a run have for themselves (USS), sampled four times a second: their
 largest sum. `plain` is a loop in one process that takes the same steps and tests the same images, without messages,
-ledgers, policies or files; there is none for FedReplay and ProxyFL. `two loops` is FedAvg's, dealt to two processes
+ledgers, policies or files. `two loops` is FedAvg's, dealt to two processes
 that stay. `flower` is Flower's own FedAvg with a bare ClientApp that trains by the same loop, on Flower's own Ray
 engine. `fluke` is fluke's FedAvg, in one process, by the Python of an environment that has it; it tests on the server,
 all images at once.
@@ -33,6 +33,7 @@ import psutil
 import torch
 from engine import evaluate, parallel, sequential, shards, visit
 from many import cycle
+from plain_loops import fedreplay, proxyfl
 
 from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
@@ -43,7 +44,7 @@ from flwr_replay.rng import derived_seed
 JOB = "task=mnist partition=iid partition.size=500 model=mlp model.width=200 device=cpu threads=1 evaluate_every=1"
 METHODS = {"fedavg": "", "cwt": "", "fedreplay": "encoder_epochs=2", "proxyfl": ""}
 ENGINES = {"inline": [], "workers": ["--workers", "2"], "ray": ["--engine", "ray"]}
-PLAIN = {"fedavg": sequential, "cwt": cycle}
+PLAIN = {"fedavg": sequential, "cwt": cycle, "fedreplay": fedreplay, "proxyfl": proxyfl}
 PARALLEL = ("fedavg", "proxyfl")  # methods that ask several institutions at the same time
 MB = 1e6
 
@@ -215,8 +216,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for method in given.strategies:
         for nodes in given.nodes:
-            engines = ["plain"] if method in PLAIN else []
-            engines += [one for one in given.engines if one != "workers" or method in PARALLEL]
+            engines = ["plain", *(one for one in given.engines if one != "workers" or method in PARALLEL)]
             engines += ["two loops", "flower", *(["fluke"] if given.fluke else [])] if method == "fedavg" else []
             for engine in engines:
                 rows.append(measured(engine, method, nodes, given))
