@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ __all__ = [
     "unpack",
 ]
 
+AT_ONCE = 2**20  # bytes of latents that are read together, at least one batch
 BLOCK = 32  # rows encoded together, always the same ones: their last bits depend on the size of the batch
 UPLOAD = {"filled": int, "total": int, "raw-bytes": int}  # keys of upload.json; each array adds its length and checksum
 ENVELOPE = 2048  # most bytes of a chunk's names, array headers and statistics
@@ -236,25 +238,16 @@ class LatentStore:
 
         Of each batch only the rows in `share` are read and yielded.
         """
-        names = self.complete
-        maps = {name: self._open(name) for name in names}
-        ends = np.cumsum([self.progress[name]["total"] for name in names])
-        order = torch.randperm(len(self), generator=shuffle).numpy()
-        size = min(batch_size, len(order))
-        for i in range(max(1, len(order) // batch_size)):
-            chosen = order[i * size : (i + 1) * size][share]
-            owner = np.searchsorted(ends, chosen, side="right")
-            x: NDArray[np.float32] | None = None
-            for k in np.unique(owner):
-                at = np.flatnonzero(owner == k)
-                rows = chosen[at] - (ends[k - 1] if k else 0)
-                own = maps[names[k]]
-                values = unpack(own["latents"][rows], own["scales"][rows] if "scales" in own else None)
-                if x is None:
-                    x = np.empty((len(chosen), *values.shape[1:]), np.float32)
-                    y = np.empty((len(chosen), *own["labels"].shape[1:]), own["labels"].dtype)
-                x[at], y[at] = values, own["labels"][rows]
-            yield torch.from_numpy(x), torch.from_numpy(y)
+        maps = [self._open(name) for name in self.complete]
+        ends = np.cumsum([len(own["latents"]) for own in maps])
+        order, size = torch.randperm(len(self), generator=shuffle).numpy(), min(batch_size, len(self))
+        chosen = order[: max(1, len(order) // batch_size) * size].reshape(-1, size)[:, share]
+        row_bytes, n = 4 * math.prod(maps[0]["latents"].shape[1:]), chosen.shape[1]
+        at_once = max(1, AT_ONCE // (n * row_bytes))  # batches that are read together: of each upload in one piece
+        for i in range(0, len(chosen), at_once):
+            x, y = _gathered(maps, ends, chosen[i : i + at_once].reshape(-1))
+            for k in range(0, len(y), n):
+                yield torch.from_numpy(x[k : k + n]), torch.from_numpy(y[k : k + n])
 
     def _check(self, name: str) -> None:
         """Refuse an upload that is not as it was stored. Uploads of older versions have no checksums."""
@@ -305,3 +298,18 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     form = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, form)
     return file.getvalue()
+
+
+def _gathered(
+    maps: Sequence[dict[str, NDArray[Any]]], ends: NDArray[np.int64], chosen: NDArray[np.int64]
+) -> tuple[NDArray[np.float32], NDArray[Any]]:
+    """Return latents and labels of rows of the union; `ends` says where each upload ends in it."""
+    x = np.empty((len(chosen), *maps[0]["latents"].shape[1:]), np.float32)
+    y = np.empty((len(chosen), *maps[0]["labels"].shape[1:]), maps[0]["labels"].dtype)
+    owner = np.searchsorted(ends, chosen, side="right")
+    for k in np.unique(owner):
+        at, own = np.flatnonzero(owner == k), maps[k]
+        rows = chosen[at] - (ends[k - 1] if k else 0)
+        x[at] = unpack(own["latents"][rows], own["scales"][rows] if "scales" in own else None)
+        y[at] = own["labels"][rows]
+    return x, y
