@@ -36,7 +36,7 @@ __all__ = [
 MARK = "FLWR_REPLAY_FAMILY"
 GRACE = 5  # seconds between SIGTERM and SIGKILL
 LOOKS = 1  # seconds between two looks at the parent
-LEFT = 60  # seconds after which a ClientApp that waits beside another is left
+LEFT = 60  # seconds that a ClientApp which waits must have begun before another, to be left
 IDLE = 15  # seconds of a processor that a ClientApp has used at most if it only waits
 WAVES = 5  # a process started while others end is found in the next wave
 
@@ -100,29 +100,31 @@ def end(mark: str) -> None:
                 process.kill()
 
 
-def left_clientapps(parent: psutil.Process, age: float) -> list[psutil.Process]:
-    """Return the ClientApps below a process that began more than `age` seconds ago and have hardly worked since.
+def left_clientapps(parent: int, before: float) -> list[psutil.Process]:
+    """Return the ClientApps below a process that began before a time and have hardly worked since.
 
     Flower leaves one if a ServerApp is killed while it sends: it waits for the rest of the message, for 83 minutes.
+    None is returned where a system hides the processes of others.
     """
-    found = []
-    for one in parent.children(recursive=True):
-        with suppress(psutil.Error):
-            waits = time.time() - one.create_time() > age and sum(one.cpu_times()[:2]) < IDLE
-            found += [one] if waits and _runs(one, "flwr-clientapp") else []
+    found: list[psutil.Process] = []
+    with suppress(psutil.Error, OSError):
+        for one in psutil.Process(parent).children(recursive=True):
+            with suppress(psutil.Error, OSError):
+                waits = one.create_time() < before and sum(one.cpu_times()[:2]) < IDLE
+                found += [one] if waits and _runs(one, "flwr-clientapp") else []
     return found
 
 
 def end_those_left() -> None:
     """End the ClientApps that Flower has left beside this one, which answers a message.
 
-    A SuperNode has its messages answered one by one, so an earlier ClientApp that waits is left. SIGTERM lets it report
-    its end. After any other death Flower makes an answer for it, which makes every later one of this SuperNode late.
+    A SuperNode has its messages answered one by one, so an earlier ClientApp that waits is left. A later one may wait
+    for a large message, if this one is slow to begin. SIGTERM lets it report its end. After any other death Flower
+    makes an answer for it, which makes every later one of this SuperNode late.
     """
-    with suppress(psutil.Error):
-        parent = psutil.Process(os.getppid())
-        for one in left_clientapps(parent, LEFT) if _runs(parent, "flower-superexec") else ():
-            if one.pid != os.getpid():
+    with suppress(psutil.Error, OSError):  # an answer must not fail by this
+        if _runs(psutil.Process(os.getppid()), "flower-superexec"):
+            for one in left_clientapps(os.getppid(), psutil.Process().create_time() - LEFT):
                 one.terminate()
 
 

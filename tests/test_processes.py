@@ -107,32 +107,46 @@ def test_a_main_thread_that_waits_for_a_lock_is_woken(wakes):
 
 STARTS = """
 import subprocess, sys
-children = [subprocess.Popen([sys.executable, name], stdout=subprocess.PIPE) for name in sys.argv[1:]]
-print(*[child.stdout.readline() and child.pid for child in children], flush=True)
+def start(*words):
+    child = subprocess.Popen([sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    return child
+names = sys.argv[3:]
+children = {name: start(name, *sys.argv[1:3]) for name in names}
+print(*[children[name].pid for name in ("flwr-clientapp", "other")], flush=True)
+children["answers"].communicate(b"now")
+print(children["answers"].returncode, flush=True)
 sys.stdin.read()
 """
 SLEEPS = "import time; print(1, flush=True); time.sleep(60)"
+ANSWERS = """
+import sys
+from flwr_replay import processes
+processes.LEFT, processes.IDLE = map(int, sys.argv[1:])
+print(1, flush=True)
+sys.stdin.read()
+processes.end_those_left()
+"""
+EARLIER, LATER = ("flwr-clientapp", "other", "answers"), ("answers", "flwr-clientapp", "other")
 
 
 @pytest.mark.parametrize(
-    ("parent", "age", "idle", "ended"),
+    ("parent", "left", "idle", "order", "ended"),
     [
-        ("flower-superexec", 0, 15, True),
-        ("another", 0, 15, False),
-        ("flower-superexec", 60, 15, False),  # it has just begun
-        ("flower-superexec", 0, 0, False),  # it has worked
+        ("flower-superexec", 0, 15, EARLIER, True),
+        ("another", 0, 15, EARLIER, False),
+        ("flower-superexec", 60, 15, EARLIER, False),  # it has just begun
+        ("flower-superexec", 0, 0, EARLIER, False),  # it has worked
+        ("flower-superexec", 0, 15, LATER, False),  # its message still comes
     ],
 )
-def test_clientapps_that_wait_beside_this_one_are_ended(tmp_path, monkeypatch, parent, age, idle, ended):
-    for name, script in ((parent, STARTS), ("flwr-clientapp", SLEEPS), ("other", SLEEPS)):
+def test_clientapps_that_wait_beside_a_later_one_are_ended(tmp_path, parent, left, idle, order, ended):
+    for name, script in ((parent, STARTS), ("flwr-clientapp", SLEEPS), ("other", SLEEPS), ("answers", ANSWERS)):
         (tmp_path / name).write_text(script)
-    monkeypatch.setattr(processes, "LEFT", age)
-    monkeypatch.setattr(processes, "IDLE", idle)
-    words = [sys.executable, parent, "flwr-clientapp", "other"]
+    words = [sys.executable, parent, str(left), str(idle), *order]
     with subprocess.Popen(words, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as superexec:
         app, other = (psutil.Process(int(pid)) for pid in superexec.stdout.readline().split())
-        monkeypatch.setattr(os, "getppid", lambda: superexec.pid)
-        end_those_left()
+        assert superexec.stdout.readline() == b"0\n"
         if ended:
             until(lambda: app.status() == psutil.STATUS_ZOMBIE, 20, app.status)
         else:
@@ -140,3 +154,14 @@ def test_clientapps_that_wait_beside_this_one_are_ended(tmp_path, monkeypatch, p
         assert [one.status() == psutil.STATUS_ZOMBIE for one in (app, other)] == [ended, False]
         other.kill()
         app.kill()
+
+
+@pytest.mark.parametrize("error", [psutil.AccessDenied(1), PermissionError(13, "hidden")])
+def test_an_answer_does_not_fail_where_a_system_hides_processes(monkeypatch, error):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(processes, "_runs", lambda *_: True)
+    monkeypatch.setattr(psutil.Process, "children", refuse)
+    end_those_left()
+    assert processes.left_clientapps(os.getpid(), time.time()) == []

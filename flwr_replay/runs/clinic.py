@@ -11,6 +11,7 @@ import os
 import shlex
 import socket
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -131,7 +132,7 @@ def _supernode(folder: Path) -> int:
 def _clientapps(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     """Look for ClientApps that Flower leaves: a message came, and its run ended before its content did."""
     node = _supernode(folder)
-    waiting = [one.pid for one in left_clientapps(psutil.Process(node), AGE)] if node else []
+    waiting = [one.pid for one in left_clientapps(node, time.time() - AGE)] if node else []
     if waiting:
         raise RunError(
             f"a ClientApp still waits for the content of a message, after {AGE // 60} min and more: if no run is live, "
