@@ -136,8 +136,9 @@ def _clientapps(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     if waiting:
         raise RunError(
             f"a ClientApp still waits for the content of a message, after {AGE // 60} min and more: if no run is live, "
-            f"it will not come; the next run ends process {', '.join(map(str, waiting))}, and so does `kill`. Never "
-            "use `kill -9`: every later answer of this SuperNode would come late"
+            f"it will not come; the next run ends process {', '.join(map(str, waiting))}. If a run is live, leave it: "
+            "once it is killed, its SuperNode may wait for its answer for ever. Never use `kill -9`: every later "
+            "answer of this SuperNode would come late"
         )
     yield from ()
 

@@ -206,7 +206,7 @@ def of_left(deployment):
     for one in left_by(engine, "sends-again"):
         one.kill()
     say("those left are killed")
-    time.sleep(100)  # Flower notices after 75
+    time.sleep(100)  # Flower notices after a minute
     later(deployment, "killed")
     engine.start_again(CLINICS)
     later(deployment, "started-again")

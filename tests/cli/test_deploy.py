@@ -250,7 +250,7 @@ def test_a_clientapp_whose_message_never_comes_is_named_with_its_process(written
         assert "ClientApp" not in examine_clinic(north)[1]
         monkeypatch.setattr(clinic, "AGE", -1)
         assert "NO  clientapps: a ClientApp still waits for the content of a message" in examine_clinic(north)[1]
-        assert f"the next run ends process {waiting.pid}, and so does `kill`." in examine_clinic(north)[1]
+        assert f"the next run ends process {waiting.pid}. If a run is live, leave it:" in examine_clinic(north)[1]
         monkeypatch.setattr(processes, "IDLE", 0)  # one that works
         assert "ClientApp" not in examine_clinic(north)[1]
         waiting.kill()
