@@ -60,8 +60,8 @@ def seal_key(
     print(line_of(name, public))
     if peers:
         pins = read_pins(Path(peers).expanduser())
-        print(f"{peers} pins {', '.join(sorted(pins))}; its digest, to compare with the others: ", end="")
-        print(Seal(name, private, pins).digest)
+        digest = Seal(name, private, pins).digest
+        print(f"{peers} pins {', '.join(sorted(pins))}; its digest, to compare with the others: {digest}")
 
 
 @app.command()

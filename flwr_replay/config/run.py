@@ -32,6 +32,7 @@ __all__ = ["RECORD", "TRACKERS", "RunConfig"]
 
 RECORD = ("none", "up", "all")
 TRACKERS = ("none", "tensorboard", "mlflow", "wandb")
+LEAST = 1e-4  # of a core or a GPU, that Ray counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,9 @@ class RunConfig:
     forgetting: bool  # after every exchange, test the model on each institution's own training examples too
     threads: int  # torch threads of every process; equal numbers of threads give equal bits
     device: str  # auto | cpu | cuda | cuda:N
-    client_cpus: float  # on Ray, cores of a process that serves institutions; 0: as many as threads
+    client_cpus: (
+        float  # on Ray, cores of a process that serves institutions; a share only with --ray-address; 0: threads
+    )
     client_gpus: float  # on Ray, GPUs of such a process, a fraction shares one; 0: what there is, shared out
     sealed: bool  # what institutions send is encrypted for the other institutions: the server cannot read it
     masked: bool  # institutions add masks that cancel in their sum: the server reads the mean of weights, and no others
@@ -77,6 +80,8 @@ class RunConfig:
         within("", self, timeout=Range(0, SECONDS, "must be positive, in seconds, and at most a year", "(]"))
         within("", self, wait=Range(0, SECONDS, "must not be negative, in seconds, and at most a year"))
         within("", self, client_cpus=Range(0, inf, "must be finite and not negative", "[)"))
+        for name, taken in (("client-cpus", self.client_cpus), ("client-gpus", self.client_gpus)):
+            require(not 0 < taken < LEAST, f"{name} must be 0 or at least {LEAST}, the least of Ray's; got {taken}")
         require(
             self.client_gpus >= 0 and (self.client_gpus <= 1 or self.client_gpus.is_integer()),
             f"client-gpus is a share of one GPU in [0, 1], or a whole number of them; got {self.client_gpus}",

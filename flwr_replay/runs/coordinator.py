@@ -107,7 +107,10 @@ def _certificates(folder: Path) -> Iterator[str]:
         raise RunError(f"{SERVER_KEY} must be the key of {SERVER}, and {CA} an authority's; they are not: {ANEW}")
     if os.name == "posix" and (place / SERVER_KEY).stat().st_mode & 0o077:
         raise RunError(f"{place / SERVER_KEY} must be its owner's only: chmod 600 it")
-    addresses = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    try:
+        addresses = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        raise RunError(f"{SERVER} must name the addresses of the server; it names none: {ANEW}") from None
     yield f"certificates: {validity(server, ANEW)}, for {', '.join(str(one.value) for one in addresses)}"
 
 

@@ -75,11 +75,15 @@ def connection(address: str, authority: Path, advice: str, wrong: str) -> str:
     Raises
     ------
     RunError
-        If nothing answers there, or without a certificate of this authority for that address.
+        If nothing answers there, or without a certificate of this authority for that address; if the authority's own
+        certificate cannot be read.
     """
     host, port = host_of(address)
     try:
         context = ssl.create_default_context(cafile=str(authority))
+    except OSError:
+        raise RunError(f"{authority} must be a certificate, by which to know the server; it is none") from None
+    try:
         with (
             socket.create_connection((host.strip("[]"), port), timeout=SECONDS) as plain,
             context.wrap_socket(plain, server_hostname=host.strip("[]")) as secured,

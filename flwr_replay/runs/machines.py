@@ -6,6 +6,7 @@ A machine is what Ray calls a node; a node is Flower's, an institution.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import threading
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, floor, inf
 
+import grpc
 import ray
 
 from flwr_replay.config.run import RunConfig
@@ -100,6 +102,20 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=PATIENCE).close()
     except (OSError, OverflowError) as error:
         raise RunError(f"a Ray cluster must run at {address}; it does not answer: {error}") from None
+    if os.environ.get("RAY_USE_TLS", "0") == "0":
+        _check_speaks(address)
+
+
+def _check_speaks(address: str) -> None:
+    """Refuse an address where something else than gRPC answers, such as Ray's dashboard."""
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(PATIENCE)
+        except grpc.FutureTimeoutError:
+            raise RunError(
+                f"a Ray cluster must run at {address}; something else answers there: `ray start --head` says the "
+                "address, and 8265 is the port of its dashboard"
+            ) from None
 
 
 def first_line(error: Exception) -> str:

@@ -151,8 +151,13 @@ def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str,
             f"device={config.device}; it has {cpus} cores and {gpus} GPUs: ask for less, or name a Ray cluster by "
             "--ray-address"
         )
+    if not config.client_cpus.is_integer():
+        raise ConfigError(
+            f"client-cpus must be whole on this machine, since Flower's simulation counts whole cores; got "
+            f"{config.client_cpus:g}: a share needs a Ray cluster, see --ray-address"
+        )
     resources: dict[str, float] = {"num-supernodes": config.nodes}
-    resources["client-resources-num-cpus"] = config.client_cpus or min(config.threads, cpus)
+    resources["client-resources-num-cpus"] = int(config.client_cpus) or min(config.threads, cpus)
     if gpus:
         resources["client-resources-num-gpus"] = config.client_gpus or round(gpus / min(config.nodes, cpus), 3)
     federation = " ".join(f"{key}={value}" for key, value in resources.items())

@@ -10,10 +10,15 @@ import ssl
 import subprocess
 import sys
 import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from deployed import HOSPITALS
 from harness import command
 
@@ -23,7 +28,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.files.atomic import alone
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.runs import clinic, coordinator, examining
-from flwr_replay.runs.certificates import SERVER, SERVER_KEY, write_certificates
+from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY, write_certificates
 from flwr_replay.runs.clinic import examine_clinic
 from flwr_replay.runs.coordinator import examine_coordinator
 from flwr_replay.runs.deployment import host_of
@@ -188,8 +193,24 @@ def test_the_doctor_names_what_is_wrong_at_the_coordinator(written, tmp_path, mo
     assert "Flower does not know this SuperLink yet" in said["NO  runs"]
     assert said["NO  run directories"].startswith("not finished: first: ./run.sh --run-config 'resume=")
     assert "first 17 B" in said["ok  disk"]
+    (home / "certificates" / CA).unlink()
+    (line,) = [line for line in examine_coordinator(home)[1].splitlines() if line.startswith("NO  connection")]
+    assert line.endswith(f"{home / 'certificates' / CA} must be a certificate, by which to know the server; it is none")
     for words in (["--deployment", str(written / "north")], ["--deployment", str(home), "--clinic", str(home)]):
         assert command(monkeypatch, "doctor", *words) == 2
+
+
+def test_a_certificate_without_addresses_is_named(written, tmp_path):
+    home, key, name = tmp_path / "coordinator", ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    shutil.copytree(written / "coordinator", home)
+    began = datetime.now(UTC) - timedelta(hours=1)
+    own = x509.CertificateBuilder(name, name, key.public_key(), 1, began, began + timedelta(days=99))
+    own = own.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True).sign(key, SHA256())
+    for file in (CA, SERVER):
+        (home / "certificates" / file).write_bytes(own.public_bytes(Encoding.PEM))
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (home / "certificates" / SERVER_KEY).write_bytes(private)
+    assert "server.crt must name the addresses of the server; it names none" in examine_coordinator(home)[1]
 
 
 def test_the_doctor_names_a_serverapp_that_hangs_and_a_full_disk(written, tmp_path, monkeypatch):
@@ -338,7 +359,9 @@ def test_a_sealed_study_has_keys_that_the_clinics_make_and_pin(sealed, monkeypat
     assert said.split()[-1] == found(sealed / "north").split()[-1]  # the digests are compared by telephone
     assert not any(key in said for key in keys)
     assert command(monkeypatch, "deploy", "seal-key", "north", *words) == 2
-    assert "the pinned keys must have north's own" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert said.out.count("\n") == 1  # its line alone, and no half of another
+    assert "the pinned keys must have north's own" in said.err
 
 
 def test_the_doctor_finds_keys_that_are_missing_wrong_or_open(sealed):

@@ -1,6 +1,9 @@
 """Who is served where on a cluster, what a worker gets, what travels, and what happens when machines or actors die."""
 
+import socket
+
 import pytest
+import ray
 from flwr.app import Message, RecordDict
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
@@ -8,7 +11,7 @@ from flwr_replay.api import Where
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.report.progress import Display
-from flwr_replay.runs import cluster
+from flwr_replay.runs import cluster, machines
 from flwr_replay.runs.cluster import ClusterGrid
 from flwr_replay.runs.machines import Machine, Share, connected, place, share
 from flwr_replay.runs.shipping import LARGEST, ship
@@ -58,7 +61,10 @@ def test_cuda_needs_a_gpu():
         share(compose(["nodes=4", "device=cuda"]), [Machine("a", "10.0.0.1", 16, 0)])
 
 
-@pytest.mark.parametrize("option", ["client-gpus=1.5", "client-gpus=-1", "client-gpus=inf", "client-cpus=-1"])
+@pytest.mark.parametrize(
+    "option",
+    ["client-gpus=1.5", "client-gpus=-1", "client-gpus=inf", "client-cpus=-1", "client-gpus=1e-5", "client-cpus=1e-5"],
+)
 def test_impossible_shares_are_refused(option):
     with pytest.raises(ConfigError, match=option.partition("=")[0]):
         compose([option])
@@ -82,6 +88,15 @@ def test_an_address_without_a_cluster_is_one_line(address, reason):
         pass
 
 
+def test_an_address_where_something_else_answers_is_one_line_before_ray_tries_for_minutes(monkeypatch):
+    monkeypatch.setattr(machines, "PATIENCE", 0.5)
+    monkeypatch.setattr(ray, "init", lambda *given, **options: pytest.fail("Ray was asked"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RunError, match=f"at {address}; something else answers there"), connected(address, {}):
+            pass
+
+
 def test_an_address_belongs_to_ray(monkeypatch):
     with pytest.raises(ConfigError, match="--ray-address belongs to --engine ray; got auto with inline"):
         Where(ray_address="auto")
@@ -98,6 +113,9 @@ def test_shares_belong_to_ray(tmp_path, monkeypatch):
         run_inline([*options, "client-cpus=2"], Display())
     options = [*options, "client-cpus=9999"]
     with pytest.raises(ConfigError, match="this machine must have client-cpus=9999"):
+        run_ray(Simulation.of(compose(options)), options)
+    options = [*options[:-1], "client-cpus=0.5"]
+    with pytest.raises(ConfigError, match=r"must be whole on this machine, .*; got 0.5: a share needs a"):
         run_ray(Simulation.of(compose(options)), options)
     assert not list(tmp_path.iterdir())
 

@@ -14,6 +14,16 @@ DEAD = "no institution answered in exchange 3; institution-1: error 0: The actor
 DIVERGED = "the loss must stay finite; got nan in training: lower training.lr and run again"
 
 
+def test_flower_is_told_whole_cores(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(simulate, "superlink", lambda scratch: nullcontext())
+    monkeypatch.setattr(simulate, "flwr_run", lambda *words: told.extend(words) or iter([]))
+    options = [*JOB, "client-cpus=1", f"runs_dir='{tmp_path}'"]
+    with pytest.raises(RunError):
+        run_ray(Simulation.of(compose(options)), options)
+    assert told[-1].split() == ["num-supernodes=2", "client-resources-num-cpus=1"]  # 1.0 it would refuse
+
+
 @pytest.mark.parametrize(
     ("begun", "logged", "said"),
     [
