@@ -26,6 +26,7 @@ __all__ = ["GRACE", "TRIES", "Worker", "WorkerGrid", "died"]
 PROCESS_DIED = 8  # Flower's code for a ClientApp whose process has ended
 LOOK = 1.0  # seconds that a look for replies lasts if there are none
 GRACE = 5  # seconds that an idle worker has to end
+STARTS = 120  # seconds that a worker may take to start
 TRIES = 2  # processes that may die with the same message before it is an error
 
 
@@ -60,16 +61,22 @@ class WorkerGrid(InlineGrid):
             worker.end(at_once=raised[0] is not None)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Hand messages to the workers; return when the last one is begun, so that no waiting counts as answering."""
-        ids = []
+        """Hand messages to the workers; return when the last one is begun, so that no waiting counts as answering.
+
+        Where no worker begins or answers one for as long as a start and an answer may take, those at work hang: then
+        the rest is left to them.
+        """
+        ids, longest = list[str](), 0.0
         for message in messages:
             message.metadata.__dict__["_message_id"] = uuid4().hex  # as Flower's grids do when they push
             ids.append(message.metadata.message_id)
+            longest = max(longest, STARTS + message.metadata.ttl)
             with self._changed:
                 self._unbegun.add(message.metadata.message_id)
                 self.serving[message.metadata.dst_node_id].queue.put(message)
         with self._changed:
-            self._changed.wait_for(lambda: self._fault or not self._unbegun)
+            while not (self._fault or self._unbegun.isdisjoint(ids)) and self._changed.wait(longest):
+                pass
             self._check()
         return ids
 

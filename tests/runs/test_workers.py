@@ -1,6 +1,7 @@
 """Worker processes serve the nodes: a killed one is replaced and asked again, and errors stay their node's."""
 
 import json
+import threading
 
 import psutil
 import pytest
@@ -10,9 +11,11 @@ from flwr_replay.api import Where
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.report.progress import Display
+from flwr_replay.runs import workers
 from flwr_replay.runs.local_workers import LocalGrid, _Process
 from flwr_replay.runs.simulate import Simulation, run_inline, simulate_by
 from flwr_replay.runs.workers import TRIES
+from flwr_replay.server.asking import ask
 
 JOB = ["strategy=fedavg", "task=digits", "partition=iid", "partition.size=40", "nodes=3", "rounds=4", "model=mlp"]
 JOB += ["model.width=4", "device=cpu"]
@@ -95,6 +98,24 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(tmp_path, monk
     _, folder = simulate_by(2, Simulation.of(compose(options)), options, Display())
     assert len(killed) == 2
     assert not (folder / "failures.jsonl").exists()
+
+
+def test_a_worker_that_hangs_holds_up_the_run_no_longer_than_answers_may_take(monkeypatch):
+    monkeypatch.setattr(workers, "STARTS", 0)
+    grid, freed, found = LocalGrid({}, [{}, {}], 1), threading.Event(), []
+    for name, does in {"start": lambda: None, "leave": lambda: None, "kill": freed.set}.items():
+        monkeypatch.setattr(grid.workers[0], name, does)
+    monkeypatch.setattr(
+        grid.workers[0], "ask", lambda message: freed.wait() and Message(RecordDict(), reply_to=message)
+    )
+    messages = [Message(RecordDict(), node_id, "train", ttl=0.2) for node_id in grid.contexts]
+    run = threading.Thread(target=lambda: found.extend(ask(grid, messages, 0.2)), daemon=True)
+    with grid:
+        run.start()
+        run.join(20)
+        answers = list(found)
+        freed.set()
+    assert [answer for _, answer in answers] == [None, None]
 
 
 @pytest.mark.parametrize(("code", "starts", "said"), [(1, 0, "if __name__"), (-9, TRIES, "free memory")])
