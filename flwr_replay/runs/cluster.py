@@ -50,7 +50,7 @@ class ClusterGrid(WorkerGrid):
         Code of the user's own that the actors may import.
     wait : float
         Seconds that an actor may take to start.
-    bound : bool
+    pinned : bool
         Whether each machine has a state directory of its own, so that an institution is pinned to its machine.
     advice : str
         What to do if the run ends.

@@ -97,7 +97,9 @@ def _check_answers(address: str) -> None:
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ConfigError(f"--ray-address is auto or HOST:PORT; got {address!r}: `ray start --head` says it")
+        raise ConfigError(
+            f"--ray-address, else RAY_ADDRESS, is auto or HOST:PORT; got {address!r}: `ray start --head` says it"
+        )
     try:
         socket.create_connection((host, int(port)), timeout=PATIENCE).close()
     except (OSError, OverflowError) as error:

@@ -78,7 +78,7 @@ def test_institutions_stay_where_their_state_lies_and_the_others_even_the_load()
 @pytest.mark.parametrize(
     ("address", "reason"),
     [
-        ("10.0.0.1", "is auto or HOST:PORT; got '10.0.0.1'"),
+        ("10.0.0.1", "--ray-address, else RAY_ADDRESS, is auto or HOST:PORT; got '10.0.0.1'"),
         ("ray://10.0.0.1:10001", "it does not answer"),
         ("127.0.0.1:1", "a Ray cluster must run at 127.0.0.1:1; it does not answer"),
     ],
