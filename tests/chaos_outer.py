@@ -136,7 +136,7 @@ class OnDeployment:
         """Strike a run of a job, each kind in its share of it, and go on with it until it ends."""
         self.number += 1
         name, options, deployment = f"struck-{self.number}", self.options(options), self.deployment
-        self.as_advised()
+        self.without_those_left()
         found, at_once = Struck(deployment.runs / name, rng, lines, 2), False
         with deployment.begun(name, *options) as command:
             for at, kind in enumerate(kinds):
@@ -168,8 +168,8 @@ class OnDeployment:
                 found.said += self.goes_on(found.folder) or deployment.said(name, *options)
         return found
 
-    def as_advised(self) -> None:
-        """Start a SuperNode again that has a ClientApp left, as the doctor says: its death makes all answers late."""
+    def without_those_left(self) -> None:
+        """Start a SuperNode again that has a ClientApp left: killed next, that one would make all answers late."""
         left = [one for one in self.clinics if any(map(self.waits, having(PARTS["clientapp"], self.of([one]))))]
         self.start_again(left)
 

@@ -59,9 +59,7 @@ class RunConfig:
     forgetting: bool  # after every exchange, test the model on each institution's own training examples too
     threads: int  # torch threads of every process; equal numbers of threads give equal bits
     device: str  # auto | cpu | cuda | cuda:N
-    client_cpus: (
-        float  # on Ray, cores of a process that serves institutions; a share only with --ray-address; 0: threads
-    )
+    client_cpus: float  # on Ray, cores of a process that serves institutions, on a cluster also a share; 0: threads
     client_gpus: float  # on Ray, GPUs of such a process, a fraction shares one; 0: what there is, shared out
     sealed: bool  # what institutions send is encrypted for the other institutions: the server cannot read it
     masked: bool  # institutions add masks that cancel in their sum: the server reads the mean of weights, and no others
