@@ -307,6 +307,11 @@ def start(
     """Run a command line's options; return the content of `result.json` and the run directory."""
     from flwr_replay.runs.options import resolve
 
+    shares = [one for one in options if one.replace("-", "_").startswith(("client_cpus=", "client_gpus="))]
+    if shares and where.engine != "ray":
+        raise ConfigError(
+            f"client-cpus and client-gpus belong to --engine ray; got {', '.join(shares)}: leave them out"
+        )
     overrides, config = resolve(options, runs_dir, resume)  # reports a wrong option before PyTorch loads
     from flwr_replay.learning.training import select_device
     from flwr_replay.report.progress import without_colours

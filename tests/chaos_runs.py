@@ -177,6 +177,11 @@ class Place:
         return DELIVERED.sub(r"\1", str(path.relative_to(self.folder)).replace(run_id, "ID"))
 
 
+def moments(name: str) -> Random:
+    """Return what draws faults for a test: the same for a commit in CI, others for the next one."""
+    return Random(f"{os.environ.get('FLWR_REPLAY_MOMENTS', '')} {name}")
+
+
 def whole(folder: Path, options: list[str]) -> tuple[Place, Ended]:
     """Run a job to its end, undisturbed; what that imported the next processes have from the start."""
     place = Place(folder, options)

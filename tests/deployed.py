@@ -27,6 +27,7 @@ from flwr_replay.runs.deployment import init
 from flwr_replay.runs.superlink import free_port
 
 HOSPITALS = Path(__file__).parents[1] / "docs" / "examples" / "hospitals"
+STUDY = ["strategy=fedreplay", "channels=1", "task.size=8", "classes=10", "model=cnn", "width=4", "cut=conv1"]
 COORDINATOR, CLINICS = "coordinator", ("clinic-a", "clinic-b")
 REFUSES = "clinic-c"  # lets statistics leave, and nothing else
 TASK = ("task=folder", "channels=1", "task.size=8", "classes=10", "model=cnn", "width=8", "device=cpu", "threads=1")

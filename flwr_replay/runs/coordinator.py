@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from flwr_replay.files.atomic import in_use, read_bytes, read_text
 from flwr_replay.processes import using
 from flwr_replay.report.progress import shown_bytes, shown_time
 from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY
+from flwr_replay.runs.deployment_texts import SCRIPTS_OF_COORDINATOR
 from flwr_replay.runs.examining import (
     answers,
     certificate,
@@ -34,7 +36,7 @@ from flwr_replay.runs.examining import (
     is_authority,
     validity,
 )
-from flwr_replay.runs.opening import RESUME, read_run_id, saved_options
+from flwr_replay.runs.opening import RESUME, check_unchanged, read_result, saved_options
 from flwr_replay.runs.superlink import flower
 from flwr_replay.wire.ledger import ledger_lines, unanswered
 
@@ -81,6 +83,7 @@ def examine_coordinator(folder: Path) -> tuple[bool, str]:
     ask = cache(partial(_asked, folder, address))
     return examined(
         {
+            "folder": partial(_files, folder),
             "certificates": partial(_certificates, folder),
             "keys": partial(_keys, folder, names),
             "connection": partial(_connection, folder, address),
@@ -91,6 +94,16 @@ def examine_coordinator(folder: Path) -> tuple[bool, str]:
             "disk": partial(_disk, folder),
         }
     )
+
+
+def _files(folder: Path) -> Iterator[str]:
+    files = (*SCRIPTS_OF_COORDINATOR, "study/pyproject.toml")
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        raise RunError(
+            f"{', '.join(missing)} must lie in {folder}: give `flwr-replay deploy init` the same options and another "
+            "--out, and copy what is missing from there"
+        )
+    yield "folder: its scripts and its study are there"
 
 
 def _certificates(folder: Path) -> Iterator[str]:
@@ -188,10 +201,12 @@ def _serverapps(folder: Path, ask: Ask) -> Iterator[str]:
 
 
 def _directories(folder: Path) -> Iterator[str]:
-    runs, unfinished = list((folder / "runs").glob("*/config.yaml")), _unfinished(folder)
+    runs, unfinished = [file.parent for file in (folder / "runs").glob("*/config.yaml")], _unfinished(folder)
     if left := [run for run in unfinished if not in_use(run)]:
-        read_run_id(left[-1])  # refuses what could not go on
+        check_unchanged(left[-1])  # refuses what could not go on
         raise RunError(f"not finished: {', '.join(run.name for run in left)}: {_resume(left[-1])} where it was")
+    for run in set(runs) - set(unfinished):
+        read_result(run)  # refuses what is damaged
     yield f"run directories: {len(runs) - len(unfinished)} finished{', one goes on' * bool(unfinished)}"
 
 
@@ -220,8 +235,8 @@ def _bytes(place: Path) -> int:
 
 def _asked(folder: Path, address: str, *words: str) -> dict[str, Any]:
     """Return the JSON answer of Flower's `flwr`, which waits for a minute where nothing answers."""
-    if not (folder / "flower" / "config.toml").is_file():
-        raise RunError("Flower does not know this SuperLink yet: run ./register.sh")
+    if _known(folder / "flower" / "config.toml") != address:
+        raise RunError(f"Flower must know the SuperLink at {address}, by flower/config.toml; not so: run ./register.sh")
     silent = f"`flwr {' '.join(words)}` must answer; it does not: see the line connection"
     if not answers(address):
         raise RunError(silent)
@@ -237,3 +252,11 @@ def _asked(folder: Path, address: str, *words: str) -> dict[str, Any]:
     if not answer.get("success"):
         raise RunError(f"`flwr {' '.join(words)}` is refused: {answer.get('error-message', 'without a reason')}")
     return answer
+
+
+def _known(file: Path) -> object:
+    """Return the SuperLink's address that Flower's file has, None if it has none."""
+    try:
+        return tomllib.loads(read_text(file))["superlink"]["superlink"]["address"] if file.is_file() else None
+    except (RunError, ValueError, LookupError, TypeError):
+        return None

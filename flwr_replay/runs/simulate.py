@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import torch
 from flwr.clientapp import ClientApp
 
@@ -27,7 +28,7 @@ from flwr_replay.files.atomic import home, read_text, write_atomic, write_json
 from flwr_replay.institution.pictures import gather
 from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.privacy.plan import PrivacyPlan
-from flwr_replay.report.progress import Display
+from flwr_replay.report.progress import Display, shown_bytes
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.runs.engine import InlineGrid, partitions
 from flwr_replay.runs.execute import Job, run_job
@@ -115,6 +116,12 @@ def simulate_by(
     """Run in this process, with several worker processes for the institutions; the results have the same bits."""
     config = simulation.job.config
     refuse_resources(config)
+    each, free = psutil.Process().memory_full_info().uss, psutil.virtual_memory().available
+    if min(workers, config.nodes) * each > free:
+        raise ConfigError(
+            f"--workers must fit into memory; got {workers}, each takes at least what this process does, "
+            f"{shown_bytes(each)}, and {shown_bytes(free)} are free: give fewer"
+        )
     if (wanted := workers * config.threads) > (cores := os.cpu_count() or 1):
         logging.getLogger("flwr").warning("workers x threads are %s, cores %s: fewer may be faster", wanted, cores)
     with LocalGrid({"overrides": shlex.join(overrides)}, partitions(config.nodes), workers) as grid:

@@ -7,6 +7,7 @@ institutions is faster: a serial method asks one at a time.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ PROCESS_DIED = 8  # Flower's code for a ClientApp whose process has ended
 LOOK = 1.0  # seconds that a look for replies lasts if there are none
 GRACE = 5  # seconds that an idle worker has to end
 STARTS = 120  # seconds that a worker may take to start
+HANG = "no worker has begun or answered a message for %g s: those at work hang, and the run goes on without their answers"
 TRIES = 2  # processes that may die with the same message before it is an error
 
 
@@ -75,8 +77,10 @@ class WorkerGrid(InlineGrid):
                 self._unbegun.add(message.metadata.message_id)
                 self.serving[message.metadata.dst_node_id].queue.put(message)
         with self._changed:
-            while not (self._fault or self._unbegun.isdisjoint(ids)) and self._changed.wait(longest):
-                pass
+            while not (self._fault or self._unbegun.isdisjoint(ids)):
+                if not self._changed.wait(longest):
+                    logging.getLogger("flwr").warning(HANG, longest)
+                    break
             self._check()
         return ids
 

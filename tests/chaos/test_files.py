@@ -3,18 +3,16 @@
 Each kind of file in each way, of more methods, by hand: `python tests/chaos/damage.py`.
 """
 
-from random import Random
-
 import pytest
 from chaos_damage import SECRET, Broken, drawn
-from chaos_runs import jobs
+from chaos_runs import jobs, moments
 
 JOBS = jobs()
 
 
 @pytest.mark.parametrize(("name", "more"), [("fedreplay", ()), ("fedavg dp=classifier", (SECRET,))])
 def test_damage_is_repaired_or_reported(name, more, tmp_path):
-    broken, rng = Broken(tmp_path / "broken", [*JOBS[name], *more], 0.8), Random(name)
+    broken, rng = Broken(tmp_path / "broken", [*JOBS[name], *more], 0.8), moments(name)
     for path, way in drawn(broken, rng, 5):
         broken.resumed(path, way)
     run = broken.place.run.relative_to(broken.place.folder)

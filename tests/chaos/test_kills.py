@@ -4,11 +4,10 @@ All that they spent is charged.
 """
 
 import signal
-from random import Random
 
 import pytest
 from chaos_faults import OF_DISKS, TAKEN, Fault
-from chaos_runs import Place, check, check_stated, jobs, secretly, struck, whole
+from chaos_runs import Place, check, check_stated, jobs, moments, secretly, struck, whole
 
 JOBS = jobs()
 MORE = ("cwt", "fedreplay", "local dp=classifier", "splitnn")  # struck more often; the others by hand: long.py
@@ -23,7 +22,7 @@ def warm(tmp_path_factory):
 @pytest.mark.parametrize("name", JOBS)
 def test_a_run_that_is_killed_ends_as_an_undisturbed_one(name, tmp_path):
     once, ended = whole(tmp_path / "once", JOBS[name])
-    place, rng, steps = Place(tmp_path / "struck", JOBS[name]), Random(name), once.shared[TAKEN]
+    place, rng, steps = Place(tmp_path / "struck", JOBS[name]), moments(name), once.shared[TAKEN]
     assert place.attempt(Fault("kill", at=rng.randint(1, steps))).code == -signal.SIGKILL
     further = list(struck(place, rng, ended, steps, 2 * (name in MORE), ("kill",)))
     check(once, place, 1 + len(further))
@@ -34,7 +33,7 @@ def test_a_run_that_is_killed_states_no_smaller_epsilon(name, tmp_path):
     options = secretly(JOBS[name])
     once, ended = whole(tmp_path / "once", options)
     place = Place(tmp_path / "struck", options)
-    found = list(struck(place, Random(name), ended, once.shared[TAKEN], 3, ("kill",)))
+    found = list(struck(place, moments(name), ended, once.shared[TAKEN], 3, ("kill",)))
     assert all(one["epsilon"] for one in once.result["privacy"].values())
     check_stated(once, place, len(found))
 
@@ -43,5 +42,5 @@ def test_a_run_that_is_killed_states_no_smaller_epsilon(name, tmp_path):
 def test_a_run_whose_disk_fails_ends_as_an_undisturbed_one(name, tmp_path):
     once, ended = whole(tmp_path / "once", JOBS[name])
     place = Place(tmp_path / "struck", JOBS[name])
-    found = list(struck(place, Random(name), ended, once.shared[TAKEN], 3, tuple(OF_DISKS)))
+    found = list(struck(place, moments(name), ended, once.shared[TAKEN], 3, tuple(OF_DISKS)))
     check(once, place, len(found))

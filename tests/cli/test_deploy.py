@@ -1,73 +1,25 @@
 """deploy init and doctor --clinic: what they write, what they refuse, and what they find."""
 
-import json
 import os
 import re
 import runpy
-import shutil
 import socket
-import ssl
 import subprocess
 import sys
-import threading
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from deployed import HOSPITALS
+from deployed import HOSPITALS, STUDY
 from harness import command
 
 from flwr_replay import processes
 from flwr_replay.config.quoting import node_config
 from flwr_replay.errors import ConfigError
-from flwr_replay.files.atomic import alone
 from flwr_replay.institution.policy import read_policy
-from flwr_replay.runs import clinic, coordinator, examining
-from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY, write_certificates
+from flwr_replay.runs import clinic
+from flwr_replay.runs.certificates import write_certificates
 from flwr_replay.runs.clinic import examine_clinic
-from flwr_replay.runs.coordinator import examine_coordinator
 from flwr_replay.runs.deployment import host_of
-from flwr_replay.runs.superlink import free_port
-
-STUDY = ["strategy=fedreplay", "channels=1", "task.size=8", "classes=10", "model=cnn", "width=4", "cut=conv1"]
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """Two clinics; north has its data and key, and the server that it is told of answers."""
-    root = tmp_path_factory.mktemp("deploy")
-    runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](root / "data")
-    port = free_port()
-    with pytest.MonkeyPatch.context() as patch:
-        words = ["--clinics", "north,south", "--address", f"localhost:{port}", "--out", str(root / "dep")]
-        assert command(patch, "deploy", "init", *words, *STUDY) == 0
-    north, certificates = root / "dep" / "north", root / "dep" / "coordinator" / "certificates"
-    subprocess.run([north / "make-key.sh"], check=True)
-    (north / "data").symlink_to(root / "data" / "clinic-a")
-    values = (north / "clinic.env").read_text()
-    (north / "clinic.env").write_text(re.sub("PORT=.*", f"PORT={free_port()}", values))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificates / SERVER, certificates / SERVER_KEY)
-    with socket.create_server(("127.0.0.1", port)) as server:
-        threading.Thread(target=answering, args=(server, context), daemon=True).start()
-        yield root / "dep"
-
-
-def answering(server, context):
-    while True:
-        try:
-            plain = server.accept()[0]
-        except OSError:
-            return
-        try:
-            context.wrap_socket(plain, server_side=True).close()
-        except OSError:
-            plain.close()
 
 
 def changed(written, file, old, new):
@@ -161,99 +113,6 @@ def test_the_doctor_names_what_is_wrong(written, tmp_path):
     (written / "north" / "key").chmod(0o600)
     assert not healthy
     assert "its mode is 644: chmod 600 key" in said
-
-
-def test_the_doctor_names_what_is_wrong_at_the_coordinator(written, tmp_path, monkeypatch, capsys):
-    """Before any key has come, while something with the study's certificate answers, and then with another's key."""
-    home = tmp_path / "coordinator"
-    shutil.copytree(written / "coordinator", home)
-    assert command(monkeypatch, "doctor", "--deployment", str(home)) == 1
-    said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert "for localhost, 127.0.0.1" in said["ok  certificates"]
-    assert said["NO  keys"].endswith("north, south: put the clinic's file into keys/, then ./register.sh")
-    assert "with the certificate of this study" in said["ok  connection"]
-    assert "run ./register.sh" in said["NO  SuperNodes"]
-    assert "0 finished" in said["ok  run directories"]
-    (home / "keys" / "north.registered").touch()
-    shutil.copy(written / "north" / "north.pub", home / "keys" / "south.pub")
-    write_certificates(tmp_path / "other", ["localhost"], 1)
-    shutil.copy(tmp_path / "other" / SERVER_KEY, home / "certificates")
-    (home / "runs" / "first").mkdir(parents=True)
-    (home / "runs" / "first" / "config.yaml").touch()
-    (home / "runs" / "first" / "run-id").write_text("20261126-000000-x")
-    (home / "connect.sh").write_text(
-        re.sub("address = .*", f'address = "localhost:{free_port()}"', (home / "connect.sh").read_text())
-    )
-    healthy, lines = examine_coordinator(home)
-    said = dict(line.split(": ", 1) for line in lines.splitlines())
-    assert not healthy
-    assert "must be the key of server.crt" in said["NO  certificates"]
-    assert said["NO  keys"] == "not registered: south: run ./register.sh"
-    assert "nothing answers at localhost" in said["NO  connection"]
-    assert "Flower does not know this SuperLink yet" in said["NO  runs"]
-    assert said["NO  run directories"].startswith("not finished: first: ./run.sh --run-config 'resume=")
-    assert "first 17 B" in said["ok  disk"]
-    (home / "certificates" / CA).unlink()
-    (line,) = [line for line in examine_coordinator(home)[1].splitlines() if line.startswith("NO  connection")]
-    assert line.endswith(f"{home / 'certificates' / CA} must be a certificate, by which to know the server; it is none")
-    for words in (["--deployment", str(written / "north")], ["--deployment", str(home), "--clinic", str(home)]):
-        assert command(monkeypatch, "doctor", *words) == 2
-
-
-def test_a_certificate_without_addresses_is_named(written, tmp_path):
-    home, key, name = tmp_path / "coordinator", ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    shutil.copytree(written / "coordinator", home)
-    began = datetime.now(UTC) - timedelta(hours=1)
-    own = x509.CertificateBuilder(name, name, key.public_key(), 1, began, began + timedelta(days=99))
-    own = own.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True).sign(key, SHA256())
-    for file in (CA, SERVER):
-        (home / "certificates" / file).write_bytes(own.public_bytes(Encoding.PEM))
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    (home / "certificates" / SERVER_KEY).write_bytes(private)
-    assert "server.crt must name the addresses of the server; it names none" in examine_coordinator(home)[1]
-
-
-def test_the_doctor_names_a_serverapp_that_hangs_and_a_full_disk(written, tmp_path, monkeypatch):
-    """While nothing answers, a live process holds the lock of a run directory; later a SuperLink has its run."""
-    home = tmp_path / "coordinator"
-    shutil.copytree(written / "coordinator", home)
-    (home / "flower").mkdir()
-    (home / "flower" / "config.toml").touch()
-    run = home / "runs" / "first"
-    run.mkdir(parents=True)
-    (run / "config.yaml").write_text("timeout: 60\n")
-    (run / "run-id").write_text("20261126-000000-x")
-    sent = {"round": 3, "direction": "down", "stage": "train", "kind": "model", "bytes": 9}
-    lines = [json.dumps({**sent, "institution": name}) for name in ("north", "south")]
-    (run / "ledger.jsonl").write_text("\n".join([*lines, lines[0].replace("down", "up")]) + "\n")
-
-    def said(check):
-        return dict(line.split(": ", 1) for line in examine_coordinator(home)[1].splitlines())[check]
-
-    def lists(*live):
-        runs = [{"status": status, "run-id": "1"} for status in live]
-        answer = {"success": True, "runs": runs, "nodes": []}
-        done = subprocess.CompletedProcess([], 0, json.dumps(answer))
-        monkeypatch.setattr(coordinator, "answers", lambda address: bool(live))
-        monkeypatch.setattr(coordinator.subprocess, "run", lambda *words, **options: done)
-
-    lists()
-    with alone(run):
-        resume = f"./run.sh --run-config 'resume=\"{run}\"' goes on"
-        assert "a ServerApp works on first, and the SuperLink has no live run" in (line := said("NO  ServerApps"))
-        assert line.endswith(f"end process {os.getpid()}, then {resume}")
-        assert said("ok  run directories") == "0 finished, one goes on"
-        lists("running")
-        assert said("ok  ServerApps").endswith("after its last line; it waits for south")
-        for file in (run / "ledger.jsonl", run / "config.yaml"):
-            os.utime(file, (0, 0))
-        assert "answers are waited for timeout=60 s (it waits for south): see `flwr log`" in said("NO  ServerApps")
-    assert said("NO  run directories") == f"not finished: first: {resume} where it was"
-    monkeypatch.setattr(examining.shutil, "disk_usage", lambda folder: SimpleNamespace(free=5e8))
-    assert "is nearly full, 500 MB are free: `flwr-replay runs clean` says what can go; the largest: first" in said(
-        "NO  disk"
-    )
-    assert "is nearly full" in examine_clinic(written / "north")[1]
 
 
 def test_a_port_that_another_program_has_is_said(written):

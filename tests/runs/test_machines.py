@@ -7,7 +7,7 @@ import ray
 from flwr.app import Message, RecordDict
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
-from flwr_replay.api import Where
+from flwr_replay.api import Where, start
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.report.progress import Display
@@ -79,7 +79,7 @@ def test_institutions_stay_where_their_state_lies_and_the_others_even_the_load()
     ("address", "reason"),
     [
         ("10.0.0.1", "--ray-address, else RAY_ADDRESS, is auto or HOST:PORT; got '10.0.0.1'"),
-        ("ray://10.0.0.1:10001", "it does not answer"),
+        ("ray://10.0.0.1:10001", "is auto or HOST:PORT; got 'ray://10.0.0.1:10001'"),
         ("127.0.0.1:1", "a Ray cluster must run at 127.0.0.1:1; it does not answer"),
     ],
 )
@@ -111,6 +111,8 @@ def test_shares_belong_to_ray(tmp_path, monkeypatch):
     options = ["strategy=fedavg", "nodes=2", "rounds=1", f"runs_dir='{tmp_path / 'runs'}'"]
     with pytest.raises(ConfigError, match="belong to --engine ray; got client-cpus=2 and client-gpus=0"):
         run_inline([*options, "client-cpus=2"], Display())
+    with pytest.raises(ConfigError, match="belong to --engine ray; got client-gpus=1: leave them out"):
+        start(["client-gpus=1"], Where(workers=2), "runs", str(tmp_path / "begun"), Display())
     options = [*options, "client-cpus=9999"]
     with pytest.raises(ConfigError, match="this machine must have client-cpus=9999"):
         run_ray(Simulation.of(compose(options)), options)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -100,7 +101,7 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(tmp_path, monk
     assert not (folder / "failures.jsonl").exists()
 
 
-def test_a_worker_that_hangs_holds_up_the_run_no_longer_than_answers_may_take(monkeypatch):
+def test_a_worker_that_hangs_holds_up_the_run_no_longer_than_answers_may_take(monkeypatch, caplog):
     monkeypatch.setattr(workers, "STARTS", 0)
     grid, freed, found = LocalGrid({}, [{}, {}], 1), threading.Event(), []
     for name, does in {"start": lambda: None, "leave": lambda: None, "kill": freed.set}.items():
@@ -116,6 +117,16 @@ def test_a_worker_that_hangs_holds_up_the_run_no_longer_than_answers_may_take(mo
         answers = list(found)
         freed.set()
     assert [answer for _, answer in answers] == [None, None]
+    assert "no worker has begun or answered a message for 0.2 s: those at work hang" in caplog.text
+
+
+def test_more_workers_than_memory_holds_are_refused(tmp_path, monkeypatch):
+    options = [*JOB, f"runs_dir='{tmp_path / 'runs'}'"]
+    planned = Simulation.of(compose(options))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**6))
+    with pytest.raises(ConfigError, match=r"--workers must fit into memory; got 3, .* and 1 MB are free: give fewer"):
+        simulate_by(3, planned, options, Display())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("code", "starts", "said"), [(1, 0, "if __name__"), (-9, TRIES, "free memory")])
