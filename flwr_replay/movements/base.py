@@ -39,7 +39,7 @@ from flwr_replay.movements.run import EvaluateFn, Run
 from flwr_replay.payloads.common import ExpectsReplay
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.privacy.plan import mechanisms_of
-from flwr_replay.server.asking import refuse_unsaid_nodes, wait_for_nodes
+from flwr_replay.server.asking import refuse_unsaid_nodes
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
 from flwr_replay.server.replay_base import Replay
@@ -311,8 +311,7 @@ class Movement(Evaluating):
         arrays, done, snapshot = initial_arrays, 0, self.recorder.restore()
         if snapshot:
             self.members.remember(snapshot.examples, snapshot.bindings)
-        wait_for_nodes(run.grid, max(self.min_nodes, self.settings.nodes), self.settings.wait, self.recorder.log)
-        self.call_roll(run.grid, 0)
+        self.assemble(run.grid)
         if not len(self.members):
             kind = RunError if self.unfit else RefusedError
             raise kind(f"no institution takes part; {self.recorder.failures_line()}")

@@ -28,7 +28,7 @@ PROCESS_DIED = 8  # Flower's code for a ClientApp whose process has ended
 LOOK = 1.0  # seconds that a look for replies lasts if there are none
 GRACE = 5  # seconds that an idle worker has to end
 STARTS = 120  # seconds that a worker may take to start
-HANG = "no worker has begun or answered a message for %g s: those at work hang, and the run goes on without their answers"
+HANG = "no worker has begun or answered a message for %g s: some hang, and the run goes on without their answers"
 TRIES = 2  # processes that may die with the same message before it is an error
 
 

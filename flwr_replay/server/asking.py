@@ -18,6 +18,7 @@ from flwr_replay.wire.payload import request_of
 from flwr_replay.wire.records import config_in
 
 __all__ = [
+    "GONE",
     "LOST",
     "ask",
     "deployed",
@@ -31,7 +32,8 @@ __all__ = [
 ]
 
 EXPIRED = (3, 4)  # Flower's codes for a message or an answer that is missing or has expired
-LOST = (*EXPIRED, 5, 8)  # and for a node that has gone, or a ClientApp that was killed
+GONE = 5  # for a node that has gone without a word
+LOST = (*EXPIRED, GONE, 8)  # the last for a ClientApp that was killed
 DEPLOYED = ("GrpcGrid", "HttpGrid")  # Flower's grids of deployments; a simulation's has all nodes from the start
 #: What Ray says where modules of two apps have the same names, and what to do. A module of the folder in which the
 #: SuperLink was started goes before the app's.

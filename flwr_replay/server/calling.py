@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from flwr_replay.learning.tasks import Task
 from flwr_replay.payloads.common import Failure, LabelScale, Present, RollCall
 from flwr_replay.report.progress import shown_time
 from flwr_replay.server.answers import legible
-from flwr_replay.server.asking import ask, deployed, failure_of, reason_of
+from flwr_replay.server.asking import GONE, ask, deployed, failure_of, reason_of, wait_for_nodes
 from flwr_replay.server.members import Member, Members, present
 from flwr_replay.server.one_line import errors_in_one_line
 from flwr_replay.server.recorder import Recorder
@@ -33,6 +34,7 @@ __all__ = ["Calling"]
 
 OURS = "flwr_replay.errors."  # an error of this package's client; an app that knows no roll call raises another
 MOST_NAMED = 8  # institutions in a line of the log
+LONGEST = 8.0  # seconds between two looks for who comes back
 AGAIN = "; they may still answer an earlier run: if none is live, start their SuperNodes again"
 
 
@@ -99,6 +101,7 @@ class Calling(Strategy):
         known = self.one_form and self.settings.model is not None
         self.form = form_of(to_arrays(self.settings.model(0))) if known else ""  # type: ignore[misc]
         self.members = Members()
+        self.bereft = False  # whether a node had gone without a word when the roll was called
         self.unfit = False  # whether an institution was refused for its answer to the roll call
         self.longest = Counter[str]()  # by stage, the whole seconds of the longest valid answer
         self.trained: dict[str, int] = {}  # by name, the last exchange in which a request to train was answered
@@ -179,6 +182,22 @@ class Calling(Strategy):
             server_round=server_round,
         )
 
+    def assemble(self, grid: Grid) -> None:
+        """Wait until enough nodes have joined, and call the roll at the beginning of a run, or where it goes on.
+
+        A node that was killed counts as joined until Flower misses it, a minute later. Then it is waited for once more.
+        """
+        settings = self.settings
+        wait_for_nodes(grid, max(self.min_nodes, settings.nodes), settings.wait, self.recorder.log)
+        self.call_roll(grid, 0)
+        deadline, pause = time.monotonic() + settings.wait, 0.5
+        if self.bereft and len(self.members) < settings.nodes:
+            self.recorder.log(f"waiting for who has gone to come back, up to wait={settings.wait:g} s")
+        while self.bereft and len(self.members) < settings.nodes and time.monotonic() < deadline:
+            time.sleep(pause)
+            self.call_roll(grid, 0)
+            pause = min(2 * pause, LONGEST)  # a node that says so of itself, each time, fills no ledger
+
     def call_roll(self, grid: Grid, server_round: int) -> None:
         """Call the roll for nodes that join or return; report and leave out those that refuse or answer invalidly.
 
@@ -210,6 +229,7 @@ class Calling(Strategy):
                         faults[node_id] = (
                             f"no answer to the roll call ({reason_of(calls[node_id], reply)}); it is asked again"
                         )
+                        self.bereft |= reply is not None and reply.error.code == GONE
                         self.members.ask_again(node_id)
                     else:
                         member = present(node_id, reply, self.settings.pinned)

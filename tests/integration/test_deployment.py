@@ -12,11 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from chaos_outer import having
+from chaos_runs import moments
 from deployed import CLINICS, COORDINATOR, REFUSES, until
 from harness import command
 from safetensors.numpy import load_file
@@ -213,32 +217,44 @@ def test_two_runs_at_once_keep_apart_what_they_leave(deployment: Any, said: dict
             )
 
 
-def test_a_serverapp_ends_with_its_superlink_and_one_command_goes_on(deployment: Any, tmp_path: Path) -> None:
-    """The last one, since it kills the SuperLink: while the second clinic trains, after the first one has."""
-    name, options = "killed", ("strategy=cwt", "rounds=1", "evaluate_every=100", "lr=0.05")
-    run = deployment.runs / name
-    with deployment.begun(name, *options) as streamed:
-        until(lambda: (run / "checkpoints" / "000001.safetensors").exists(), MOST, deployment.logs)
-        deployment.kill(COORDINATOR)
-        until(lambda: not deployment.of_a_run() and not in_use(run), ENDS, deployment.logs)
-        streamed.communicate(timeout=ENDS)
-    assert streamed.returncode == 1
+def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path) -> None:
+    """The last one, since it kills the ServerApp, and then the SuperLink, at moments that are drawn."""
+    name, options = "killed", ("strategy=cwt", "rounds=3", "evaluate_every=100", "lr=0.05")
+    run, rng, pipe = deployment.runs / name, moments(name), subprocess.PIPE
+    command = f"./run.sh {run}/resume.toml"
+    goes_on = partial(subprocess.Popen, command, shell=True, cwd=deployment.coordinator, env=deployment.environment)
+
+    def visited(visits: int) -> None:
+        until(lambda: (run / "checkpoints" / f"{visits:06}.safetensors").exists(), MOST, deployment.logs)
+        time.sleep(rng.uniform(0, 2))
+
+    with deployment.begun(name, *options) as first:
+        visited(1)
+        for one in having("flwr-serverapp", deployment.of_a_run()):
+            one.kill()
+        until(lambda: not in_use(run), ENDS, deployment.logs)
+        with goes_on(stdout=pipe, stderr=subprocess.STDOUT, text=True) as second:
+            visited(3)
+            deployment.kill(COORDINATOR)
+            until(lambda: not deployment.of_a_run() and not in_use(run), ENDS, deployment.logs)
+            for streamed in (first, second):
+                streamed.communicate(timeout=ENDS)
+                assert streamed.returncode == 1
     _, found = examine_coordinator(deployment.coordinator)
     lines = dict(line.split(": ", 1) for line in found.splitlines())
     assert "nothing answers at 127.0.0.1" in lines["NO  connection"], found
     assert "see the line connection" in lines["NO  runs"], found
-    command = f"./run.sh {run}/resume.toml"
     assert lines["NO  run directories"] == f"not finished: {name}: {command} goes on where it was", found
     deployment.start(COORDINATOR)
-    subprocess.run(command, shell=True, cwd=deployment.coordinator, env=deployment.environment, check=False)
+    goes_on().wait(MOST)
     overrides = [*deployment.task, *options, "partition=natural", f"data_dir='{deployment.data}'"]
     _, undisturbed = run_inline([*overrides, f"nodes={len(CLINICS)}", f"runs_dir='{tmp_path}'"], LogDisplay())
     expected, resumed = (load_file(folder / "models" / "global.safetensors") for folder in (undisturbed, run))
     for key, array in expected.items():
         np.testing.assert_allclose(resumed[key], array, rtol=1e-5, atol=1e-7, err_msg=key)
     up = [row for row in deployment.server_ledger(name) if row["direction"] == "up" and row["kind"] == "model"]
-    visits = [row["institution"] for row in up]
-    assert visits == list(CLINICS)  # the first one's was not repeated
+    visits = [visited for visited, _ in groupby(row["institution"] for row in up)]
+    assert visits == [*CLINICS] * 3, up  # only one that was interrupted came again
 
 
 def _models(name: str, run: Path, state: Callable[[str], Path]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def test_a_worker_that_hangs_holds_up_the_run_no_longer_than_answers_may_take(mo
         answers = list(found)
         freed.set()
     assert [answer for _, answer in answers] == [None, None]
-    assert "no worker has begun or answered a message for 0.2 s: those at work hang" in caplog.text
+    assert "no worker has begun or answered a message for 0.2 s: some hang" in caplog.text
 
 
 def test_more_workers_than_memory_holds_are_refused(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from itertools import groupby
 
 import pytest
 from flwr.app import Error, Message, MetricRecord, RecordDict
@@ -18,6 +19,7 @@ from flwr_replay.runs.execute import execute
 JOB = ["partition=iid", "partition.size=64", "model=mlp", "model.width=8", "rounds=2", "device=cpu"]
 FEDREPLAY = ["strategy=fedreplay", "cut=hidden1", "encoder=random"]
 CRASHED, LOST = 8, None
+GONE = 5
 
 
 def losing(code, times):
@@ -67,6 +69,21 @@ def test_a_node_that_never_answers_takes_no_part(tmp_path):
     result, _ = run(tmp_path, *FEDREPLAY, before=losing(CRASHED, 99))
     assert sorted(result["final"]["institutions"]) == ["institution-1", "institution-3"]  # node 3 is the second
     assert result["metric"] == "accuracy"
+
+
+@pytest.mark.parametrize(("wait", "visits"), [(30, [1, 2, 3, 1, 2, 3]), (0, [1, 3, 1, 3])])
+def test_a_run_waits_for_an_institution_whose_node_was_killed_before_it_answered(tmp_path, caplog, wait, visits):
+    def there(grid):
+        return [2, 4] if grid.times("roll-call", "institution-2") == 1 and grid.looks < 4 else None
+
+    options = ["strategy=cwt", f"wait={wait}"]
+    result, folder = run(tmp_path, *options, before=losing(GONE, 1), there=there)
+    [failure] = result["failures"]
+    assert failure["reason"].startswith("no answer to the roll call (error 5")
+    entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    trained = [one["institution"] for one in entries if (one["stage"], one["direction"]) == ("train", "up")]
+    assert [key for key, _ in groupby(trained)] == [f"institution-{k}" for k in visits]
+    assert "waiting for who has gone to come back, up to wait=" in caplog.text
 
 
 def test_an_app_of_anyones_trains_and_its_own_metric_leads(tmp_path):
