@@ -205,7 +205,7 @@ def _directories(folder: Path) -> Iterator[str]:
     if left := [run for run in unfinished if not in_use(run)]:
         check_unchanged(left[-1])  # refuses what could not go on
         raise RunError(f"not finished: {', '.join(run.name for run in left)}: {_resume(left[-1])} where it was")
-    for run in set(runs) - set(unfinished):
+    for run in sorted(set(runs) - set(unfinished)):
         read_result(run)  # refuses what is damaged
     yield f"run directories: {len(runs) - len(unfinished)} finished{', one goes on' * bool(unfinished)}"
 

@@ -40,7 +40,7 @@ from flwr_replay.wire.recording import FOLDER
 __all__ = ["Simulation", "named", "refuse_resources", "run_inline", "run_ray", "simulate", "simulate_by", "with_skew"]
 
 FAILED = re.compile(r"\W*(?:\[\d+m)?ERROR\W.*?: +error: (.*)")  # how Flower prints the ServerApp's last error
-
+LEAST = 3 * 10**8  # bytes of a worker; PyTorch and this package alone took 580 MB of its own
 NOTHING = "the simulation ended without a result; see its log above"
 
 
@@ -116,11 +116,10 @@ def simulate_by(
     """Run in this process, with several worker processes for the institutions; the results have the same bits."""
     config = simulation.job.config
     refuse_resources(config)
-    each, free = psutil.Process().memory_full_info().uss, psutil.virtual_memory().available
-    if min(workers, config.nodes) * each > free:
+    if min(workers, config.nodes) * LEAST > (free := psutil.virtual_memory().available):
         raise ConfigError(
-            f"--workers must fit into memory; got {workers}, each takes at least what this process does, "
-            f"{shown_bytes(each)}, and {shown_bytes(free)} are free: give fewer"
+            f"--workers must fit into memory; got {workers}, each takes {shown_bytes(LEAST)} and more, and "
+            f"{shown_bytes(free)} are free: give fewer"
         )
     if (wanted := workers * config.threads) > (cores := os.cpu_count() or 1):
         logging.getLogger("flwr").warning("workers x threads are %s, cores %s: fewer may be faster", wanted, cores)
