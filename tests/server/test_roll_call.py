@@ -86,6 +86,14 @@ def test_a_run_waits_for_an_institution_whose_node_was_killed_before_it_answered
     assert "waiting for who has gone to come back, up to wait=" in caplog.text
 
 
+def test_who_says_each_time_that_its_node_has_gone_holds_up_the_run_for_that_wait_only(tmp_path):
+    result, folder = run(tmp_path, "strategy=cwt", "wait=1.2", "evaluate_every=2", before=losing(GONE, 99))
+    assert sorted(result["final"]["institutions"]) == ["institution-1", "institution-3"]
+    entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    asked = [one for one in entries if one["institution"] == "3" and one["round"] == 0]
+    assert sum(one["field"] == asked[0]["field"] for one in asked) == 3  # at once, after 0.5 s, a second later
+
+
 def test_an_app_of_anyones_trains_and_its_own_metric_leads(tmp_path):
     foreign = ClientApp()
 
