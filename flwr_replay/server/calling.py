@@ -34,7 +34,7 @@ __all__ = ["Calling"]
 
 OURS = "flwr_replay.errors."  # an error of this package's client; an app that knows no roll call raises another
 MOST_NAMED = 8  # institutions in a line of the log
-LONGEST = 8.0  # seconds between two looks for who comes back
+LONGEST = 8.0  # seconds between two looks for who comes back, in the first minutes
 AGAIN = "; they may still answer an earlier run: if none is live, start their SuperNodes again"
 
 
@@ -187,16 +187,30 @@ class Calling(Strategy):
 
         A node that was killed counts as joined until Flower misses it, a minute later. Then it is waited for once more.
         """
-        settings = self.settings
-        wait_for_nodes(grid, max(self.min_nodes, settings.nodes), settings.wait, self.recorder.log)
+        wait, nodes = self.settings.wait, max(self.min_nodes, self.settings.nodes)
+        wait_for_nodes(grid, nodes, wait, self.recorder.log)
         self.call_roll(grid, 0)
-        deadline, pause = time.monotonic() + settings.wait, 0.5
-        if self.bereft and len(self.members) < settings.nodes:
-            self.recorder.log(f"waiting for who has gone to come back, up to wait={settings.wait:g} s")
-        while self.bereft and len(self.members) < settings.nodes and time.monotonic() < deadline:
-            time.sleep(pause)
+        called, pause = time.monotonic(), 0.5
+        if self.lacks(nodes):
+            self.recorder.log(f"waiting for who has gone to come back, up to wait={wait:g} s")
+        while self.lacks(nodes) and (waited := time.monotonic() - called) < wait:
+            time.sleep(min(pause, wait - waited))
             self.call_roll(grid, 0)
-            pause = min(2 * pause, LONGEST)  # a node that says so of itself, each time, fills no ledger
+            pause = min(2 * pause, max(LONGEST, waited / 60))  # who says so of itself, each time, fills no ledger
+        if self.lacks(nodes) and wait and set(grid.get_node_ids()) - self.members.online:
+            self.call_roll(grid, 0)  # for who came back while the last call waited for a slow answer
+        if self.members.contested:
+            self.recorder.log("the roll is called once more for all: what most pin decides, not what the first pins")
+            self.members.ask_all_again()
+            self.call_roll(grid, 0)
+        said = {failure["institution"] for failure in self.recorder.failures[self.recorder.earlier :]}
+        for name in self.members.not_back():
+            if name not in said:
+                self.recorder.failed(0, name, "it took part before the run was resumed; the run goes on without it")
+
+    def lacks(self, nodes: int) -> bool:
+        """Say whether an institution may come back: its node had gone at the roll call, or just before."""
+        return len(self.members) < nodes and (self.bereft or len(self.members.online) < nodes)
 
     def call_roll(self, grid: Grid, server_round: int) -> None:
         """Call the roll for nodes that join or return; report and leave out those that refuse or answer invalidly.

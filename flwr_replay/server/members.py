@@ -93,10 +93,12 @@ class Members:
         self._names: dict[int, str] = {}  # by node id: the institution's name
         self._sorted = True  # whether the first two are in the order of names
         self._online: frozenset[int] = frozenset()
-        self._gone: frozenset[int] = frozenset()  # nodes that were online before the last look, and no longer are
+        self._gone: set[int] = set()  # nodes that have gone since `left` was called
         self._asked: set[int] = set()
         self._here: set[int] = set()  # nodes that have answered the roll call since they joined or returned
         self._waiting: set[int] = set()  # nodes that were refused because their name was in use
+        self._remembered: dict[str, Member] = {}  # those from before the run was resumed
+        self.contested = False  # whether a node was refused for other pins than those had that answered before it
 
     def __iter__(self) -> Iterator[Member]:
         """Yield the institutions that are present, by name."""
@@ -133,6 +135,11 @@ class Members:
         member = self._by_name.get(self._names.get(node_id, ""))
         return member if member and member.node_id == node_id else None
 
+    @property
+    def online(self) -> frozenset[int]:
+        """The nodes that were online at the last look."""
+        return self._online
+
     def called(self, node_id: int) -> str:
         """Return a node's name, from before the run was resumed too; empty if it has none, or another node has it."""
         return next((one.name for one in self._known.values() if one.node_id == node_id), "")
@@ -145,13 +152,19 @@ class Members:
             self._asked -= gone | self._waiting  # a name may be free now
             self._waiting.clear()
         unknown = sorted(online - self._asked)
-        self._online, self._gone = online, gone
+        self._online = online
+        self._gone |= gone
         self._asked |= online
         return unknown
 
     def left(self) -> list[str]:
-        """Return, sorted, the institutions whose node has gone since the exchange before, and has not been replaced."""
-        return sorted(name for node in self._gone if (name := self._names.get(node)) and not self.get(name))
+        """Return, sorted, the institutions whose node has gone since the last call of this, and is not replaced."""
+        gone, self._gone = self._gone, set()
+        return sorted({name for node in gone if (name := self._names.get(node)) and not self.get(name)})
+
+    def not_back(self) -> list[str]:
+        """Return, sorted, the institutions from before the run was resumed that have not answered since."""
+        return sorted(self._remembered.keys() - self._by_name.keys())
 
     def unasked(self, node_ids: Iterable[int]) -> list[Member]:
         """Enter the nodes of a user's own app, which are not asked who they are; return the new and returning ones.
@@ -170,8 +183,14 @@ class Members:
         """Restore the members of a run that is resumed: numbers of examples, node ids and proofs."""
         for name, n in examples.items():
             node_id, proof = bindings.get(name, (0, ""))  # older checkpoints have none
-            self._known[name] = Member(name, node_id, n, proof=proof)
+            self._known[name] = self._remembered[name] = Member(name, node_id, n, proof=proof)
         self._sorted = False
+
+    def ask_all_again(self) -> None:
+        """Forget who has answered in this process, but not under which name, and have all asked once more."""
+        self._by_name, self._known = {}, dict(self._remembered)
+        self._asked, self._here, self._waiting = set(), set(), set()
+        self._sorted = self.contested = False
 
     def admit(self, arrived: Iterable[Member]) -> dict[int, str]:
         """Enter the institutions that have answered the roll call.
@@ -188,10 +207,12 @@ class Members:
             else:
                 fit.append(member)
         answering = Counter(member.name for member in fit)
-        pinned = Counter(member.pins for member in self._by_name.values()) or Counter(member.pins for member in fit)
+        before = Counter(member.pins for member in self._by_name.values())
+        pinned = before or Counter(member.pins for member in fit)
         usual = max(pinned, key=pinned.__getitem__, default="")
         for member in fit:
             if member.pins != usual:
+                self.contested |= bool(before)
                 self._waiting.add(member.node_id)
                 faults[member.node_id] = (
                     f"all institutions of a sealed or masked run pin the same keys; most have {usual[:16]}…, "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flwr.app import Error, Message
 from harness import broken, command, lines, same
 from peers import NAMES, hospitals, run
 from safetensors.numpy import load_file
@@ -119,6 +120,25 @@ def test_lost_visits_of_a_sealed_cwt_do_no_more_than_in_an_unsealed_one(folder, 
     plain, ran = (run(folder, "strategy=cwt", losing=lost), sealed(folder, "strategy=cwt", losing=lost))
     assert len(ran.result["failures"]) == len(lost)
     assert ran.result["final"] == plain.result["final"]
+
+
+@pytest.mark.parametrize("method", ["avgpush", "cwt"])
+def test_who_answers_first_with_pins_of_its_own_has_nobody_refused_who_comes_back(folder, method):
+    """The nodes of b, c and d had been killed a moment before: at first only a answers."""
+
+    def before(grid, message):
+        at = grid.asked[-1]
+        if at.stage == "roll-call" and at.name != "a" and grid.times(*at[:2]) == 1:
+            return Message(Error(5, "its node has gone"), reply_to=message)
+
+    def after(grid, message, reply):
+        if grid.asked[-1][:2] == ("roll-call", "a"):
+            reply.content["config"]["pins"] = "f" * 64
+        return reply
+
+    ran = sealed(folder, f"strategy={method}", "nodes=4", "wait=1", before=before, after=after)
+    assert sorted(ran.result["final"]["institutions"]) == ["b", "c", "d"]
+    assert "a has ffff" in ran.result["failures"][-1]["reason"]
 
 
 def test_both_ledgers_say_so(folder):

@@ -164,7 +164,7 @@ def test_a_resumed_run_knows_its_institutions(tmp_path):
         join(grid, 9, tmp_path, "b", "other")
 
     result, _, _ = run(tmp_path, {1: strangers}, resume=path, rounds=4)
-    assert reasons(result).keys() == {"9"}
+    assert reasons(result).keys() == {"9", "b"}
     assert sorted(result["final"]["institutions"]) == ["a", "c"]
 
 

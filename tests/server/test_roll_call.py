@@ -2,7 +2,9 @@
 
 import json
 import shlex
+import time
 from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 from flwr.app import Error, Message, MetricRecord, RecordDict
@@ -15,11 +17,13 @@ from flwr_replay.errors import RunError
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
+from flwr_replay.server import calling
 
 JOB = ["partition=iid", "partition.size=64", "model=mlp", "model.width=8", "rounds=2", "device=cpu"]
 FEDREPLAY = ["strategy=fedreplay", "cut=hidden1", "encoder=random"]
 CRASHED, LOST = 8, None
 GONE = 5
+NODE_GONE = "its node has gone; the run goes on without it until it returns"
 
 
 def losing(code, times):
@@ -80,9 +84,7 @@ def test_a_run_waits_for_an_institution_whose_node_was_killed_before_it_answered
     result, folder = run(tmp_path, *options, before=losing(GONE, 1), there=there)
     [failure] = result["failures"]
     assert failure["reason"].startswith("no answer to the roll call (error 5")
-    entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
-    trained = [one["institution"] for one in entries if (one["stage"], one["direction"]) == ("train", "up")]
-    assert [key for key, _ in groupby(trained)] == [f"institution-{k}" for k in visits]
+    assert visited(folder) == [f"institution-{k}" for k in visits]
     assert "waiting for who has gone to come back, up to wait=" in caplog.text
 
 
@@ -92,6 +94,61 @@ def test_who_says_each_time_that_its_node_has_gone_holds_up_the_run_for_that_wai
     entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     asked = [one for one in entries if one["institution"] == "3" and one["round"] == 0]
     assert sum(one["field"] == asked[0]["field"] for one in asked) == 3  # at once, after 0.5 s, a second later
+
+
+def visited(folder):
+    entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    trained = [one["institution"] for one in entries if (one["stage"], one["direction"]) == ("train", "up")]
+    return [key for key, _ in groupby(trained)]
+
+
+def test_who_was_seen_once_and_had_gone_when_the_roll_was_called_is_waited_for(tmp_path):
+    result, folder = run(tmp_path, "strategy=cwt", there=lambda grid: [2, 4] if grid.looks in (2, 3) else None)
+    assert result["failures"] == []
+    assert visited(folder) == [f"institution-{k}" for k in (1, 2, 3, 1, 2, 3)]
+
+
+def test_who_comes_back_within_the_wait_is_asked_though_a_slow_one_is_waited_for_longer(tmp_path):
+    """Institution 2 claims that its node has gone, then never answers; that of institution 3 has gone, and returns."""
+    since = []
+
+    def before(grid, message):
+        at = grid.asked[-1]
+        first_time = grid.times(*at[:2]) == 1
+        if at.stage == "roll-call" and (at.name == "institution-2" or (at.name == "institution-3" and first_time)):
+            return Message(Error(GONE if first_time else NEVER, "it died"), reply_to=message)
+
+    def there(grid):
+        if grid.times("roll-call", "institution-3") == 1:
+            since.append(time.monotonic())
+            return [2, 3] if since[-1] - since[0] < 1 else None  # it returns while institution 2 is waited for
+
+    _, folder = run(tmp_path, "strategy=cwt", "rounds=1", "wait=1.5", "timeout=2", before=before, there=there)
+    assert visited(folder) == ["institution-1", "institution-3"]
+
+
+def test_who_leaves_while_the_run_waits_for_another_is_named(tmp_path):
+    def there(grid):
+        return None if grid.times("roll-call", "institution-2") < 2 else [2, 3]
+
+    result, _ = run(tmp_path, "strategy=fedavg", "wait=2", before=losing(GONE, 99), there=there)
+    [failure] = [one for one in result["failures"] if one["institution"] == "institution-3"]
+    assert failure == {"round": 1, "institution": "institution-3", "reason": NODE_GONE}
+
+
+def test_who_took_part_and_is_not_there_in_the_resumed_run_is_named(tmp_path):
+    run(tmp_path, "strategy=fedavg")
+    more = [f"resume={tmp_path / 'x'}", "rounds=3", "nodes=2"]
+    result, _ = run(tmp_path, "strategy=fedavg", *more, there=lambda grid: [2, 3])
+    assert [one["institution"] for one in result["failures"]] == ["institution-3"]
+
+
+def test_a_long_wait_for_who_says_each_time_that_its_node_has_gone_fills_no_files(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda s: setattr(clock, "now", clock.now + s))
+    monkeypatch.setattr(calling, "time", clock)
+    result, _ = run(tmp_path, "strategy=fedavg", "wait=86400", "rounds=1", before=losing(GONE, 9999))
+    assert clock.now == pytest.approx(86400)
+    assert len(result["failures"]) < 500  # a day
 
 
 def test_an_app_of_anyones_trains_and_its_own_metric_leads(tmp_path):
