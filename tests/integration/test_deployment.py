@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from chaos_outer import having
 from chaos_runs import moments
@@ -218,7 +219,10 @@ def test_two_runs_at_once_keep_apart_what_they_leave(deployment: Any, said: dict
 
 
 def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path) -> None:
-    """The last one, since it kills the ServerApp, and then the SuperLink, at moments that are drawn."""
+    """The last one, since it kills all that works for a run, at moments that are drawn.
+
+    First a ClientApp and the ServerApp, then a SuperNode together with the SuperLink.
+    """
     name, options = "killed", ("strategy=cwt", "rounds=3", "evaluate_every=100", "lr=0.05")
     run, rng, pipe = deployment.runs / name, moments(name), subprocess.PIPE
     command = f"./run.sh {run}/resume.toml"
@@ -237,14 +241,21 @@ def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path)
         newest = max(int(path.stem) for path in (run / "checkpoints").glob("*.safetensors"))
         return Counter(row["round"] for row in answers() if row["round"] <= newest)
 
+    def clientapps() -> list[psutil.Process]:
+        nodes = [psutil.Process(deployment.started[clinic].pid) for clinic in CLINICS]
+        return having("flwr-clientapp", [one for node in nodes for one in node.children(recursive=True)])
+
     with deployment.begun(name, *options) as first:
-        visited(1)
+        until(lambda: answers() and clientapps(), MOST, deployment.logs)
+        rng.choice(clientapps()).kill()  # it trains, and the run goes on
+        visited(2)
         for one in having("flwr-serverapp", deployment.of_a_run()):
             one.kill()
         until(lambda: not in_use(run), ENDS, deployment.logs)
         before = made()
         with goes_on(stdout=pipe, stderr=subprocess.STDOUT, text=True) as second:
-            visited(3)
+            visited(4)
+            deployment.kill(away := rng.choice(CLINICS))
             deployment.kill(COORDINATOR)
             until(lambda: not deployment.of_a_run() and not in_use(run), ENDS, deployment.logs)
             before |= made()
@@ -257,6 +268,7 @@ def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path)
     assert "see the line connection" in lines["NO  runs"], found
     assert lines["NO  run directories"] == f"not finished: {name}: {command} goes on where it was", found
     deployment.start(COORDINATOR)
+    deployment.start(away, again=True)
     goes_on().wait(MOST)
     overrides = [*deployment.task, *options, "partition=natural", f"data_dir='{deployment.data}'"]
     _, undisturbed = run_inline([*overrides, f"nodes={len(CLINICS)}", f"runs_dir='{tmp_path}'"], LogDisplay())
@@ -266,7 +278,7 @@ def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path)
     visits = [clinic for clinic, _ in groupby(row["institution"] for row in answers())]
     assert visits == [*CLINICS] * 3, answers()
     asked = Counter(row["round"] for row in answers())
-    assert 3 <= len(before) <= len(asked)
+    assert 4 <= len(before) <= len(asked)
     assert {at: asked[at] for at in before} == before  # what a checkpoint holds is not repeated
 
 

@@ -28,7 +28,6 @@ KILLED = {  # a part of each one's command line; in a simulation the ServerApp r
     "Ray's actor": "ClientAppActor",
     "the command": "flwr_replay.cli.main",
 }
-ALWAYS = ("the SuperLink", "Ray's actor")  # the others take minutes, by hand: FLWR_REPLAY_CHAOS=1
 
 
 @pytest.fixture
@@ -104,7 +103,7 @@ def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(starte
     check_resumed(tmp_path / "x")
 
 
-@pytest.mark.parametrize("killed", KILLED if os.environ.get("FLWR_REPLAY_CHAOS") else ALWAYS)
+@pytest.mark.parametrize("killed", KILLED)
 def test_whoever_is_killed_no_process_stays_and_the_run_goes_on(started, tmp_path, monkeypatch, killed):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     run = start(started, tmp_path, *ON_RAY, "run-name=x")
