@@ -29,6 +29,8 @@ from flwr_replay.config.halves import load_strategy
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.lines import read_lines
 from flwr_replay.privacy.plan import mechanisms_of
+from flwr_replay.runs.options import resolve
+from flwr_replay.runs.simulate import Simulation
 from flwr_replay.wire.ledger import ledger_lines
 
 GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior.width=4", "prior.layers=1"]
@@ -183,13 +185,15 @@ def moments(name: str) -> Random:
 
 
 def whole(folder: Path, options: list[str]) -> tuple[Place, Ended]:
-    """Run a job to its end, undisturbed; what that imported the next processes have from the start."""
+    """Run a job to its end, undisturbed; what it imported and composed the next processes have from the start."""
     place = Place(folder, options)
     ended = place.attempt()
     assert ended.code == 0, ended.said
     for name in place.modules.read_text().splitlines():
         with suppress(Exception):  # a part of another one, or made by hand
             import_module(name)
+    for words, resumed in ((options, ""), ([], str(place.run))):
+        Simulation.of(resolve(words, str(place.run.parent), resumed)[1])
     return place, ended
 
 

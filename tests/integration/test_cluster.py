@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -24,9 +23,6 @@ from flwr_replay.runs.simulate import Simulation, run_inline
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "FLWR_TELEMETRY_ENABLED": "0"}
-BY_HAND = pytest.mark.skipif(
-    "FLWR_REPLAY_CHAOS" not in os.environ, reason="takes a minute: by hand, with FLWR_REPLAY_CHAOS=1"
-)
 SMALL = ["task=digits", "partition=iid", "partition.size=60", "nodes=3", "batch_size=20", "threads=1"]
 FEDAVG = [*SMALL, "strategy=fedavg", "rounds=4", "client-cpus=1", "client-gpus=1"]
 PROXYFL = [*SMALL, "strategy=proxyfl", "rounds=3", "model=mlp", "width=8", "topology=complete", "device=cpu"]
@@ -117,7 +113,6 @@ def test_a_machine_dies_and_the_others_go_on_to_the_bits_of_one_process(cluster,
     assert list(second.values()) == [{"0"}]
 
 
-@BY_HAND
 def test_killed_workers_are_replaced_and_asked_again(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options, killed = [*SMALL, "strategy=fedavg", "rounds=3", "model=mlp", "width=4", "device=cpu"], []
@@ -187,11 +182,11 @@ def test_the_actors_end_with_the_process_that_started_them(cluster, tmp_path):
     assert not cluster.actors()
 
 
-@BY_HAND
 def test_flowers_own_simulation_joins_the_cluster(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "replay"))
     own = {"RAY_ADDRESS": cluster.address, "FLWR_HOME": str(tmp_path / "flwr"), **QUIET}
-    words = shlex.split(f"flwr run {ROOT} --stream --federation-config num-supernodes=3 --run-config")
+    own["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    words = ["flwr", "run", str(ROOT), "--stream", "--federation-config", "num-supernodes=3", "--run-config"]
     wanted = {"strategy": "fedavg", "task": "digits", "nodes": 3, "rounds": 2}
     given = " ".join(f"{name}={json.dumps(value)}" for name, value in wanted.items())
     actors = set()
