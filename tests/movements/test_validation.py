@@ -9,8 +9,6 @@ from hostile_server import HostileServer, refusal
 from peers import NAMES, hospitals, run
 
 from flwr_replay import run as simulate
-from flwr_replay.check import check_strategy
-from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose
 from flwr_replay.data import load
 from flwr_replay.data.clinical.subjects import divide
@@ -144,11 +142,6 @@ def test_a_patients_images_are_held_out_together(tmp_path):
     assert len(held.val) % 3 == len(held.train) % 3 == 0
     assert len(held.val) >= 3
     np.testing.assert_array_equal(held.test.x, plain.test.x)
-
-
-@pytest.mark.parametrize("strategy", sorted(choices("strategy")))
-def test_every_method(strategy):
-    check_strategy(strategy, [VALIDATED])
 
 
 @pytest.mark.parametrize(
