@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import ray
 from flwr.app import Message
@@ -27,10 +29,13 @@ from flwr_replay.files.atomic import home, read_bytes
 from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.runs.engine import InlineGrid, partitions
 from flwr_replay.runs.looking import settle, states
-from flwr_replay.runs.machines import Machine, Share, first_line, living
+from flwr_replay.runs.machines import Machine, Share, answers, first_line, living
 from flwr_replay.runs.workers import TRIES, Worker, WorkerGrid, died
 
 __all__ = ["ClusterGrid"]
+
+LOOK = 2.0  # seconds between two looks at the head
+SILENT = 30.0  # seconds without the head that end the run; after 60 Ray ends this process, without a line of ours
 
 
 class ClusterGrid(WorkerGrid):
@@ -52,6 +57,8 @@ class ClusterGrid(WorkerGrid):
         Seconds that an actor may take to start.
     pinned : bool
         Whether each machine has a state directory of its own, so that an institution is pinned to its machine.
+    engine : str
+        The options of `flwr-replay run` that name this cluster.
     advice : str
         What to do if the run ends.
     """
@@ -66,12 +73,14 @@ class ClusterGrid(WorkerGrid):
         parts: Sequence[str],
         wait: float,
         pinned: bool,
+        engine: str,
         advice: str,
     ) -> None:
         super().__init__(run_config, partitions(len(names)))
         self.names = dict(zip(self.contexts, names, strict=True))
-        self.wanted, self.wait, self.pinned, self.advice = wanted, wait, pinned, advice
+        self.wanted, self.wait, self.pinned, self.engine, self.advice = wanted, wait, pinned, engine, advice
         self.addresses = {machine.address for machine in places}
+        self.headless, self.over = False, threading.Event()
         served = (run_config, len(names), str(home()), tuple(parts))
         crews: dict[str, list[_Actor]] = {}
         for node_id, machine in zip(self.contexts, places, strict=True):
@@ -82,6 +91,25 @@ class ClusterGrid(WorkerGrid):
                 crew.append(crew.pop(0))  # the next in turn
             self.serving[node_id] = crew[-1]
         self.workers = self.actors = [actor for crew in crews.values() for actor in crew]
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.watch, args=(ray.get_runtime_context().gcs_address,), daemon=True).start()
+        return super().__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        self.over.set()
+        super().__exit__(*raised)
+
+    def watch(self, head: str) -> None:
+        """End the run where the head of the cluster answers no more."""
+        heard = time.monotonic()
+        while not self.over.wait(LOOK):
+            if answers(head):
+                heard = time.monotonic()
+            elif time.monotonic() - heard > SILENT:
+                self.headless = True
+                self.broken(f"the head of the Ray cluster must live; {head} has not answered for {SILENT:g} s")
+                return
 
     def broken(self, reason: str) -> None:
         """Note why the run cannot go on, which ends it."""
@@ -190,6 +218,12 @@ class _Actor(Worker):
                 if self.ending:
                     return None
                 fault = error
+
+    def end(self, at_once: bool) -> None:
+        if self.cluster.headless:  # nobody can be asked to end it; it ends with this process
+            self.ending = True
+        else:
+            super().end(at_once)
 
     def leave(self) -> None:
         pass  # an idle actor has nothing to finish

@@ -212,7 +212,8 @@ def run_job(
     fresh = job.settings.model
     assert fresh is not None
     first = array_record(to_arrays(fresh(derived_seed(config.seed, "model"))))
-    with alone(stored.parent), resumable(stored.parent, config.rounds, deployed=bool(run_config)):
+    engine = getattr(grid, "engine", "")  # of a cluster: what each machine has of state, it alone has
+    with alone(stored.parent), resumable(stored.parent, config.rounds, deployed=bool(run_config), engine=engine):
         if run_config:
             write_resume(stored.parent, run_config)
         recorder = RunDirectory(config, display)

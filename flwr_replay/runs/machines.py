@@ -22,7 +22,7 @@ import ray
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, RunError
 
-__all__ = ["Machine", "Share", "connected", "first_line", "living", "place", "share"]
+__all__ = ["Machine", "Share", "answers", "connected", "first_line", "living", "place", "share"]
 
 PATIENCE = 5  # seconds that an address may take to answer
 STEP = 10_000  # Ray counts resources in ten-thousandths
@@ -118,6 +118,16 @@ def _check_speaks(address: str) -> None:
                 f"a Ray cluster must run at {address}; something else answers there: `ray start --head` says the "
                 "address, and 8265 is the port of its dashboard"
             ) from None
+
+
+def answers(address: str) -> bool:
+    """Say whether something accepts connections at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE).close()
+    except OSError:
+        return False
+    return True
 
 
 def first_line(error: Exception) -> str:

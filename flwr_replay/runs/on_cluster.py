@@ -20,7 +20,7 @@ from flwr_replay.files.atomic import write_atomic
 from flwr_replay.institution.state import RUNS
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import run_job
-from flwr_replay.runs.opening import read_run_id
+from flwr_replay.runs.opening import read_run_id, resuming
 from flwr_replay.runs.simulate import Simulation, named, with_skew
 from flwr_replay.wire.ledger import ledger_lines
 
@@ -69,6 +69,7 @@ def run_on_cluster(
             kept = _kept(found, machines, names, folder) if run_id else {}
             fitting = {key: wanted.fits(one) for key, one in machines.items()}
             places = place(len(names), fitting, kept if pinned else {})
+            engine = f"--engine ray --ray-address {shlex.quote(address)}"
             grid = ClusterGrid(
                 {"overrides": shlex.join(overrides)},
                 names,
@@ -77,7 +78,8 @@ def run_on_cluster(
                 parts=config.own_parts,
                 wait=config.wait,
                 pinned=pinned,
-                advice=f"to continue: flwr-replay run --engine ray --ray-address {address} --resume {folder}",
+                engine=engine,
+                advice=f"to continue: {resuming(folder, config.rounds, engine)}",
             )
             with grid:
                 result, folder = run_job(grid, simulation.job, display)

@@ -61,7 +61,7 @@ RESULT = {"strategy": str, "rounds": int, "metric": str, "final": dict, "best": 
 
 
 @contextmanager
-def resumable(folder: Path, rounds: int, *, deployed: bool = False) -> Iterator[None]:
+def resumable(folder: Path, rounds: int, *, deployed: bool = False, engine: str = "") -> Iterator[None]:
     """Keep why a run of so many rounds ended before its time; say how to resume one that is interrupted."""
     with suppress(OSError):  # of an attempt before
         (folder / ENDED).unlink(missing_ok=True)
@@ -74,7 +74,8 @@ def resumable(folder: Path, rounds: int, *, deployed: bool = False) -> Iterator[
     except (KeyboardInterrupt, SystemExit):  # the command line turns SIGTERM into SystemExit
         with suppress(RunError):
             write_atomic(folder / ENDED, "interrupted\n")
-        by = f"flwr run … --run-config {shlex.quote(str(folder / RESUME))}" if deployed else resuming(folder, rounds)
+        file = shlex.quote(str(folder / RESUME))
+        by = f"flwr run … --run-config {file}" if deployed else resuming(folder, rounds, engine)
         print(f"interrupted; to continue: {by}", file=sys.stderr)
         raise
 
@@ -93,12 +94,12 @@ def write_resume(folder: Path, run_config: Mapping[str, Any]) -> None:
     write_atomic(folder / RESUME, "".join(lines))
 
 
-def resuming(folder: Path, rounds: int) -> str:
-    """Write the command that continues a run, with its rounds if it did not begin with so many."""
+def resuming(folder: Path, rounds: int, engine: str = "") -> str:
+    """Write the command that continues a run, by an engine; with its rounds if it did not begin with so many."""
     file = folder / "config.yaml"
     begun_with = rounds if not file.exists() else saved_options(file)["rounds"]
     more = f" rounds={rounds}" if rounds != begun_with else ""
-    return f"{command()} run --resume {shlex.quote(str(folder))}{more}"
+    return f"{command()} run {engine and engine + ' '}--resume {shlex.quote(str(folder))}{more}"
 
 
 def refuse_fewer(folder: Path, rounds: int, done: int) -> None:

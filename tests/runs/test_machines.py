@@ -1,6 +1,7 @@
 """Who is served where on a cluster, what a worker gets, what travels, and what happens when machines or actors die."""
 
 import socket
+import threading
 
 import pytest
 import ray
@@ -160,7 +161,7 @@ def grid_of(machines, monkeypatch, pinned=False):
     alive = list(dict.fromkeys(machines))
     monkeypatch.setattr(cluster, "living", lambda: alive)
     names = [f"institution-{k + 1}" for k in range(len(machines))]
-    grid = ClusterGrid({}, names, machines, Share(1, 1), parts=(), wait=7, pinned=pinned, advice="resume it")
+    grid = ClusterGrid({}, names, machines, Share(1, 1), parts=(), wait=7, pinned=pinned, engine="", advice="resume it")
     return grid, alive
 
 
@@ -205,6 +206,27 @@ def test_institutions_that_are_pinned_go_nowhere(monkeypatch):
         RunError, match=r"machine 10\.0\.0\.2, which has the state of institution-2, must live; it has died"
     ):
         grid.pull_messages([])
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_head_that_answers_no_more_ends_the_run_in_one_line_before_ray_ends_the_process(monkeypatch, gone):
+    monkeypatch.setattr(cluster, "LOOK", 0.02)
+    monkeypatch.setattr(cluster, "SILENT", 0.1)
+    monkeypatch.setattr(ray, "kill", lambda actor: pytest.fail("Ray was asked, which waits for the head"))
+    grid, _ = grid_of([A, B], monkeypatch)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        if not gone:
+            threading.Timer(0.5, grid.over.set).start()
+            grid.watch(address)
+            assert not grid.headless
+            assert grid.pull_messages([]) == []
+            return
+    grid.watch(address)
+    with pytest.raises(RunError, match=f"the head of the Ray cluster must live; {address} has not .*; resume it"):
+        grid.pull_messages([])
+    for actor in grid.actors:
+        actor.end(at_once=True)
 
 
 class Dying:

@@ -7,7 +7,7 @@ import pytest
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
-from flwr_replay.runs.opening import open_run
+from flwr_replay.runs.opening import open_run, resumable
 
 
 def test_a_disk_that_becomes_read_only_while_a_run_is_begun_is_one_line(monkeypatch, tmp_path):
@@ -25,3 +25,14 @@ def test_a_disk_that_becomes_read_only_while_a_run_is_begun_is_one_line(monkeypa
     assert [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith(".")] == []
     open_run(config)
     assert [entry.name for entry in tmp_path.iterdir()] == ["one"]  # what was left is swept
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_run_of_a_cluster_says_that_it_goes_on_there(tmp_path, capsys, raised):
+    """In one process a run would lack the institutions whose state lies on the cluster's other machines."""
+    on = "--engine ray --ray-address 10.0.0.1:6379"
+    with pytest.raises(raised), resumable(tmp_path, 3, engine=on):
+        raise raised
+    said = capsys.readouterr().err
+    assert said.startswith("interrupted; to continue: ")
+    assert said.endswith(f" run {on} --resume {tmp_path}\n")
