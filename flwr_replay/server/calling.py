@@ -101,7 +101,7 @@ class Calling(Strategy):
         known = self.one_form and self.settings.model is not None
         self.form = form_of(to_arrays(self.settings.model(0))) if known else ""  # type: ignore[misc]
         self.members = Members()
-        self.bereft = False  # whether a node had gone without a word when the roll was called
+        self.bereft: set[int] = set()  # nodes that had gone without a word when the roll was called, until they answer
         self.unfit = False  # whether an institution was refused for its answer to the roll call
         self.longest = Counter[str]()  # by stage, the whole seconds of the longest valid answer
         self.trained: dict[str, int] = {}  # by name, the last exchange in which a request to train was answered
@@ -210,7 +210,7 @@ class Calling(Strategy):
 
     def lacks(self, nodes: int) -> bool:
         """Say whether an institution may come back: its node had gone at the roll call, or just before."""
-        return len(self.members) < nodes and (self.bereft or len(self.members.online) < nodes)
+        return len(self.members) < nodes and (bool(self.bereft) or len(self.members.online) < nodes)
 
     def call_roll(self, grid: Grid, server_round: int) -> None:
         """Call the roll for nodes that join or return; report and leave out those that refuse or answer invalidly.
@@ -232,6 +232,8 @@ class Calling(Strategy):
         faults: dict[int, str] = {}
         names: dict[int, str] = {}  # by node id, the names of those that refuse
         for node_id, reply in replies.items():
+            if reply is not None:
+                self.bereft.discard(node_id)
             try:
                 with legible():
                     refusal = failure_of(reply) if reply is not None else None
@@ -243,7 +245,8 @@ class Calling(Strategy):
                         faults[node_id] = (
                             f"no answer to the roll call ({reason_of(calls[node_id], reply)}); it is asked again"
                         )
-                        self.bereft |= reply is not None and reply.error.code == GONE
+                        if reply is not None and reply.error.code == GONE:
+                            self.bereft.add(node_id)
                         self.members.ask_again(node_id)
                     else:
                         member = present(node_id, reply, self.settings.pinned)

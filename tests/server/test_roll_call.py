@@ -96,6 +96,21 @@ def test_who_says_each_time_that_its_node_has_gone_holds_up_the_run_for_that_wai
     assert sum(one["field"] == asked[0]["field"] for one in asked) == 3  # at once, after 0.5 s, a second later
 
 
+def test_who_has_come_back_is_waited_for_no_longer_though_another_takes_no_part(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda s: setattr(clock, "now", clock.now + s))
+    monkeypatch.setattr(calling, "time", clock)
+    gone = losing(GONE, 1)
+
+    def before(grid, message):
+        if grid.asked[-1][:2] == ("roll-call", "institution-3"):
+            return Message(Error(CRASHED, "it fails each time"), reply_to=message)
+        return gone(grid, message)
+
+    result, _ = run(tmp_path, "strategy=fedavg", before=before)
+    assert clock.now == 0.5
+    assert sorted(result["final"]["institutions"]) == ["institution-1", "institution-2"]
+
+
 def visited(folder):
     entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     trained = [one["institution"] for one in entries if (one["stage"], one["direction"]) == ("train", "up")]
