@@ -184,6 +184,11 @@ def moments(name: str) -> Random:
     return Random(f"{os.environ.get('FLWR_REPLAY_MOMENTS', '')} {name}")
 
 
+def some_jobs(what: str, number: int) -> list[str]:
+    """Return the names of some jobs for a test: the same for a commit in CI, others for the next one."""
+    return sorted(moments(what).sample([*jobs()], number))
+
+
 def whole(folder: Path, options: list[str]) -> tuple[Place, Ended]:
     """Run a job to its end, undisturbed; what it imported and composed the next processes have from the start."""
     place = Place(folder, options)

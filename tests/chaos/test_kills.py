@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from chaos_faults import OF_DISKS, TAKEN, Fault
-from chaos_runs import Place, check, check_stated, jobs, moments, secretly, struck, whole
+from chaos_runs import Place, check, check_stated, jobs, moments, secretly, some_jobs, struck, whole
 
 JOBS = jobs()
 MORE = ("cwt", "fedreplay", "local dp=classifier", "splitnn")  # struck more often; the others by hand: long.py
@@ -38,7 +38,7 @@ def test_a_run_that_is_killed_states_no_smaller_epsilon(name, tmp_path):
     check_stated(once, place, len(found))
 
 
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("name", some_jobs("disks", 4))
 def test_a_run_whose_disk_fails_ends_as_an_undisturbed_one(name, tmp_path):
     once, ended = whole(tmp_path / "once", JOBS[name])
     place = Place(tmp_path / "struck", JOBS[name])
