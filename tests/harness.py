@@ -1,7 +1,9 @@
 """Small honest runs in process: hospitals on the disk, a grid, what a run left, runs that break off and go on."""
 
 import json
+import os
 import shlex
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +26,19 @@ from flwr_replay.wire.records import array_record
 from flwr_replay.wire.weights import to_arrays
 
 SHARDS = ["task=medmnist", "split=test", "task.size=8"]  # hospitals of `write_shards`, which train on all they have
+
+
+def forked(work, *arguments):
+    """Let a forked process do some work; return its id. It ends there: else two processes would run the tests."""
+    child = os.fork()
+    if not child:
+        try:
+            work(*arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return child
 
 
 def write_shards(folder, sizes):

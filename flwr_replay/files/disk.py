@@ -109,12 +109,12 @@ def make(folder: Path) -> None:
         place.mkdir(0o700, exist_ok=True)
 
 
-def shut(path: Path) -> None:
-    """Remove the permissions of others from a file or folder, unless it belongs to another user."""
-    mode = path.stat().st_mode
+def shut(place: Path | int) -> None:
+    """Remove the permissions of others from a file or folder, or an open file, unless it belongs to another user."""
+    mode = os.stat(place).st_mode
     if mode & 0o077 and os.name == "posix" and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         with suppress(PermissionError):
-            path.chmod(stat.S_IMODE(mode) & 0o700)
+            os.chmod(place, stat.S_IMODE(mode) & 0o700)
 
 
 def opener(mode: int = 0o600) -> Callable[[str, int], int]:

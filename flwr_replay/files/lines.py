@@ -146,7 +146,7 @@ class Lines:
     def _open(self) -> None:
         with writing(self.path):
             self._file = open(self.path, "a+b", 0, opener=opener())  # noqa: SIM115 - open while it grows
-            shut(self.path)
+            shut(self._file.fileno())  # not by its path: another process may have closed it to a part
             with locked(self._file):
                 self._mend()
 

@@ -7,11 +7,11 @@ import resource
 import signal
 import stat
 import time
-import traceback
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from harness import forked
 from replay_runs import GENERATOR
 
 from flwr_replay.config.compose import compose
@@ -83,12 +83,13 @@ def test_what_is_made_is_its_owners_only(tmp_path, open_umask):
 def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path):
     """Ray forks processes while the ServerApp opens its run directory."""
     waiting, end = os.pipe()
+
+    def until_the_test_closes_its_end():
+        os.close(end)
+        os.read(waiting, 1)
+
     with alone(tmp_path):
-        child = os.fork()
-        if not child:
-            os.close(end)
-            os.read(waiting, 1)  # until the test closes its end
-            os._exit(0)
+        child = forked(until_the_test_closes_its_end)
     with alone(tmp_path):
         pass
     os.close(end)
@@ -217,6 +218,10 @@ def test_a_torn_line_is_cut_off_when_the_file_is_opened(tmp_path):
         assert len(path.read_bytes().splitlines()) == kept + 1
 
 
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Parts(list):
     """Parts of a file of which the second comes never, or kills."""
 
@@ -228,21 +233,14 @@ class Parts(list):
         self.then()
 
 
-def writer(path, then):
-    """Fork a process that begins to write a file."""
-    child = os.fork()
-    if not child:
-        write_atomic(path, Parts(then))
-        os._exit(1)
-    return child
-
-
 def test_leftovers_of_the_killed_are_removed_and_of_the_living_are_not(tmp_path):
     state = tmp_path / "state" / "a" / "run"
     state.mkdir(parents=True)
-    killed = writer(state / "private.safetensors", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    killed = forked(write_atomic, state / "private.safetensors", Parts(kill))
     os.waitpid(killed, 0)
-    living = writer(state / "shared.safetensors", lambda: ((tmp_path / "begun").touch(), time.sleep(60)))
+    living = forked(
+        write_atomic, state / "shared.safetensors", Parts(lambda: ((tmp_path / "begun").touch(), time.sleep(60)))
+    )
     try:
         while not (tmp_path / "begun").exists():  # it holds the lock of its file then
             time.sleep(0.01)
@@ -261,12 +259,10 @@ def test_a_kill_while_a_run_directory_is_made_leaves_nothing_in_the_way(tmp_path
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = [*SMALL, "strategy=local", f"runs_dir={tmp_path}/runs", "run_name=one"]
     config = compose(options)
-    child = os.fork()
-    if not child:
-        monkeypatch.setattr(os, "rename", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        open_run(config)
-        os._exit(1)
-    os.waitpid(child, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", kill)
+        child = forked(open_run, config)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
     (tmp_path / "runs" / "one").mkdir()  # of an older version, killed between both
     assert len(list((tmp_path / "runs").iterdir())) == 2
     result, folder = run_inline(options, Display())
@@ -280,25 +276,20 @@ def test_answers_that_a_kill_lost_are_noted_in_the_servers_ledger(tmp_path, monk
     """Both institutions have written down what they send, and the server is killed before it has read it."""
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = [*SMALL, "strategy=fedavg", f"runs_dir={tmp_path}/runs", "run_name=one"]
-    child = os.fork()
-    if not child:
-        answer, asked = InlineGrid.answer, []
+    answer, asked = InlineGrid.answer, []
 
-        def killed(grid, message):
-            asked.append(config_in(message.content)["stage"])
-            if asked.count("train") == 2:
-                answer(grid, message)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return answer(grid, message)
+    def killed(grid, message):
+        asked.append(config_in(message.content)["stage"])
+        if asked.count("train") == 2:
+            answer(grid, message)
+            kill()
+        return answer(grid, message)
 
-        monkeypatch.setattr(InlineGrid, "answer", killed)
-        monkeypatch.setattr(InlineGrid, "at_once", None)  # both are asked before the first answer, as over a network
-        try:
-            run_inline(options, Display())
-        finally:
-            traceback.print_exc()
-            os._exit(1)
-    os.waitpid(child, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(InlineGrid, "answer", killed)
+        patch.setattr(InlineGrid, "at_once", None)  # both are asked before the first answer, as over a network
+        child = forked(run_inline, options, Display())
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
     folder = tmp_path / "runs" / "one"
     own = [read_lines(path) for path in (tmp_path / "home" / "state").rglob("ledger.jsonl")]
     assert [{row["stage"] for row in rows} for rows in own] == [{"roll-call", "train"}] * 2

@@ -6,6 +6,7 @@ import signal
 from random import Random
 
 import pytest
+from harness import forked
 
 from flwr_replay.errors import RunError
 from flwr_replay.files import lines as module
@@ -54,6 +55,19 @@ def test_of_two_processes_none_writes_to_a_closed_part(path):
     assert read_lines(path) == [{"n": 5, "text": LONG}]
 
 
+def test_who_opens_a_file_while_another_process_divides_it_writes_to_the_next_part(path, monkeypatch):
+    def closed_meanwhile(*words, **more):
+        file = open(*words, **more)  # noqa: SIM115 - the caller closes it
+        monkeypatch.undo()
+        path.rename(path.with_name("ledger-0001.jsonl"))
+        return file
+
+    write(Lines(path, most=MOST), *range(3))
+    monkeypatch.setattr(module, "open", closed_meanwhile, raising=False)
+    write(Lines(path, most=MOST), 3)
+    assert [len(read_lines(part)) for part in parts(path)] == [3, 1]
+
+
 def test_without_locks_nothing_is_divided(path, monkeypatch):
     """Two processes could give two parts one name."""
     monkeypatch.setattr(module, "lock", lambda file, wait: False)
@@ -76,6 +90,13 @@ def test_a_file_that_cannot_be_divided_gets_no_line(path, monkeypatch):
     assert kept(path) == [0, 1, 2, 4]
 
 
+def say_what_is_written(path, first, writing):
+    lines = Lines(path, most=MOST)
+    for number in range(first, first + 10_000):
+        write(lines, number)
+        os.write(writing, f"{number} ".encode())
+
+
 def test_a_kill_at_any_moment_loses_no_line_that_was_written(path):
     """Two processes write and divide; each says a number once its line is on the disk."""
     rng, said, first = Random(0), [], 0
@@ -83,15 +104,9 @@ def test_a_kill_at_any_moment_loses_no_line_that_was_written(path):
         ends, children = [], []
         for _ in range(2):
             reading, writing = os.pipe()
-            if not (child := os.fork()):
-                lines = Lines(path, most=MOST)
-                for number in range(first, first + 10_000):
-                    write(lines, number)
-                    os.write(writing, f"{number} ".encode())
-                os._exit(0)
+            children.append(forked(say_what_is_written, path, first, writing))
             os.close(writing)
             ends.append(reading)
-            children.append(child)
             first += 10_000
         heard = [b"", b""]
         for k, reading in enumerate(ends):
@@ -99,7 +114,7 @@ def test_a_kill_at_any_moment_loses_no_line_that_was_written(path):
                 heard[k] += os.read(reading, 1)
         for child in children:
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            assert os.waitpid(child, 0)[1] == signal.SIGKILL
         for reading, begun in zip(ends, heard, strict=True):
             with open(reading, "rb") as numbers:
                 said += [int(number) for number in (begun + numbers.read()).split(b" ")[:-1]]

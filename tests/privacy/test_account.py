@@ -10,6 +10,7 @@ from itertools import takewhile
 from math import inf
 
 import pytest
+from harness import forked
 
 from flwr_replay.errors import PrivacyError, RunError
 from flwr_replay.files.atomic import write_atomic
@@ -66,10 +67,12 @@ def test_a_visit_is_charged_whole_or_not_at_all(tmp_path):
 def test_a_charge_is_on_the_disk_before_it_returns_and_after_a_kill(tmp_path):
     """A process that is killed right after its charge, as in the middle of a visit, and the same visit again."""
     Account(tmp_path, delta=1e-5).charge("generator", visit(10))
-    child = os.fork()
-    if not child:
+
+    def charge_and_die():
         Account(tmp_path, delta=1e-5).charge("generator", visit(10))
         os.kill(os.getpid(), signal.SIGKILL)
+
+    child = forked(charge_and_die)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert Account(tmp_path, delta=1e-5).spent == [visit(10), visit(10)]
     Account(tmp_path, delta=1e-5).charge("generator", visit(10))
