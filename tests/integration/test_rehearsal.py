@@ -53,7 +53,7 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
     (policies / "clinic-a.yaml").write_text("strategies: [cwt]\nsealed: true\n")
     (policies / "clinic-b.yaml").write_text("kinds: [model, statistic]\n")
     process = started(place, play, "rounds=1", "sealed=true", "--tls", "--record", "--policy", str(policies))
-    said = process.communicate(timeout=180)[0]
+    said = process.communicate(timeout=600)[0]  # a whole deployment, on a busy machine
     assert process.returncode == 0, said
     result = read_json(place / "runs" / "rehearsal" / "result.json")
     assert set(result["final"]["institutions"]) == {"clinic-a", "clinic-b"}
