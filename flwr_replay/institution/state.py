@@ -95,8 +95,8 @@ class StateStore:
         """Count a test in a run; return how many there were before."""
         private_folder(folder := self.of_run(run))
         path = folder / "tests"
-        with writing(path), open(path, "ab", opener=opener()) as file:
-            file.write(b".")
+        with writing(path), open(path, "ab", 0, opener=opener()) as file:
+            file.write(b".")  # at once: where it stands is then known, whoever else has opened the file
             return file.tell() - 1
 
     def save(

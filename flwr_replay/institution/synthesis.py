@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flwr_replay.errors import BudgetError, DataError, DivergedError, TrainingError, WireError
-from flwr_replay.files.atomic import alone, private_folder, read_bytes
+from flwr_replay.files.atomic import alone, in_use, private_folder, read_bytes
 from flwr_replay.files.disk import entries
 from flwr_replay.files.tensors import digest
 from flwr_replay.generators.base import ImageGenerator
@@ -161,10 +161,14 @@ class SynthesisStages:
             return self.plan.checkpointed(path, device)
         if file.exists():
             return self.plan.read(file, seed, device)
-        kept = len(entries(file.parent, "*.safetensors"))
-        self.institution.policy.check_limits({"generators": kept + 1})
+        kept = {path.stem for path in entries(file.parent) if path.suffix == file.suffix or self._begun(path)}
+        self.institution.policy.check_limits({"generators": len(kept | {file.stem})})
         generator = self.plan.fresh(seed, device)
         return generator, Progress(steps_left=generator.steps(len(self.images())))
+
+    def _begun(self, path: Path) -> bool:
+        """Say whether another process trains a generator by turns, which it may not have saved yet."""
+        return path.is_dir() and in_use(path)
 
     def complete(self, run: str) -> ImageGenerator:
         """Return the trained generator.

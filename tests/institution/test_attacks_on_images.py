@@ -14,6 +14,7 @@ from hostile_server import HostileServer, metrics, refusal, weights
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
+from flwr_replay.files.atomic import alone, private_folder
 from flwr_replay.files.tensors import read_tensors
 from flwr_replay.generators.synthesis import Progress, SynthesisPlan
 from flwr_replay.payloads.common import Train
@@ -97,6 +98,13 @@ def test_a_policy_limits_how_many_generators_are_kept(folder):
         assert not refusal(draw(HostileServer(folder, *FEDER, f"generator.lr={lr}", policy=policy), f"r{lr}"))
     reply = draw(HostileServer(folder, *FEDER, "generator.lr=0.003", policy=policy), "third")
     assert "generators from 0 to 2; got 3" in refusal(reply)
+
+
+def test_a_generator_that_another_process_has_begun_counts_before_it_is_kept(folder):
+    server = HostileServer(folder, *FEDER, policy="limits: {generators: 1}")
+    with alone(private_folder(folder / "state/a/generators" / "another")):
+        assert "generators from 0 to 1; got 2" in refusal(server.send(TrainSlice(run="r")))
+    assert not refusal(server.send(TrainSlice(run="r")))
 
 
 @pytest.mark.parametrize("options", [[], [ALL]], ids=["the server leaves them out", "all"])

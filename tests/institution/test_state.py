@@ -51,6 +51,21 @@ def test_what_cannot_be_written_or_removed_is_one_line_with_the_file(store, tmp_
             write()
 
 
+def test_two_processes_that_count_a_test_at_once_count_two(store, monkeypatch):
+    found = []
+
+    def opened_by_another_too(*words, **more):
+        file = open(*words, **more)  # noqa: SIM115 - the caller closes it
+        monkeypatch.undo()
+        found.append(store.count_test("run"))
+        return file
+
+    store.count_test("run")
+    monkeypatch.setattr(state, "open", opened_by_another_too, raising=False)
+    found.append(store.count_test("run"))
+    assert found == [1, 2]
+
+
 def test_an_exchange_that_is_repeated_takes_nobodys_place(store, tmp_path):
     for exchange in (1, 2, 3, 3):
         store.save("model", "run", exchange, {"w": np.ones(2)})
