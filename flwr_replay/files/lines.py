@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import Form, fits, parsed, read_bytes, sync
 from flwr_replay.files.disk import entries, lock, locked, opener, reading, shut, unlocking, writing
 
-__all__ = ["Lines", "each_line", "parts", "read_lines", "sound_lines"]
+__all__ = ["Lines", "each_line", "lines_of", "opened", "parts", "read_lines", "sound_lines"]
 
 
 def each_line(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
@@ -32,12 +32,23 @@ def each_line(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
     RunError
         If any other line is damaged or does not have the form; no crash of a run does that.
     """
+    if file := opened(path):
+        with file:
+            yield from lines_of(file, path, form)
+
+
+def opened(path: Path) -> IO[bytes] | None:
+    """Open a file of JSON lines for reading; None if there is none."""
     with reading(path):
         try:
-            file = open(path, "rb")  # noqa: SIM115 - closed below
+            return open(path, "rb")
         except FileNotFoundError:
-            return
-    with reading(path), file:
+            return None
+
+
+def lines_of(file: IO[bytes], path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
+    """Read the lines of an open file, which may have another path by now; as `each_line`."""
+    with reading(path):
         for number, line in enumerate(file, 1):
             text = line.removesuffix(b"\n")
             record = parsed(text) if text else None

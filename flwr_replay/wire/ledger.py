@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from flwr_replay.files.atomic import Form
-from flwr_replay.files.lines import Lines, each_line, parts
+from flwr_replay.files.lines import Lines, each_line, lines_of, opened, parts
 from flwr_replay.wire.payload import Row
 
 __all__ = ["LEDGER", "Ledger", "Traffic", "ledger_lines", "unanswered"]
@@ -50,9 +51,15 @@ class Ledger(Lines):
 def ledger_lines(folder: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
     """Read the lines of a folder's ledger one by one, the oldest part first, though it grows; as `each_line`."""
     path, read = folder / LEDGER, set[Path]()
-    while path not in read:  # it may be closed to a further part meanwhile
-        read.add(part := next(part for part in parts(path) if part not in read))
-        yield from each_line(part, form)
+    while True:
+        last = opened(path)  # before the parts are listed: it may be closed to a further one at any moment
+        with last or nullcontext():
+            if not (closed := [part for part in parts(path)[:-1] if part not in read]):
+                yield from lines_of(last, path, form) if last else ()
+                return
+        for part in closed:
+            read.add(part)
+            yield from each_line(part, form)
 
 
 class Traffic:

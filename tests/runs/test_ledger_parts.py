@@ -105,6 +105,28 @@ def test_who_reads_a_ledger_that_is_divided_meanwhile_reads_all_lines(tmp_path, 
     growing.close()
 
 
+@pytest.mark.parametrize("listed", [False, True], ids=["before they are listed", "after they are listed"])
+def test_who_reads_a_ledger_while_another_process_divides_it_reads_all_lines(tmp_path, small, monkeypatch, listed):
+    small(100)
+    growing = ledger.Ledger(tmp_path)
+
+    def add(n):
+        growing.append([{"line": "x" * 100, "n": n}])
+        growing.flush()
+
+    def meanwhile(path):
+        monkeypatch.setattr(ledger, "parts", parts)
+        found = parts(path) if listed else None
+        add(1)
+        return found or parts(path)
+
+    add(0)
+    monkeypatch.setattr(ledger, "parts", meanwhile)
+    assert next(ledger_lines(tmp_path))["n"] == 0
+    assert len(parts(growing.path)) == 2
+    growing.close()
+
+
 def test_tallies_go_on_over_parts(tmp_path, small):
     """What one process has counted from checkpoint to checkpoint is what another counts at once."""
     small(100)
