@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 from zlib import crc32
 
 from flwr_replay.errors import RunError
@@ -23,6 +23,7 @@ from flwr_replay.files.disk import claimed, lock, make, opener, reading, shut, u
 NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run; folders are named after them
 LEFT = re.compile(r"\..+\.tmp|\.write-.+")  # a temporary file that a killed process has left
 DAY = 86_400  # seconds
+MOMENT = 0.1  # seconds
 BLOCK = 2**20  # bytes per read
 CHECKSUM = "crc32"  # the key of a JSON file's own checksum
 Form = Mapping[str, Any]  # of a JSON object: key to its value's type, or to a tuple of allowed values
@@ -70,7 +71,7 @@ def make_folder(folder: Path, what: str) -> Path:
     """
     try:
         make(folder)
-        with TemporaryFile(prefix=".write-", dir=folder):
+        with suppress(FileNotFoundError), TemporaryFile(prefix=".write-", dir=folder):  # or `sweep` removes it first
             pass
     except OSError as error:
         raise RunError(f"{what} must be a folder that can be written; got {folder}: {error.strerror}") from None
@@ -102,13 +103,14 @@ def tighten(folder: Path) -> None:
 def sweep(folder: Path) -> None:
     """Remove the temporary files of killed processes from a folder and everything below it.
 
-    A process that writes a file holds its lock until the file has its final name. On a file system without locks,
-    only files older than a day are removed.
+    A process that writes a file holds its lock until the file has its final name; one that it begins after that is
+    another. On a file system without locks, only files older than a day are removed.
     """
     for place, _, names in os.walk(folder):
         for path in (Path(place, name) for name in names if LEFT.fullmatch(name)):
             with suppress(OSError), open(path, "rb") as file:  # another process is writing it, or has removed it
-                if lock(file, wait=False) or time.time() - path.stat().st_mtime > DAY:
+                held, found = lock(file, wait=False), path.stat()
+                if os.path.samestat(found, os.fstat(file.fileno())) and (held or time.time() - found.st_mtime > DAY):
                     path.unlink()
 
 
@@ -125,7 +127,7 @@ def alone(folder: Path, wait: bool = False) -> Iterator[None]:
         file = open(folder / ".lock", "a", opener=opener())  # noqa: SIM115 - closed below
     with file, unlocking(file):
         try:
-            held = lock(file, wait)
+            held = _patiently(file, wait)
         except BlockingIOError:
             raise RunError(f"only one process may work in {folder}; another does: wait until it ends") from None
         if wait and not held:  # without a lock, two processes could each spend what is left of one budget
@@ -136,11 +138,19 @@ def alone(folder: Path, wait: bool = False) -> Iterator[None]:
         yield
 
 
+def _patiently(file: IO[Any], wait: bool) -> bool:
+    """Lock a file as `lock` does; who only looks, as `in_use`, holds it for a moment."""
+    with suppress(BlockingIOError):
+        return lock(file, wait)
+    time.sleep(MOMENT)
+    return lock(file, wait)
+
+
 def in_use(folder: Path) -> bool:
     """Say whether a process holds the folder's lock; never on a file system without locks."""
     try:
         with open(folder / ".lock", "rb") as file, unlocking(file):
-            lock(file, wait=False)
+            lock(file, wait=False, shared=True)  # several may look at once
     except FileNotFoundError:
         return False
     except BlockingIOError:
@@ -181,13 +191,13 @@ def write_atomic(
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     parts = [data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
     with writing(path):
-        if over and over.stat().st_nlink > 1:
-            over.unlink()
-            over = None
-        if over:
-            os.replace(over, temporary)
+        with suppress(FileNotFoundError):  # another process has taken it
+            if over and over.stat().st_nlink > 1:
+                over.unlink()
+            elif over:
+                os.replace(over, temporary)
         try:
-            with claimed(temporary, mode) as file:
+            with claimed(temporary, mode) as file, unlocking(file):
                 file.writelines(parts)
                 file.truncate()
                 file.flush()

@@ -6,7 +6,7 @@ import errno
 import fnmatch
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -21,6 +21,7 @@ __all__ = [
     "folder_locked",
     "lock",
     "locked",
+    "looked",
     "make",
     "opener",
     "reading",
@@ -90,6 +91,15 @@ def files_below(folder: Path) -> list[Path]:
     return [Path(place, name) for place, _, names in os.walk(folder, onerror=_refuse) for name in names]
 
 
+def looked(files: Iterable[Path]) -> dict[Path, os.stat_result]:
+    """Look at files, without those that a process at work has removed or renamed meanwhile."""
+    found = {}
+    for file in files:
+        with suppress(FileNotFoundError):
+            found[file] = file.stat()
+    return found
+
+
 def _refuse(error: OSError) -> NoReturn:
     raise RunError(
         f"{error.filename} must be a readable folder; {error.strerror or error}: mend that, and try again"
@@ -97,9 +107,9 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, with the errors of `writing`."""
+    """Remove a file, unless another process was faster, with the errors of `writing`."""
     with writing(path):
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def make(folder: Path) -> None:
@@ -122,8 +132,8 @@ def opener(mode: int = 0o600) -> Callable[[str, int], int]:
     return lambda name, flags: os.open(name, flags & ~os.O_TRUNC, mode)
 
 
-def lock(file: IO[Any], wait: bool) -> bool:
-    """Lock a file until it is closed; return False if the file system has no locks.
+def lock(file: IO[Any], wait: bool, shared: bool = False) -> bool:
+    """Lock a file until it is closed, perhaps `shared` with others; return False if the file system has no locks.
 
     Raises
     ------
@@ -133,7 +143,7 @@ def lock(file: IO[Any], wait: bool) -> bool:
     try:
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         raise
     except (ImportError, OSError):  # Windows, or a file system without locks

@@ -35,6 +35,7 @@ from flwr_replay.files.atomic import (
     sync,
     write_atomic,
 )
+from flwr_replay.files.disk import looked
 from flwr_replay.terminal import command
 
 __all__ = [
@@ -57,6 +58,7 @@ SUMS = "SHA256SUMS"
 ENDED = "ended.txt"  # why a run without a result ended, where it was not killed
 RESUME = "resume.toml"  # in a deployment: Flower's run config, to resume the run by
 UNBORN = re.compile(r"\.\w[\w .-]*\.[0-9a-f]{8}\.new")  # a run directory that is not yet complete
+YOUNG = 60  # seconds
 RESULT = {"strategy": str, "rounds": int, "metric": str, "final": dict, "best": dict, "bytes": dict}
 
 
@@ -176,9 +178,9 @@ def _born(folder: Path, texts: Mapping[str, str]) -> bool:
 
 
 def _sweep_unborn(root: Path) -> None:
-    """Remove the incomplete run directories of killed processes."""
-    for folder in root.glob(".*.new"):
-        if UNBORN.fullmatch(folder.name):
+    """Remove the incomplete run directories of killed processes; a new one may not be locked yet."""
+    for folder, one in looked(root.glob(".*.new")).items():
+        if UNBORN.fullmatch(folder.name) and time.time() - one.st_mtime > YOUNG:
             with suppress(RunError), alone(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,11 +1,13 @@
 """Files and folders: for their owner only, whole or not at all on a full disk, and no leftovers of who was killed."""
 
 import errno
+import fcntl
 import json
 import os
 import resource
 import signal
 import stat
+import tempfile
 import time
 from contextlib import contextmanager
 
@@ -16,8 +18,10 @@ from replay_runs import GENERATOR
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
+from flwr_replay.files import atomic
 from flwr_replay.files.atomic import (
     alone,
+    in_use,
     make_folder,
     private_folder,
     read_json,
@@ -27,10 +31,12 @@ from flwr_replay.files.atomic import (
     write_atomic,
     write_json,
 )
+from flwr_replay.files.disk import lock
 from flwr_replay.files.lines import Lines, read_lines
 from flwr_replay.files.tensors import write_tensors
 from flwr_replay.institution.owner import Institution
 from flwr_replay.report.progress import Display
+from flwr_replay.runs import opening
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.opening import open_run
 from flwr_replay.runs.options import resolve
@@ -94,6 +100,33 @@ def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path):
         pass
     os.close(end)
     os.waitpid(child, 0)
+
+
+def test_a_process_forked_while_a_file_is_written_does_not_keep_its_lock(tmp_path):
+    """A file that takes an old one's place is locked first, so that whoever writes it would wait for that process."""
+    waiting, end = os.pipe()
+    children = []
+
+    def until_the_test_closes_its_end():
+        os.close(end)
+        os.read(waiting, 1)
+
+    write_atomic(tmp_path / "old", Parts(lambda: children.append(forked(until_the_test_closes_its_end))))
+    with open(tmp_path / "old", "rb") as file:
+        assert lock(file, wait=False)
+    os.close(end)
+    os.waitpid(children[0], 0)
+
+
+def test_who_looks_whether_a_folder_is_in_use_is_in_nobodys_way(tmp_path, monkeypatch):
+    with alone(tmp_path):
+        assert in_use(tmp_path)
+    with open(tmp_path / ".lock", "rb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        assert not in_use(tmp_path)  # another one who looks
+        monkeypatch.setattr(time, "sleep", lambda seconds: fcntl.flock(looking, fcntl.LOCK_UN))
+        with alone(tmp_path):
+            assert in_use(tmp_path)
 
 
 def test_a_folder_that_was_there_keeps_its_permissions(tmp_path):
@@ -255,10 +288,50 @@ def test_leftovers_of_the_killed_are_removed_and_of_the_living_are_not(tmp_path)
     assert list(state.iterdir()) == []
 
 
+def test_a_file_that_is_begun_while_another_process_sweeps_is_not_removed(tmp_path, monkeypatch):
+    """The one that was found has its final name when its lock is free, and the writer has begun the next one."""
+    begun = tmp_path / f".notes.json.{os.getpid()}.tmp"
+    begun.write_text("first")
+
+    def next_one(file, wait):
+        begun.rename(tmp_path / "notes.json")
+        begun.write_text("second")
+        return lock(file, wait)
+
+    monkeypatch.setattr(atomic, "lock", next_one)
+    sweep(tmp_path)
+    assert begun.read_text() == "second"
+
+
+def test_a_folder_can_be_written_though_another_process_sweeps_what_it_is_tried_by(tmp_path, monkeypatch):
+    """File systems without nameless files, such as NFS, give it a name for a moment."""
+    unlink, removed = os.unlink, []
+
+    def swept(path, **more):
+        if not removed:
+            removed.append(path)
+            sweep(tmp_path)
+        unlink(path, **more)
+
+    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
+    monkeypatch.setattr(os, "unlink", swept)
+    assert make_folder(tmp_path, "the folder") == tmp_path
+    assert removed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_directory_that_is_not_locked_yet_is_not_swept(tmp_path):
+    begun = tmp_path / ".one.0123abcd.new"
+    begun.mkdir()
+    open_run(compose([*SMALL, "strategy=local", f"runs_dir={tmp_path}", "run_name=two"]))
+    assert sorted(tmp_path.iterdir()) == [begun, tmp_path / "two"]
+
+
 def test_a_kill_while_a_run_directory_is_made_leaves_nothing_in_the_way(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = [*SMALL, "strategy=local", f"runs_dir={tmp_path}/runs", "run_name=one"]
     config = compose(options)
+    monkeypatch.setattr(opening, "YOUNG", 0)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", kill)
         child = forked(open_run, config)

@@ -66,6 +66,15 @@ def test_two_processes_that_count_a_test_at_once_count_two(store, monkeypatch):
     assert found == [1, 2]
 
 
+def test_a_file_that_another_process_has_removed_is_no_error(store, tmp_path, monkeypatch):
+    """It was there when the folder was listed."""
+    store.save("model", "run", 9, {"w": np.ones(2)})
+    monkeypatch.setattr(store, "_exchanges", lambda *_: [1, 2, 3, 4, 9])
+    store.save("model", "run", 10, {"w": np.ones(2)})
+    store.forget_after("model", "run", 3)
+    assert files(tmp_path) == ["model-000010.safetensors"]
+
+
 def test_an_exchange_that_is_repeated_takes_nobodys_place(store, tmp_path):
     for exchange in (1, 2, 3, 3):
         store.save("model", "run", exchange, {"w": np.ones(2)})
