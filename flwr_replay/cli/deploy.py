@@ -89,7 +89,7 @@ def state(
         remove(folder, runs)
         found = kept(folder)
     for one in found:
-        said = "removed" if one.removed else f"{shown_bytes(bytes_of(one.spare))} can go"
+        said = "removed" if one.removed and not one.spare else f"{shown_bytes(bytes_of(one.spare))} can go"
         print(f"{one.run}\n  {shown_bytes(one.bytes)}, {said}; last written {shown_time(one.seconds)} ago")
     print(f"decoded images, made again when they are missing: {shown_bytes(bytes_of([*(folder / FOLDER).glob('*')]))}")
     number, size, recorded = ledger_bytes(folder)

@@ -34,7 +34,7 @@ from numpy.typing import DTypeLike, NDArray
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import private_folder, read_json, sweep, sync, write_json
-from flwr_replay.files.disk import claimed, folder_locked, writing
+from flwr_replay.files.disk import claimed, folder_locked, looked, writing
 
 __all__ = ["FOLDER", "DecodedImages", "Source", "decoded", "each"]
 
@@ -185,8 +185,9 @@ class DecodedImages:
 
     def _make_room(self, size: float) -> None:
         """Remove the oldest entries until one of this size fits."""
-        entries = sorted((file.stat().st_mtime_ns, file) for file in self.folder.glob("*.images"))
-        while entries and size + sum(file.stat().st_size for _, file in entries) > self.limit:
+        found = looked(self.folder.glob("*.images"))  # another process may make room at the same time
+        entries = sorted((one.st_mtime_ns, file, one.st_size) for file, one in found.items())
+        while entries and size + sum(taken for _, _, taken in entries) > self.limit:
             self._remove(entries.pop(0)[1].stem)
 
     def _remove(self, form: str) -> None:

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives import serialization
 
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import in_use, read_bytes, read_text
+from flwr_replay.files.disk import looked
 from flwr_replay.processes import using
 from flwr_replay.report.progress import shown_bytes, shown_time
 from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY
@@ -189,7 +190,7 @@ def _serverapps(folder: Path, ask: Ask) -> Iterator[str]:
             f"ends by itself within {LOSES} s; if it does not, {stops[working[-1]]}"
         )
     for run in working:
-        last = max(file.stat().st_mtime for file in (run / "config.yaml", *run.glob("*.jsonl")))
+        last = max(one.st_mtime for one in looked((run / "config.yaml", *run.glob("*.jsonl"))).values())
         silent, longest = time.time() - last, saved_options(run / "config.yaml")["timeout"]
         waits = ", ".join(one["institution"] for one in unanswered(ledger_lines(run))) or "nobody"
         if silent > longest:
@@ -230,7 +231,8 @@ def _disk(folder: Path) -> Iterator[str]:
 
 def _bytes(place: Path) -> int:
     files = place.rglob("*") if place.is_dir() else [place]
-    return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
+    found = looked(file for file in files if file.is_file() and not file.is_symlink())
+    return sum(one.st_size for one in found.values())
 
 
 def _asked(folder: Path, address: str, *words: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ stays: the ledger with all its parts, each run's account, its options, its count
 
 from __future__ import annotations
 
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from pathlib import Path
 
 from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import write_atomic
-from flwr_replay.files.disk import files_below, writing
+from flwr_replay.files.disk import files_below, looked
+from flwr_replay.files.disk import remove as unlink
 from flwr_replay.files.lines import parts
 from flwr_replay.institution.state import REMOVED, RUNS
 from flwr_replay.wire.ledger import LEDGER
@@ -57,23 +59,23 @@ def kept(state: Path) -> list[Kept]:
     RunError
         If the folder is no institution's state directory.
     """
-    if not (state / RUNS).is_dir() or not any(part.exists() for part in parts(state / LEDGER)):
+    if not (state / RUNS).is_dir() or not ((state / LEDGER).exists() or parts(state / LEDGER)[:-1]):
         raise RunError(
             f"an institution's state directory, as state/NAME, has {RUNS}/ and {LEDGER}; {state} has not: give another"
         )
     found = []
     for folder in (folder for folder in (state / RUNS).iterdir() if folder.is_dir()):
-        files = [file for file in files_below(folder) if file.is_file()]
-        last = max(file.stat().st_mtime for file in [folder, *files])
+        files = {file: one for file, one in looked(files_below(folder)).items() if stat.S_ISREG(one.st_mode)}
+        last = max(one.st_mtime for one in (folder.stat(), *files.values()))
         spare = [file for file in files if file.suffix in GOES]
-        since = max(0.0, time.time() - last)
-        found.append(Kept(folder.name, bytes_of(files), spare, since, (folder / REMOVED).exists()))
+        since, size = max(0.0, time.time() - last), sum(one.st_size for one in files.values())
+        found.append(Kept(folder.name, size, spare, since, (folder / REMOVED).exists()))
     return sorted(found, key=lambda one: -one.seconds)
 
 
 def bytes_of(files: Sequence[Path]) -> int:
-    """Return the bytes of some files."""
-    return sum(file.stat().st_size for file in files)
+    """Return the bytes of some files, of those that are still there."""
+    return sum(one.st_size for one in looked(files).values())
 
 
 def ledger_bytes(state: Path) -> tuple[int, int, int]:
@@ -90,12 +92,12 @@ def remove(state: Path, runs: Sequence[str]) -> None:
     RunError
         If a run is not there, before anything is removed; or if a file cannot be removed.
     """
-    known = {one.run: one for one in kept(state)}
+    known = [one.run for one in kept(state)]
     for run in runs:
         if run not in known:
-            raise RunError(f"--remove must be a run that {state} has; got {run!r}: {nearest(run, [*known])}")
+            raise RunError(f"--remove must be a run that {state} has; got {run!r}: {nearest(run, known)}")
     for run in runs:
         write_atomic(state / RUNS / run / REMOVED, "")  # first: a run must not go on with half of its files
-        for file in known[run].spare:
-            with writing(file):
-                file.unlink(missing_ok=True)
+        for file in files_below(state / RUNS / run):  # now: a message may have been answered meanwhile
+            if file.suffix in GOES:
+                unlink(file)

@@ -29,6 +29,8 @@ def test_what_a_run_has_left_can_go_but_for_its_evidence(tmp_path, flwr_replay):
     assert not any(file.exists() for file in models)
     assert [file.read_bytes() for file in kept] == before
     assert list((own / "runs" / second).rglob("*.safetensors"))
+    models[0].write_bytes(b"late")  # by a message that was under way
+    assert "4 B can go" in flwr_replay("deploy", "state", str(own))[1]
     for name, said in (("../..", "must be a run that"), (first[:-1], "did you mean")):
         code, _, err = flwr_replay("deploy", "state", str(own), "--remove", second, "--remove", name, "--yes")
         assert code == 2

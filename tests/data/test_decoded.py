@@ -225,6 +225,14 @@ def test_without_a_cache_nothing_is_written_and_what_is_there_goes(tmp_path, mak
     assert (entries(cache(tmp_path)), type(found.train.x), caplog.text) == ([], np.ndarray, "")
 
 
+def test_an_entry_that_another_process_removes_meanwhile_is_no_error(tmp_path, make):
+    """A link to nothing is listed, and cannot be looked at."""
+    kept = cache(tmp_path, 0)
+    kept.folder.mkdir(parents=True)
+    (kept.folder / "gone.images").symlink_to(tmp_path / "nothing")
+    assert type(load(make(), kept).train.x) is np.ndarray
+
+
 def test_an_image_that_cannot_be_decoded_leaves_nothing(tmp_path, make, folder):
     (folder / "ill" / "05.png").write_bytes(b"no image")
     kept = cache(tmp_path)
