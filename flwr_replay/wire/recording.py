@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -113,6 +115,8 @@ class Recording:
             name = f"{self._last + 1:08d}-{secrets.token_hex(4)}.safetensors"
             write_tensors(path := self.folder / name, arrays, texts, to_disk=False)
             self._last, self.messages, self.bytes = self._last + 1, self.messages + 1, self.bytes + _size(path)
+            with suppress(OSError):  # the system's own time may be as coarse as 4 ms, in which another may write, too
+                os.utime(self.folder, ns=(time.time_ns(),) * 2)
             self._counted = self.folder.stat().st_mtime_ns
         return name
 

@@ -1,6 +1,7 @@
 """Recorded messages: bit for bit, within a limit, whole or not there, their owner's only."""
 
 import json
+import os
 import stat
 
 import numpy as np
@@ -11,8 +12,10 @@ from harness import command, node_configs, run, write_shards
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.lines import read_lines
+from flwr_replay.files.tensors import write_tensors
 from flwr_replay.runs.forecast import forecast
 from flwr_replay.runs.simulate import Simulation
+from flwr_replay.wire import recording as module
 from flwr_replay.wire.recording import FOLDER, Recording, read_message
 from flwr_replay.wire.records import array_record
 
@@ -73,6 +76,19 @@ def test_a_resumed_recording_goes_on_after_the_last_message(tmp_path):
     first = Recording(tmp_path, ("up",), 1).keep(ABOUT, message(ARRAYS))
     second = Recording(tmp_path, ("up",), 1).keep(ABOUT, message(ARRAYS))
     assert (first[:8], second[:8]) == ("00000001", "00000002")
+
+
+def test_two_processes_give_no_number_twice_though_the_clock_is_coarse(tmp_path, monkeypatch):
+    """Before Linux 6.13 the time of a folder changes every 4 ms at most."""
+
+    def in_the_same_tick(*words, **more):
+        write_tensors(*words, **more)
+        os.utime(tmp_path, (10**9, 10**9))
+
+    monkeypatch.setattr(module, "write_tensors", in_the_same_tick)
+    first, second = Recording(tmp_path, ("up",), 1), Recording(tmp_path, ("up",), 1)
+    found = [one.keep(ABOUT, message(ARRAYS))[:8] for one in (first, second, first)]
+    assert found == ["00000001", "00000002", "00000003"]
 
 
 def test_a_damaged_message_is_named(tmp_path):
