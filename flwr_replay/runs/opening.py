@@ -35,7 +35,7 @@ from flwr_replay.files.atomic import (
     sync,
     write_atomic,
 )
-from flwr_replay.files.disk import looked
+from flwr_replay.files.disk import folder_locked
 from flwr_replay.terminal import command
 
 __all__ = [
@@ -58,7 +58,6 @@ SUMS = "SHA256SUMS"
 ENDED = "ended.txt"  # why a run without a result ended, where it was not killed
 RESUME = "resume.toml"  # in a deployment: Flower's run config, to resume the run by
 UNBORN = re.compile(r"\.\w[\w .-]*\.[0-9a-f]{8}\.new")  # a run directory that is not yet complete
-YOUNG = 60  # seconds
 RESULT = {"strategy": str, "rounds": int, "metric": str, "final": dict, "best": dict, "bytes": dict}
 
 
@@ -160,8 +159,8 @@ def open_run(config: RunConfig) -> tuple[RunConfig, str]:
 
 def _born(folder: Path, texts: Mapping[str, str]) -> bool:
     """Make a run directory with its first files, completely or not at all; return False if the name is taken."""
-    unborn = private_folder(folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.new"))
-    with alone(unborn):
+    unborn = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.new")
+    with folder_locked(folder.parent), alone(private_folder(unborn)):
         for name, text in texts.items():
             write_atomic(unborn / name, text)
         sums = "".join(f"{sha256(text.encode()).hexdigest()}  {name}\n" for name, text in texts.items())
@@ -178,11 +177,12 @@ def _born(folder: Path, texts: Mapping[str, str]) -> bool:
 
 
 def _sweep_unborn(root: Path) -> None:
-    """Remove the incomplete run directories of killed processes; a new one may not be locked yet."""
-    for folder, one in looked(root.glob(".*.new")).items():
-        if UNBORN.fullmatch(folder.name) and time.time() - one.st_mtime > YOUNG:
-            with suppress(RunError), alone(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+    """Remove the incomplete run directories of killed processes."""
+    with folder_locked(root):  # else one may be met that has no lock of its own yet
+        for folder in root.glob(".*.new"):
+            if UNBORN.fullmatch(folder.name):
+                with suppress(RunError), alone(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_unchanged(folder: Path) -> None:

@@ -10,6 +10,7 @@ import stat
 import tempfile
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -320,18 +321,28 @@ def test_a_folder_can_be_written_though_another_process_sweeps_what_it_is_tried_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_directory_that_is_not_locked_yet_is_not_swept(tmp_path):
-    begun = tmp_path / ".one.0123abcd.new"
-    begun.mkdir()
-    open_run(compose([*SMALL, "strategy=local", f"runs_dir={tmp_path}", "run_name=two"]))
-    assert sorted(tmp_path.iterdir()) == [begun, tmp_path / "two"]
+def test_a_run_directory_that_is_not_locked_yet_is_not_swept(tmp_path, monkeypatch):
+    """While one run makes its folder another begins, and sweeps."""
+    config = compose([*SMALL, "strategy=local", f"runs_dir={tmp_path}"])
+    others = []
+
+    def meanwhile(folder):
+        private_folder(folder)
+        others.append(forked(open_run, replace(config, run_name="two")))
+        time.sleep(1)  # in which the other one sweeps, or waits
+        return folder
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "private_folder", meanwhile)
+        open_run(replace(config, run_name="one"))
+    os.waitpid(others[0], 0)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "one", tmp_path / "two"]
 
 
 def test_a_kill_while_a_run_directory_is_made_leaves_nothing_in_the_way(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = [*SMALL, "strategy=local", f"runs_dir={tmp_path}/runs", "run_name=one"]
     config = compose(options)
-    monkeypatch.setattr(opening, "YOUNG", 0)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", kill)
         child = forked(open_run, config)

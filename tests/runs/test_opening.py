@@ -7,7 +7,6 @@ import pytest
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
-from flwr_replay.runs import opening
 from flwr_replay.runs.opening import open_run, resumable
 
 
@@ -18,7 +17,6 @@ def test_a_disk_that_becomes_read_only_while_a_run_is_begun_is_one_line(monkeypa
     def refused(*arguments, **more):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(opening, "YOUNG", 0)
     with monkeypatch.context() as broken:
         for name in ("rename", "unlink", "rmdir"):
             broken.setattr(os, name, refused)
