@@ -327,14 +327,14 @@ def test_a_run_directory_that_is_not_locked_yet_is_not_swept(tmp_path, monkeypat
     others = []
 
     def meanwhile(folder):
+        monkeypatch.undo()
         private_folder(folder)
         others.append(forked(open_run, replace(config, run_name="two")))
         time.sleep(1)  # in which the other one sweeps, or waits
         return folder
 
-    with monkeypatch.context() as patch:
-        patch.setattr(opening, "private_folder", meanwhile)
-        open_run(replace(config, run_name="one"))
+    monkeypatch.setattr(opening, "private_folder", meanwhile)
+    open_run(replace(config, run_name="one"))
     os.waitpid(others[0], 0)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "one", tmp_path / "two"]
 
