@@ -37,7 +37,8 @@ def said(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_runs_are_listed_and_shown(runs, capsys, tmp_path):
+def test_runs_are_listed_and_shown(runs, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")  # else the terminal's, and without one no limit
     listed = said(capsys, "runs", "list", "--runs-dir", runs)
     assert [line for line in listed.splitlines() if not line.startswith(" ")] == ["fedavg", "cwt"]
     assert listed.count("accuracy 0.") == 2
