@@ -161,14 +161,12 @@ class SynthesisStages:
             return self.plan.checkpointed(path, device)
         if file.exists():
             return self.plan.read(file, seed, device)
-        kept = {path.stem for path in entries(file.parent) if path.suffix == file.suffix or self._begun(path)}
-        self.institution.policy.check_limits({"generators": len(kept | {file.stem})})
+        # Another process saves before it lets go of its folder: so who trains is looked for before what is saved.
+        begun = {path.name for path in entries(file.parent) if path.is_dir() and in_use(path)}
+        kept = {path.stem for path in entries(file.parent, f"*{file.suffix}")}
+        self.institution.policy.check_limits({"generators": len(begun | kept | {file.stem})})
         generator = self.plan.fresh(seed, device)
         return generator, Progress(steps_left=generator.steps(len(self.images())))
-
-    def _begun(self, path: Path) -> bool:
-        """Say whether another process trains a generator by turns, which it may not have saved yet."""
-        return path.is_dir() and in_use(path)
 
     def complete(self, run: str) -> ImageGenerator:
         """Return the trained generator.

@@ -100,6 +100,18 @@ def test_a_policy_limits_how_many_generators_are_kept(folder):
     assert "generators from 0 to 2; got 3" in refusal(reply)
 
 
+def test_a_generator_that_another_process_keeps_just_as_it_is_looked_for_counts(folder, monkeypatch):
+    server = HostileServer(folder, *FEDER, policy="limits: {generators: 1}")
+    another = private_folder(folder / "state/a/generators" / "another")
+
+    def ended_meanwhile(path):
+        another.with_suffix(".safetensors").touch()
+        return False
+
+    monkeypatch.setattr("flwr_replay.institution.synthesis.in_use", ended_meanwhile)
+    assert "generators from 0 to 1; got 2" in refusal(server.send(TrainSlice(run="r")))
+
+
 def test_a_generator_that_another_process_has_begun_counts_before_it_is_kept(folder):
     server = HostileServer(folder, *FEDER, policy="limits: {generators: 1}")
     with alone(private_folder(folder / "state/a/generators" / "another")):
