@@ -30,6 +30,7 @@ Form = Mapping[str, Any]  # of a JSON object: key to its value's type, or to a t
 
 __all__ = [
     "CHECKSUM",
+    "DAY",
     "NAME",
     "Form",
     "alone",

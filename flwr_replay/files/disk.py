@@ -172,19 +172,21 @@ def locked(file: IO[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def folder_locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's own lock within a `with` block, where the system has one."""
+def folder_locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder's own lock within a `with` block, where the system has one, as NFS has not; say whether it has."""
     if os.name != "posix":
-        yield
+        yield False
         return
     import fcntl
 
     with writing(folder):
         entries = os.open(folder, os.O_RDONLY)
+    held = False
     try:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(entries, fcntl.LOCK_EX)
-        yield
+            held = True
+        yield held
     finally:
         with suppress(OSError):  # closing it leaves the lock to a process forked meanwhile
             fcntl.flock(entries, fcntl.LOCK_UN)

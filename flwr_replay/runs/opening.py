@@ -24,6 +24,7 @@ from flwr_replay.config.quoting import quoted, toml_text
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.files.atomic import (
+    DAY,
     NAME,
     alone,
     home,
@@ -35,7 +36,7 @@ from flwr_replay.files.atomic import (
     sync,
     write_atomic,
 )
-from flwr_replay.files.disk import folder_locked
+from flwr_replay.files.disk import folder_locked, looked
 from flwr_replay.terminal import command
 
 __all__ = [
@@ -177,10 +178,10 @@ def _born(folder: Path, texts: Mapping[str, str]) -> bool:
 
 
 def _sweep_unborn(root: Path) -> None:
-    """Remove the incomplete run directories of killed processes."""
-    with folder_locked(root):  # else one may be met that has no lock of its own yet
-        for folder in root.glob(".*.new"):
-            if UNBORN.fullmatch(folder.name):
+    """Remove the incomplete run directories of killed processes; without locks of folders, those older than a day."""
+    with folder_locked(root) as held:  # else one may be met that has no lock of its own yet
+        for folder, found in looked(root.glob(".*.new")).items():
+            if UNBORN.fullmatch(folder.name) and (held or time.time() - found.st_mtime > DAY):
                 with suppress(RunError), alone(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,12 +1,16 @@
 """Run directories are there whole, or not at all."""
 
 import errno
+import fcntl
 import os
+from dataclasses import replace
 
 import pytest
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import write_atomic
+from flwr_replay.runs import opening
 from flwr_replay.runs.opening import open_run, resumable
 
 
@@ -25,6 +29,26 @@ def test_a_disk_that_becomes_read_only_while_a_run_is_begun_is_one_line(monkeypa
     assert [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith(".")] == []
     open_run(config)
     assert [entry.name for entry in tmp_path.iterdir()] == ["one"]  # what was left is swept
+
+
+def test_where_there_are_no_locks_a_run_directory_is_not_swept_while_it_is_made(tmp_path, monkeypatch):
+    config = compose([f"runs_dir={tmp_path}"])
+    old = tmp_path / ".old.01234567.new"
+    old.mkdir()
+    os.utime(old, (1, 1))
+
+    def refused(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def meanwhile(path, data):
+        monkeypatch.setattr(opening, "write_atomic", write_atomic)
+        write_atomic(path, data)
+        open_run(replace(config, run_name="two"))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr(opening, "write_atomic", meanwhile)
+    open_run(replace(config, run_name="one"))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["one", "two"]
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
