@@ -22,6 +22,7 @@ __all__ = [
     "lock",
     "locked",
     "looked",
+    "looked_below",
     "make",
     "opener",
     "reading",
@@ -86,9 +87,17 @@ def entries(folder: Path, pattern: str = "*") -> list[Path]:
     return sorted(folder / name for name in fnmatch.filter(names, pattern))
 
 
-def files_below(folder: Path) -> list[Path]:
-    """Return the files in a folder and below it, without those of linked folders; errors as of `entries`."""
-    return [Path(place, name) for place, _, names in os.walk(folder, onerror=_refuse) for name in names]
+def files_below(folder: Path, at_work: bool = False) -> list[Path]:
+    """Return the files in a folder and below it, without those of linked folders; errors as of `entries`.
+
+    Where processes are `at_work`, a folder below it that is removed meanwhile has none.
+    """
+
+    def refuse(error: OSError) -> None:
+        if not (at_work and isinstance(error, FileNotFoundError) and Path(error.filename) != folder):
+            _refuse(error)
+
+    return [Path(place, name) for place, _, names in os.walk(folder, onerror=refuse) for name in names]
 
 
 def looked(files: Iterable[Path]) -> dict[Path, os.stat_result]:
@@ -98,6 +107,11 @@ def looked(files: Iterable[Path]) -> dict[Path, os.stat_result]:
         with suppress(FileNotFoundError):
             found[file] = file.stat()
     return found
+
+
+def looked_below(folder: Path) -> dict[Path, os.stat_result]:
+    """Look at the files in a folder and below it, as `looked`; at none in a folder that cannot be read."""
+    return looked(Path(place, name) for place, _, names in os.walk(folder) for name in names)
 
 
 def _refuse(error: OSError) -> NoReturn:

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import serialization
 
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import in_use, read_bytes, read_text
-from flwr_replay.files.disk import looked
+from flwr_replay.files.disk import looked, looked_below
 from flwr_replay.processes import using
 from flwr_replay.report.progress import shown_bytes, shown_time
 from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY
@@ -230,9 +230,8 @@ def _disk(folder: Path) -> Iterator[str]:
 
 
 def _bytes(place: Path) -> int:
-    files = place.rglob("*") if place.is_dir() else [place]
-    found = looked(file for file in files if file.is_file() and not file.is_symlink())
-    return sum(one.st_size for one in found.values())
+    found = looked_below(place) if place.is_dir() else looked([place])
+    return sum(one.st_size for file, one in found.items() if not file.is_symlink())
 
 
 def _asked(folder: Path, address: str, *words: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flwr_replay.errors import RunError, nearest
-from flwr_replay.files.atomic import write_atomic
+from flwr_replay.files.atomic import sweep, write_atomic
 from flwr_replay.files.disk import files_below, looked
 from flwr_replay.files.disk import remove as unlink
 from flwr_replay.files.lines import parts
@@ -65,7 +65,8 @@ def kept(state: Path) -> list[Kept]:
         )
     found = []
     for folder in (folder for folder in (state / RUNS).iterdir() if folder.is_dir()):
-        files = {file: one for file, one in looked(files_below(folder)).items() if stat.S_ISREG(one.st_mode)}
+        found_here = looked(files_below(folder, at_work=True))
+        files = {file: one for file, one in found_here.items() if stat.S_ISREG(one.st_mode)}
         last = max(one.st_mtime for one in (folder.stat(), *files.values()))
         spare = [file for file in files if file.suffix in GOES]
         since, size = max(0.0, time.time() - last), sum(one.st_size for one in files.values())
@@ -98,6 +99,7 @@ def remove(state: Path, runs: Sequence[str]) -> None:
             raise RunError(f"--remove must be a run that {state} has; got {run!r}: {nearest(run, known)}")
     for run in runs:
         write_atomic(state / RUNS / run / REMOVED, "")  # first: a run must not go on with half of its files
-        for file in files_below(state / RUNS / run):  # now: a message may have been answered meanwhile
+        sweep(state / RUNS / run)
+        for file in files_below(state / RUNS / run, at_work=True):  # now: a message may have been answered meanwhile
             if file.suffix in GOES:
                 unlink(file)

@@ -15,6 +15,7 @@ from typing import Any
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import alone, in_use, read_bytes
+from flwr_replay.files.disk import looked_below
 from flwr_replay.files.lines import read_lines
 from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.progress import shown_metrics, shown_time
@@ -96,10 +97,7 @@ def listed(folder: Path) -> Listed:
     """
     if not (folder / "config.yaml").exists():
         raise RunError(f"a run directory has a config.yaml; {folder} has none: `flwr-replay runs list` names the runs")
-    found = []
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # a live run replaces files and deletes old checkpoints
-            found.append(path.stat())
+    found = looked_below(folder).values()  # a live run replaces files and deletes old checkpoints
     files = [one for one in found if stat.S_ISREG(one.st_mode)]
     last = max(one.st_mtime for one in files)
     result = read_result(folder) if (folder / "result.json").exists() else None
@@ -124,7 +122,7 @@ def spare(folders: Sequence[Path]) -> list[tuple[Path, int]]:
             for place in (
                 folder / name for name in SPARE if (folder / name).is_dir() and not (folder / name).is_symlink()
             ):
-                found.append((place, sum(path.stat().st_size for path in place.rglob("*") if path.is_file())))
+                found.append((place, sum(one.st_size for one in looked_below(place).values())))
     return found
 
 
@@ -137,7 +135,7 @@ def clean(folders: Sequence[Path]) -> None:
         If `spare` refuses, before anything is deleted, or a process works in a run.
     """
     for place, _ in spare(folders):
-        with alone(place.parent):
+        with alone(place.parent), suppress(FileNotFoundError):  # another process may have deleted it
             shutil.rmtree(place)
 
 

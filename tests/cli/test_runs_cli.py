@@ -165,6 +165,15 @@ def test_cleaning_keeps_what_a_result_needs(runs, capsys, tmp_path):
     assert not spare([tmp_path / "compare-x"])
 
 
+def test_what_another_process_has_cleaned_meanwhile_is_no_error(runs, tmp_path, monkeypatch):
+    folder = shutil.copytree(runs / "cwt", tmp_path / "cwt")
+    found = spare([folder])
+    shutil.rmtree(found[0][0])
+    monkeypatch.setattr("flwr_replay.runs.listing.spare", lambda folders: found)
+    clean([folder])
+    assert not any(place.exists() for place, _ in found)
+
+
 def test_a_live_run_is_followed_to_its_end(runs, tmp_path):
     folder = shutil.copytree(runs / "cwt", tmp_path / "cwt")
     result = (folder / "result.json").read_bytes()

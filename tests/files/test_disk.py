@@ -43,6 +43,24 @@ def test_entries_are_those_of_the_pattern_in_order(tmp_path):
     assert {file.name for file in files_below(tmp_path)} == {"a.txt", "b.txt", "c.png", "d.txt"}
 
 
+def test_only_where_processes_work_may_a_folder_go_while_it_is_listed(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    scandir = os.scandir
+
+    def gone(place):
+        if Path(place).name == "a":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(place))
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    assert files_below(tmp_path, at_work=True) == [tmp_path / "b" / "file"]
+    for work in (lambda: files_below(tmp_path), lambda: files_below(tmp_path / "a", at_work=True)):
+        with pytest.raises(RunError, match="a must be a readable folder"):
+            work()
+
+
 def test_a_closed_part_is_not_overwritten(tmp_path, unreadable, monkeypatch):
     path = tmp_path / "ledger.jsonl"
     lines = Lines(path, most=20)

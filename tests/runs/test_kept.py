@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 
 import pytest
@@ -12,6 +13,7 @@ from flwr_replay.files.lines import parts
 from flwr_replay.runs import kept as module
 from flwr_replay.runs.coordinator import _bytes
 from flwr_replay.runs.kept import kept, ledger_bytes, remove
+from flwr_replay.runs.listing import listed
 
 MODEL, LOOKS = "model-000001.safetensors", 500
 
@@ -19,7 +21,8 @@ MODEL, LOOKS = "model-000001.safetensors", 500
 @pytest.fixture
 def state(tmp_path):
     (tmp_path / "runs" / "run").mkdir(parents=True)
-    (tmp_path / "ledger.jsonl").touch()
+    for file in ("ledger.jsonl", "runs/run/config.yaml"):
+        (tmp_path / file).touch()
     return tmp_path
 
 
@@ -27,6 +30,10 @@ def write_on(state):
     for exchange in itertools.count():
         for folder in (state / "runs" / "run", state / "messages"):
             write_atomic(folder / f"{exchange % 3}.safetensors", b"x", to_disk=False)
+        for n in range(9):
+            (state / "runs" / "run" / f"latents-{n}").mkdir()
+        for n in range(9):
+            shutil.rmtree(state / "runs" / "run" / f"latents-{n}")
 
 
 def test_files_that_come_and_go_meanwhile_are_no_error(state):
@@ -38,6 +45,7 @@ def test_files_that_come_and_go_meanwhile_are_no_error(state):
         for _ in range(LOOKS):
             for look in (kept, ledger_bytes, _bytes):
                 look(state)
+            listed(state / "runs" / "run")
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -51,6 +59,13 @@ def test_a_ledger_whose_first_part_is_closed_meanwhile_is_found(state, monkeypat
 
     monkeypatch.setattr(module, "parts", closed_meanwhile)
     assert [one.run for one in kept(state)] == ["run"]
+
+
+def test_what_a_killed_process_was_writing_goes_too(state):
+    left = state / "runs" / "run" / f".{MODEL}.123.tmp"
+    left.touch()
+    remove(state, ["run"])
+    assert not left.exists()
 
 
 def test_what_a_message_keeps_just_before_its_run_is_removed_goes_too(state, monkeypatch):
