@@ -19,7 +19,7 @@ from flwr_replay.config.binding import differing, digest_of
 from flwr_replay.config.sections import NODES
 from flwr_replay.errors import PrivacyError, RefusedError, WireError
 from flwr_replay.files.atomic import NAME, private_folder, read_text, stamp, write_atomic
-from flwr_replay.files.disk import entries, opener, remove, writing
+from flwr_replay.files.disk import entries, locked, opener, remove, writing
 from flwr_replay.files.once import write_once
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.institution.owner import Institution
@@ -95,7 +95,7 @@ class StateStore:
         """Count a test in a run; return how many there were before."""
         private_folder(folder := self.of_run(run))
         path = folder / "tests"
-        with writing(path), open(path, "ab", 0, opener=opener()) as file:
+        with writing(path), open(path, "ab", 0, opener=opener()) as file, locked(file):  # over NFS none appends alone
             file.write(b".")  # at once: where it stands is then known, whoever else has opened the file
             return file.tell() - 1
 
