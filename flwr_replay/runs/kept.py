@@ -65,8 +65,8 @@ def kept(state: Path) -> list[Kept]:
         )
     found = []
     for folder in (folder for folder in (state / RUNS).iterdir() if folder.is_dir()):
-        found_here = looked(files_below(folder, at_work=True))
-        files = {file: one for file, one in found_here.items() if stat.S_ISREG(one.st_mode)}
+        below = looked(files_below(folder, at_work=True))
+        files = {file: one for file, one in below.items() if stat.S_ISREG(one.st_mode)}
         last = max(one.st_mtime for one in (folder.stat(), *files.values()))
         spare = [file for file in files if file.suffix in GOES]
         since, size = max(0.0, time.time() - last), sum(one.st_size for one in files.values())
