@@ -16,10 +16,10 @@ from flwr_replay.studies.study import Part
 __all__ = ["PARTS"]
 
 # Eight times 1,000 are all of 8,000 training images. Tests come after the last round only, so none are used before.
-MNIST = ["task=mnist", "partition.size=1000", "model=cnn", "rounds=10", "evaluate_every=10", "seeds=3", "split=test"]
+MNIST = ["task=mnist", "partition.size=1000", "model=cnn", "rounds=10", "evaluate_every=10", "seeds=5", "split=test"]
 SKEW = [*MNIST, "partition=ks", "ks=0.93", "nodes=4"]
 PNEUMONIA = "pneumoniamnist.npz"
-XRAYS = ["task=medmnist", "classes=2", "model=cnn", "rounds=20", "evaluate_every=20", "seeds=3"]
+XRAYS = ["task=medmnist", "classes=2", "model=cnn", "rounds=20", "evaluate_every=20", "seeds=5"]
 X_SKEW = [*XRAYS, "nodes=2", "partition=ks", "ks=0.6", "drop=true"]
 FEDER = "standard := feder"
 HOPS = "buffer 0 := feder:buffer=0"

@@ -45,7 +45,7 @@ def part(
 ) -> Part:
     """Return a part whose runs record their messages and are attacked."""
     against = methods[0].split(" := ")[0]
-    recorded = [*options, "record=all", "seeds=3"]
+    recorded = [*options, "record=all", "seeds=5"]
     return Part(
         name=name,
         about=about,

@@ -23,10 +23,10 @@ METHODS = ["central", "local", "cwt", "splitnn", "fedavg", "fedprox:mu=0.01", "f
 KEEP = ":optimizer-state=keep"
 KEPT = ["central", "local", f"cwt{KEEP}", f"splitnn{KEEP}", f"fedavg{KEEP}", f"fedprox:mu=0.01{KEEP}", "fedavgm"]
 KEPT += [SGD, f"fedavgshare{KEEP}", "fedreplay"]
-MNIST = ["task=mnist", "model=lenet5", "rounds=10", "seeds=3"]
+MNIST = ["task=mnist", "model=lenet5", "rounds=10", "seeds=5"]
 DIABETES = ["task=diabetes", "nodes=4", "rounds=20", "seeds=10"]
 HEART = ["task=heart_disease", "rounds=20", "seeds=10"]
-RESNET = ["task=mnist", "model=resnet18", "stem=small", "width=16", "partition=ks", "ks=0.93", "rounds=5", "seeds=3"]
+RESNET = ["task=mnist", "model=resnet18", "stem=small", "width=16", "partition=ks", "ks=0.93", "rounds=5", "seeds=5"]
 
 
 def mnist(name: str, about: str, *partition: str) -> Part:
@@ -85,7 +85,7 @@ PARTS = [
         name="pneumonia",
         about="Chest X-rays, two classes, examples of the larger one left out.",
         methods=KEPT,
-        options=["task=medmnist", "partition=ks", "ks=0.6", "drop=true", "rounds=10", "seeds=3"],
+        options=["task=medmnist", "partition=ks", "ks=0.6", "drop=true", "rounds=10", "seeds=5"],
         metric="balanced-accuracy",
         data="pneumoniamnist.npz",
     ),
@@ -99,7 +99,7 @@ PARTS = [
             "ks=0.8",
             "contrast=0.6",
             "rounds=6",
-            "seeds=3",
+            "seeds=5",
             "fedreplay.encoder-epochs=6",
         ],
         data="isbi2012",

@@ -9,7 +9,7 @@ from flwr_replay.studies.study import Part
 
 __all__ = ["PARTS"]
 
-MNIST = ["task=mnist", "model=resnet18", "stem=small", "width=16", "partition=ks", "rounds=5", "seeds=3"]
+MNIST = ["task=mnist", "model=resnet18", "stem=small", "width=16", "partition=ks", "rounds=5", "seeds=5"]
 PNEUMONIA = ["task=medmnist", "partition=ks", "ks=0.6", "drop=true", "rounds=20", "seeds=5"]
 METHODS = ["central", "fedreplay", "fedreplay:cut=layer2", "fedavg", "cwt", "local"]
 KEEP = ["fedavg:optimizer-state=keep", "cwt:optimizer-state=keep"]
