@@ -8,6 +8,7 @@ from collections.abc import Iterable
 __all__ = [
     "BudgetError",
     "ConfigError",
+    "DamagedError",
     "DataError",
     "DivergedError",
     "FlwrReplayError",
@@ -63,7 +64,11 @@ class DivergedError(TrainingError):
 
 
 class RunError(FlwrReplayError):
-    """A run that cannot continue: a file is damaged or cannot be written, or no institution is left."""
+    """A run that cannot continue: a file is damaged or cannot be read or written, or no institution is left."""
+
+
+class DamagedError(RunError):
+    """A file that is missing or, read whole, is not as it was written; one that could not be read may be sound."""
 
 
 def nearest(value: str, known: Iterable[str]) -> str:

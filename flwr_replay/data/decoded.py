@@ -32,9 +32,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from flwr_replay.config.sections import TaskConfig
-from flwr_replay.errors import RunError
+from flwr_replay.errors import DamagedError
 from flwr_replay.files.atomic import private_folder, read_json, sweep, sync, write_json
-from flwr_replay.files.disk import claimed, folder_locked, looked, writing
+from flwr_replay.files.disk import claimed, folder_locked, looked, reading, writing
 
 __all__ = ["FOLDER", "DecodedImages", "Source", "decoded", "each"]
 
@@ -153,11 +153,11 @@ class DecodedImages:
         """Return an entry if it is valid."""
         try:
             about = read_json(self._about(form), READ)
-            with open(self._images(form), "rb") as file:
+            with reading(path := self._images(form)), open(path, "rb") as file:
                 if about["key"] != key or about["written"] != list(_times(os.fstat(file.fileno()))):
                     return None
                 x = np.memmap(file, about["dtype"], "r", shape=tuple(about["shape"]))
-        except (RunError, OSError, ValueError, TypeError):  # missing or damaged
+        except (DamagedError, ValueError, TypeError):  # missing or damaged
             return None
         return {split: np.asarray(rows, np.int64) for split, rows in about["splits"].items()}, x
 

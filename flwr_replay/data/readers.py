@@ -35,6 +35,7 @@ from flwr_replay.terminal import installing
 __all__ = [
     "SPLIT_SEED",
     "Raw",
+    "again",
     "csv_rows",
     "data_root",
     "line_of",
@@ -127,7 +128,7 @@ def _read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, zlib.error, OSError) as error:
-        raise DataError(f"idx files must be complete; {path} cannot be read ({error}): download it again") from None
+        raise DataError(f"idx files must be complete; {path} cannot be read ({error}): {again(error)}") from None
     header = 4 + 4 * dims
     if len(data) < header or data[:4] != bytes([0, 0, IDX_UBYTE, dims]):
         raise DataError(
@@ -198,14 +199,12 @@ def read_medmnist(task: TaskConfig) -> dict[str, Raw]:
         _fetch_medmnist(path)
     if not path.is_file():
         raise _missing(task, path.name, [path.parent])
-    broken = f"{path} must be a MedMNIST .npz file; it is truncated, unreadable or another file"
-    if not zipfile.is_zipfile(path):
-        raise DataError(f"{broken}: download it again")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{broken} ({line_of(error)}): download it again") from None
+        broken = f"{path} must be a MedMNIST .npz file; it is truncated, unreadable or another file"
+        raise DataError(f"{broken} ({line_of(error)}): {again(error)}") from None
     for key in ("train_images", "train_labels", "test_images", "test_labels"):
         if key not in arrays:
             raise DataError(f"{path} must hold {key}, as MedMNIST files do; got {', '.join(arrays) or 'nothing'}")
@@ -317,6 +316,11 @@ def _fetch(root: Path, what: str, download: Callable[[Path], object]) -> None:
 def line_of(error: Exception) -> str:
     """Put an error's message on one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def again(error: Exception) -> str:
+    """Say what to do about a file that cannot be read: what the system could not read may be sound."""
+    return "download it again" if getattr(error, "errno", None) is None else "mend that, and try again"
 
 
 def shortened(cell: str) -> str:

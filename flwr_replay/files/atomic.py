@@ -17,7 +17,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 from zlib import crc32
 
-from flwr_replay.errors import RunError
+from flwr_replay.errors import DamagedError, RunError
 from flwr_replay.files.disk import claimed, lock, make, opener, reading, shut, unlocking, writing
 
 NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run; folders are named after them
@@ -270,7 +270,9 @@ def read_text(path: Path) -> str:
     try:
         return read_bytes(path).decode()
     except UnicodeDecodeError:
-        raise RunError(f"{path} must be text; it is damaged: restore it from a backup, or begin a new run") from None
+        raise DamagedError(
+            f"{path} must be text; it is damaged: restore it from a backup, or begin a new run"
+        ) from None
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -306,13 +308,15 @@ def read_json(path: Path, form: Form | None = None) -> dict[str, Any]:
 
     Raises
     ------
+    DamagedError
+        If it is missing, damaged or of another form.
     RunError
-        If it is damaged or does not have the form.
+        If it could not be read.
     """
     values = parsed(read_bytes(path))
     stored = values.pop(CHECKSUM, None) if isinstance(values, dict) else None
     if not fits(values, form or {}) or stored not in (None, checksum(values)):
-        raise RunError(f"{path} must be as it was written; it is damaged: remove it, and it is written again")
+        raise DamagedError(f"{path} must be as it was written; it is damaged: remove it, and it is written again")
     return dict(values)
 
 

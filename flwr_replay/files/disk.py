@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from flwr_replay.errors import RunError
+from flwr_replay.errors import DamagedError, RunError
 
 __all__ = [
     "claimed",
@@ -28,6 +28,7 @@ __all__ = [
     "reading",
     "remove",
     "shut",
+    "there",
     "unlocking",
     "writing",
 ]
@@ -35,8 +36,9 @@ __all__ = [
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on its disk"),
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give this user the right to write there"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give this user the right to it"),
     **dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENOTDIR), "move away what is in its place"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n), and try again"),
 }
 
 
@@ -58,13 +60,42 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an error of reading into one line, as `writing` does."""
+    """Turn an error of reading into one line, as `writing` does.
+
+    Raises
+    ------
+    DamagedError
+        If it is missing, or no file.
+    RunError
+        If it could not be read, which says nothing about what it holds.
+    """
     try:
         yield
-    except OSError as error:
-        raise RunError(
-            f"{path} must be a readable file; {error.strerror or error}: restore it from a backup, or begin a new run"
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise DamagedError(
+            f"{path} must be a file; {error.strerror}: restore it from a backup, or begin a new run"
         ) from None
+    except OSError as error:
+        if error.errno is None:  # a library's, of what it has read
+            raise
+        remedy = REMEDIES.get(error.errno, "try again")
+        raise RunError(f"{path} could not be read; {error.strerror or error}: {remedy}") from None
+
+
+def there(path: Path) -> bool:
+    """Say whether there is a file or folder; whoever cannot look is not told that there is none, as by `Path.exists`.
+
+    Raises
+    ------
+    RunError
+        If that cannot be seen.
+    """
+    with reading(path):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
 
 
 def entries(folder: Path, pattern: str = "*") -> list[Path]:

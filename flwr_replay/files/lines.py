@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import IO, Any
 
-from flwr_replay.errors import RunError
+from flwr_replay.errors import DamagedError
 from flwr_replay.files.atomic import Form, fits, parsed, read_bytes, sync
 from flwr_replay.files.disk import entries, lock, locked, opener, reading, shut, unlocking, writing
 
@@ -56,7 +56,9 @@ def lines_of(file: IO[bytes], path: Path, form: Form | None = None) -> Iterator[
                 yield record
             elif text and (record is not None or text != line):
                 keys = f" with {', '.join(form)}" if form else ""
-                raise RunError(f"every line of {path} must be JSON{keys}; line {number} is not: repair or remove it")
+                raise DamagedError(
+                    f"every line of {path} must be JSON{keys}; line {number} is not: repair or remove it"
+                )
 
 
 def read_lines(path: Path, form: Form | None = None) -> list[dict[str, Any]]:

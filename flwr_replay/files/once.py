@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flwr_replay.files.atomic import read_text, sync, write_atomic
-from flwr_replay.files.disk import writing
+from flwr_replay.files.disk import there, writing
 
 __all__ = ["write_once"]
 
@@ -19,7 +19,7 @@ def write_once(path: Path, text: str, to_disk: bool = True) -> str:
     Without `to_disk` a loss of power may lose or damage it.
     """
     mine = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    while not path.exists():
+    while not there(path):
         with writing(path):
             write_atomic(mine, text, to_disk)
             with suppress(FileExistsError, FileNotFoundError):  # another process was first, or `sweep` removed `mine`

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from flwr_replay.errors import RunError, WireError
+from flwr_replay.errors import DamagedError, WireError
 from flwr_replay.files.atomic import read_bytes, write_atomic
 
 __all__ = ["StateDict", "digest", "nested", "read_tensors", "read_with_texts", "unnested", "write_tensors"]
@@ -89,8 +89,8 @@ def read_tensors(path: Path) -> StateDict:
 
     Raises
     ------
-    RunError
-        If the file is damaged. Files of older versions have no checksum; only their format is checked.
+    DamagedError
+        If the file is missing or damaged. Files of older versions have no checksum; only their format is checked.
     """
     return read_with_texts(path)[0]
 
@@ -105,7 +105,7 @@ def read_with_texts(path: Path) -> tuple[StateDict, dict[str, str]]:
                 raise ValueError("its checksum differs")
         arrays, header = load(data), json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise RunError(
+        raise DamagedError(
             f"{path} must be as it was written; it is damaged ({error}): restore it from a backup, or begin a new run"
         ) from None
     texts = header.pop(METADATA, {})

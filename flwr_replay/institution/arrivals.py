@@ -16,8 +16,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flwr_replay.errors import RefusedError, RunError
+from flwr_replay.errors import DamagedError, RefusedError
 from flwr_replay.files.atomic import private_folder, read_json, write_json
+from flwr_replay.files.disk import there
 from flwr_replay.institution.state import StateStore
 
 __all__ = ["REPEATS", "Arrival", "Arrivals"]
@@ -64,8 +65,8 @@ class Arrivals:
         self.file, self.own = store.of_run(run) / NOTES, own
         form = {"newest": int, "released": int, "release": str, "parcels": list, "shares": list}
         try:
-            noted = read_json(self.file, form) if self.file.exists() else {name: kind() for name, kind in form.items()}
-        except RunError:
+            noted = read_json(self.file, form) if there(self.file) else {name: kind() for name, kind in form.items()}
+        except DamagedError:
             raise RefusedError(
                 f"an institution knows which parcels came in a run; its notes, {NOTES}, are damaged or of another "
                 "version: refused; begin a new run"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flwr_replay.errors import PrivacyError
 from flwr_replay.files.atomic import alone, private_folder
+from flwr_replay.files.disk import there
 from flwr_replay.files.once import write_once
 from flwr_replay.files.tensors import digest
 from flwr_replay.institution.budget import PrivacyBudget
@@ -103,7 +104,7 @@ class NoisyUpload:
         """Refuse if this run's account lacks an upload that may have left; where runs add up, if any run's does."""
         adds_up = self.budget.institution.policy.max_local_epsilon is not None
         for folder in self.budget.state.runs() if adds_up else [self.folder.parent]:
-            if (folder / FOLDER / MARK).exists() and LATENTS not in self.budget.charged(folder.name):
+            if there(folder / FOLDER / MARK) and LATENTS not in self.budget.charged(folder.name):
                 logging.getLogger("flwr").error("%s has lost the charge for the latents of its run", folder)
                 raise PrivacyError(
                     "an account has the charge for all latents that have left; one here has lost it, and the "

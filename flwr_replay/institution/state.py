@@ -19,7 +19,7 @@ from flwr_replay.config.binding import differing, digest_of
 from flwr_replay.config.sections import NODES
 from flwr_replay.errors import PrivacyError, RefusedError, WireError
 from flwr_replay.files.atomic import NAME, private_folder, read_text, stamp, write_atomic
-from flwr_replay.files.disk import entries, locked, opener, remove, writing
+from flwr_replay.files.disk import entries, locked, opener, reading, remove, there, writing
 from flwr_replay.files.once import write_once
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.institution.owner import Institution
@@ -74,7 +74,7 @@ class StateStore:
         RefusedError
             If the institution has removed its state of this run: it would go on from another one.
         """
-        if (self.of_run(run) / REMOVED).exists():
+        if there(self.of_run(run) / REMOVED):
             raise RefusedError(
                 f"this institution has removed what it kept of run {run!r}, which cannot go on: begin a new run"
             )
@@ -87,7 +87,7 @@ class StateStore:
         recorded, which tell more, and never leaves.
         """
         file = private_folder(self.of_run(run)) / DATA
-        before = read_text(file) if file.exists() else ""
+        before = read_text(file) if there(file) else ""
         if (digest := self.institution.data.train.digest) not in before:
             write_atomic(file, f"{before}{digest}\n", to_disk=self.institution.durable)
 
@@ -138,11 +138,11 @@ class StateStore:
     def at(self, key: str, run: str, server_round: int) -> StateDict | None:
         """Return the arrays saved after one exchange, for reading only; None if there are none."""
         file = self._file(key, run, server_round)
-        return _recent.read(file, self.origin) if file.exists() else None
+        return _recent.read(file, self.origin) if there(file) else None
 
     def has(self, key: str, run: str, server_round: int) -> bool:
         """Return whether arrays were saved after one exchange."""
-        return self._file(key, run, server_round).exists()
+        return there(self._file(key, run, server_round))
 
     def newest(self, key: str, run: str, before: int) -> int:
         """Return the last exchange before this one after which arrays were saved under a key; 0: none."""
@@ -163,17 +163,18 @@ class StateStore:
     def _latest(self, key: str, run: str, before: int) -> Path | None:
         """Return a key's last file from before an exchange."""
         file = self._file(key, run, before - 1)
-        if file.exists():  # the usual case, without listing the folder
+        if there(file):  # the usual case, without listing the folder
             return file
         earlier = [exchange for exchange in self._exchanges(key, run) if exchange < before]
         return self._file(key, run, earlier[-1]) if earlier else None
 
     def _exchanges(self, key: str, run: str) -> list[int]:
         """Return the exchanges that a key's files belong to, in order."""
-        try:
-            names = os.listdir(self.of_run(run))
-        except FileNotFoundError:
-            return []
+        with reading(folder := self.of_run(run)):
+            try:
+                names = os.listdir(folder)
+            except FileNotFoundError:
+                return []
         begin, number = f"{key}-", slice(len(key) + 1, -len(SUFFIX))
         ours = [name[number] for name in names if name.startswith(begin) and name.endswith(SUFFIX)]
         return sorted(int(exchange) for exchange in ours if exchange.isdigit())
@@ -249,7 +250,7 @@ on_forget(_recent.clear)
 @remembered(maxsize=NODES)  # a process looks once
 def _bind(folder: Path, bound: str, durable: bool) -> None:
     path = folder / "options.json"
-    if not path.exists():
+    if not there(path):
         private_folder(folder)
     before = write_once(path, bound, durable)
     if before != bound:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flwr_replay.errors import BudgetError, DataError, DivergedError, TrainingError, WireError
 from flwr_replay.files.atomic import alone, in_use, private_folder, read_bytes
-from flwr_replay.files.disk import entries
+from flwr_replay.files.disk import entries, there
 from flwr_replay.files.tensors import digest
 from flwr_replay.generators.base import ImageGenerator
 from flwr_replay.generators.perceptual import spread
@@ -159,7 +159,7 @@ class SynthesisStages:
         seed, device, file = derived_seed(self.identity), self.institution.device, self.file(run)
         if path := self.plan.checkpoint(self.institution.name):
             return self.plan.checkpointed(path, device)
-        if file.exists():
+        if there(file):
             return self.plan.read(file, seed, device)
         # Another process saves before it lets go of its folder: so who trains is looked for before what is saved.
         begun = {path.name for path in entries(file.parent) if path.is_dir() and in_use(path)}

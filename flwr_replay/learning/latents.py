@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flwr_replay.errors import RunError, WireError
+from flwr_replay.errors import DamagedError, WireError
 from flwr_replay.files.atomic import private_folder, read_json, tally, write_json
-from flwr_replay.files.disk import entries, opener, writing
+from flwr_replay.files.disk import entries, opener, reading, there, writing
 from flwr_replay.payloads.fedreplay import Latents
 
 __all__ = [
@@ -150,7 +150,7 @@ class LatentStore:
         self.folder = folder
         self.progress: dict[str, dict[str, Any]] = {}
         for meta in (upload / "upload.json" for upload in entries(folder)):
-            if not meta.exists():
+            if not there(meta):
                 continue
             self.progress[meta.parent.name] = read_json(meta, UPLOAD)
             self._check(meta.parent.name)
@@ -261,13 +261,14 @@ class LatentStore:
 
     def _open(self, name: str) -> dict[str, NDArray[Any]]:
         try:
-            found = {path.stem: np.load(path, mmap_mode="r") for path in entries(self.folder / name, "*.npy")}
+            with reading(self.folder / name):
+                found = {path.stem: np.load(path, mmap_mode="r") for path in entries(self.folder / name, "*.npy")}
             return {"latents": found["latents"], "labels": found["labels"], **found}
-        except (ValueError, TypeError, OSError, EOFError, KeyError) as error:
+        except (ValueError, TypeError, EOFError, KeyError) as error:
             raise self._damaged(name, str(error)) from None
 
-    def _damaged(self, name: str, how: str) -> RunError:
-        return RunError(
+    def _damaged(self, name: str, how: str) -> DamagedError:
+        return DamagedError(
             f"{self.folder / name} must hold the latents that {name} uploaded; it is damaged ({how}): remove the "
             "folder, and they are requested again"
         )

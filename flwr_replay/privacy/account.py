@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.config.sections import NODES
-from flwr_replay.errors import BudgetError, RunError
+from flwr_replay.errors import BudgetError, DamagedError
 from flwr_replay.files.atomic import CHECKSUM, alone, checksum, private_folder, stamp, sync
+from flwr_replay.files.disk import there
 from flwr_replay.files.lines import Lines, read_lines
 from flwr_replay.memory import remembered
 from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilon
@@ -130,7 +131,7 @@ class Account:
     @contextmanager
     def _held(self) -> Iterator[_Book]:
         """Read the charges and keep other processes from adding any meanwhile."""
-        if not self.folder.is_dir():
+        if not there(self.folder):
             private_folder(self.folder)
         with alone(self.folder, wait=True):
             book = _book(self.folder)
@@ -181,11 +182,11 @@ class _Book:
 
         Raises
         ------
-        RunError
+        DamagedError
             If it is another.
         """
         if charge.pop(CHECKSUM, None) not in (None, checksum(charge)):
-            raise RunError(
+            raise DamagedError(
                 f"every line of {self.path} must be as it was written; that of {charge.get('time')} is damaged: "
                 "restore the account's newest copy from a backup, or begin a new run"
             )

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from flwr_replay.errors import PrivacyError
 from flwr_replay.files.atomic import alone, write_atomic
+from flwr_replay.files.disk import there
 from flwr_replay.rng import derived_seed
 
 __all__ = ["Stream", "noise_stream", "secret_key"]
@@ -83,15 +84,15 @@ def secret_key(folder: Path) -> bytes:
         If the key is damaged, or others may read it.
     """
     path = folder / KEY
-    if not path.exists():
+    if not there(path):
         with alone(folder, wait=True):
-            if not path.exists():  # no other process has made it meanwhile
+            if not there(path):  # no other process has made it meanwhile
                 write_atomic(path, secrets.token_bytes(32), mode=0o600)
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below
     except OSError as error:
         raise PrivacyError(
-            f"{KEY} in the state directory must be a file that its owner can read; {error.strerror}: restore it"
+            f"{KEY} in the state directory could not be read; {error.strerror}: mend that, and try again"
         ) from None
     with file:
         if os.name == "posix" and os.fstat(file.fileno()).st_mode & 0o077:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 
-from flwr_replay.errors import RunError
+from flwr_replay.errors import DamagedError, RunError
 from flwr_replay.files.atomic import private_folder
 from flwr_replay.files.disk import entries, remove
 from flwr_replay.files.tensors import read_tensors, write_tensors
@@ -91,12 +91,18 @@ class BestModel:
         return self.files().get(exchange)
 
     def rewind(self, exchange: int, log: Callable[[str], None]) -> None:
-        """Delete what was best only after this exchange, and what is damaged; `log` is told of the latter."""
+        """Delete what was best only after this exchange, and what is damaged; `log` is told of the latter.
+
+        Raises
+        ------
+        RunError
+            If a file could not be read. Nothing is deleted then.
+        """
         damaged = []
         for at, path in self.files().items():
             try:
                 read_tensors(path)
-            except RunError as error:
+            except DamagedError as error:
                 damaged.append(at)
                 if at <= exchange:
                     log(f"{error}; the run goes on without the best round's model")

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from flwr_replay.errors import RunError
+from flwr_replay.errors import DamagedError, RunError
 from flwr_replay.files.atomic import fits, private_folder, tally
 from flwr_replay.files.disk import entries, reading, remove, writing
 from flwr_replay.files.lines import parts
@@ -89,14 +89,15 @@ class Checkpoints:
         Raises
         ------
         RunError
-            If there are checkpoints but none is complete, or if a growing file no longer begins as it did then.
+            If there are checkpoints but none is complete, one could not be read, or a growing file no longer begins as
+            it did then.
         """
         found = entries(self.folder, "*.safetensors")[::-1]
         for i, path in enumerate(found):
             try:
                 arrays, texts = read_with_texts(path)
                 values = json.loads(texts.get("values", ""))
-            except (RunError, ValueError) as error:
+            except (DamagedError, ValueError) as error:
                 log(f"{error}; the run continues from the previous checkpoint")
                 continue
             if fits(values, FORM):

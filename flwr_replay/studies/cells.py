@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import FlwrReplayError, RunError
-from flwr_replay.files.disk import entries
+from flwr_replay.files.disk import entries, there
 from flwr_replay.processes import end_with_parent
 from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.report.missing import missing_suffix
@@ -77,12 +77,12 @@ class Cell:
     @property
     def done(self) -> bool:
         """Whether the run has its result."""
-        return (self.folder / "result.json").exists()
+        return there(self.folder / "result.json")
 
     @property
     def begun(self) -> bool:
         """Whether there is a checkpoint to resume from."""
-        return (self.folder / "config.yaml").exists() and bool(entries(self.folder / "checkpoints", "*.safetensors"))
+        return there(self.folder / "config.yaml") and bool(entries(self.folder / "checkpoints", "*.safetensors"))
 
 
 def run_all(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -175,7 +175,7 @@ def _run(cell: Cell, display: Display) -> dict[str, Any]:
     overrides = list(cell.overrides)
     if cell.begun:
         overrides, _ = resolve([], "", str(cell.folder))
-    elif cell.folder.exists():
+    elif there(cell.folder):
         _remove_unborn(cell.folder)
     try:
         return run_inline(overrides, display)[0]

@@ -34,6 +34,7 @@ from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
 from flwr_replay.files.atomic import alone, make_folder, write_atomic
+from flwr_replay.files.disk import there
 from flwr_replay.learning.tasks import ERRORS, make_task
 from flwr_replay.privacy.noise import noise_of
 from flwr_replay.privacy.plan import PrivacyPlan
@@ -258,7 +259,7 @@ def _noise(simulation: Simulation) -> list[dict[str, Any]]:
 
 def _refuse_other(folder: Path, config: RunConfig) -> None:
     """Refuse a cell that was begun with other options; options that only one version has are not compared."""
-    if not (folder / "config.yaml").exists():
+    if not there(folder / "config.yaml"):
         return
     ours = yaml.safe_load(to_yaml(config))
     check_unchanged(folder)

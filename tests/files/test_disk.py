@@ -1,16 +1,31 @@
-"""A folder that cannot be read is not an empty one: nothing begins anew, is overwritten or left out because of it."""
+"""What cannot be read is neither empty nor damaged: nothing begins anew, is overwritten, deleted or left out."""
 
+import builtins
 import errno
+import io
 import os
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from harness import write_shards
 
+from flwr_replay.config.compose import compose
 from flwr_replay.data.folder import folder_rows
-from flwr_replay.errors import RunError
-from flwr_replay.files.disk import entries, files_below
+from flwr_replay.data.readers import read_medmnist
+from flwr_replay.errors import DataError, PrivacyError, RunError
+from flwr_replay.files.atomic import write_json
+from flwr_replay.files.disk import entries, files_below, there
 from flwr_replay.files.lines import Lines, parts, read_lines
+from flwr_replay.files.once import write_once
+from flwr_replay.institution.arrivals import Arrivals
+from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.latents import LatentStore
+from flwr_replay.payloads.fedreplay import Latents
+from flwr_replay.privacy.secret import KEY, secret_key
+from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.studies.cells import Cell
 
@@ -103,3 +118,115 @@ def test_no_image_is_left_out(tmp_path, unreadable):
     unreadable(tmp_path / "one" / "b")
     with pytest.raises(RunError, match="one/b must be a readable folder"):
         folder_rows(tmp_path)
+
+
+# --- a file that could not be read is not damaged ---------------------------------------------------------------------
+
+
+@pytest.fixture(params=["EACCES", "EIO", "ESTALE", "ENOMEM", "EMFILE"])
+def refusing(request, monkeypatch):
+    """Return a function after which files of this name cannot be opened; EMFILE is the system's own, for all files."""
+
+    def now(name, spare=0):
+        if request.param == "EMFILE":
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            os.close(lowest := os.dup(0))
+            request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, hard))
+            return
+        number = getattr(errno, request.param)
+
+        def refused(path, *words, honest=open, **more):
+            if Path(path).name == name:
+                raise OSError(number, os.strerror(number), str(path))
+            return honest(path, *words, **more)
+
+        for module in (builtins, io):
+            monkeypatch.setattr(module, "open", refused)
+
+    return now
+
+
+def refused(work):
+    """Let work be refused, and return the line."""
+    with pytest.raises((RunError, PrivacyError), match=r"could not be read|be a readable folder") as caught:
+        work()
+    assert "damaged" not in str(caught.value)
+    assert "remove the" not in str(caught.value)
+    return str(caught.value)
+
+
+W = {"w": np.zeros(2, np.float32)}
+
+
+def test_a_sound_model_of_the_best_round_is_not_deleted(tmp_path, refusing):
+    best = BestModel(tmp_path)
+    best.write(1, W)
+    best.write(2, W)
+    kept, logged = best.files().values(), []
+    refusing("000002.safetensors")
+    refused(lambda: best.rewind(2, logged.append))
+    assert not logged
+    assert len(kept) == sum(file.exists() for file in kept) == 2
+
+
+def test_a_run_does_not_go_on_from_an_earlier_checkpoint(tmp_path, refusing):
+    written, logged = Checkpoints(tmp_path, []), []
+    values = {"examples-seen": 1, "seconds": 1.0, "state": {}, "label-scale": None}
+    for at in (1, 2):
+        written.write(at, W, {"server-round": at, **values})
+    written.close()
+    refusing("000002.safetensors")
+    refused(lambda: Checkpoints(tmp_path, []).read(logged.append))
+    assert not logged
+
+
+@pytest.mark.parametrize("name", ["upload.json", "latents.npy"])
+def test_whole_latents_are_not_called_damaged(tmp_path, refusing, name):
+    parts = {"num_examples": 1, "first": 0, "total": 1, "raw_bytes": 0, "scales": None}
+    LatentStore(tmp_path).add("a", Latents(latents=np.zeros((1, 2), np.float32), labels=np.zeros(1, np.int64), **parts))
+    refusing(name, spare=1)
+    assert str(tmp_path / "a") in refused(lambda: LatentStore(tmp_path))
+
+
+def test_a_key_is_not_made_anew(tmp_path, refusing):
+    key = secret_key(tmp_path)
+    refusing(KEY)
+    refused(lambda: secret_key(tmp_path))
+    assert (tmp_path / KEY).stat().st_size == len(key)
+
+
+def test_notes_of_parcels_are_not_called_damaged(tmp_path, refusing):
+    store = StateStore(SimpleNamespace(state=tmp_path))
+    notes = Arrivals(store, "run", "a")
+    notes.file.parent.mkdir(parents=True)
+    write_json(notes.file, {"newest": 1, "released": 0, "release": "", "parcels": [], "shares": []})
+    refusing(notes.file.name)
+    refused(lambda: Arrivals(store, "run", "a"))
+
+
+def test_a_data_set_is_not_to_be_downloaded_again(tmp_path, refusing):
+    write_shards(tmp_path, {"a": 9})
+    task = compose(["task=medmnist", f"task.data_dir={tmp_path / 'a.npz'}"]).task
+    refusing("a.npz")
+    with pytest.raises(DataError, match="mend that, and try again"):
+        read_medmnist(task)
+
+
+def test_who_may_not_look_is_not_told_that_there_is_nothing(tmp_path, monkeypatch):
+    def refused_to_look(path, **more):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    (tmp_path / "a").mkdir()
+
+    monkeypatch.setattr(os, "stat", refused_to_look)
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # as from Python 3.14 on
+    monkeypatch.setattr(Path, "stat", refused_to_look)
+    for work in (
+        lambda: there(tmp_path),
+        lambda: LatentStore(tmp_path),
+        lambda: StateStore(SimpleNamespace(state=tmp_path)).bind("run", "{}"),
+        lambda: write_once(tmp_path / "key", ""),
+        lambda: Cell(method=None, seed=0, folder=tmp_path, overrides=()).begun,
+    ):
+        refused(work)

@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_divided_gets_no_line(path, monkeypatch):
     lines = Lines(path, most=MOST)
     write(lines, *range(3))
     monkeypatch.setattr(module.os, "rename", refused)
-    with pytest.raises(RunError, match="Permission denied: give this user the right to write there"):
+    with pytest.raises(RunError, match="Permission denied: give this user the right to it"):
         write(lines, 3)
     monkeypatch.undo()
     write(lines, 4)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.clinical.subjects import divide, keyed_rows, root_of
 from flwr_replay.data.decoded import each
-from flwr_replay.data.readers import Raw, line_of
+from flwr_replay.data.readers import Raw, again, line_of
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.terminal import installing
 
@@ -131,9 +131,7 @@ def _volume(path: Path, nibabel: ModuleType) -> NDArray[Any]:
     except FileNotFoundError:
         raise DataError(f"{path} does not exist: add it, or remove the subject's folder") from None
     except (*broken, OSError, EOFError, ValueError, zlib.error) as error:
-        raise DataError(
-            f"{path} must be a NIfTI volume; it cannot be read: {line_of(error)}: download it again"
-        ) from None
+        raise DataError(f"{path} must be a NIfTI volume; it cannot be read: {line_of(error)}: {again(error)}") from None
     if volume.ndim != 3:
         raise DataError(f"{path} must be a volume of three dimensions; got {volume.shape}")
     return volume
