@@ -39,7 +39,7 @@ from flwr_replay.files.disk import claimed, folder_locked, looked, reading, writ
 __all__ = ["FOLDER", "DecodedImages", "Source", "decoded", "each"]
 
 FOLDER = "decoded"  # in a state directory
-FORMAT = 2
+FORMAT = 3  # a higher one where an image's bits, or the form of an entry, change
 PACKAGES = ("flwr-replay", "numpy", "pillow", "pydicom", "scipy")  # whose version may change an image's bits
 READ = {"key": str, "splits": dict, "written": list, "shape": list, "dtype": str}
 TOGETHER, BYTES = 256, 2**26  # images that are decoded before they are written: so many, or of so many bytes

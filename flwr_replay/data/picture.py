@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +23,18 @@ __all__ = ["DICOM", "fitted", "picture"]
 DICOM = (".dcm", ".dicom")
 EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 DEEPER = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # grey, more than 8 bits
+# What Pillow takes for numbers of the other sign: its mode, and TIFF's SampleFormat.
+SIGNS = {("L", (2,)): np.int8, ("I", (1,)): np.uint32}
+PHOTOMETRIC, SAMPLE_FORMAT, WHITE_IS_ZERO = 262, 339, 0  # TIFF's tags
 
 
 def picture(path: Path, mode: str, where: str = "") -> Image.Image:
     """Read an opaque image as one with 8 bits per channel.
 
     A grey image with more bits is scaled from its own least and greatest value to 0..255: how many of 16 bits a scanner
-    uses, the file does not say. A DICOM file's pixels go through its own modality and VOI transformations first;
-    MONOCHROME1, where small is bright, is inverted. A photograph is turned as its EXIF orientation says.
+    uses, the file does not say. A DICOM file's pixels go through its own modality and VOI transformations first; its
+    padding has no part in the scale, and becomes black. MONOCHROME1 and TIFF's WhiteIsZero, where small is bright, are
+    inverted. An image is turned as its EXIF or TIFF orientation says.
 
     Parameters
     ----------
@@ -48,28 +52,19 @@ def picture(path: Path, mode: str, where: str = "") -> Image.Image:
     ConfigError
         For a DICOM file without the package pydicom.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image, UnidentifiedImageError
 
     named = f"{path} ({where})" if where else f"{path}"
     try:
-        if path.suffix.lower() in DICOM or _marked(path):
-            return _dicom(path, named).convert(mode)
-        with Image.open(path) as image:
-            frames = getattr(image, "n_frames", 1)
-            if frames > 1 and image.format != "MPO":  # a photograph with a preview
-                raise DataError(f"an image file has one frame; {named} has {frames}: write one file for each")
-            if image.mode in DEEPER:
-                return Image.fromarray(_bytes(np.asarray(image, np.float64), named)).convert(mode)
-            if image.mode not in EIGHT_BIT:
-                raise DataError(f"images must be grey or in colour; {named} has mode {image.mode}: convert it")
-            if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] != 255:
-                raise DataError(
-                    f"images must be opaque; {named} has transparent pixels, whose background is unknown: save it "
-                    "without an alpha channel"
-                )
-            return ImageOps.exif_transpose(image).convert(mode)
+        with open(path, "rb") as file:  # Pillow maps what it opens by name, and so scrambles a TIFF file on its side
+            if path.suffix.lower() in DICOM or _marked(file):
+                return _dicom(path, named).convert(mode)
+            with Image.open(file) as image:
+                return _shown(image, named).convert(mode)
     except FileNotFoundError:
         raise DataError(f"image {named} does not exist: add it") from None
+    except UnidentifiedImageError:
+        raise DataError(f"{named} must be an image; it cannot be read: Pillow knows no such form") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{named} must be an image; it cannot be read: {reason}") from None
@@ -101,10 +96,36 @@ def fitted(image: Image.Image, size: int, fit: str) -> Image.Image:
     return image.resize((size, size), filtered)
 
 
-def _marked(path: Path) -> bool:
+def _marked(file: IO[bytes]) -> bool:
     """Say whether a file begins as DICOM files do; many have no suffix."""
-    with open(path, "rb") as file:
-        return file.read(132)[128:] == b"DICM"
+    return file.read(132)[128:] == b"DICM"
+
+
+def _shown(image: Image.Image, named: str) -> Image.Image:
+    """Return an opaque image of one frame as it is meant to be seen: upright, black at 0, with 8 bits per channel."""
+    from PIL import Image, ImageOps
+
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format != "MPO":  # a photograph with a preview
+        raise DataError(f"an image file has one frame; {named} has {frames}: write one file for each")
+    if image.mode not in EIGHT_BIT + DEEPER:
+        raise DataError(f"images must be grey or in colour; {named} has mode {image.mode}: convert it")
+    upright, tags = ImageOps.exif_transpose(image), getattr(image, "tag_v2", {})  # TIFF's
+    dtype = SIGNS.get((image.mode, tags.get(SAMPLE_FORMAT, (1,)))) if tags else None
+    if image.mode in DEEPER or dtype:
+        values_HW = np.asarray(upright).view(dtype) if dtype else np.asarray(upright)
+        clear = bool(np.any(values_HW == upright.info.get("transparency")))
+        grey = _bytes(values_HW.astype(np.float64), named)
+        white_is_zero = tags and tags.get(PHOTOMETRIC, WHITE_IS_ZERO) == WHITE_IS_ZERO  # Pillow inverts 8 bits itself
+        upright = Image.fromarray(255 - grey if white_is_zero else grey)
+    else:
+        clear = upright.has_transparency_data and upright.convert("RGBA").getchannel("A").getextrema()[0] != 255
+    if clear:
+        raise DataError(
+            f"images must be opaque; {named} has transparent pixels, whose background is unknown: save it without an "
+            "alpha channel"
+        )
+    return upright
 
 
 def _dicom(path: Path, named: str) -> Image.Image:
@@ -127,9 +148,11 @@ def _dicom(path: Path, named: str) -> Image.Image:
         array = found.pixel_array
         if array.ndim != 2:
             raise DataError(f"a DICOM file has one frame; {named} has shape {array.shape}: write one file for each")
-        array = pixels.apply_voi_lut(pixels.apply_modality_lut(array, found), found)
-        grey = _bytes(np.asarray(array, np.float64), named)
-        return Image.fromarray(255 - grey if kind == "MONOCHROME1" else grey)
+        padding, array = _padding(found, array), pixels.apply_modality_lut(array, found)
+        if found.get("RescaleSlope"):  # it is applied, and a window of pydicom's would be inverted by a negative one
+            found.RescaleSlope = abs(found.RescaleSlope)
+        grey = _bytes(np.asarray(pixels.apply_voi_lut(array, found), np.float64), named, ~padding)
+        return Image.fromarray(np.where(padding, 0, 255 - grey if kind == "MONOCHROME1" else grey).astype(np.uint8))
     except (DataError, FileNotFoundError):
         raise
     except Exception as error:  # a damaged file can raise any error
@@ -137,10 +160,23 @@ def _dicom(path: Path, named: str) -> Image.Image:
         raise DataError(f"{named} must be a DICOM image; it cannot be read: {reason}") from None
 
 
-def _bytes(values_HW: NDArray[Any], named: str) -> NDArray[np.uint8]:
-    """Scale from the least to the greatest value; one that is the same everywhere becomes black."""
+def _padding(found: Any, stored_HW: NDArray[Any]) -> NDArray[np.bool_]:
+    """Say which stored values are padding, such as the corners around a round scan (DICOM PS3.3 C.7.5.1.1.2)."""
+    value = found.get("PixelPaddingValue")
+    if value is None:
+        return np.zeros(stored_HW.shape, bool)
+    limit, unused = found.get("PixelPaddingRangeLimit"), 8 * stored_HW.itemsize - found.BitsStored
+    ends = np.asarray([value, value if limit is None else limit]).astype(stored_HW.dtype)  # many write -2000 as 63536
+    low, high = np.sort(ends << unused >> unused)
+    within: NDArray[np.bool_] = (low <= stored_HW) & (stored_HW <= high)
+    return within
+
+
+def _bytes(values_HW: NDArray[Any], named: str, counted: NDArray[np.bool_] | bool = True) -> NDArray[np.uint8]:
+    """Scale from the least to the greatest of the values that count; one that is the same everywhere becomes black."""
     if not np.isfinite(values_HW).all():
         raise DataError(f"an image's values must be finite; {named} has others: convert it")
-    low, high = values_HW.min(), values_HW.max()
-    scaled: NDArray[np.uint8] = np.rint((values_HW - low) * (255 / ((high - low) or 1))).astype(np.uint8)
+    among = values_HW[counted] if np.any(counted) else values_HW
+    low, high = among.min(), among.max()
+    scaled: NDArray[np.uint8] = np.rint((values_HW - low) * (255 / ((high - low) or 1))).clip(0, 255).astype(np.uint8)
     return scaled

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
+from pydicom import dcmread
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage
 
@@ -18,8 +20,8 @@ RAMP = np.arange(12, dtype=np.uint16).reshape(3, 4) * 100 + 1000  # 1000 .. 2100
 
 
 def scaled(values):
-    low, high = values.min(), values.max()
-    return np.rint((values - float(low)) * 255 / float(high - low)).astype(np.uint8)
+    values = values.astype(np.float64)
+    return np.rint((values - values.min()) * 255 / np.ptp(values)).astype(np.uint8)
 
 
 def dicom(path: Path, pixels: np.ndarray, kind: str = "MONOCHROME2", **tags: object) -> Path:
@@ -42,6 +44,16 @@ def dicom(path: Path, pixels: np.ndarray, kind: str = "MONOCHROME2", **tags: obj
     for name, value in tags.items():
         setattr(found, name, value)
     found.save_as(path, enforce_file_format=True)
+    return path
+
+
+def tiff(path: Path, pixels: np.ndarray, order: str, tags: dict[int, int]) -> Path:
+    """Write grey pixels uncompressed, in a byte order, with these tags beside the necessary ones."""
+    data, (height, width) = pixels.astype(pixels.dtype.newbyteorder(order)).tobytes(), pixels.shape
+    bits = {256: width, 257: height, 258: 8 * pixels.itemsize, 259: 1, 273: 8, 277: 1, 278: height, 279: len(data)}
+    entries = [struct.pack(f"{order}HHIH2x", tag, 3, 1, value) for tag, value in sorted((bits | tags).items())]
+    head = {"<": b"II", ">": b"MM"}[order] + struct.pack(f"{order}HI", 42, 8 + len(data))
+    path.write_bytes(head + data + struct.pack(f"{order}H", len(entries)) + b"".join(entries) + bytes(4))
     return path
 
 
@@ -71,6 +83,61 @@ def test_a_photograph_is_turned_as_its_camera_says(tmp_path: Path) -> None:
     np.testing.assert_array_equal(grey(tmp_path / "a.png"), np.rot90(pixels, -1))
 
 
+TURNS = {
+    1: lambda seen: seen,
+    2: np.fliplr,
+    3: lambda seen: np.rot90(seen, 2),
+    4: np.flipud,
+    5: np.transpose,
+    6: lambda seen: np.rot90(seen, -1),
+    7: lambda seen: np.rot90(seen, 2).T,
+    8: np.rot90,
+}
+
+
+@pytest.mark.parametrize("white_is_zero", [False, True])
+@pytest.mark.parametrize("dtype", ["<u1", ">u1", "<u2", "<f4", ">f4", "<i1", ">i1", ">u2", "<i2", ">i2", "<u4", "<i4"])
+def test_a_tiff_file_is_upright_and_white_where_it_says_so_at_any_depth(
+    tmp_path: Path, dtype: str, white_is_zero: bool
+) -> None:
+    """Pillow scrambles what it maps into memory, inverts 8 bits only, and takes some signs for others."""
+    order, kind, size = dtype
+    least, step = {"u": 0, "i": -100, "f": -3}[kind], 2**31 // 600 if dtype == "<u4" else 0.2
+    pixels = ((RAMP - 1000.0) * step + least).astype(f"{kind}{size}")
+    shown = pixels if kind + size == "u1" else scaled(pixels)
+    for orientation, turned in TURNS.items():
+        tags = {262: 1 - white_is_zero, 274: orientation, 339: "uif".index(kind) + 1}
+        file = tiff(tmp_path / "a.tif", pixels, order, tags)
+        if white_is_zero and dtype in ("<i1", ">i1", ">u2", "<i2", ">i2", "<u4", "<i4"):
+            with pytest.raises(DataError, match="knows no such form"):
+                picture(file, "L")
+        else:
+            np.testing.assert_array_equal(grey(file), turned(255 - shown if white_is_zero else shown))
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGB", "RGBA", "CMYK"])
+def test_a_tiff_file_of_any_mode_is_turned(tmp_path: Path, mode: str) -> None:
+    pixels = Image.fromarray((RAMP // 10).astype(np.uint8)).convert(mode)
+    for orientation, turned in TURNS.items():
+        tags = Image.Exif()
+        tags[ExifTags.Base.Orientation] = orientation
+        pixels.save(tmp_path / "a.tif", exif=tags)
+        np.testing.assert_allclose(grey(tmp_path / "a.tif"), turned(np.asarray(pixels.convert("L"))), atol=1)
+
+
+def test_more_than_eight_bits_follow_the_rules_of_eight(tmp_path: Path) -> None:
+    tags = Image.Exif()
+    tags[ExifTags.Base.Orientation] = 6
+    Image.fromarray(RAMP).save(tmp_path / "a.png", exif=tags)
+    np.testing.assert_array_equal(grey(tmp_path / "a.png"), np.rot90(scaled(RAMP), -1))
+    for pixels in (RAMP, (RAMP // 10).astype(np.uint8)):
+        Image.fromarray(pixels).save(tmp_path / "clear.png", transparency=int(pixels[1, 1]))
+        with pytest.raises(DataError, match="must be opaque"):
+            picture(tmp_path / "clear.png", "L")
+        Image.fromarray(pixels).save(tmp_path / "opaque.png", transparency=1)
+        assert grey(tmp_path / "opaque.png").any()
+
+
 def test_a_dicom_file_goes_through_its_own_transformations(tmp_path: Path) -> None:
     np.testing.assert_array_equal(grey(dicom(tmp_path / "a.dcm", RAMP)), scaled(RAMP))
     np.testing.assert_array_equal(grey(dicom(tmp_path / "b.dcm", RAMP, "MONOCHROME1")), 255 - scaled(RAMP))
@@ -81,6 +148,47 @@ def test_a_dicom_file_goes_through_its_own_transformations(tmp_path: Path) -> No
     np.testing.assert_allclose(found, np.rint(255 * shown), atol=1)
     dicom(tmp_path / "d.dcm", RAMP).rename(tmp_path / "without-suffix")
     np.testing.assert_array_equal(grey(tmp_path / "without-suffix"), scaled(RAMP))
+
+
+@pytest.mark.parametrize(
+    ("padding", "dtype", "tags"),
+    [
+        (60000, np.uint16, {"PixelPaddingValue": 60000}),
+        (0, np.uint16, {"PixelPaddingValue": 10, "PixelPaddingRangeLimit": 0}),
+        (-2000, np.int16, {"PixelPaddingValue": -2000}),
+        (-2000, np.int16, {"PixelPaddingValue": -2000, "RescaleSlope": 2, "RescaleIntercept": -1024}),
+        (-2000, np.int16, {"PixelPaddingValue": -2000, "WindowCenter": 1550, "WindowWidth": 9000}),
+        (-1995, np.int16, {"PixelPaddingValue": -2000, "PixelPaddingRangeLimit": -1990}),
+        (-1995, np.int16, {"PixelPaddingValue": -1990, "PixelPaddingRangeLimit": -2000}),
+        (-2000, np.int16, {"PixelPaddingValue": 63536}),  # the same 16 bits
+        (63536, np.uint16, {"PixelPaddingValue": 63536, "BitsStored": 12, "HighBit": 11}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["MONOCHROME1", "MONOCHROME2"])
+def test_padding_is_black_and_does_not_set_the_contrast(
+    tmp_path: Path, padding: int, dtype: type, tags: dict[str, int], kind: str
+) -> None:
+    pixels = np.pad(RAMP.astype(dtype), 1, constant_values=padding)
+    file = dicom(tmp_path / "a.dcm", pixels, kind, PixelRepresentation=int(dtype is np.int16))
+    found = dcmread(file)
+    for name, value in tags.items():
+        if name.startswith("PixelPadding"):  # pydicom itself would refuse 63536 as a signed number
+            found.add_new(name, "US" if value >= 0 else "SS", value)
+        else:
+            setattr(found, name, value)
+    found.save_as(file)
+    want = scaled(RAMP) if kind == "MONOCHROME2" else 255 - scaled(RAMP)
+    np.testing.assert_array_equal(grey(file), np.pad(want, 1))
+
+
+def test_an_image_of_padding_alone_is_black(tmp_path: Path) -> None:
+    file = dicom(tmp_path / "a.dcm", np.full((3, 4), 7, np.uint16), "MONOCHROME1", PixelPaddingValue=7)
+    assert not grey(file).any()
+
+
+def test_a_window_keeps_its_direction_under_a_negative_slope(tmp_path: Path) -> None:
+    tags = {"RescaleSlope": -1, "RescaleIntercept": 3000, "WindowCenter": 1450, "WindowWidth": 9000}
+    np.testing.assert_array_equal(grey(dicom(tmp_path / "a.dcm", RAMP, **tags)), 255 - scaled(RAMP))
 
 
 def test_a_dicom_file_in_colour(tmp_path: Path) -> None:
