@@ -17,11 +17,11 @@ from math import inf
 from pathlib import Path
 from typing import IO, Any
 
-from flwr_replay.errors import DamagedError
+from flwr_replay.errors import DamagedError, RunError
 from flwr_replay.files.atomic import Form, fits, parsed, read_bytes, sync
-from flwr_replay.files.disk import entries, lock, locked, opener, reading, shut, unlocking, writing
+from flwr_replay.files.disk import entries, lock, locked, looked, opener, reading, shut, unlocking, writing
 
-__all__ = ["Lines", "each_line", "lines_of", "opened", "parts", "read_lines", "sound_lines"]
+__all__ = ["Lines", "each_line", "lines_of", "moved", "opened", "parts", "read_lines", "sound_lines"]
 
 
 def each_line(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
@@ -99,10 +99,19 @@ def parts(path: Path) -> list[Path]:
     return [*(file for _, file in sorted(closed)), path]
 
 
+def moved(path: Path) -> RunError:
+    """Return the error of a file that only grows, and that has been taken away."""
+    return RunError(
+        f"{path} must stay where it is; another program has renamed, removed or cut it, as logrotate does: put it back "
+        "and go on"
+    )
+
+
 class Lines:
     """A file of JSON lines, open for appending; added lines reach the file with the next `flush`.
 
-    A flush writes all lines or none, and several processes may append. Opening removes an incomplete last line.
+    A flush writes all lines or none, and several processes may append. Opening removes an incomplete last line. A file
+    that another program renames, removes or cuts meanwhile gets no more lines, nor does a new one in its place.
 
     Parameters
     ----------
@@ -131,7 +140,8 @@ class Lines:
         Raises
         ------
         RunError
-            If they cannot be written. Then all are dropped, and the caller must not do what they record.
+            If they cannot be written, or the file is not where it was. Then all are dropped, and the caller must not do
+            what they record.
         """
         data = memoryview("".join(self._added).encode())
         self._added.clear()
@@ -139,6 +149,7 @@ class Lines:
             return
         with writing(self.path), self._current():
             size = os.fstat(self._file.fileno()).st_size
+            whole = size + len(data)
             try:
                 while data:
                     data = data[self._file.write(data) :]
@@ -148,6 +159,7 @@ class Lines:
                 with suppress(OSError):  # if this fails, the next opening removes the incomplete line
                     self._file.truncate(size)
                 raise
+            self._least = whole
 
     def close(self) -> None:
         """Write what was added, and close the file."""
@@ -162,6 +174,7 @@ class Lines:
             shut(self._file.fileno())  # not by its path: another process may have closed it to a part
             with locked(self._file):
                 self._mend()
+            self._least = os.fstat(self._file.fileno()).st_size
 
     @contextmanager
     def _current(self) -> Iterator[None]:
@@ -169,6 +182,8 @@ class Lines:
         while True:
             with unlocking(self._file):
                 held, size = lock(self._file, wait=True), self._size()
+                if not self._closed() if size is None else size < self._least:
+                    raise moved(self.path)
                 if size is not None and not (held and size >= self.most):
                     yield
                     return
@@ -189,6 +204,11 @@ class Lines:
             return found.st_size if os.path.samestat(found, self.path.stat()) else None
         except FileNotFoundError:
             return None
+
+    def _closed(self) -> bool:
+        """Say whether the open file is a closed part by now."""
+        found = os.fstat(self._file.fileno())
+        return any(os.path.samestat(found, one) for one in looked(parts(self.path)[:-1]).values())
 
     def _divide(self) -> None:
         """Close the file to the next part."""

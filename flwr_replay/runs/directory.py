@@ -14,6 +14,7 @@
 - `shared/`, `latents/`: examples or latents that institutions uploaded; they stay until the directory is deleted
 - `privacy.jsonl`: a line per answer that states an epsilon, with its exchange
 - `ledger.jsonl`, `ledger-0001.jsonl`, …: a line per message and field sent, repeated messages included
+- `ledger.begun`: the ledger has lines, so that none begins anew in its place
 - `messages/`: with `record`, what travelled, a file for each message; lines of the ledger name them;
   in a simulation, when it has ended, digests of each institution's training data
 - `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`

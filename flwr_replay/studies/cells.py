@@ -36,7 +36,7 @@ __all__ = ["Cell", "Method", "run_all", "run_cell", "short_hash"]
 
 A_RUN_WRITES = re.compile(
     r"(config|environment|confusion|metrics|timings|ledger(-\d{4,})?|failures|forgetting|generator|prior|privacy|members|tracking)\.(yaml|json|jsonl|png)|"
-    r"run-id|SHA256SUMS|ended\.txt|resume\.toml|report\.html|"
+    r"run-id|SHA256SUMS|ledger\.begun|ended\.txt|resume\.toml|report\.html|"
     r"checkpoints|models|best|tensorboard|wandb|latents|shared|replay|mailbox|messages|pictures|\.lock|\..*\.tmp"
 )
 KILLED = (

@@ -9,23 +9,40 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.files.atomic import Form
-from flwr_replay.files.lines import Lines, each_line, lines_of, opened, parts
+from flwr_replay.files.atomic import Form, write_atomic
+from flwr_replay.files.disk import looked, there
+from flwr_replay.files.lines import Lines, each_line, lines_of, moved, opened, parts
 from flwr_replay.wire.payload import Row
 
 __all__ = ["LEDGER", "Ledger", "Traffic", "ledger_lines", "unanswered"]
 
 LEDGER = "ledger.jsonl"
+BEGUN = "ledger.begun"  # a folder's file: its ledger has lines
 PART = 64 * 2**20  # bytes from which on a ledger is closed to the next part
 RAW = "raw-bytes-they-stand-for"
 SAMPLE_KINDS = ("per-sample", "per-sample-raw", "synthetic")
 
 
 class Ledger(Lines):
-    """A folder's ledger, which only grows, in parts."""
+    """A folder's ledger, which only grows, in parts.
+
+    Raises
+    ------
+    RunError
+        If it had lines and has none: a new one would not be the record of what left.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self._begun = folder / BEGUN
+        if there(self._begun) and not any(one.st_size for one in looked(parts(folder / LEDGER)).values()):
+            raise moved(folder / LEDGER)
         super().__init__(folder / LEDGER, PART)
+
+    def flush(self, to_disk: bool = False) -> None:
+        """Write the added lines to the file, as `Lines.flush`, and that it has lines."""
+        super().flush(to_disk)
+        if self._least and not there(self._begun):
+            write_atomic(self._begun, "", to_disk)
 
     def record(self, message: dict[str, Any], found: Iterable[Row], raw_bytes: int | None = None) -> None:
         """Record the fields of one message.

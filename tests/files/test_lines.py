@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 from random import Random
 
@@ -50,9 +51,55 @@ def test_of_two_processes_none_writes_to_a_closed_part(path):
     write(other, 3)  # divides
     write(one, 4)
     assert [len(read_lines(part)) for part in parts(path)] == [3, 2]
-    path.unlink()  # as a user may by mistake
-    write(other, 5)
-    assert read_lines(path) == [{"n": 5, "text": LONG}]
+
+
+def rotated(path):
+    path.rename(path.with_name("ledger.jsonl.1"))
+
+
+def rotated_with_create(path):
+    rotated(path)
+    path.touch()
+
+
+def rotated_by_date(path):
+    path.rename(path.with_name("ledger.jsonl-20261128"))
+
+
+def rotated_by_copy(path):
+    shutil.copy(path, path.with_name("ledger.jsonl.1"))
+    os.truncate(path, 0)
+
+
+def replaced(path):
+    path.unlink()
+    path.with_name("other").touch()  # else it may get the same inode
+    path.write_text('{"n": 7}\n')
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 10)
+
+
+@pytest.mark.parametrize(
+    "way", [rotated, rotated_with_create, rotated_by_date, rotated_by_copy, replaced, cut, os.unlink]
+)
+def test_a_file_that_another_program_takes_away_gets_no_line_and_none_begins_in_its_place(path, way):
+    lines = Lines(path)
+    write(lines, 1, 2)
+    before = path.read_bytes()
+    way(path)
+    left = path.exists() and path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"ledger\.jsonl must stay where it is"):
+            write(lines, 3)
+    assert (path.exists() and path.read_bytes()) == left
+    lines.close()
+    if old := [*path.parent.glob("ledger.jsonl?*")]:
+        old[0].rename(path)
+        assert path.read_bytes() == before
+        write(Lines(path), 3)
+        assert kept(path) == [1, 2, 3]
 
 
 def test_who_opens_a_file_while_another_process_divides_it_writes_to_the_next_part(path, monkeypatch):

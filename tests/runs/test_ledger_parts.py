@@ -5,12 +5,13 @@ from collections import Counter
 from threading import Event
 
 import pytest
-from harness import Stopping
+from harness import SHARDS, Stopping, node_configs, run, write_shards
 
 from flwr_replay.check import check_strategy
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.lines import parts
+from flwr_replay.memory import forget
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.runs.checkpoints import Checkpoints
@@ -64,6 +65,41 @@ def test_the_page_says_that_a_part_is_missing(tmp_path, small):
     assert "were sent" not in write_run_page(folder).read_text()
     (folder / "ledger-0002.jsonl").unlink()
     assert "were sent. So the table of what left the institutions is wrong" in write_run_page(folder).read_text()
+
+
+@pytest.mark.parametrize("created", [False, True])
+@pytest.mark.parametrize("whose", ["the server's", "an institution's"])
+def test_a_ledger_that_is_renamed_in_mid_run_ends_what_it_records(tmp_path, monkeypatch, whose, created):
+    write_shards(tmp_path, {"a": 30, "b": 30})
+    nodes, place = node_configs(tmp_path, tmp_path / "state", "ab"), tmp_path / "runs" / "renamed"
+    options = [*SHARDS, "classes=3", "strategy=cwt", "model=mlp", "model.width=4", "rounds=3", "device=cpu"]
+    path = (place if whose == "the server's" else tmp_path / "state" / "a") / "ledger.jsonl"
+
+    def exchange(self, *progress):
+        if not (old := path.with_name("ledger.jsonl.1")).exists():
+            path.rename(old)
+            path.touch() if created else None
+
+    monkeypatch.setattr(Stopping, "exchange", exchange)
+
+    def going_on(**how):
+        """Return why no more is recorded; empty: all is."""
+        try:
+            return ";".join(str(one["reason"]) for one in run(tmp_path, options, nodes, **how).result["failures"])
+        except RunError as error:
+            return str(error)
+
+    for how in ({"name": "renamed"}, {"resume": str(place)}):
+        said = going_on(**how)
+        assert (f"{path} must stay where it is" if whose == "the server's" else "RunError") in said
+        assert not path.exists() or not path.stat().st_size
+        forget()
+    path.with_name("ledger.jsonl.1").rename(path)
+    monkeypatch.undo()
+    if whose == "the server's":
+        assert going_on(resume=str(place)) == ""
+    else:
+        assert going_on(name="next") == ""
 
 
 @pytest.mark.parametrize("damaged", ["ledger-0001.jsonl", "ledger-0002.jsonl"])
