@@ -6,6 +6,8 @@ YAML under `conf/` chooses among them; its keys equal the field names here. A st
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import ClassVar
@@ -23,6 +25,7 @@ __all__ = [
     "POSITIVE",
     "SHARE",
     "VIEWS",
+    "WHOLE",
     "GeneratorConfig",
     "ModelConfig",
     "PartitionConfig",
@@ -33,6 +36,7 @@ __all__ = [
     "TrainingConfig",
     "one_of",
     "require",
+    "spelled",
     "within",
 ]
 
@@ -101,6 +105,22 @@ def within(prefix: str, config: object, **ranges: Range | tuple[float, float]) -
         require(value <= high, f"{option} must be at most {high}; got {value}")
 
 
+WHOLE = re.compile(r"([+-]?)0*([0-9]+)(?:\.0*)?")  # spreadsheets write 1 as 1.0, and 01
+
+
+def spelled(label: str) -> str:
+    """Return the one spelling of a label or a class's name: whole numbers as integers, other text as Unicode's NFC.
+
+    >>> [spelled(label) for label in (" 1", "01", "1.0", "-0", "1.5")]
+    ['1', '1', '1', '0', '1.5']
+    """
+    text = unicodedata.normalize("NFC", label).strip()
+    if not (found := WHOLE.fullmatch(text)):
+        return text
+    sign, digits = found.groups()
+    return f"-{digits}" if sign == "-" and digits != "0" else digits
+
+
 CHANGES = ("flip", "rot90", "rotate", "shift", "crop")
 MODELS = ("mlp", "lenet5", "lenet5_unpadded", "cnn", "cnn1", "cnn2", "gabor", "deepset", "resnet18", "resnet34", "unet")
 FUNCTION = "package.module:function"
@@ -163,8 +183,8 @@ class TaskConfig:
         else:
             require(self.classes == 1, f"task.classes is 1 where task.kind={self.kind}; got {self.classes}")
         require(
-            len(set(self.class_names)) == len(self.class_names),
-            f"task.class-names must differ from each other; got {', '.join(self.class_names)}",
+            len(set(map(spelled, self.class_names))) == len(self.class_names),
+            f"task.class-names must differ by more than spelling; got {', '.join(self.class_names)}",
         )
         require(
             not self.class_names or len(self.class_names) == self.classes,

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.decoded import DecodedImages
-from flwr_replay.data.manifest import INTEGER, SPLITS, Row, manifest_rows, raws_of
+from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of, words_of
 from flwr_replay.data.picture import DICOM, fitted, picture
 from flwr_replay.data.readers import Raw
 from flwr_replay.errors import ConfigError, DataError
@@ -67,13 +67,15 @@ def folder_rows(root: Path, site_column: str = "site") -> list[Row]:
     return rows
 
 
-def form_of(rows: Sequence[Row]) -> dict[str, Any]:
+def form_of(rows: Sequence[Row], given: Container[str] = ()) -> dict[str, Any]:
     """Read size and channels off the first image, and classes off the labels, with class_names if these are words.
+
+    What is `given` is left out; with class_names classes are, too.
 
     Raises
     ------
     DataError
-        If the first image cannot be read.
+        If the first image cannot be read, or some labels are words and some are numbers.
     """
     try:
         image = picture(rows[0].file, "RGB", rows[0].where)
@@ -81,11 +83,14 @@ def form_of(rows: Sequence[Row]) -> dict[str, Any]:
         raise DataError(f"{error}; the form of all images is read off the first") from None
     red, green, blue = image.split()
     grey = red.tobytes() == green.tobytes() == blue.tobytes()
-    labels = sorted({row.label for row in rows})
-    words = [label for label in labels if not INTEGER.fullmatch(label)]
-    classes = len(labels) if words else int(max(float(label) for label in labels)) + 1
-    named = {"class_names": labels} if words else {}
-    return {"size": image.height, "channels": 1 if grey else 3, "classes": classes, **named}
+    found: dict[str, Any] = {"size": image.height, "channels": 1 if grey else 3}
+    if "class_names" in given:
+        pass
+    elif words := words_of(rows):
+        found |= {"classes": len(words), "class_names": words}
+    else:
+        found["classes"] = int(min(max(float(row.label) for row in rows), 1e9)) + 1
+    return {name: value for name, value in found.items() if name not in given}
 
 
 def _folder_rows(root: Path) -> list[Row]:

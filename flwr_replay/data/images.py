@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from flwr_replay.config.sections import TaskConfig
+from flwr_replay.data.classes import Classes
 from flwr_replay.data.datasets import Examples
 from flwr_replay.data.folder import MODES
 from flwr_replay.errors import ConfigError, RunError
@@ -43,10 +44,10 @@ def write_images(examples: Examples, task: TaskConfig, count: int, out: Path) ->
         raise ConfigError(f"only images with a class each can be written as PNG files; task={task.name} has others")
     if count < 1:
         raise ConfigError(f"--count must be at least 1; got {count}")
-    pictures: dict[Path, bytes] = {}
+    pictures, classes = dict[Path, bytes](), Classes(task)
     for number, (x_CHW, label) in enumerate(zip(examples.x[:count], examples.y, strict=False)):
-        name = task.class_names[label] if task.class_names else ""
-        name = name if NAME.fullmatch(name) else str(label)  # a name may be no folder's
+        name = classes.names[label]
+        name = name if NAME.fullmatch(name) else f"class-{label}"  # a name may be no folder's, a number another's
         file = io.BytesIO()
         Image.fromarray(x_CHW[0] if task.channels == 1 else x_CHW.transpose(1, 2, 0)).save(file, "PNG")
         pictures[out / name / f"{number:05d}.png"] = file.getvalue()

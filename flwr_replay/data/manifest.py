@@ -18,19 +18,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from flwr_replay.config.sections import TaskConfig
+from flwr_replay.config.sections import WHOLE, TaskConfig, spelled
+from flwr_replay.data.classes import Classes
 from flwr_replay.data.decoded import DecodedImages, Source, decoded
 from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
-from flwr_replay.errors import DataError, nearest
+from flwr_replay.errors import DataError
 from flwr_replay.rng import derived_seed
 
-__all__ = ["INTEGER", "SPLITS", "VALIDATED", "Row", "manifest_rows", "parted", "raws_of"]
+__all__ = ["SPLITS", "VALIDATED", "Row", "manifest_rows", "parted", "raws_of", "words_of"]
 
 SPLITS = ("train", "test", "val")
 TESTED = 0.2  # share of the patients to test on, if no split is given
 VALIDATED = 0.1  # with split=validation, share of the patients to train on that are held out, if no split is given
-DIGITS = 19  # the most digits of a label that is a number
-INTEGER = re.compile(r"[+-]?\d+(\.0+)?")  # spreadsheets write 1 as 1.0
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def raws_of(
     rows : list of Row
         The rows of a manifest, or of class folders.
     task : TaskConfig
-        Labels are numbers, or names: numbered by its `class_names`, else in sorted order.
+        Labels are its `class_names`; without these, numbers.
     source : str
         The origin of the rows, for error lines.
     read : Callable
@@ -148,39 +147,31 @@ def raws_of(
 
 def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[np.int64]:
     """Turn labels into class numbers; a wrong one is reported with its row."""
-    numbers = {name: number for number, name in enumerate(task.class_names)}
-    found = sorted({row.label for row in rows})
-    words = [label for label in found if not INTEGER.fullmatch(label)]
-    if not numbers and words:
-        if len(words) < len(found):
-            row = next(row for row in rows if INTEGER.fullmatch(row.label))
-            raise DataError(
-                f"labels must be all numbers or all names; got {shortened(words[0])} and {shortened(row.label)} "
-                f"({row.where}): use one form only, or set task.class-names"
-            )
-        # With fewer names than classes, an institution that lacks a class would number the other classes differently.
-        if len(found) != task.classes:
-            raise DataError(
-                f"task={task.name} has {task.classes} classes; got {len(found)} class names in {source} "
-                f"({_some(found)}): set task.class-names to all of them, in the order of the labels"
-            )
-        numbers = {name: number for number, name in enumerate(found)}
-    y = np.empty(len(rows), np.int64)
-    for n, row in enumerate(rows):
-        if row.label in numbers:
-            y[n] = numbers[row.label]
-            continue
-        if not INTEGER.fullmatch(row.label):
-            raise DataError(f"unknown class {shortened(row.label)} ({row.where}): {nearest(row.label[:99], numbers)}")
-        digits = row.label.split(".")[0]
-        number = int(digits) if len(digits) < DIGITS else -1
-        if not 0 <= number < task.classes:
-            raise DataError(
-                f"labels of task={task.name} must lie in 0..{task.classes - 1}; got {shortened(row.label)} "
-                f"({row.where}): set task.classes, or correct the label"
-            )
-        y[n] = number
-    return y
+    if not task.class_names and (words := words_of(rows)):
+        # An institution numbers names as all others do, though it may lack a class or call one otherwise.
+        raise DataError(
+            f"labels in {source} are names ({_some(words)}): set task.class-names to all {task.classes} of them, in "
+            "the order of the classes, the same everywhere"
+        )
+    classes = Classes(task)
+    return np.asarray([classes.number(row.label, row.where) for row in rows], np.int64)
+
+
+def words_of(rows: Sequence[Row]) -> list[str]:
+    """Return the labels, each once and sorted, if they are names; nothing if they are whole numbers.
+
+    Raises
+    ------
+    DataError
+        If some are names and some numbers.
+    """
+    words = sorted({label for row in rows if not WHOLE.fullmatch(label := spelled(row.label))})
+    if words and (numbered := next((row for row in rows if WHOLE.fullmatch(spelled(row.label))), None)):
+        raise DataError(
+            f"labels must be all numbers or all names; got {shortened(words[0])} and {shortened(numbered.label)} "
+            f"({numbered.where}): use one form only, or set task.class-names"
+        )
+    return words
 
 
 def _splits(rows: list[Row], sites: NDArray[np.str_] | None, validates: bool) -> NDArray[np.str_]:

@@ -102,15 +102,18 @@ def run_overrides(folder: Path) -> list[str]:
 def _read_off(options: Sequence[str]) -> list[str]:
     """Read off a folder of images what the options do not say: channels, classes and their names."""
     given = {option.partition("=")[0].replace("-", "_").removeprefix("task."): option for option in options}
-    named = {"classes", "class_names"} & given.keys()
-    wanted = [name for name in ("channels", *(() if named else ("classes", "class_names"))) if name not in given]
-    if "task=folder" not in options or "data_dir" not in given or not wanted:
+    if "task=folder" not in options or "data_dir" not in given or {"channels", "class_names"} <= given.keys():
         return []
     from flwr_replay.data.folder import folder_rows, form_of
 
-    task = compose(["task=folder", given["data_dir"]]).task
-    found = form_of(folder_rows(Path(task.data_dir).expanduser().absolute(), task.site_column))
-    return [f"task.{name}={quoted(found[name])}" for name in wanted if name in found]
+    task = compose(["task=folder", *(given[name] for name in ("data_dir", "classes") if name in given)]).task
+    root = Path(task.data_dir).expanduser().absolute()
+    if {"channels", "classes"} <= given.keys() and not root.is_dir():
+        return []  # planned where the images are not
+    found = form_of(folder_rows(root, task.site_column), {"size", *given})
+    if "classes" in given and len(found.get("class_names", ())) != task.classes:
+        found.pop("class_names", None)  # reading the labels says which are missing
+    return [f"task.{name}={quoted(value)}" for name, value in found.items()]
 
 
 def _sites(task: TaskConfig) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from flwr_replay.data.classes import Classes
 from flwr_replay.data.folder import SUFFIXES, read_image
 from flwr_replay.data.manifest import Row
 from flwr_replay.data.readers import csv_rows
@@ -63,16 +64,17 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
     -------
     str
         Classification: `image,predicted` and a probability for each class. Regression: `image,predicted`, in the
-        label's unit. Where all rows have a label: `label`, too, and `right` (1 or 0) for classes.
+        label's unit. Where all rows have a label: `label`, too, and for classes `right` (1 or 0); a class is written as
+        its name.
 
     Raises
     ------
     ConfigError
         For other kinds of task or of data.
     DataError
-        For an image that cannot be used.
+        For an image that cannot be used, or a label that is no class.
     """
-    task = model.task
+    task, classes = model.task, Classes(model.task)
     if task.kind == "segmentation" or task.channels not in (1, 3):
         raise ConfigError(
             f"predictions are for images, one class or number each; task={task.name} has another form: use "
@@ -81,6 +83,7 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     known = all(row.label for row in rows)
+    numbers = [classes.number(row.label, row.where) for row in rows] if known and model.classes else []
     columns = ["label", *(["right"] if model.classes else [])] if known else []
     writer.writerow(["image", "predicted", *columns, *(f"p({name})" for name in model.classes)])
     block = at_once(torch.empty(1, task.channels, task.size, task.size), 256)
@@ -89,12 +92,11 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
         x_BCHW = torch.from_numpy(np.stack([read_image(row, task) for row in part]))
         with torch.inference_mode():
             outputs = model(x_BCHW)
-        for row, output in zip(part, outputs.tolist(), strict=True):
+        for n, (row, output) in enumerate(zip(part, outputs.tolist(), strict=True), start):
             name = row.file.relative_to(base) if row.file.is_relative_to(base) else row.file
             if model.classes:
                 best = max(range(len(output)), key=output.__getitem__)
-                right = row.label in (str(best), model.classes[best])
-                told = [row.label, int(right)] if known else []
+                told = [classes.names[numbers[n]], int(numbers[n] == best)] if known else []
                 writer.writerow([name, model.classes[best], *told, *(f"{share:.6g}" for share in output)])
             else:
                 writer.writerow([name, f"{output:.6g}", *([row.label] if known else [])])

@@ -97,7 +97,7 @@ def rehearse(
             raise ConfigError(f"a rehearsal sets {key.replace('_', '-')} itself: leave it out")
     rows = folder_rows(data)
     given = {key.removeprefix("task.") for key in keys}
-    task = [f"task.{key}={quoted(value)}" for key, value in form_of(rows).items() if key not in given]
+    task = [f"task.{key}={quoted(value)}" for key, value in form_of(rows, given).items()]
     names = _names(rows, institutions)
     node_config({"--out": str(place)})  # a folder that Flower could not be told is reported now, too
     policies = {name: _policy(policy, name) for name in set(names)} if policy else {}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flwr_replay.config.compose import compose_own, model_named, overrides_of
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.data.classes import Classes
 from flwr_replay.errors import DataError, RunError, nearest
 from flwr_replay.files.atomic import home
 from flwr_replay.files.disk import entries
@@ -62,8 +63,7 @@ class TrainedModel(nn.Module):
     def __init__(self, network: nn.Module, task: TaskConfig, mean: float = 0.0, scale: float = 1.0) -> None:
         super().__init__()
         self.network, self.task, self.mean, self.scale = network, task, mean, scale
-        numbered = tuple(map(str, range(task.classes)))
-        self.classes = (task.class_names or numbered) if task.kind == "classification" else ()
+        self.classes = Classes(task).names if task.kind == "classification" else ()
         self.in_unit_range = task.size > 1 and task.format not in ANY_NUMBERS
 
     def forward(self, x: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ def folder(tmp_path):
 @pytest.fixture
 def make(folder, task):
     """A task on the folder."""
-    return lambda **options: task("folder", data_dir=str(folder), channels=1, **{"size": 8, **options})
+    known = {"channels": 1, "size": 8, "class_names": ("healthy", "ill")}
+    return lambda **options: task("folder", data_dir=str(folder), **{**known, **options})
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ def test_labels_are_read_anew(tmp_path, make, folder, reads):
         f"{label}/{n:02d}.png,{label},{'test' if n < 3 else 'train'}" for label in ("healthy", "ill") for n in range(9)
     ]
     (folder / "manifest.csv").write_text("\n".join(["image,label,split", *rows]) + "\n")
-    task, kept = make(class_names=("healthy", "ill")), cache(tmp_path)
+    task, kept = make(), cache(tmp_path)
     before = load(task, kept)
     reads.clear()
     (folder / "manifest.csv").write_text("\n".join(["image,label,split", *rows]).replace(",ill,", ",healthy,"))
@@ -253,7 +254,7 @@ def test_names_and_normalisation_decode_nothing_again(tmp_path, make, reads):
     task = make()
     load(task, cache(tmp_path))
     reads.clear()
-    load(replace(task, mean=(0.5,), std=(0.5,), class_names=("healthy", "ill"), name="other"), cache(tmp_path))
+    load(replace(task, mean=(0.5,), std=(0.5,), class_names=("ill", "healthy"), name="other"), cache(tmp_path))
     assert reads == []
 
 

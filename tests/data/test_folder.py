@@ -52,7 +52,7 @@ def test_class_folders(tmp_path: Path, make: Task) -> None:
     for n in range(10):
         draw(tmp_path / ("ill" if n % 2 else "healthy") / f"{n:02d}.png", n)
     (tmp_path / "ill" / "notes.txt").write_text("no image")
-    data = load(make())
+    data = load(make(class_names=("healthy", "ill")))
     assert (len(data.train) + len(data.test), data.val, data.train.sites) == (10, None, None)
     for part in (data.train, data.test):
         assert (part.x[:, 0, 0, 0] % 2 == part.y).all()
@@ -282,12 +282,25 @@ def test_manifests_that_are_wrong(tmp_path: Path, make: Task) -> None:
     refused(make(), "manifest.csv", "UTF-8")
 
 
-def test_a_site_that_lacks_a_class_needs_the_class_names(tmp_path: Path, make: Task) -> None:
+def test_names_are_numbered_by_the_class_names_only(tmp_path: Path, make: Task) -> None:
     draw(tmp_path / "a.png")
     draw(tmp_path / "b.png", 1)
+    for labels in (("ill", "ill"), ("ill", "sick")):  # another institution may have healthy and ill
+        manifest(tmp_path, "image,label", [f"{name}.png,{label}" for name, label in zip("ab", labels, strict=True)])
+        refused(make(), "are names", "ill", "set task.class-names to all 2 of them")
     manifest(tmp_path, "image,label", ["a.png,ill", "b.png,ill"])
-    refused(make(), "1 class names", "(ill)", "set task.class-names")
     assert load(make(class_names=("healthy", "ill"))).train.y.tolist() == [1]
+
+
+def test_a_manifests_labels_are_names_and_no_positions_among_them(tmp_path: Path, make: Task) -> None:
+    for n in range(4):
+        draw(tmp_path / f"{n}.png", n)
+    task = make(classes=4, class_names=("1", "2", "3", "4"))
+    manifest(tmp_path, "image,label", [f"{n}.png,{n}" for n in range(4)])
+    refused(task, "unknown class '0'", "line 2", "known: 1, 2, 3, 4")  # once three classes, without a word
+    manifest(tmp_path, "image,label", [f"{n}.png,{label}" for n, label in enumerate(("1", "2.0", "03", "+4"))])
+    data = load(task)
+    assert sorted([*data.train.y, *data.test.y]) == [0, 1, 2, 3]
 
 
 def test_a_run_reads_channels_and_classes_off_the_folder(tmp_path: Path) -> None:
@@ -299,6 +312,9 @@ def test_a_run_reads_channels_and_classes_off_the_folder(tmp_path: Path) -> None
     assert (task.channels, task.classes, task.class_names) == (1, 3, ("fine", "ill", "well"))
     task = resolve([*given, "channels=3", "task.class-names=[well,ill,fine]", "classes=3"], "", "")[1].task
     assert (task.channels, task.classes, task.class_names) == (3, 3, ("well", "ill", "fine"))
+    task = resolve([*given, "channels=1", "classes=3"], "", "")[1].task
+    assert task.class_names == ("fine", "ill", "well")  # predict asks for them
+    assert resolve(["task=folder", "data-dir=elsewhere", "channels=1", "classes=3"], "", "")[1].task.class_names == ()
     with pytest.raises(DataError, match="must be a folder"):
         resolve(["task=folder", "task.data-dir=nowhere"], "", "")
 

@@ -37,7 +37,7 @@ def test_images_in_colour_have_the_names_of_their_classes_where_a_folder_can(tmp
     for row in images_in(tmp_path):
         at = int(row.file.stem)
         np.testing.assert_array_equal(read_image(row, made), colour.x[at])
-        assert row.file.parent.name == ("ill", "1")[colour.y[at]]  # the other would lie elsewhere
+        assert row.file.parent.name == ("ill", "class-1")[colour.y[at]]  # the other would lie elsewhere
 
 
 def test_another_image_is_not_replaced_and_what_is_no_image_is_refused(tmp_path: Path, task, dataset) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from flwr_replay.runs.listing import clean
 from flwr_replay.runs.options import resolve
 from flwr_replay.runs.predict import images_in, predictions
 from flwr_replay.runs.simulate import run_inline
+from flwr_replay.runs.trained import TrainedModel
 
 TINY = ["nodes=2", "rounds=1", "model.width=4", "partition=iid"]
 
@@ -79,9 +81,11 @@ def test_the_command_takes_a_list_and_writes_a_file(ran, images, capsys):
 
 def test_a_list_with_labels_says_which_are_right(ran, images, capsys):
     folder, labels = images
-    model, lines = load_model(ran[1]), [f"deep/{n:03d}.png,{label}" for n, label in enumerate(labels)]
-    (folder / "numbers.csv").write_text("\n".join(["image,label", *lines]))
-    rows = list(csv.DictReader(io.StringIO(predictions(model, images_in(folder / "numbers.csv"), folder))))
+    model = load_model(ran[1])
+    lines = [f"deep/{n:03d}.png,{model.classes[label]}" for n, label in enumerate(labels)]
+    (folder / "list.csv").write_text("\n".join(["image,label", *lines]))
+    rows = list(csv.DictReader(io.StringIO(predictions(model, images_in(folder / "list.csv"), folder))))
+    assert all((row["label"] == row["predicted"]) == (row["right"] == "1") for row in rows)
     assert np.mean([int(row["right"]) for row in rows]) == pytest.approx(
         ran[0]["final"]["institutions"]["institution-1"]["accuracy"]
     )
@@ -90,6 +94,34 @@ def test_a_list_with_labels_says_which_are_right(ran, images, capsys):
     assert row["right"] == "1"
     app(["predict", str(ran[1]), str(folder / "names.csv"), "--out", str(folder / "out.csv")], standalone_mode=False)
     assert "1 predictions, 1 of 1 right: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("names", "label", "right"),
+    [
+        ("1,2,3,4,5,6,7,8,9,10", "{position}", "0"),  # the next class is called so
+        ("1,2,3,4,5,6,7,8,9,10", "0{name}.0", "1"),
+        ("", " {position}.0", "1"),
+        ("", "ill", "labels of task=digits must lie in 0..9; got 'ill'"),
+        ("1,2,3,4,5,6,7,8,9,10", "11", "unknown class '11'"),
+        ("z,o,t,h,f,i,s,v,e,n", "{position}", "unknown class"),
+    ],
+)
+def test_a_label_is_right_if_it_is_the_predicted_class_and_not_by_its_text(ran, images, names, label, right):
+    folder, model = images[0], load_model(ran[1])
+    model = TrainedModel(model.network, replace(model.task, class_names=tuple(filter(None, names.split(",")))))
+    image = folder / "deep" / "000.png"
+    name = next(csv.DictReader(io.StringIO(predictions(model, images_in(image), folder))))["predicted"]
+    position = model.classes.index(name)
+    if position == 0 and right == "0":
+        label = "2"
+    (folder / "list.csv").write_text(f"image,label\ndeep/000.png,{label.format(name=name, position=position)}\n")
+    if len(right) > 1:
+        with pytest.raises(DataError, match=right):
+            predictions(model, images_in(folder / "list.csv"), folder)
+        return
+    [row] = csv.DictReader(io.StringIO(predictions(model, images_in(folder / "list.csv"), folder)))
+    assert (row["right"], row["label"] == row["predicted"]) == (right, right == "1")
 
 
 def test_images_of_another_form_and_empty_folders_are_refused_whole(ran, images, tmp_path):
