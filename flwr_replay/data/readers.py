@@ -6,13 +6,12 @@ A reader returns the splits train, test and, if there is one, val, as in the fil
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import gzip
 import importlib
 import math
-import pickle
+import pickletools
 import re
 import tempfile
 import zipfile
@@ -48,6 +47,15 @@ __all__ = [
 
 TORCHVISION_FOLDER = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 IDX_UBYTE = 8  # the idx header's code for unsigned bytes
+# Of a pickle: what stands for itself, what takes how much from the stack, and the names of an array's parts.
+LITERALS = {"BININT", "BININT1", "BININT2", "SHORT_BINSTRING", "BINSTRING", "SHORT_BINUNICODE", "BINUNICODE"}
+LITERALS |= {"SHORT_BINBYTES", "BINBYTES"}
+CONSTANTS: dict[str, Callable[[], Any]] = {
+    **{"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple},
+    **{"NONE": lambda: None, "NEWFALSE": lambda: False, "NEWTRUE": lambda: True},
+}
+TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2, "STACK_GLOBAL": 2, "REDUCE": 1, "BUILD": 1}
+PARTS = {"numpy ndarray", "numpy dtype", "numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct"}
 SHOWN = 40  # characters of a cell in an error line
 SPLIT_SEED = 0  # a fixed split: the run's seed must not move examples between train and test
 
@@ -165,27 +173,70 @@ def read_cifar10(task: TaskConfig) -> dict[str, Raw]:
     return {"train": Raw(x, y, str(folder), str(folder)), "test": Raw(test_x, test_y, test, test)}
 
 
-class _ArrayUnpickler(pickle.Unpickler):
-    """Reads lists and arrays only, since a foreign pickle could run any code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray, "dtype": np.dtype}
-        if module.split(".")[0] == "numpy" and name in known:
-            return known[name]
-        if (module, name) == ("_codecs", "encode"):
-            return codecs.encode
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-
 def _read_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     try:
-        with open(path, "rb") as file:
-            batch = _ArrayUnpickler(file, encoding="latin1").load()
-        return np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32), np.asarray(batch["labels"], np.int64)
+        batch = _values_in(path.read_bytes())
+        if not all(type(label) is int for label in batch["labels"]):
+            raise ValueError("its labels must be whole numbers")
+        match batch["data"]:
+            case (_, (1, (int(n), int(pixels)), ((_, ("u1", *_)), _), False, raw)):
+                data = raw.encode("latin1") if isinstance(raw, str) else raw
+                x = np.frombuffer(data, np.uint8).reshape(n, pixels).reshape(-1, 3, 32, 32)
+            case _:
+                raise ValueError("its data must be an array of bytes, a row for each image")
+        return x, np.asarray(batch["labels"], np.int64)
     except FileNotFoundError:
         raise DataError(f"CIFAR-10 is five training batches and a test batch; {path} is missing: download it") from None
     except Exception as error:  # a damaged pickle can raise any error
         raise DataError(f"{path} must be one of CIFAR-10's batches; it cannot be read ({line_of(error)})") from None
+
+
+def _values_in(pickled: bytes) -> Any:
+    """Read texts, numbers, tuples, lists and dictionaries from a pickle, and call nothing that it names.
+
+    A foreign pickle could run any code, and numpy ends the process where the state of a dtype is made up. So an array
+    is not built: it is the tuple of its making and its state. Python 2 has written the public batches.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[Any, Any] = {}
+    for opcode, value, _ in pickletools.genops(pickled):
+        name = opcode.name
+        first = marks.pop() if pickletools.markobject in opcode.stack_before else len(stack) - TAKEN.get(name, 0)
+        given, stack[first:] = stack[first:], []
+        match name:
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case "MARK":
+                marks.append(len(stack))
+            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(given))
+            case "APPEND" | "APPENDS":
+                stack[-1].extend(given)
+            case "SETITEM" | "SETITEMS":
+                keys = [key.decode() if isinstance(key, bytes) else key for key in given[::2]]
+                if not all(isinstance(key, str) for key in keys):  # to hash nested tuples would end the process, too
+                    raise ValueError("its keys must be texts")
+                stack[-1].update(zip(keys, given[1::2], strict=True))
+            case "GLOBAL" | "STACK_GLOBAL":
+                stack.append(value or " ".join(given))
+                if stack[-1] not in {*PARTS, "_codecs encode"}:
+                    raise ValueError(f"it asks for {stack[-1].replace(' ', '.')}")
+            case "REDUCE" if stack[-1] == "_codecs encode":  # so Python 3 writes bytes for Python 2
+                stack[-1] = given[0][0].encode("latin1")
+            case "REDUCE" | "BUILD":
+                stack[-1] = (stack[-1], *given)
+            case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                memo[len(memo) if value is None else value] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[value])
+            case _ if name in CONSTANTS:
+                stack.append(CONSTANTS[name]())
+            case _ if name in LITERALS:
+                stack.append(value)
+            case _:
+                raise ValueError(f"it has what no batch has: {name}")
+    return stack[-1]
 
 
 # ------------------------------------------------------------------------------------------------------- MedMNIST
@@ -202,7 +253,7 @@ def read_medmnist(task: TaskConfig) -> dict[str, Raw]:
     try:
         with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except Exception as error:  # a damaged archive can raise any error
         broken = f"{path} must be a MedMNIST .npz file; it is truncated, unreadable or another file"
         raise DataError(f"{broken} ({line_of(error)}): {again(error)}") from None
     for key in ("train_images", "train_labels", "test_images", "test_labels"):

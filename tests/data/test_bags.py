@@ -1,6 +1,7 @@
 """Bags of feature vectors: what is read, what is refused, and whose examples are external."""
 
 import shlex
+import zipfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -97,6 +98,11 @@ def test_files_that_cannot_be_are_named(tmp_path):
         load(task(tmp_path))
     file.write_bytes(b"no zip")
     with pytest.raises(DataError, match=r"asterand-0\.npz is not"):
+        load(task(tmp_path))
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (1125899906842624,)}".ljust(117) + b"\n"
+    with zipfile.ZipFile(file, "w") as made:
+        made.writestr("features.npy", b"\x93NUMPY\x01\x00" + bytes([118, 0]) + header)
+    with pytest.raises(DataError, match=r"asterand-0\.npz is not \(Unable to allocate 1\.00 PiB"):
         load(task(tmp_path))
     file.unlink()
     with pytest.raises(DataError, match=r"does not exist .*line 2"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -201,6 +202,68 @@ def test_cifar10_broken(tmp_path: Path, task: Task) -> None:
     refused(cifar, str(batch), "missing")
 
 
+def as_python_2(x: NDArray[np.uint8], y: list[int]) -> bytes:
+    """Pickle a batch as Python 2's cPickle has pickled the public ones: protocol 2, texts as bytes, with a memo."""
+
+    def texts(*words: bytes) -> bytes:
+        return b"".join(b"U" + bytes([len(word)]) + word for word in words)
+
+    shape = b"M" + struct.pack("<H", len(x)) + b"M" + struct.pack("<H", x.size // len(x)) + b"\x86"
+    dtype = b"cnumpy\ndtype\nq\x0aU\x02u1K\x00K\x01\x87Rq\x0b(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    array = b"cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85U\x01b\x87Rq\x09"
+    state = b"(K\x01" + shape + dtype + b"\x89T" + struct.pack("<i", x.size) + x.tobytes() + b"tb"
+    labels, names = (
+        b"]q\x04(" + b"".join(b"K" + bytes([label]) for label in y) + b"e",
+        b"]q\x0c(" + texts(b"a.png") * len(y),
+    )
+    head = b"\x80\x02}q\x01(" + texts(b"batch_label") + b"q\x02" + texts(b"training batch 1 of 5", b"labels") + labels
+    return head + texts(b"data") + array + state + texts(b"filenames") + names + b"eu."
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, "as Python 2"])
+@pytest.mark.parametrize("n", [1, 4])
+def test_cifar10_batches_of_any_writer(tmp_path: Path, task: Task, protocol: Any, n: int) -> None:
+    folder = tmp_path / "cifar-10-batches-py"
+    x = write_cifar(folder, n)
+    part, y = x[-n:].reshape(n, -1), list(range(n))
+    batches = [{"data": part, "labels": y, "filenames": ["a.png"] * n}, {b"data": part, b"labels": y}]
+    old = protocol == "as Python 2"
+    for data in [as_python_2(part, y)] if old else [pickle.dumps(batch, protocol=protocol) for batch in batches]:
+        assert pickle.loads(data, encoding="bytes" if old else "ASCII")  # it is what Python reads
+        (folder / "test_batch").write_bytes(data)
+        test = load(task("cifar10", data_dir=str(tmp_path))).test
+        np.testing.assert_array_equal(test.x, x[-n:])
+        assert test.y.tolist() == y
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b"(K\x03U\x01|NNNJ", b"(K\x03U\x01|NNU\x08AAAAAAAAJ", "2 images"),  # ends the process if numpy gets it
+        (b"U\x02u1", b"U\x02O8", "array of bytes"),
+        (b"U\x02u1", b"U\x02f4", "array of bytes"),
+        (b"M\x00\x0c\x86", b"M\x01\x0c\x86", "reshape"),
+        (b"cnumpy\ndtype\n", b"cos\nsystem\n", "os.system"),
+        (b"cnumpy\ndtype\n", b"cnumpy\nload\n", "numpy.load"),
+        (b"q\x01", b"r\xff\xff\xff\xff", "2 images"),  # a memo of 2^32 entries
+        (b"U\x04data", b")" + b"\x85" * 200_000, "keys must be texts"),
+        (b"]q\x04(K\x00K\x01e", b"]q\x04(G?\xec\xcc\xcc\xcc\xcc\xcc\xcdK\x01e", "BINFLOAT"),
+        (b"]q\x04(K\x00K\x01e", b"]q\x04(\x88K\x01e", "whole numbers"),
+        (b"]q\x04(K\x00K\x01e", b"U\x02ab", "whole numbers"),
+        (b"]q\x04(K\x00K\x01e", b"P9\n", "PERSID"),
+    ],
+)
+def test_a_crafted_batch_is_refused_or_harmless(tmp_path: Path, task: Task, old: bytes, new: bytes, said: str) -> None:
+    write_cifar(tmp_path, 2)
+    whole = as_python_2(images(2, 3, 32, 32).reshape(2, -1), [0, 1])
+    assert old in whole
+    (tmp_path / "test_batch").write_bytes(whole.replace(old, new, 1))
+    if said == "2 images":
+        assert len(load(task("cifar10", data_dir=str(tmp_path))).test) == 2
+    else:
+        refused(task("cifar10", data_dir=str(tmp_path)), "test_batch", said)
+
+
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, task: Task) -> None:
     write_cifar(tmp_path)
     target = tmp_path / "made-by-pickle"
@@ -250,6 +313,12 @@ def test_medmnist_broken(tmp_path: Path, task: Task) -> None:
     np.save(path.with_suffix(".npy"), np.zeros(3))
     path.write_bytes(path.with_suffix(".npy").read_bytes())
     refused(some, str(path))
+    path.write_bytes(
+        whole.replace(b"PK\x03\x04\x2d\x00\x00", b"PK\x03\x04\x2d\x00\x01").replace(
+            b"\x2d\x00\x00\x00\x00\x00", b"\x2d\x00\x01\x00\x00\x00"
+        )
+    )
+    refused(some, str(path), "encrypted")
     np.savez(path, train_images=arrays["train_images"])
     refused(some, str(path), "train_labels")
     np.savez(path, **{**arrays, "train_labels": np.ones((5, 14), np.uint8)})
