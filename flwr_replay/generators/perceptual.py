@@ -41,6 +41,7 @@ __all__ = [
     "look_of",
     "nearest",
     "nearest_other",
+    "precision",
     "spread",
     "squared_distances",
 ]
@@ -210,6 +211,16 @@ def spread(x_nCHW: Tensor, y_n: Tensor) -> float:
         if len(own) > 1:
             found.append(float(torch.cdist(own, own).sum() / (len(own) * (len(own) - 1))))
     return float(np.mean(found))
+
+
+def precision(drawn_AF: Tensor, real_nF: Tensor, neighbours: int = 3) -> float:
+    """Return the share of drawn images that lie among real ones (Kynkäänniemi et al. 2019, arXiv 1904.06991, eq. 1).
+
+    One does if it is as near to some real image as that image's third nearest other real one.
+    """
+    distances_nn = squared_distances(real_nF, real_nF)
+    radii_n = distances_nn.kthvalue(min(neighbours + 1, len(real_nF)), dim=1).values  # the nearest is the image itself
+    return float((squared_distances(drawn_AF, real_nF) <= radii_n).any(1).float().mean())
 
 
 def frechet(a_AK: NDArray[np.float64], b_BK: NDArray[np.float64]) -> float:

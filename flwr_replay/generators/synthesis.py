@@ -43,6 +43,7 @@ class Progress:
     loss: float = 0.0  # of the last message
     margin: float | None = None  # of a complete one: m of the privacy loss
     diversity: float | None = None  # of a complete one
+    precision: float | None = None  # of a complete one
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from flwr_replay.files.atomic import alone, in_use, private_folder, read_bytes
 from flwr_replay.files.disk import entries, there
 from flwr_replay.files.tensors import digest
 from flwr_replay.generators.base import ImageGenerator
-from flwr_replay.generators.perceptual import spread
+from flwr_replay.generators.perceptual import LocalFeatures, precision, spread
 from flwr_replay.generators.sampler import ImageSampler
 from flwr_replay.generators.synthesis import FEWEST, Progress, SynthesisPlan
 from flwr_replay.institution.budget import PrivacyBudget
@@ -41,7 +41,8 @@ from flwr_replay.wire.records import StateDict
 __all__ = ["SynthesisStages"]
 
 TRAIN, DRAW, KEEP = "train-slice", "draw-buffer", "keep-buffer"
-PER_CLASS = 16  # images drawn to measure how different they are
+PER_CLASS = 16  # images drawn to measure how different they are, from each other and from real ones
+COMPARED = 512  # real images at most
 AT_ONCE = 10  # steps between two looks at the clock
 BLOCK = 256  # images drawn from one seed, so that buffers of all sizes begin with the same images
 CHARGED_AT_ONCE = 50  # the same under DP, where every look is a charge on the disk
@@ -110,13 +111,20 @@ class SynthesisStages:
         return self.budget.spent(run) if self.budget else {}
 
     def measured(self, done: Progress, generator: ImageGenerator, data: Shard) -> Progress:
-        """Add how far images of a class lie apart, over how far real ones do; None where all are the same."""
+        """Add the diversity, None where all real images are the same, and the precision of images that it draws.
+
+        Features are those of a network of random weights: one that has learned the institution's task was seen to take
+        noise for X-rays.
+        """
         if self.budget:  # real ones have no noise
             return done
         labels = self.classes(data).repeat_interleave(PER_CLASS)
         drawn = generator.sample(labels, torch_rng(self.identity, "diversity"))
-        real = spread(data.x, data.y)
-        return replace(done, diversity=spread(drawn, labels) / real if real > 0 else None)
+        real, device = spread(data.x, data.y), self.institution.device
+        look = LocalFeatures(self.plan.form, seed=0).freeze().to(device)
+        some = torch.randperm(len(data), generator=torch_rng(self.identity, "precision"))[:COMPARED].to(data.x.device)
+        among = precision(look.embed_all(drawn, device), look.embed_all(data.x[some], device))
+        return replace(done, diversity=spread(drawn, labels) / real if real > 0 else None, precision=among)
 
     def images(self) -> Shard:
         """Return the institution's training examples. Under DP numbers outside [0, 1] are clipped.

@@ -30,6 +30,9 @@ class GeneratorSlice(Trains):
     diversity: float | None = statistic(
         "at the end: of images drawn, over that of real ones", default=None, withheld=True
     )
+    precision: float | None = statistic(
+        "at the end: share of images drawn among real ones", default=None, withheld=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

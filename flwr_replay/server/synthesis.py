@@ -37,6 +37,7 @@ from flwr_replay.wire.sealed import blank
 __all__ = ["FOLDER", "STAGES", "Buffers"]
 
 ALIKE = 0.3  # diversity below which a class is almost one image
+UNLIKE = 0.1  # precision below which nearly all images are noise
 FOLDER = "buffers"  # of a run directory, with all buffers by their numbers
 STAGES = ("train-slice", "draw-buffer", "keep-buffer")
 
@@ -147,13 +148,21 @@ class Buffers:
             asked = going_on
         for name, last in complete.items():
             self.trained.add(name)
-            figures = {"margin": last.margin, "diversity": last.diversity}
+            figures = {"margin": last.margin, "diversity": last.diversity, "precision": last.precision}
             self.movement.recorder.generated(name, "generator", losses[name], **figures)
+            faults = []
             if last.diversity is not None and last.diversity < ALIKE:
+                faults.append(
+                    f"images of a class lie {last.diversity:.2f} as far apart as real ones; below {ALIKE} they are "
+                    "almost one image"
+                )
+            if last.precision is not None and last.precision < UNLIKE:
+                faults.append(
+                    f"{last.precision:.0%} of its images look like real ones; below {UNLIKE:.0%} they are noise"
+                )
+            for fault in faults:
                 logging.getLogger("flwr").warning(
-                    "%s: images of a class lie %.2f as far apart as real ones; below %s they are almost one image: "
-                    "train longer (%s), or choose another generator",
-                    *(name, last.diversity, ALIKE, self.plan.generator.length),
+                    "%s: %s: train longer (%s), or choose another generator", name, fault, self.plan.generator.length
                 )
 
     def draw(self, server_round: int) -> DrawBuffer:
@@ -254,7 +263,9 @@ class Buffers:
         for member in self.movement.members:
             slices = self.plan.slices(member.num_examples)
             answer = GeneratorSlice(num_examples=0, steps=0, steps_left=0, loss=0.0)
-            last = replace(answer, diversity=0.0, margin=0.0 if self.plan.generator.keeps_distance else None)
+            last = replace(
+                answer, diversity=0.0, precision=0.0, margin=0.0 if self.plan.generator.keeps_distance else None
+            )
             found += [(member, TrainSlice(run=run), said, n) for said, n in ((answer, slices - 1), (last, 1))]
             if self.size:
                 found.append(

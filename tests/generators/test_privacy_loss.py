@@ -6,6 +6,7 @@ import scipy.linalg
 import torch
 import torchvision
 from numpy.testing import assert_allclose
+from sklearn.datasets import load_digits
 
 from flwr_replay.errors import ConfigError
 from flwr_replay.generators.base import ImageForm
@@ -16,6 +17,7 @@ from flwr_replay.generators.perceptual import (
     frechet,
     nearest,
     nearest_other,
+    precision,
     spread,
     squared_distances,
 )
@@ -174,6 +176,18 @@ def test_a_step_on_the_loss_moves_images_away_and_the_printed_one_moves_them_nea
     loss(model._shown(model.generator.synthesis(w, None)), rows_B=rows).backward()
     optimizer.step()
     assert (distances() - before) * moves > 0
+
+
+def test_precision_sees_noise_and_not_real_images():
+    x = torch.from_numpy(load_digits().images / 16).float()[:, None]
+    look = LocalFeatures(ImageForm(1, 8, 10), 0).freeze()
+    real, others, noise = (look.embed_all(part, CPU) for part in (x[:512], x[512:672], torch.rand(160, 1, 8, 8)))
+    few = real[:20]
+    radii = [sorted(float((a - b).square().sum()) for b in few)[3] for a in few]
+    slow = [any(float((a - b).square().sum()) <= r for b, r in zip(few, radii, strict=True)) for a in others]
+    assert precision(others, few) == pytest.approx(np.mean(slow), abs=0.02)  # other rounding may turn two of 160
+    assert precision(others, real) > 0.4
+    assert precision(noise, real) < 0.05
 
 
 def test_the_margin_is_the_median_distance_of_a_real_image_to_its_nearest_other():

@@ -63,7 +63,7 @@ def test_a_simulation_in_which_nobody_has_images_of_a_class_ends_before_anything
     assert Simulation.of(compose([*job, "buffer=0"]))  # no generator is trained
 
 
-def test_without_dp_a_summary_says_what_distances_are_worth(tmp_path):
+def test_without_dp_a_summary_says_what_distances_are_worth_and_a_warning_what_is_noise(tmp_path, caplog):
     job = ["strategy=feder", "task=digits", "nodes=2", "partition.size=40", "device=cpu", "rounds=1", "model=mlp"]
     job += [
         "mode=synthetic-only",
@@ -73,4 +73,5 @@ def test_without_dp_a_summary_says_what_distances_are_worth(tmp_path):
         "generator.privacy_loss=none",
     ]
     result, folder = run_inline([*job, "generator.width=4", f"runs_dir='{tmp_path}'"], Display())
+    assert "0% of its images look like real ones; below 10% they are noise: train longer" in caplog.text
     assert "evidence, and no guarantee" in summary(result, folder)
