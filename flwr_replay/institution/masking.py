@@ -6,14 +6,17 @@ pinned. Of this secret and of one exchange both make the same mask; one adds it,
     s_jk = HKDF-SHA256(X25519(own private key, pinned public key), of this run, its options, the pinned keys, this
            exchange, a digest of the request and one of all requests that were answered before)
     m_k  = Σ_{j > k} ChaCha20(s_jk) - Σ_{j < k} ChaCha20(s_jk)   (mod 2^64), j and k by name
+    u_k  = the same of other secrets, in 32 bits each and without the modulus, times 2^-32: `flwr_replay/wire/masked.py`
 
-This is the only place where it happens, so no method knows of it. Three rules protect a single institution:
+This is the only place where it happens, so no method knows of it. Four rules protect a single institution:
 
 - Masks depend on the request, its statistics too, and on all requests of the run that were answered before, since an
   optimizer's state may come from these. A server that asked one institution anything else gets a sum that it cannot
   read.
 - An institution masks one answer in an exchange. If it is asked again, as after a crash, it sends the same bytes.
 - The institutions are those in the file of pinned keys, at least three, the same in the whole run.
+- Weights that are too large leave as random numbers. From then on the institution's masks cancel no more, so a run
+  tells once at most that weights of some institution have diverged.
 
 Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4.0.1, with pinned keys, and without their recovery
 from institutions that drop out: an exchange needs all. That masks depend on the request answers Pasquini et al. 2022
@@ -23,12 +26,16 @@ from institutions that drop out: an exchange needs all. That masks depend on the
 from __future__ import annotations
 
 import json
+import secrets
 from hashlib import sha256
+from logging import WARNING
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from flwr.app import ArrayRecord, Message
+from flwr.common.logger import log
+from numpy.typing import NDArray
 
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RefusedError
@@ -37,7 +44,7 @@ from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.sealing import Hiding
 from flwr_replay.payloads.common import RollCall
 from flwr_replay.wire.fields import RECORD_OF
-from flwr_replay.wire.masked import fixed_point
+from flwr_replay.wire.masked import MASKED, check_room, fixed_point
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, array_record, config_in, metrics_in, opened
 from flwr_replay.wire.sealed import joined_body
@@ -47,7 +54,9 @@ __all__ = ["FEWEST", "Masking"]
 FEWEST = 3  # of two, each knows the other's weights: the mean without its own
 PINS, KEPT = "pins.sha256", "masked"  # in a run's folder: a file, and the answers' files
 ASKED, HISTORY = "request", "history"  # beside a masked answer: digests of its request, and of all up to this one
-OWN = ("continues", "stated")  # instructions that differ between institutions: of what each has trained and stated
+# instructions of which training does not depend: what each institution has trained and stated, and the run, which is in
+# the masks' context
+OWN = ("continues", "stated", "run")
 
 
 class Masking(Hiding):
@@ -64,6 +73,7 @@ class Masking(Hiding):
 
     def __init__(self, institution: Institution, config: RunConfig, run: str) -> None:
         super().__init__(institution, config, run)
+        self.institution = institution
         if len(self.seal.pins) < FEWEST:
             raise RefusedError(
                 f"masked=true needs at least {FEWEST} institutions with pinned keys; got {len(self.seal.pins)}: of "
@@ -76,8 +86,10 @@ class Masking(Hiding):
         Raises
         ------
         RefusedError
-            If the answer would have other arrays than whole weights, the exchange has another answer already, or the
-            pinned keys are no longer those with which the run began.
+            If the answer would have other arrays than whole weights, the exchange has another answer already, the
+            pinned keys are no longer those with which the run began, or the total of examples cannot be.
+        DivergedError
+            If the request's weights are so large that those of an answer may be too large.
         """
         if request is None:
             raise RefusedError("in a masked run an institution answers its own method's requests only: refused")
@@ -96,7 +108,15 @@ class Masking(Hiding):
             )
         scalars = {**metrics_in(message.content), **instructions}  # a mean and a scale of labels are statistics
         shared = {name: scalars[name] for name in request.by_key() if name in scalars and name not in OWN}
-        body = joined_body(message.content.array_records.get("arrays", ArrayRecord()))
+        total, own = instructions.get("total", 0), len(self.institution.train)
+        if total < own:
+            raise RefusedError(
+                f"a masked request says how many examples all institutions have; got {total}, here alone are {own}: "
+                "refused; use the same version of flwr-replay everywhere"
+            )
+        record = message.content.array_records.get("arrays", ArrayRecord())
+        check_room(opened(record))  # of the request alone, so all institutions refuse it, or none
+        self.share, body = own / total, joined_body(record)
         self.asked = sha256(json.dumps(shared, sort_keys=True).encode() + b"\n" + body).digest()
         self.kept = kept = self._kept(exchange)
         if kept and kept[ASKED].tobytes() != self.asked:
@@ -127,8 +147,15 @@ class Masking(Hiding):
             return
         kept = self.kept
         if not kept:
-            n = int(metrics_in(reply.content)["num-examples"])
-            masked = self._under_masks(fixed_point(opened(record), n, len(self.seal.pins)), exchange)
+            weights = opened(record)
+            numbers = fixed_point(weights, self.share, self._cancelling(weights, "<u4", exchange))
+            masked = {
+                name: np.add(mask, numbers[name].view(np.int64), out=mask).view(np.uint64)
+                for name, mask in self._cancelling(numbers, "<i8", exchange, self.run).items()
+            }
+            if numbers[MASKED].any():
+                log(WARNING, "the weights have diverged: random numbers leave; lower training.lr and begin a new run")
+                self.history = secrets.token_bytes(32)  # from now on masks cancel no more
             notes = {ASKED: np.frombuffer(self.asked, np.uint8), HISTORY: np.frombuffer(self.history, np.uint8)}
             kept = {**masked, **notes}
             self.store.save(KEPT, self.run, exchange, kept, self.durable)
@@ -138,13 +165,16 @@ class Masking(Hiding):
     def _kept(self, exchange: int) -> StateDict | None:
         return self.store.at(KEPT, self.run, exchange)
 
-    def _under_masks(self, numbers: StateDict, exchange: int) -> StateDict:
-        """Add m_k, modulo 2^64."""
-        context = json.dumps([self.run, self.options, self.seal.digest, exchange, self.history.hex()]).encode()
-        masked = {name: array.copy() for name, array in sorted(numbers.items())}
-        for other, key in self.seal.pair_keys(context).items():
+    def _cancelling(self, like: StateDict, dtype: str, *context: object) -> dict[str, NDArray[np.int64]]:
+        """Return random numbers of these shapes that are zeros in the sum of all institutions: m_k modulo 2^64, or u_k.
+
+        The run is no part of u_k's context: of two runs with one seed the means have the same bits.
+        """
+        said = json.dumps([*context, self.options, self.seal.digest, self.history.hex()]).encode()
+        found = {name: np.zeros(array.shape, np.int64) for name, array in sorted(like.items())}
+        for other, key in self.seal.pair_keys(said).items():
             stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
-            for array in masked.values():
-                mask = np.frombuffer(stream.update(bytes(array.nbytes)), "<u8").reshape(array.shape)
-                (np.add if self.seal.name < other else np.subtract)(array, mask, out=array)
-        return masked
+            for array in found.values():
+                drawn = np.frombuffer(stream.update(bytes(array.size * np.dtype(dtype).itemsize)), dtype)
+                (np.add if self.seal.name < other else np.subtract)(array, drawn.reshape(array.shape), out=array)
+        return found

@@ -20,7 +20,6 @@ from flwr_replay.server.members import Member
 from flwr_replay.wire.masked import blank_masked, mean_of
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
-from flwr_replay.wire.weights import check_weights
 
 __all__ = ["Parallel", "weighted_mean"]
 
@@ -91,17 +90,15 @@ class Parallel(AtOnce):
         RunError
             If an institution's answer is missing, or the masks have not cancelled: nothing can be read then.
         DivergedError
-            If the mean is too large.
+            If weights of an institution are too large, or the mean is.
         """
         if lacking := [member.name for member in self.members.known if member.name not in self.answered]:
             raise RunError(
                 f"with masked=true an exchange needs every institution; exchange {self.server_round} has no answer of "
                 f"{', '.join(lacking)}; {self.recorder.failures_line()}: resume the run when all are there"
             )
-        n = sum(answer.num_examples for answer in answers)
-        mean = mean_of([opened(answer.arrays) for answer in answers], n, like=self.sent)
-        check_weights(mean)
-        return replace(answers[0], arrays=mean, num_examples=n)
+        mean = mean_of([opened(answer.arrays) for answer in answers], like=self.sent)
+        return replace(answers[0], arrays=mean, num_examples=sum(answer.num_examples for answer in answers))
 
 
 def weighted_mean(states: Sequence[StateDict], weights: Sequence[float]) -> StateDict:

@@ -34,6 +34,7 @@ __all__ = [
     "RunRequest",
     "Spending",
     "Spent",
+    "Summed",
     "SuspendRequest",
     "Train",
     "Trained",
@@ -233,7 +234,14 @@ class ExpectsReplay(Payload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(Spending, ExpectsReplay, LabelScale, Request, stage="train", answer=Trained):
+class Summed(Payload):
+    """Part of a request whose answers the server only sums, so that they can be masked."""
+
+    total: int | None = instruction("examples of all institutions together; none: not under masks", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Spending, ExpectsReplay, LabelScale, Summed, Request, stage="train", answer=Trained):
     """Train these weights on your data."""
 
     arrays: Weights = model()

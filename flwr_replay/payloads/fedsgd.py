@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flwr_replay.payloads.common import ExpectsReplay, LabelScale, Trained
+from flwr_replay.payloads.common import ExpectsReplay, LabelScale, Summed, Trained
 from flwr_replay.wire.fields import instruction, model
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
@@ -26,7 +26,7 @@ class Gradient(Trained):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Differentiate(ExpectsReplay, LabelScale, Request, stage="differentiate", answer=Gradient):
+class Differentiate(ExpectsReplay, LabelScale, Summed, Request, stage="differentiate", answer=Gradient):
     """Compute the gradient of the loss at these weights over all your training examples."""
 
     arrays: Weights = model()

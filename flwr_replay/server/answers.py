@@ -16,12 +16,13 @@ from flwr.app import ArrayRecord, RecordDict
 
 from flwr_replay.errors import FlwrReplayError, WireError
 from flwr_replay.payloads.common import MOST, Trained
+from flwr_replay.wire.bounds import largest
 from flwr_replay.wire.fields import RECORD_OF, Field
 from flwr_replay.wire.masked import blank_masked, is_masked
 from flwr_replay.wire.payload import Payload, Request, Row, rows
 from flwr_replay.wire.records import StateDict, arrays_in, config_in, metrics_in, opened
 from flwr_replay.wire.sealed import SEALED_NAME, head_of, is_sealed
-from flwr_replay.wire.weights import check_weights, largest
+from flwr_replay.wire.weights import check_weights
 
 __all__ = ["check_answer", "check_foreign", "legible", "read_answer"]
 

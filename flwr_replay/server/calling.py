@@ -19,7 +19,7 @@ from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.files.atomic import NAME
 from flwr_replay.learning.tasks import Task
-from flwr_replay.payloads.common import Failure, LabelScale, Present, RollCall
+from flwr_replay.payloads.common import Failure, LabelScale, Present, RollCall, Summed
 from flwr_replay.report.progress import shown_time
 from flwr_replay.server.answers import legible
 from flwr_replay.server.asking import GONE, ask, deployed, failure_of, reason_of, wait_for_nodes
@@ -143,6 +143,8 @@ class Calling(Strategy):
         if isinstance(request, LabelScale) and self.label_scale is not None:
             mean, scale = self.label_scale
             request = replace(request, label_mean=mean, label_scale=scale)  # type: ignore[call-arg]
+        if isinstance(request, Summed) and self.settings.masked:
+            request = replace(request, total=sum(one.num_examples for one in self.members.known))  # type: ignore[call-arg]
         return request
 
     def message(self, member: Member, request: Request, extra: ConfigRecord | None = None) -> Message:

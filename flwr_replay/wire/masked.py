@@ -1,16 +1,24 @@
 """Weights under masks: of one institution's numbers nobody can read any, of all institutions' the server reads the sum.
 
-    at institution k: y_k = ⌊2^28 n_k θ_k⌉ + m_k  (mod 2^64), with masks that cancel, Σ_k m_k = 0
-    at the server:    Σ_k n_k θ_k / n = 2^-28 Σ_k y_k / n, to within K / (2^29 n), before it is rounded to θ's dtype
+    at institution k: y_k = ⌊2^b (n_k/n) θ_k + u_k⌉ + m_k  (mod 2^64), with Σ_k m_k = 0 and Σ_k u_k = 0
+    at the server:    Σ_k (n_k/n) θ_k = 2^-b Σ_k y_k, to within K / 2^(b+1), before it is rounded to θ's dtype
 
-Two whole numbers more, zeros under masks, tell whether the masks have cancelled. `flwr_replay/institution/masking.py`
-makes the masks; nothing here can.
+b is 43 for weights, so |θ| must be below 2^20; it is 33 for statistics of norm layers and for whole numbers.
+
+- u_k is random, so the sum tells of Σ_k (n_k/n) θ_k only. Without it a learning rate so small that all but one
+  institution's updates are rounded to 0 would show the one that is left.
+- An institution whose numbers are too large sends random ones in their place, so the sum is random. Zeros, or any
+  others that the server knows, would show the sum of all others.
+
+Two whole numbers more, zeros under masks, tell whether the masks have cancelled; the first is random if numbers of an
+institution were too large. `flwr_replay/institution/masking.py` makes masks and u_k; nothing here can.
 
 Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4.0.1: masking with one-time pads.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,26 +26,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.errors import DivergedError, RunError
+from flwr_replay.wire.bounds import LARGEST, is_statistic, largest
 from flwr_replay.wire.records import StateDict, Weights, opened
 
-__all__ = ["MASKED", "blank_masked", "fixed_point", "is_masked", "mean_of"]
+__all__ = ["MASKED", "blank_masked", "check_room", "fixed_point", "is_masked", "mean_of"]
 
 MASKED = "masked"  # of a row of the ledger: its protection; ends the names of masked arrays, and is the check's name
-BITS = 28  # of a number's fraction
+BITS, COARSE = 43, 33  # of a number's fraction; the latter of statistics and whole numbers
+LARGEST_COARSE = 1e9  # of these
 
 
-def fixed_point(weights: StateDict, n: int, institutions: int) -> StateDict:
-    """Write weights, times a number of examples, as whole numbers modulo 2^64; with the check, which is [0, 0].
+def check_room(weights: StateDict) -> None:
+    """Refuse weights from which no training may begin in a masked run: those of an answer may be a little larger.
 
-    If one is not finite, or so large that a sum of so many could leave the range, all are 0 and the check is [1, 0]: an
-    error would tell the server whose weights these are.
+    Raises
+    ------
+    DivergedError
+        If they are not finite, or too large.
     """
-    with np.errstate(all="ignore"):
-        scaled = {name: np.rint(np.multiply(one, n * 2.0**BITS, dtype=np.float64)) for name, one in weights.items()}
-        good = all((np.abs(one) < 2.0**62 / institutions).all() for one in scaled.values())  # NaN fails, too
-    numbers = {f"{name}.{MASKED}": one if good else np.zeros_like(one) for name, one in scaled.items()}
-    check = np.array([not good, 0], np.uint64)
-    return {MASKED: check, **{name: np.asarray(one, np.int64).view(np.uint64) for name, one in numbers.items()}}
+    for name, array in weights.items():
+        most = LARGEST if _bits(name, array) == BITS else LARGEST_COARSE
+        if not largest({name: array}) <= most:  # NaN fails, too
+            raise DivergedError(
+                f"under masks weights must be finite and at most {most:g} in size; {name!r} is not: lower training.lr"
+            )
+
+
+def fixed_point(weights: StateDict, share: float, dither: Mapping[str, NDArray[np.int64]]) -> StateDict:
+    """Write weights, times a share, as whole numbers modulo 2^64, with the check [0, 0].
+
+    If one is not finite, or too large, all are random, and the check is [r, 0] with a random r.
+
+    Parameters
+    ----------
+    weights : StateDict
+        An institution's.
+    share : float
+        n_k / n, its part of all examples.
+    dither : Mapping[str, NDArray[np.int64]]
+        2^32 u_k, by the weights' names.
+    """
+    fits = all(largest({name: one}) < 2.0 ** (63 - _bits(name, one)) for name, one in weights.items())
+    if not fits:  # NaN does not, either
+        blank = blank_masked(weights).items()
+        noise = {k: np.frombuffer(secrets.token_bytes(one.nbytes), one.dtype).reshape(one.shape) for k, one in blank}
+        return noise | {MASKED: np.array([1 + secrets.randbelow(2**64 - 1), 0], np.uint64)}
+    numbers: StateDict = {MASKED: np.zeros(2, np.uint64)}
+    for name, one in weights.items():
+        scaled = np.multiply(one, share * 2.0 ** _bits(name, one), dtype=np.float64) + dither[name] * 2.0**-32
+        numbers[f"{name}.{MASKED}"] = np.asarray(np.rint(scaled), np.int64).view(np.uint64)
+    return numbers
 
 
 def is_masked(record: Mapping[str, Any]) -> bool:
@@ -51,15 +89,13 @@ def blank_masked(weights: Weights) -> StateDict:
     return {name: np.zeros(shape, np.uint64) for name, shape in {MASKED: (2,), **shapes}.items()} if shapes else {}
 
 
-def mean_of(answers: Sequence[StateDict], n: int, like: StateDict) -> StateDict:
+def mean_of(answers: Sequence[StateDict], like: StateDict) -> StateDict:
     """Return the mean of all institutions' weights, in the dtypes of the weights that were sent.
 
     Parameters
     ----------
     answers : Sequence[StateDict]
         What all institutions have sent, under masks.
-    n : int
-        All institutions' numbers of examples, summed.
     like : StateDict
         The weights that were sent.
 
@@ -68,7 +104,7 @@ def mean_of(answers: Sequence[StateDict], n: int, like: StateDict) -> StateDict:
     RunError
         If the masks have not cancelled: then nothing can be read.
     DivergedError
-        If weights of some institutions are not finite, or too large.
+        If weights of an institution are not finite, or too large, or the mean is.
     """
 
     def total(name: str) -> NDArray[np.uint64]:
@@ -77,20 +113,25 @@ def mean_of(answers: Sequence[StateDict], n: int, like: StateDict) -> StateDict:
             np.add(found, answer[name], out=found)
         return found
 
-    diverged, zero = (int(number) for number in total(MASKED))
-    if zero or diverged > len(answers):
+    diverged, zero = total(MASKED)
+    if zero:
         raise RunError(
             "masks cancel only if all pinned institutions answer the same request; these do not: compare the files of "
-            "pinned keys by `flwr-replay deploy seal-key`, and start as many nodes as they name"
+            "pinned keys by `flwr-replay deploy seal-key`, and start as many nodes as they name; where weights have "
+            "diverged before, begin a new run"
         )
     if diverged:
-        most = 2.0 ** (62 - BITS) / n
         raise DivergedError(
-            f"under masks weights must be finite and below about {most:.3g} in size; those of {diverged} of "
-            f"{len(answers)} institutions are not: lower training.lr"
+            f"under masks weights must be finite and below {2 ** (63 - BITS):,} in size; those of an institution are "
+            "not, and nothing says whose: lower training.lr and begin a new run"
         )
     mean: StateDict = {}
     for name, sent in like.items():
-        value = total(f"{name}.{MASKED}").view(np.int64) / (n * 2.0**BITS)
+        value = total(f"{name}.{MASKED}").view(np.int64) / 2.0 ** _bits(name, sent)
         mean[name] = np.asarray(value if np.issubdtype(sent.dtype, np.floating) else np.rint(value), sent.dtype)
+    check_room(mean)
     return mean
+
+
+def _bits(name: str, array: NDArray[Any]) -> int:
+    return COARSE if is_statistic(name) or not np.issubdtype(array.dtype, np.floating) else BITS

@@ -14,6 +14,7 @@ from torch import nn
 
 from flwr_replay.errors import DivergedError, WireError
 from flwr_replay.files.tensors import nested, unnested
+from flwr_replay.wire.bounds import COUNTED, STATE, largest, most_of
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
 __all__ = [
@@ -21,7 +22,6 @@ __all__ = [
     "encoded",
     "form_of",
     "joined",
-    "largest",
     "load_arrays",
     "load_optimizer_arrays",
     "optimizer_arrays",
@@ -29,14 +29,10 @@ __all__ = [
     "to_arrays",
 ]
 
-LARGEST = 1e6  # the largest size of a weight; larger ones are wrong, and may give outputs that are not finite
-LARGEST_STATISTIC = 1e12  # of a norm layer's running mean or variance; the variance is a square
-STATE = "proxy-optimizer."  # begins the names of an optimizer's arrays that travel with its model's
 MOMENT = re.compile(rf"(.*\.)?{STATE}\d+\.exp_avg")  # Adam's running mean m of gradients; v is that of their squares
 # By Cauchy and Schwarz m² <= (1 - β1)² / ((1 - β2)(1 - β1² / β2)) v for any gradients: 52.9 v with β 0.9 and 0.999.
 # Means over institutions keep it. The rest is for rounding.
 MOST_MEAN, ROUNDING = 60.0, 1e-16
-COUNTED = re.compile(rf"(.*\.)?{STATE}\d+\.(step|exp_avg_sq)")  # of these, Adam's numbers that are never negative
 
 
 def optimizer_arrays(optimizer: torch.optim.Optimizer) -> StateDict:
@@ -119,8 +115,7 @@ def check_weights(arrays: StateDict) -> None:
         gradients that these squares cannot have: a step would be as large as its sender likes.
     """
     for name, array in arrays.items():
-        counted = COUNTED.fullmatch(name)
-        most = LARGEST_STATISTIC if counted or name.endswith(("running_mean", "running_var")) else LARGEST
+        counted, most = COUNTED.fullmatch(name), most_of(name)
         if np.issubdtype(array.dtype, np.floating) and not largest({name: array}) <= most:  # NaN fails, too
             raise DivergedError(
                 f"weights must be finite and at most {most:g} in size; {name!r} is not: lower training.lr"
@@ -138,12 +133,6 @@ def check_weights(arrays: StateDict) -> None:
                 f"a mean of gradients is at most eight times the root of their mean square; {name!r} is larger: send "
                 "the state as institutions released it"
             )
-
-
-def largest(arrays: StateDict) -> float:
-    """Return the largest size of any number; NaN if one is."""
-    ends = [(float(array.max()), -float(array.min())) for array in arrays.values() if array.size]
-    return float(np.max(ends, initial=0.0))
 
 
 def load_arrays(module: nn.Module, weights: Weights) -> None:

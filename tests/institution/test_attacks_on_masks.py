@@ -38,7 +38,7 @@ def server(folder):
 
 def train(server, exchange=1, scale=1.0, **other):
     theta = {name: (scale * array).astype(array.dtype) for name, array in server.weights.items()}
-    asked = {"run": "r", "server_round": exchange, "lr": 0.1} | other
+    asked = {"run": "r", "server_round": exchange, "lr": 0.1, "total": 3 * 40} | other
     return server.send(Train(arrays=theta, **asked))
 
 
@@ -69,7 +69,7 @@ def test_masks_cancel_for_one_scale_of_labels_only(folder):
     servers = [server_of(folder, name, options) for name in ABC]
 
     def answers(exchange, *scales):
-        asked = ({"label_mean": 150.0, "label_scale": scale} for scale in scales)
+        asked = ({"label_mean": 150.0, "label_scale": scale, "total": 1000} for scale in scales)
         return [weights(train(s, exchange, **other)) for s, other in zip(servers, asked, strict=True)]
 
     assert not total(answers(1, 70.0, 70.0, 70.0)).any()
@@ -222,7 +222,7 @@ def test_no_failure_tells_that_one_institutions_training_diverged(folder, job):
             if job is JOB:
                 return train(server, exchange, scale, lr=0.1 if scale == 1 else 1e13)
             theta = {name: (scale * array).astype(array.dtype) for name, array in server.weights.items()}
-            return server.send(Differentiate(arrays=theta, run="r", server_round=exchange))
+            return server.send(Differentiate(arrays=theta, run="r", server_round=exchange, total=120))
 
         replies = [ask(server) for server in servers]
         assert not any(map(refusal, replies))
@@ -230,4 +230,4 @@ def test_no_failure_tells_that_one_institutions_training_diverged(folder, job):
         assert counts[0] == counts[1] == counts[2]
         diverged, zero = total([weights(reply) for reply in replies])
         assert zero == 0
-        assert (diverged > 0) == (exchange == 2)
+        assert (diverged != 0) == (exchange == 2)

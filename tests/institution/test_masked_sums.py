@@ -68,32 +68,32 @@ def test_no_institutions_weights_can_be_read_alone_nor_those_of_some(folder):
     like = plain["a"]
     for name in NAMES:
         assert is_masked(ran[name])
-        mine = fixed_point(plain[name], 40, len(NAMES))
-        assert mine.keys() == ran[name].keys()
-        masks = np.concatenate([np.ravel(ran[name][key] - mine[key]) for key in mine]).view(np.uint8)
+        assert ran[name].keys() == {MASKED, *(f"{key}.{MASKED}" for key in plain[name])}
+        masks = np.concatenate([np.ravel(array) for array in ran[name].values()]).view(np.uint8)
         assert np.histogram(masks, 8, (0, 256))[0].min() > masks.size / 8 / 1.5
     for k in (1, 2, 3):
         for some in combinations(NAMES, k):
             with pytest.raises(RunError, match="masks cancel only if all pinned institutions answer"):
-                mean_of([ran[name] for name in some], 40 * k, like)
-    mean = mean_of(list(ran.values()), 40 * len(NAMES), like)
+                mean_of([ran[name] for name in some], like)
+    mean = mean_of(list(ran.values()), like)
     for name, array in mean.items():
         np.testing.assert_allclose(array, np.mean([one[name] for one in plain.values()], axis=0), atol=1e-7)
 
 
-def test_numbers_of_any_size_and_sign_survive(folder):
+def test_numbers_of_any_size_and_sign_survive():
     like = {"x": np.zeros(4, np.float32), "n": np.zeros((), np.int64), "none": np.zeros((0, 3), np.float32)}
     ours = [{"x": np.float32([1e-8, -3.5, 1e5, -0.0]) * k, "n": np.array(k), "none": like["none"]} for k in (1, 2, 3)]
-    answers = [fixed_point(one, n, 3) for one, n in zip(ours, (10, 20, 30), strict=True)]
-    mean = mean_of(answers, 60, like)
-    np.testing.assert_allclose(mean["x"], np.float32([1e-8, -3.5, 1e5, 0]) * 140 / 60, rtol=1e-6, atol=1e-10)
+    still = {name: np.zeros(array.shape, np.int64) for name, array in like.items()}
+    answers = [fixed_point(one, n / 60, still) for one, n in zip(ours, (10, 20, 30), strict=True)]
+    mean = mean_of(answers, like)
+    np.testing.assert_allclose(mean["x"], np.float32([1e-8, -3.5, 1e5, 0]) * 140 / 60, rtol=1e-6, atol=1e-12)
     assert (mean["n"], mean["n"].dtype, mean["none"].shape) == (2, np.int64, (0, 3))
-    for wrong in (np.nan, np.inf, 1e9):
-        spoiled = fixed_point({"x": np.array([0, wrong])}, 100, 3)
-        assert spoiled[MASKED].tolist() == [1, 0]
-        assert not spoiled[f"x.{MASKED}"].any()
-        with pytest.raises(DivergedError, match=r"those of 2 of 3 institutions are not: lower training.lr"):
-            mean_of([answers[0], spoiled, spoiled], 60, {})
+    for wrong in (np.nan, np.inf, 2.0**20):
+        spoiled = [fixed_point(ours[0] | {"x": np.array([0, 0, 0, wrong])}, 1, still) for _ in range(2)]
+        assert [array.shape for array in spoiled[0].values()] == [array.shape for array in answers[0].values()]
+        assert (spoiled[0][f"x.{MASKED}"] != spoiled[1][f"x.{MASKED}"]).all()
+        with pytest.raises(DivergedError, match="those of an institution are not, and nothing says whose"):
+            mean_of([answers[0], *spoiled], like)
 
 
 @pytest.mark.parametrize("at", [("train", "c", 2), ("train", "a", 1), ("evaluate", "b", 1)])
@@ -190,7 +190,7 @@ def test_an_answer_that_is_not_under_masks_is_refused_and_the_other_way_round(fo
     from flwr_replay.server.answers import check_answer
 
     asked = Train(arrays={"x": np.zeros(2, np.float32)}, run="r", lr=0.1).encode()
-    masks = fixed_point({"x": np.zeros(2)}, 1, 3)
+    masks = fixed_point({"x": np.zeros(2)}, 1, {"x": np.zeros(2, np.int64)})
 
     def check(arrays, hidden):
         answer: RecordDict = Trained(arrays=arrays, num_examples=1, examples_seen=1, num_steps=1).encode()

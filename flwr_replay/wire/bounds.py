@@ -1,0 +1,42 @@
+"""How large numbers on the wire may be: the same in requests, in answers, and after a step of the server's."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from flwr_replay.files.tensors import StateDict
+
+__all__ = ["COUNTED", "LARGEST", "STATE", "is_statistic", "largest", "most_of", "within"]
+
+LARGEST = 1e6  # the largest size of a weight; larger ones are wrong, and may give outputs that are not finite
+LARGEST_SQUARE = 1e12  # of a norm layer's running mean or variance, and of Adam's mean of squares: squares of weights
+STATE = "proxy-optimizer."  # begins the names of an optimizer's arrays that travel with its model's
+COUNTED = re.compile(rf"(.*\.)?{STATE}\d+\.(step|exp_avg_sq)")  # of these, Adam's numbers that are never negative
+
+
+def is_statistic(name: str) -> bool:
+    """Say whether an array of this name is a norm layer's running mean or variance."""
+    return name.endswith(("running_mean", "running_var"))
+
+
+def most_of(name: str) -> float:
+    """Return the largest size of floating numbers of this name; whole numbers have no bound."""
+    return LARGEST_SQUARE if is_statistic(name) or COUNTED.fullmatch(name) else LARGEST
+
+
+def within(arrays: StateDict) -> StateDict:
+    """Return, of arrays, those that lie beyond the bounds, brought back to them.
+
+    Institutions refuse what lies beyond. A server whose momentum adds up what it has accepted would send just that.
+    """
+    floating = {name: array for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)}
+    beyond = {name: array for name, array in floating.items() if largest({name: array}) > most_of(name)}
+    return {name: np.clip(array, -most_of(name), most_of(name)) for name, array in beyond.items()}
+
+
+def largest(arrays: StateDict) -> float:
+    """Return the largest size of any number; NaN if one is."""
+    ends = [(float(array.max()), -float(array.min())) for array in arrays.values() if array.size]
+    return float(np.max(ends, initial=0.0))
