@@ -18,8 +18,9 @@ from flwr_replay.server.answers import check_answer, check_foreign, legible, rea
 from flwr_replay.server.asking import LOST, ask, failure_of, reason_of, split_of, stopped, with_advice
 from flwr_replay.server.calling import Calling
 from flwr_replay.server.members import Member
+from flwr_replay.wire.bounds import within
 from flwr_replay.wire.payload import Payload, Request, request_of, rows
-from flwr_replay.wire.records import config_in, opened
+from flwr_replay.wire.records import array_record, config_in, opened
 
 __all__ = ["Exchanging"]
 
@@ -199,13 +200,19 @@ class Exchanging(Calling):
         return range(member.num_examples, member.num_examples + 1)
 
     def finite(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Refuse weights that are not finite after the server's step, so that no checkpoint has them."""
-        for name, array in opened(arrays).items():
+        """Refuse weights that are not finite after the server's step, and bound all others, before a checkpoint."""
+        found = opened(arrays)
+        for name, array in found.items():
             if not np.isfinite(array).all():
                 raise DivergedError(
                     f"the weights must stay finite; {name!r} is not, after the server's step: lower training.lr"
                 )
-        return arrays
+        if not (cut := within(found)):
+            return arrays
+        self.recorder.log(
+            f"numbers of {next(iter(cut))!r} left what institutions accept at the server's step: cut back"
+        )
+        return array_record({**found, **cut})
 
     def stops_without_answers(self) -> bool:
         """Return whether an exchange without answers ends the run."""

@@ -1,9 +1,12 @@
 """FedAvgM against a plain loop; without momentum it is FedAvg."""
 
+import harness
 import numpy as np
 import pytest
 from averaging import JOB, SIZES, agree, local_sgd, mean, run
-from harness import same, write_shards
+from flwr.app import Array
+from harness import node_configs, same, write_shards
+from safetensors.numpy import load_file
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
@@ -56,3 +59,20 @@ def test_no_variance_becomes_negative_however_strong_the_momentum(tmp_path, shar
 def test_momentum_lies_in_its_range(beta):
     with pytest.raises(ConfigError, match="server-momentum lies in"):
         compose(["strategy=fedavgm", f"server-momentum={beta}"])
+
+
+@pytest.mark.parametrize("options", [["strategy=fedavgm"], ["strategy=fedsgd", "lr=1.0"]])
+def test_answers_that_are_accepted_carry_no_weight_beyond_what_institutions_accept(tmp_path, options):
+    """By the server's momentum one institution could otherwise end the run for all; equal biases harm nobody."""
+    write_shards(tmp_path, SIZES)
+
+    def after(grid, message, reply):
+        if grid.asked[-1].name == "b" and message.metadata.message_type == "train":
+            bias = [*reply.content["arrays"]][-1]
+            reply.content["arrays"][bias] = Array(np.full(3, 1e6 if "fedavgm" in options[0] else -1e6, np.float32))
+
+    job = [*JOB, "model=mlp", *options, "rounds=6"]
+    ran = harness.run(tmp_path, job, node_configs(tmp_path, tmp_path / "state"), after=after)
+    assert not ran.result["failures"]
+    [*_, bias] = load_file(ran.folder / "models" / "global.safetensors").values()
+    assert 1e5 < np.abs(bias).max() <= 1e6
