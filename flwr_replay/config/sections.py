@@ -18,6 +18,7 @@ from flwr_replay.errors import ConfigError, near_matches
 __all__ = [
     "BATCH",
     "CHANGES",
+    "CLASSES",
     "FRACTION",
     "NOT_NEGATIVE",
     "NOT_NEGATIVE_FINITE",

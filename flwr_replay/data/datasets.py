@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.sections import TaskConfig, one_of
+from flwr_replay.config.sections import CLASSES, TaskConfig, one_of
 from flwr_replay.data.bags import read_bags
 from flwr_replay.data.clinical import read_boneage, read_brats, read_isic, read_retina, read_tuberculosis
 from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.folder import read_folder
 from flwr_replay.data.manifest import VALIDATED, parted
 from flwr_replay.data.own import arrays_of, channels_first, read_own
-from flwr_replay.data.readers import SPLIT_SEED, Raw, read_cifar10, read_digits, read_idx, read_medmnist
+from flwr_replay.data.readers import SPLIT_SEED, Raw, read_cifar10, read_digits, read_idx, read_medmnist, shortened
 from flwr_replay.data.sections import read_isbi2012
 from flwr_replay.data.tables import read_diabetes, read_heart_disease
 from flwr_replay.errors import DataError
 from flwr_replay.rng import derived_seed
 
-__all__ = ["MIXES_PATIENTS", "Dataset", "Examples", "examples_of", "load"]
+__all__ = ["MIXES_PATIENTS", "PREPARES", "Dataset", "Examples", "examples_of", "load"]
 
 READERS: dict[str, Callable[[TaskConfig], dict[str, Raw]]] = {
     "digits": read_digits,
@@ -53,6 +53,11 @@ DECODERS: dict[str, Callable[[TaskConfig, DecodedImages | None], dict[str, Raw]]
 MIXES_PATIENTS = {
     "heart_disease": "fills gaps with medians of the training rows",
     "own": "reads by a function of your own, for all we know with statistics of all rows",
+}
+#: Readers that do more to an image than fit its size, and what: other files have not gone through that.
+PREPARES = {
+    "own": "your own function prepares",
+    "retina": "flwr_replay.data.clinical.retina.graham prepares",
 }
 
 
@@ -136,12 +141,12 @@ def examples_of(given: Any) -> Examples:
     ----------
     given : tuple, Dataset or DataLoader
         As in `flwr_replay.data.own.arrays_of`. Of data sets, images with one or three channels last are turned around,
-        images other than uint8 become float32, and labels int64 where they are whole numbers, else float32.
+        images that are floats become float32, and labels int64 where they are integers, else float32.
 
     Raises
     ------
     DataError
-        If they are no images with labels.
+        If they are no images with labels, or a label is neither a class, a mask of 0 and 1 nor a finite number.
     """
     try:
         x, y = arrays_of(given)
@@ -150,11 +155,9 @@ def examples_of(given: Any) -> Examples:
             "an institution's examples must be (images, labels), or a Dataset or DataLoader of these; got "
             f"{type(given).__name__}: {error}"
         ) from None
-    if isinstance(given, tuple):
-        return Examples(x, y)
-    if not (y.ndim == 3 and y.dtype == np.uint8):  # masks stay
-        y = y.astype(np.int64 if y.dtype.kind in "iu" else np.float32)
-    return Examples(channels_first(x, (1, 3)), y)
+    kind = "segmentation" if y.ndim == 3 else "regression" if y.dtype.kind == "f" else "classification"
+    labels = _cast(y, kind, CLASSES, "an institution's examples")
+    return Examples(x, y) if isinstance(given, tuple) else Examples(channels_first(x, (1, 3)), labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,28 +242,44 @@ def _checked(raw: Raw, task: TaskConfig) -> Examples:
     if raw.x.dtype == np.float32 and not np.isfinite(raw.x).all():
         first = int(np.flatnonzero(~np.isfinite(raw.x).reshape(len(raw.x), -1).all(1))[0])
         raise DataError(f"features of task={task.name} must be finite; example {first} of {raw.images} has others")
-    expected, found = (task.channels, task.size, task.size), np.asarray(raw.y)
+    expected = (task.channels, task.size, task.size)
     if len(raw.y) and raw.x.shape[1:] != expected:
         raise DataError(
             f"images of task={task.name} must be task.channels x task.size x task.size = {_by(expected)}; got "
             f"{_by(raw.x.shape[1:])} in {raw.images}: set task.channels and task.size, or convert the images"
         )
-    if task.kind == "regression":
-        wrong, rule, y = ~np.isfinite(found), "be finite numbers", found.astype(np.float32)
-    elif task.kind == "segmentation":
-        wrong, rule, y = (found > 1).any(axis=(1, 2)), "be masks of 0 and 1", found.astype(np.uint8)
-    else:
-        wrong, rule = (found < 0) | (found >= task.classes), f"lie in 0..{task.classes - 1} (task.classes)"
-        y = found.astype(np.int64)
-    if wrong.any():
-        first = int(np.flatnonzero(wrong)[0])
-        value = found[first] if found.ndim == 1 else f"up to {found[first].max()}"
+    form = (len(raw.y), *(expected[1:] if task.kind == "segmentation" else ()))
+    if raw.y.shape != form:
         raise DataError(
-            f"labels of task={task.name} must {rule}; got {value} (example {first} of {raw.labels}): correct the label"
+            f"labels of task={task.name} must have the shape {form}; got {raw.y.shape} in {raw.labels}: give a mask of "
+            "the image's size or one number for each image, of one-hot rows the argmax"
         )
+    y = _cast(raw.y, task.kind, task.classes, raw.labels)
     # Writable, since torch shares the array's memory; a memory map stays on the disk.
     x = raw.x if isinstance(raw.x, np.memmap) else np.require(raw.x, requirements=["C", "W"])
     return Examples(x, y, raw.sites, raw.patients)
+
+
+def _cast(labels: NDArray[Any], kind: str, classes: int, source: str) -> NDArray[Any]:
+    """Return labels as `Examples` has them, if that loses nothing: a cast makes a class of NaN, of 0.9 and of -1."""
+    numbers = labels if labels.dtype.kind in "biuf" else np.full(labels.shape, np.nan)  # text and objects are none
+    with np.errstate(over="ignore", invalid="ignore"):
+        if kind == "regression":
+            rule, y = "be finite numbers", numbers.astype(np.float32)
+            right = np.isfinite(y)
+        else:
+            masks = kind == "segmentation"
+            rule = "be masks of 0 and 1" if masks else f"be classes in 0..{classes - 1} (task.classes)"
+            right = (numbers >= 0) & (numbers < (2 if masks else classes)) & (numbers % 1 == 0)
+            y = numbers.astype(np.uint8 if masks else np.int64)
+    if not right.all():
+        first, *pixel = map(int, np.unravel_index(np.argmin(right), right.shape))
+        value = shortened(str(labels[(first, *pixel)]))[1:-1]
+        at = f", row {pixel[0]}, column {pixel[1]}," if pixel else ""
+        raise DataError(
+            f"labels must {rule}; got {value} (example {first}{at} of {source}): correct it, or leave the example out"
+        )
+    return y
 
 
 def _by(shape: tuple[int, ...]) -> str:

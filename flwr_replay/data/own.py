@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.parts import import_part
 from flwr_replay.config.sections import TaskConfig
+from flwr_replay.data.classes import Classes
 from flwr_replay.data.readers import Raw
 from flwr_replay.errors import ConfigError, DataError
 
@@ -33,7 +34,8 @@ ROWS = 256  # of a data set that are collated at a time
 def read_own(task: TaskConfig) -> dict[str, Raw]:
     """Call the user's function, and make arrays of what it returns.
 
-    Images are uint8 0..255 or float32, (N, C, H, W), or (N, H, W) and (N, H, W, C) with 1 or 3 channels.
+    Images are uint8 0..255 or floats, (N, C, H, W), or (N, H, W) and (N, H, W, C) with 1 or 3 channels. Labels are
+    class numbers from 0, or `task.class_names`, as text or numbers; other kinds of task have numbers, or masks.
 
     Raises
     ------
@@ -56,16 +58,18 @@ def read_own(task: TaskConfig) -> dict[str, Raw]:
         raise ConfigError(f'{option} must return {{"train": …, "test": …}}, perhaps with "val", or "all"; got {got}')
     found = {}
     for name, split in splits.items():
+        source = f"{option}, {name}"
         try:
             x, y = arrays_of(split)
         except (TypeError, ValueError, KeyError, IndexError) as error:
             raise DataError(f"{option}: the split {name} is no images with labels: {error}") from None
-        found[name] = Raw(channels_first(x, (task.channels,)), y, f"{option}, {name}", f"{option}, {name}")
+        y = Classes(task).numbers(y, source) if task.kind == "classification" and y.ndim == 1 else y
+        found[name] = Raw(channels_first(x, (task.channels,)), y, source, source)
     return found
 
 
 def arrays_of(split: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return images and labels as arrays, in the order of the data set.
+    """Return images and labels as arrays, in the order of the data set; labels of shape (N, 1, …) as (N, …).
 
     Parameters
     ----------
@@ -80,14 +84,28 @@ def arrays_of(split: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         If these are no images with labels, or if the DataLoader does not draw every example once.
     """
     if isinstance(split, tuple) and len(split) == 2:
-        return np.asarray(split[0]), np.asarray(split[1])
-    if hasattr(split, "collate_fn"):  # a DataLoader, told without importing torch
-        pairs = [(np.asarray(x), np.asarray(y)) for x, y in map(_pair, _in_order(split))]
-        return np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs])
-    pairs = [_pair(split[index]) for index in range(len(split))]
-    if not pairs:
-        raise ValueError("it is empty")
-    return np.stack([np.asarray(x) for x, _ in pairs]), np.asarray([np.asarray(y) for _, y in pairs])
+        x, y = map(_array, split)
+    elif hasattr(split, "collate_fn"):  # a DataLoader, told without importing torch
+        pairs = [(_array(x), _array(y)) for x, y in map(_pair, _in_order(split))]
+        x, y = np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs])
+    else:
+        pairs = [(_array(x), _array(y)) for x, y in (_pair(split[index]) for index in range(len(split)))]
+        if not pairs:
+            raise ValueError("it is empty")
+        x, y = np.stack([x for x, _ in pairs]), np.asarray([y for _, y in pairs])
+    if x.dtype != np.uint8 and x.dtype.kind != "f":
+        ends = f" from {x.min()} to {x.max()}" if x.size and x.dtype.kind in "iu" else ""
+        raise ValueError(
+            f"images must be uint8 or floats, so that their scale is known; got {x.dtype}{ends}: make bytes uint8, and "
+            "divide others by the highest possible value"
+        )
+    return x, y[:, 0] if y.ndim in (2, 4) and y.shape[1] == 1 else y
+
+
+def _array(values: Any) -> NDArray[Any]:
+    if np.ma.is_masked(values):
+        raise ValueError("some values are masked: fill them in, or leave these examples out")
+    return np.asarray(values)
 
 
 def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flwr_replay.data.datasets import PREPARES
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import read_json, write_atomic
 from flwr_replay.files.lines import read_lines
@@ -160,9 +161,9 @@ def _trained_at(result: Mapping[str, Any]) -> str:
 def _inputs(model: TrainedModel) -> str:
     task = model.task
     form = f"(B, {task.channels}, {task.size}, {task.size})"
-    if model.in_unit_range:
-        return f"images {form}, float in [0, 1]"
-    return f"float {form}, made as task={task.name} made them for the training"
+    shown = f"images {form}, float in [0, 1]" if model.in_unit_range else f"float {form}"
+    plain = model.in_unit_range and task.format not in PREPARES
+    return shown if plain else f"{shown}, made as task={task.name} made them for the training"
 
 
 def _outputs(model: TrainedModel, unit: str) -> str:

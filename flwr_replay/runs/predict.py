@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from flwr_replay.data.classes import Classes
+from flwr_replay.data.datasets import PREPARES
 from flwr_replay.data.folder import SUFFIXES, read_image
 from flwr_replay.data.manifest import Row
 from flwr_replay.data.readers import csv_rows
@@ -70,7 +71,7 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
     Raises
     ------
     ConfigError
-        For other kinds of task or of data.
+        For other kinds of task or of data, or if a reader prepares images by more than their size.
     DataError
         For an image that cannot be used, or a label that is no class.
     """
@@ -82,6 +83,11 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
         )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
+    if task.format in PREPARES:
+        raise ConfigError(
+            f"task={task.name} learns from images that {PREPARES[task.format]}, and image files are not so prepared: "
+            "give its images to flwr_replay.load_model in Python"
+        )
     known = all(row.label for row in rows)
     numbers = [classes.number(row.label, row.where) for row in rows] if known and model.classes else []
     columns = ["label", *(["right"] if model.classes else [])] if known else []

@@ -12,8 +12,10 @@ from PIL import Image
 
 from flwr_replay import load_model
 from flwr_replay.cli.main import app
+from flwr_replay.config.compose import compose
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import ConfigError, DataError, RunError
+from flwr_replay.models.zoo import build
 from flwr_replay.report.progress import Display
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.export import card, export
@@ -122,6 +124,14 @@ def test_a_label_is_right_if_it_is_the_predicted_class_and_not_by_its_text(ran, 
         return
     [row] = csv.DictReader(io.StringIO(predictions(model, images_in(folder / "list.csv"), folder)))
     assert (row["right"], row["label"] == row["predicted"]) == (right, right == "1")
+
+
+@pytest.mark.parametrize("task", ["mine:load", "retina"])
+def test_files_are_refused_that_nobody_has_prepared_as_the_training_images_were(task, tmp_path):
+    given = compose([f"task={task}", "model=mlp"])
+    model = TrainedModel(build(given.model, given.task, 0), given.task)
+    with pytest.raises(ConfigError, match="image files are not so prepared: give its images to"):
+        predictions(model, [], tmp_path)
 
 
 def test_images_of_another_form_and_empty_folders_are_refused_whole(ran, images, tmp_path):
