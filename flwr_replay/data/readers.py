@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files.atomic import home, make_folder
+from flwr_replay.files.table import plain
 from flwr_replay.rng import derived_rng
 from flwr_replay.terminal import installing
 
@@ -338,7 +339,7 @@ def csv_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, st
     for where, row in rows:
         if None in row:
             raise DataError(f"every row must have {len(header)} cells, as the first line says; {where} has more")
-    return [(where, {column: (row[column] or "").strip() for column in header}) for where, row in rows]
+    return [(where, {column: plain((row[column] or "").strip()) for column in header}) for where, row in rows]
 
 
 def _missing(task: TaskConfig, what: str, places: list[Path]) -> DataError:

@@ -5,12 +5,11 @@ Both state epsilon, delta and whether they are proven beside every metric.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flwr_replay.files.table import csv_text
 from flwr_replay.report.comparison import cells_of
 from flwr_replay.report.notes import notes
 
@@ -65,13 +64,12 @@ def as_csv(report: Mapping[str, Any]) -> str:
 
     `metric` names what `mean`, `sd`, `difference` and `values` are of; `values` are `seed:value`, by semicolons.
     """
-    text, rows = io.StringIO(), rows_of(report)
-    writer = csv.DictWriter(text, ["method", "metric", *next(iter(rows.values()))], lineterminator="\n")
-    writer.writeheader()
+    rows = rows_of(report)
+    lines: list[Iterable[object]] = [("method", "metric", *next(iter(rows.values())))]
     for label, row in rows.items():
         values = ";".join(f"{seed}:{value}" for seed, value in row["values"].items())
-        writer.writerow({"method": label, "metric": report["metric"], **row, "values": values})
-    return text.getvalue().rstrip()
+        lines.append((label, report["metric"], *{**row, "values": values}.values()))
+    return csv_text(lines).rstrip()
 
 
 def as_latex(report: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from flwr_replay.data.manifest import Row
 from flwr_replay.data.readers import csv_rows
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.files.disk import files_below
+from flwr_replay.files.table import csv_text
 from flwr_replay.learning.training import at_once
 from flwr_replay.runs.trained import TrainedModel
 
@@ -81,8 +82,6 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
             f"predictions are for images, one class or number each; task={task.name} has another form: use "
             "flwr_replay.load_model in Python"
         )
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     if task.format in PREPARES:
         raise ConfigError(
             f"task={task.name} learns from images that {PREPARES[task.format]}, and image files are not so prepared: "
@@ -91,7 +90,7 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
     known = all(row.label for row in rows)
     numbers = [classes.number(row.label, row.where) for row in rows] if known and model.classes else []
     columns = ["label", *(["right"] if model.classes else [])] if known else []
-    writer.writerow(["image", "predicted", *columns, *(f"p({name})" for name in model.classes)])
+    lines: list[list[object]] = [["image", "predicted", *columns, *(f"p({name})" for name in model.classes)]]
     block = at_once(torch.empty(1, task.channels, task.size, task.size), 256)
     for start in range(0, len(rows), block):
         part = rows[start : start + block]
@@ -102,11 +101,11 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
             name = row.file.relative_to(base) if row.file.is_relative_to(base) else row.file
             if model.classes:
                 best = max(range(len(output)), key=output.__getitem__)
-                told = [classes.names[numbers[n]], int(numbers[n] == best)] if known else []
-                writer.writerow([name, model.classes[best], *told, *(f"{share:.6g}" for share in output)])
+                told: list[object] = [classes.names[numbers[n]], int(numbers[n] == best)] if known else []
+                lines.append([name, model.classes[best], *told, *(f"{share:.6g}" for share in output)])
             else:
-                writer.writerow([name, f"{output:.6g}", *([row.label] if known else [])])
-    return text.getvalue()
+                lines.append([name, f"{output:.6g}", *([row.label] if known else [])])
+    return csv_text(lines)
 
 
 def right_in(text: str) -> str:

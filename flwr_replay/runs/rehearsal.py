@@ -11,7 +11,6 @@ the spot. What is missing is the network between machines (docs/deploy.md).
 
 from __future__ import annotations
 
-import csv
 import os
 import shutil
 import subprocess
@@ -26,6 +25,7 @@ from flwr_replay.data.folder import folder_rows, form_of
 from flwr_replay.data.manifest import Row
 from flwr_replay.errors import ConfigError, DataError, RunError
 from flwr_replay.files.atomic import NAME, private_folder, write_atomic
+from flwr_replay.files.table import csv_text
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.institution.seal import KEY, make_key
 from flwr_replay.rng import derived_rng
@@ -210,14 +210,13 @@ def deal(rows: Sequence[Row], names: Sequence[str], root: Path) -> None:
         own = [row for row, whose in zip(rows, names, strict=True) if whose == name]
         split, patients = own[0].split is not None, any(row.patient for row in own)
         heads = ["image", "label", *(["split"] if split else []), *(["patient"] if patients else [])]
-        with open(folder / "manifest.csv", "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, heads, extrasaction="ignore")
-            writer.writeheader()
-            for n, row in enumerate(own):
-                image = f"{n:06d}{row.file.suffix.lower()}"
-                shutil.copy(row.file, folder / image)
-                values = {"image": image, "label": row.label, "split": row.split, "patient": row.patient}
-                writer.writerow(values)
+        lines = [heads]
+        for n, row in enumerate(own):
+            image = f"{n:06d}{row.file.suffix.lower()}"
+            shutil.copy(row.file, folder / image)
+            values = {"image": image, "label": row.label, "split": row.split or "", "patient": row.patient}
+            lines.append([values[head] for head in heads])
+        (folder / "manifest.csv").write_text(csv_text(lines), encoding="utf-8")
 
 
 def _policy(given: Path, name: str) -> str:

@@ -126,6 +126,24 @@ def test_a_label_is_right_if_it_is_the_predicted_class_and_not_by_its_text(ran, 
     assert (row["right"], row["label"] == row["predicted"]) == (right, right == "1")
 
 
+def test_no_name_in_the_table_is_a_formula_and_all_are_read_back(ran, images):
+    folder, model = images[0], load_model(ran[1])
+    names = ("=1+1", "+a", "-b", "@c", "-1", "'=d", "\uff1de", "'tis", "f", "g")
+    model = TrainedModel(model.network, replace(model.task, class_names=names))
+    bad = folder / "=HYPERLINK(1)"
+    bad.mkdir()
+    for n, name in enumerate(names):
+        (folder / "deep" / f"{n:03d}.png").rename(bad / f"{name}.png")
+    rows = images_in(bad)
+    text = predictions(model, [replace(row, label=row.file.stem) for row in rows], bad)
+    cells = [cell for line in csv.reader(io.StringIO(text)) for cell in line]
+    assert {cell for cell in cells if cell[0] in "=+-@\uff1d"} == {"-1"}  # a number stays one
+    (bad / "again.csv").write_text(text, encoding="utf-8")
+    again = images_in(bad / "again.csv")
+    assert [(row.file, row.label) for row in again] == [(row.file, row.file.stem) for row in rows]
+    assert predictions(model, again, bad) == text
+
+
 @pytest.mark.parametrize("task", ["mine:load", "retina"])
 def test_files_are_refused_that_nobody_has_prepared_as_the_training_images_were(task, tmp_path):
     given = compose([f"task={task}", "model=mlp"])
