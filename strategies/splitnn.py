@@ -218,7 +218,7 @@ class SplitNN(Serial):
             try:
                 request = training.send(request.answer.decode(replies[0].content))
             except StopIteration as ended:
-                self.missed = 0
+                self.missed = frozenset()
                 whole, loss = ended.value
                 return array_record(whole), MetricRecord({"train-loss": loss})
             except (DivergedError, WireError) as error:  # this institution's answer cannot be used
@@ -231,7 +231,7 @@ class SplitNN(Serial):
 
     def broken_off(self, trained: dict[str, int]) -> tuple[None, None]:
         """Count a failed visit; its institution has saved no optimizer to continue with."""
-        self.missed += 1
+        self.missed |= {self.turn}
         self.trained = trained
         return None, None
 

@@ -155,7 +155,7 @@ class Gossip(Relay):
             released[member.name] = self.released(member, reply)
 
         self.exchange(grid, server_round, asked, needed=bool(asked), take=take)
-        self.missed = 0 if released else self.missed + 1
+        self.count_missed()
         trained, self.releasing = self.answered, set(released)
         self.recorder.saw(sum(answer.examples_seen for answer in released.values()))
         self.deal(server_round, released)

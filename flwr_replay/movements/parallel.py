@@ -71,7 +71,7 @@ class Parallel(AtOnce):
         answers = list(by_name.values())
         keeps = self.settings.evaluate_before_mixing
         self.returned = {name: array_record(a.arrays) for name, a in by_name.items()} if keeps else {}
-        self.missed = 0 if answers else self.missed + 1
+        self.count_missed()
         if not answers:
             return None, None
         self.recorder.saw(sum(answer.examples_seen for answer in answers))

@@ -57,7 +57,7 @@ class AtOnce(Movement):
     """Base of the movements in which all institutions train at once, or those that are drawn for the round."""
 
     takes_fraction = True
-    missed: int = 0  # exchanges in a row that nobody answered
+    missed: frozenset[str] = frozenset()  # who has been asked since the last answer, and failed
 
     def exchanges_per_round(self) -> int:
         """One: all institutions train in it."""
@@ -81,5 +81,9 @@ class AtOnce(Movement):
         return found
 
     def stops_without_answers(self) -> bool:
-        """Stop after as many exchanges without an answer as could have asked every institution."""
-        return (self.missed + 1) * self.settings.fraction >= 1
+        """Stop once all that are present have failed since the last answer: the same one may be drawn again."""
+        return {member.name for member in self.members} <= self.missed | {*self.failed}
+
+    def count_missed(self) -> None:
+        """Add those that failed in the last exchange, unless somebody answered it."""
+        self.missed = frozenset() if self.answered else self.missed | {*self.failed}

@@ -52,7 +52,7 @@ class Relay(AtOnce):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Count the examples used; there are no weights to aggregate."""
-        self.missed = 0 if self.answered else self.missed + 1
+        self.count_missed()
         for _, reply in self.answers(replies):
             self.recorder.saw(self.answer.decode(reply.content).examples_seen)  # type: ignore[attr-defined]
         return ArrayRecord(), None

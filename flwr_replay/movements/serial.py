@@ -29,7 +29,7 @@ class Serial(Movement):
     """Base of the methods in which one model goes from institution to institution."""
 
     itinerary: Sequence[str] = ()  # names of the institutions that are visited, fixed when the run begins
-    missed: int = 0  # failed visits in a row
+    missed: frozenset[str] = frozenset()  # whose visits have failed since the last that succeeded
     turn: str = ""  # the institution whose turn it is
 
     @abstractmethod
@@ -84,12 +84,12 @@ class Serial(Movement):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the visited institution's weights; without an answer the next institution gets the old ones."""
         for member, reply in self.answers(replies):
-            self.missed = 0
+            self.missed = frozenset()
             answer = Trained.decode(reply.content) if member.ours else Trained.from_foreign(reply.content)
             self.recorder.saw(answer.examples_seen)
             metrics: dict[str, Any] = {} if answer.train_loss is None else {"train-loss": answer.train_loss}
             return array_record(answer.arrays), MetricRecord(metrics)
-        self.missed += 1
+        self.missed |= {self.turn}
         return None, None
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
@@ -110,8 +110,8 @@ class Serial(Movement):
         return [member for member in self.members if member.name in visited]
 
     def stops_without_answers(self) -> bool:
-        """Stop after as many failed visits in a row as there are institutions to visit."""
-        return self.missed + 1 >= len(self.itinerary)
+        """Stop once visits to all have failed in a row: in another order the same one may be visited twice."""
+        return self.missed | {self.turn} >= {*self.itinerary}
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return the itinerary, so that a resumed run visits in the same order."""

@@ -29,11 +29,14 @@ __all__ = [
     "stopped",
     "wait_for_nodes",
     "with_advice",
+    "worker_failed",
 ]
 
 EXPIRED = (3, 4)  # Flower's codes for a message or an answer that is missing or has expired
 GONE = 5  # for a node that has gone without a word
 LOST = (*EXPIRED, GONE, 8)  # the last for a ClientApp that was killed
+SIMULATED = ("InMemoryGrid",)  # Flower's grid of a Ray simulation
+WORKER_FAILED = 0  # its code for a worker that has failed; over a network anybody can send it
 DEPLOYED = ("GrpcGrid", "HttpGrid")  # Flower's grids of deployments; a simulation's has all nodes from the start
 #: What Ray says where modules of two apps have the same names, and what to do. A module of the folder in which the
 #: SuperLink was started goes before the app's.
@@ -49,6 +52,11 @@ LONGEST = 1000  # the most characters of a reason that an institution gives
 def deployed(grid: Grid) -> bool:
     """Say whether SuperNodes join over the network."""
     return type(grid).__name__ in DEPLOYED
+
+
+def worker_failed(grid: Grid, reply: Message) -> bool:
+    """Say whether a simulation's engine answers that a worker has failed; no engine of our own answers so."""
+    return type(grid).__name__ in SIMULATED and reply.has_error() and reply.error.code == WORKER_FAILED
 
 
 def refuse_unsaid_nodes(grid: Grid, nodes: int) -> None:

@@ -106,9 +106,10 @@ class Calling(Strategy):
         self.longest = Counter[str]()  # by stage, the whole seconds of the longest valid answer
         self.trained: dict[str, int] = {}  # by name, the last exchange in which a request to train was answered
         self.answered: list[str] = []  # names of those that gave a valid answer in the last exchange
+        self.failed: list[str] = []  # names of those that gave none
         self.diverged: list[str] = []  # failures in the last exchange by weights or losses that are not finite
         self.lost: list[str] = []  # names of those that gave no answer: too late, or their node or its app has ended
-        self.faults: Counter[str] = Counter()  # of the machine: how often, by Flower's text
+        self.faults: Counter[str] = Counter()  # of a simulation's workers: how often, by Flower's text
         self.label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of all labels
 
     @property

@@ -15,7 +15,7 @@ from flwr_replay.errors import DivergedError, FlwrReplayError, RefusedError, Run
 from flwr_replay.payloads.common import MOST, OPEN_STAGES, Failure
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.server.answers import check_answer, check_foreign, legible, read_answer
-from flwr_replay.server.asking import LOST, ask, failure_of, reason_of, split_of, stopped, with_advice
+from flwr_replay.server.asking import LOST, ask, failure_of, reason_of, split_of, stopped, with_advice, worker_failed
 from flwr_replay.server.calling import Calling
 from flwr_replay.server.members import Member
 from flwr_replay.wire.bounds import within
@@ -26,8 +26,7 @@ __all__ = ["Exchanging"]
 
 Take = Callable[[Member, Message], None]
 
-NO_APPS_FAULT = 0  # Flower's code for a fault that no app has caused
-SAME_FAULTS = 3  # messages that may fail with the same text of this code
+SAME_FAULTS = 3  # messages to a simulation's workers that may fail with the same text
 
 
 class Exchanging(Calling):
@@ -71,7 +70,8 @@ class Exchanging(Calling):
             If all of them failed by weights or losses that are not finite.
         """
         good: list[tuple[str, Message]] = []
-        answered, trained, diverged, lost, failed = list[str](), list[str](), list[str](), list[str](), 0
+        answered, trained, failed = list[str](), list[str](), list[str]()
+        diverged, lost = list[str](), list[str]()
         take = take or (lambda member, reply: good.append((member.name, reply)))
         noted = map(partial(self.noted, server_round), messages)
         for message, reply in ask(grid, noted, self.timeout, at_once, self.silent):
@@ -80,6 +80,8 @@ class Exchanging(Calling):
             fault = self.fault_of(server_round, member, message, reply)
             if reply is None or (reply.has_error() and reply.error.code in LOST):
                 lost.append(member.name)
+            elif worker_failed(grid, reply):
+                self.faults[reply.error.reason or ""] += 1
             self.recorder.flush()  # the ledger is written before the answer is used
             if fault is None and reply is not None:
                 try:
@@ -89,7 +91,7 @@ class Exchanging(Calling):
             del reply  # free its memory before the next one is read
             if fault is not None:
                 fault = fault if member.ours else with_advice(fault, message, type(self).__name__)
-                failed += 1
+                failed.append(member.name)
                 self.recorder.failed(server_round, member.name, str(fault))
                 diverged += [f"{member.name}: {fault}"] if isinstance(fault, DivergedError) else []
                 if missed:
@@ -103,7 +105,7 @@ class Exchanging(Calling):
             if request is not None and "continues" in request.declared():
                 trained.append(member.name)
         self.trained |= dict.fromkeys(trained, server_round)  # only now: in an exchange some train several times
-        self.answered, self.diverged, self.lost = sorted(answered), diverged, lost
+        self.answered, self.failed, self.diverged, self.lost = sorted(answered), failed, diverged, lost
         if max(self.faults.values(), default=0) >= SAME_FAULTS:  # a simulation continues to send to a dead worker
             raise RunError(
                 f"all workers of a simulation must be alive; {SAME_FAULTS} messages to one have failed: "
@@ -112,7 +114,7 @@ class Exchanging(Calling):
             )
         if needed and not answered and self.stops_without_answers():
             why = f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}"
-            raise stopped(why, failed, diverged)
+            raise stopped(why, len(failed), diverged)
         return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
 
     def noted(self, server_round: int, message: Message) -> Message:
@@ -131,8 +133,6 @@ class Exchanging(Calling):
     ) -> FlwrReplayError | None:
         """Write an answer to the ledger; return why it is invalid, or None."""
         if reply is None or reply.has_error():
-            if reply is not None and reply.error.code == NO_APPS_FAULT:
-                self.faults[reply.error.reason or ""] += 1
             return RunError(reason_of(message, reply))
         request = request_of(message)
         stage = request.stage_name if request else ""

@@ -63,11 +63,12 @@ def silent(grid, message):
     return mute(grid, message) if grid.asked[-1][:2] == ("train", "institution-2") else None
 
 
-def ran(tmp_path, *options, served=app, **script):
+def ran(tmp_path, *options, served=app, nodes=3, **script):
     overrides = [*JOB, *options]
-    grid = Grid.simulated(served, {"overrides": shlex.join(overrides)}, 3, state=str(tmp_path / "state"))
+    config = compose([*overrides, f"runs_dir='{tmp_path / 'runs'}'", "run_name=x"])
+    grid = Grid.simulated(served, {"overrides": shlex.join(overrides)}, nodes, state=str(tmp_path / "state"))
     vars(grid).update(script)
-    return execute(grid, compose([*overrides, f"runs_dir='{tmp_path / 'runs'}'", "run_name=x"]), Display())[0]
+    return execute(grid, config, Display())[0]
 
 
 def test_an_answer_in_process_that_comes_after_the_timeout_is_not_used(tmp_path):
@@ -112,7 +113,8 @@ def test_a_deployments_log_says_what_to_do_about_nodes_that_do_not_answer_the_ro
     assert line.endswith("0 min; they may still answer an earlier run: if none is live, start their SuperNodes again")
 
 
-def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp_path):
+def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp_path, monkeypatch):
+    monkeypatch.setattr(asking, "SIMULATED", (Grid.__name__,))
     with pytest.raises(RunError) as raised:
         ran(tmp_path, before=gone)
     said = str(raised.value)
@@ -122,6 +124,38 @@ def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp
     assert len((tmp_path / "runs" / "x" / "failures.jsonl").read_text().splitlines()) == 3
     again = ran(tmp_path, f"resume='{tmp_path / 'runs' / 'x'}'")
     assert again["rounds"] == 9
+
+
+@pytest.mark.parametrize(
+    ("method", "code"), [("fedavg", 0), ("cwt", 0), ("avgpush", 0), ("fedavg", 3), ("fedavg", 5), ("fedavg", 8)]
+)
+def test_an_error_code_from_one_institution_costs_only_that_one(tmp_path, method, code):
+    """Also the code of Flower's engine for a worker that has failed, which a ClientApp can send."""
+
+    def before(grid, message):
+        failing = grid.asked[-1].name == "institution-3" and grid.asked[-1].stage != "roll-call"
+        return Message(Error(code, GONE), reply_to=message) if failing else None
+
+    result = ran(tmp_path, f"strategy={method}", "rounds=4", before=before)
+    assert result["rounds"] == 4
+    assert {failure["institution"] for failure in result["failures"]} == {"institution-3"}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "cwt"])
+def test_one_institution_that_fails_whenever_it_is_drawn_ends_no_run(tmp_path, method):
+    """With this seed institution-2 is drawn three times in a row, which is as often as there are institutions."""
+    drawn = ["fraction=0.34", "seed=15", "rounds=5", "evaluate_every=5"]
+    result = ran(tmp_path, f"strategy={method}", *drawn, failing=[("train", "institution-2")])
+    assert len(result["failures"]) >= 3
+    with pytest.raises(RunError, match="no institution answered"):
+        ran(tmp_path / "all", f"strategy={method}", *drawn[:2], "rounds=99", failing=[("train",)])
+
+
+def test_one_institution_that_fails_is_visited_twice_in_a_row_and_ends_no_run(tmp_path):
+    """In another order it is the last of a cycle and the first of the next."""
+    failing = [("train", "institution-2")]
+    result = ran(tmp_path, "strategy=cwt", "strategy.order=shuffled", "nodes=2", "rounds=8", nodes=2, failing=failing)
+    assert len(result["failures"]) == 8
 
 
 def test_a_serial_run_ends_after_its_last_whole_round_and_not_before(tmp_path, monkeypatch):
