@@ -5,7 +5,8 @@ Letters: N examples, K institutions, C classes.
     partition=shares 'partition.shares=["0.96 0.04", "0.83 0.17", "0.23 0.77", "0.09 0.91"]'
     partition=shares partition.file=shares.csv        columns institution,<class>,…[,size]
 
-The classes of a list are in the order of their numbers. The columns of a file are named by class numbers.
+The classes of a list are in the order of their numbers. The columns of a file are named as the classes are, by
+`task.class_names` or else by their numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ROUNDING = 0.02  # by which the shares of a row may miss 1, as those of a printe
 
 
 def deal_by_shares(
-    y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int
+    y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, classes: Sequence[str] = ()
 ) -> tuple[tuple[str, ...], list[Indices]]:
     """Deal each institution its share of every class.
 
@@ -46,6 +47,8 @@ def deal_by_shares(
         The number of institutions, K.
     seed : int
         The run's seed.
+    classes : sequence of str
+        The classes' names; empty: they are called by their numbers.
 
     Returns
     -------
@@ -68,7 +71,8 @@ def deal_by_shares(
         "partition=shares needs partition.shares, a list, or partition.file, a table: set one of them",
     )
     values_C, counts_C = np.unique(y, return_counts=True)
-    names, shares_KC, sizes_K = _listed(config) if config.shares else _tabled(Path(config.file), values_C, len(y))
+    called = [classes[value] if classes else str(value) for value in values_C]
+    names, shares_KC, sizes_K = _listed(config) if config.shares else _tabled(Path(config.file), called, len(y))
     require(
         len(shares_KC) == nodes,
         f"partition=shares has a row for each institution; got {len(shares_KC)} for nodes={nodes}: set "
@@ -86,7 +90,7 @@ def deal_by_shares(
     if len(lacking) or not sizes_K.all():
         c = lacking[0] if len(lacking) else int(counts_C.argmin())
         raise ConfigError(
-            f"partition=shares deals each example once; class {values_C[c]} has {counts_C[c]} examples, and "
+            f"partition=shares deals each example once; class {called[c]} has {counts_C[c]} examples, and "
             f"{max(wanted_KC[:, c].sum(), 1)} are wanted: at most partition.size={_largest(shares_KC, counts_C)}"
         )
     rng = derived_rng(seed, "partition", "shares")
@@ -116,9 +120,8 @@ def _listed(config: PartitionConfig) -> tuple[tuple[str, ...], NDArray[np.float6
 
 
 def _tabled(
-    path: Path, values_C: NDArray[np.int64], most: int
+    path: Path, classes: Sequence[str], most: int
 ) -> tuple[tuple[str, ...], NDArray[np.float64], NDArray[np.int64] | None]:
-    classes = [str(value) for value in values_C]
     rows, names, sizes = [], [], []
     for where, cells in csv_rows(path, ["institution", *classes]):
         if unknown := cells.keys() - {"institution", "size", *classes}:

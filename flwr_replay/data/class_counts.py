@@ -38,6 +38,8 @@ class ClassCounts:
         Examples of each other class in an equal remainder.
     uniform_size : int
         The largest `partition.size` that `partition.rest=uniform` has room for.
+    names : tuple of str
+        Of all classes, by number; empty: they are called by their numbers.
     """
 
     values_C: NDArray[np.int64]
@@ -45,6 +47,7 @@ class ClassCounts:
     majors_K: NDArray[np.int64]
     equal: float
     uniform_size: int
+    names: tuple[str, ...] = ()
 
     def report(self, names: Sequence[str]) -> dict[str, Any]:
         """Return each institution's smallest and largest class and the starved ones, as `result.json` has them."""
@@ -59,9 +62,10 @@ class ClassCounts:
         few_C = (counts_C < STARVED * self.equal) & (self.equal >= LEAST)
         few_C[major] = False
         at = {"smallest": counts_C.argmin(), "largest": counts_C.argmax()}
+        called = [self.names[value] if self.names else int(value) for value in self.values_C]
         return {
-            **{name: {"class": int(self.values_C[c]), "examples": int(counts_C[c])} for name, c in at.items()},
-            "starved": {str(self.values_C[c]): int(counts_C[c]) for c in np.flatnonzero(few_C)},
+            **{name: {"class": called[c], "examples": int(counts_C[c])} for name, c in at.items()},
+            "starved": {str(called[c]): int(counts_C[c]) for c in np.flatnonzero(few_C)},
         }
 
 

@@ -162,13 +162,17 @@ def examples_of(given: Any) -> Examples:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Examples to train and test on; if the source has them, examples to validate on, and external test examples."""
+    """Examples to train and test on; if the source has them, examples to validate on, and external test examples.
+
+    `classes` are the names of the classes; empty: they are called by their numbers.
+    """
 
     name: str
     train: Examples
     test: Examples
     val: Examples | None = None
     external: Examples | None = None
+    classes: tuple[str, ...] = ()
 
 
 def load(task: TaskConfig, kept: DecodedImages | None = None) -> Dataset:
@@ -211,7 +215,7 @@ def load(task: TaskConfig, kept: DecodedImages | None = None) -> Dataset:
     if task.validation and not len(splits.get("val", ())):
         splits |= _held_out(splits["train"])
     rest = {split: splits[split] for split in ("val", "external") if split in splits and len(splits[split])}
-    return Dataset(task.name, splits["train"], splits["test"], **rest)
+    return Dataset(task.name, splits["train"], splits["test"], **rest, classes=task.class_names)
 
 
 def _divided(examples: Examples) -> dict[str, Examples]:

@@ -171,9 +171,10 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         if config.name == "ks":
             dealt, dropped = deal_by_ks(patients.labels, config, nodes, seed)
         elif config.name == "majority":
-            dealt, classes = deal_by_majority(patients.labels, config, nodes, seed)
+            dealt, counts = deal_by_majority(patients.labels, config, nodes, seed)
+            classes = replace(counts, names=dataset.classes)
         elif config.name == "shares":
-            given, dealt = deal_by_shares(patients.labels, config, nodes, seed)
+            given, dealt = deal_by_shares(patients.labels, config, nodes, seed, dataset.classes)
             names = _checked_names(given) or names
         else:
             dealt = DEALERS[config.name](patients.labels, config, nodes, seed)

@@ -52,7 +52,10 @@ def show(dataset: Dataset, part: Partition, out: Path | None = None) -> str:
     """
     labels = [dataset.train.labels[indices] for indices in part.train]
     values, counts_KC = label_histogram(labels)
-    names = [f">= {value:.3g}" if is_continuous(dataset.train.labels) else str(value) for value in values]
+    if is_continuous(dataset.train.labels):
+        names = [f">= {value:.3g}" for value in values]
+    else:
+        names = [dataset.classes[value] if dataset.classes else str(value) for value in values]
     ks_KK, tv_KK = ks_matrix(labels), tv_matrix(labels)
     used = sum(map(len, part.train))
     unused = len(dataset.train) - used - part.dropped

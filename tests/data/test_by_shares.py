@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,14 @@ def test_table_1_of_qu_et_al() -> None:
     again, other = dealt(dataset, 4, shares=TABLE_1, size=1000), dealt(dataset, 4, 1, shares=TABLE_1, size=1000)
     assert all(map(np.array_equal, found.train, again.train))
     assert not np.array_equal(found.train[0], other.train[0])
+
+
+def test_a_files_columns_are_the_classes_names(tmp_path: Path) -> None:
+    named = replace(data(50, 50), classes=("2", "1"))
+    file = table(tmp_path / "s.csv", "institution,1,2,size", "a,0.9,0.1,10", "b,0.5,0.5,10")
+    assert counts(named, dealt(named, 2, file=file)) == [[1, 9], [5, 5]]
+    with pytest.raises(DataError, match="must have a column '2'"):
+        dealt(named, 2, file=table(tmp_path / "s.csv", "institution,0,1", "a,0.9,0.1", "b,0.5,0.5"))
 
 
 def test_as_many_as_there_are(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ def test_every_count_stands_in_the_table(dataset: Make, tmp_path: Path) -> None:
         row = next(line for line in lines if f" {name} " in line)
         cells = [cell.strip() for cell in row.split("│")[2:-1]]
         assert cells == [str(n) for n in (50, len(part.val[k]), len(part.test[k]), *counts)]
+
+
+def test_classes_have_their_names_and_not_the_number_of_another(dataset: Make) -> None:
+    data = replace(dataset(400, classes=4), classes=("1", "2", "3", "4"))
+    part = partition(data, PartitionConfig(name="majority", p=0.7, size=50), 2, 0)
+    text = show(data, part)
+    for k, one in enumerate(part.skew["classes"]["institutions"].values()):
+        majority = np.bincount(data.train.y[part.train[k]]).argmax()
+        assert one["largest"]["class"] == str(majority + 1)
+        assert f"largest {one['largest']['examples']} of class {majority + 1}" in text
+    heads = next(line for line in text.splitlines() if " train " in line).split("┃")
+    assert [head.strip() for head in heads[-5:-1]] == ["1", "2", "3", "4"]
 
 
 def test_dropped_examples_are_said(examples: Make, tmp_path: Path) -> None:
