@@ -97,7 +97,7 @@ def arrays_of(split: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         ends = f" from {x.min()} to {x.max()}" if x.size and x.dtype.kind in "iu" else ""
         raise ValueError(
             f"images must be uint8 or floats, so that their scale is known; got {x.dtype}{ends}: make bytes uint8, and "
-            "divide others by the highest possible value"
+            "all others floats, scaled as the model shall see them"
         )
     return x, y[:, 0] if y.ndim in (2, 4) and y.shape[1] == 1 else y
 
