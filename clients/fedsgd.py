@@ -40,7 +40,8 @@ class FedSGDClient(InstitutionClient):
             loss = self.task.loss(model(x_B), y_B) * (len(y_B) / total)
             loss.backward()  # g_k ← g_k + ∇L of this block, weighted
             losses.append(loss.detach() * len(parts))  # their mean is the loss over all examples
-        tensors = {**model.state_dict(), **{name: p.grad for name, p in model.named_parameters()}}
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        tensors = {**model.state_dict(), **gradients}  # of a frozen or unused parameter 0
         arrays = array_record({name: tensor.cpu().numpy() for name, tensor in tensors.items()})
         loss = mean_loss(losses) if self.institution.reports_losses else None
         return Gradient(arrays=arrays, num_examples=len(data), examples_seen=total, num_steps=0, train_loss=loss)

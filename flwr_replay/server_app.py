@@ -8,6 +8,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flwr_replay.config.compose import compose_own, overrides_in
+from flwr_replay.config.parts import users_code
 from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.processes import wake_with_parent
 from flwr_replay.report.progress import LogDisplay
@@ -45,7 +46,8 @@ def main(grid: Grid, context: Context) -> None:
         config = compose_own(overrides_in(context.run_config))  # of whoever started the run
         refuse_resources(config)
         run_config = context.run_config if deployed(grid) else {}
-        result, folder = execute(grid, config, LogDisplay(), run_config)
+        with users_code(FlwrReplayError):
+            result, folder = execute(grid, config, LogDisplay(), run_config)
     except (KeyboardInterrupt, SystemExit):  # so Flower ends the process whose token it refuses, or that was stopped
         logging.getLogger("flwr").error("error: %s", ENDED)
         raise

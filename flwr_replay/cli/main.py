@@ -27,6 +27,7 @@ from flwr_replay.cli.rehearse import rehearse
 from flwr_replay.cli.runs import app as runs
 from flwr_replay.cli.runs import watch
 from flwr_replay.config.catalogue import choices
+from flwr_replay.config.parts import users_code
 from flwr_replay.errors import ConfigError, FlwrReplayError
 
 __all__ = ["app", "main"]
@@ -345,7 +346,8 @@ def main() -> None:
     """Run the command line; a user's mistake is reported in one line, with exit code 2."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up, as after Ctrl-C
     try:
-        code = app(standalone_mode=False)
+        with users_code(FlwrReplayError):
+            code = app(standalone_mode=False)
     except NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)

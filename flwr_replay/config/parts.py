@@ -11,16 +11,23 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flwr_replay.errors import ConfigError, RefusedError
+from flwr_replay.errors import ConfigError, FlwrReplayError, RefusedError
 
-__all__ = ["OWN", "VARIABLE", "allow", "check_allowed", "import_allowed", "import_part", "is_part"]
+__all__ = ["OWN", "VARIABLE", "allow", "check_allowed", "import_allowed", "import_part", "is_part", "users_code"]
 
 OWN = {"model": "build", "task": "load"}  # groups in which `own` is a choice, and the option that names the function
 VARIABLE = "FLWR_REPLAY_OWN_PARTS"  # the parts that a process may import, with spaces between
+LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+OURS = __name__.partition(".")[0]
+LONGEST = 300  # characters of a user's error that are told
 PART = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -110,10 +117,40 @@ def import_allowed(part: str, module: str, what: str) -> ModuleType:
         If the module cannot be imported.
     """
     check_allowed([part], os.environ.get(VARIABLE, ""), f"export {VARIABLE}='{part}' if you trust its author")
-    try:
+    with users_code(ConfigError, f"{what} cannot be imported: install the package, start in its folder, or mend it"):
         return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"{what} cannot be imported: {error}: install the package, or start in its folder") from None
-    except Exception as error:  # the module is not ours
-        detail = " ".join(str(error).split())
-        raise ConfigError(f"{what} fails when it is imported: {type(error).__name__}: {detail}") from None
+
+
+@contextmanager
+def users_code(kind: type[FlwrReplayError], what: str = "") -> Iterator[None]:
+    """Turn whatever a user's code raises into one line, with its file and line.
+
+    Parameters
+    ----------
+    kind : type[FlwrReplayError]
+        The error that is raised in its place.
+    what : str
+        What failed, for the line. Empty: in a process with parts, an error that passed a user's file is turned.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        place, ours = _place(error)
+        theirs = bool(what) or bool(place and os.environ.get(VARIABLE))
+        if not theirs or (ours and isinstance(error, SystemExit | kind)):
+            raise  # a signal's, or a line already
+        said = str(error).strip().partition("\n")[0][:LONGEST]
+        told = f"{type(error).__name__}: {said}".removesuffix(": ") + (f" ({place})" if place else "")
+        raise kind(f"{what}: {told}" if what else f"the run's own code fails: {told}") from None
+
+
+def _place(error: BaseException) -> tuple[str, bool]:
+    """Return the last line of a user's that an error passed, and whether it arose in this package."""
+    parts = {part.partition(":")[0].partition(".")[0] for part in os.environ.get(VARIABLE, "").split()}
+    place, package = "", ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, name = frame.f_code.co_filename, frame.f_globals.get("__name__") or ""
+        package = name.partition(".")[0]
+        if package != OURS and (package in parts or not file.startswith((*LIBRARIES, "<"))):
+            place = f"{'/'.join(Path(file).parts[-name.count('.') - 1 :])}, line {line}"
+    return place, package == OURS

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_replay.config.parts import users_code
 from flwr_replay.config.sections import CLASSES, TaskConfig, one_of
 from flwr_replay.data.bags import read_bags
 from flwr_replay.data.clinical import read_boneage, read_brats, read_isic, read_retina, read_tuberculosis
@@ -148,13 +149,9 @@ def examples_of(given: Any) -> Examples:
     DataError
         If they are no images with labels, or a label is neither a class, a mask of 0 and 1 nor a finite number.
     """
-    try:
+    rule = "an institution's examples must be (images, labels), or a Dataset or DataLoader of these"
+    with users_code(DataError, f"{rule}; got {type(given).__name__}"):
         x, y = arrays_of(given)
-    except (TypeError, ValueError, KeyError, IndexError) as error:
-        raise DataError(
-            "an institution's examples must be (images, labels), or a Dataset or DataLoader of these; got "
-            f"{type(given).__name__}: {error}"
-        ) from None
     kind = "segmentation" if y.ndim == 3 else "regression" if y.dtype.kind == "f" else "classification"
     labels = _cast(y, kind, CLASSES, "an institution's examples")
     return Examples(x, y) if isinstance(given, tuple) else Examples(channels_first(x, (1, 3)), labels)

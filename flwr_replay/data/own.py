@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.parts import import_part
+from flwr_replay.config.parts import import_part, users_code
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.classes import Classes
 from flwr_replay.data.readers import Raw
@@ -45,26 +45,18 @@ def read_own(task: TaskConfig) -> dict[str, Raw]:
         If it fails, or a split cannot be read as images with labels.
     """
     option, load = f"task={task.load}", import_part("task", task.load)
-    try:
+    with users_code(DataError, f"{option}, called with task.data-dir={task.data_dir!r}, failed"):
         splits = load(task.data_dir)
-    except Exception as error:  # the user's code: any error, as one line
-        said = str(error).partition("\n")[0]
-        advice = (
-            ": set task.data-dir to the folder of the data" if isinstance(error, OSError) and not task.data_dir else ""
-        )
-        raise DataError(f"{option} failed: {type(error).__name__}: {said}{advice}") from None
     if not isinstance(splits, Mapping) or set(splits) not in SPLITS:
         got = ", ".join(map(str, splits)) if isinstance(splits, Mapping) else type(splits).__name__
         raise ConfigError(f'{option} must return {{"train": …, "test": …}}, perhaps with "val", or "all"; got {got}')
     found = {}
     for name, split in splits.items():
         source = f"{option}, {name}"
-        try:
+        with users_code(DataError, f"{option}: the split {name} is no images with labels"):
             x, y = arrays_of(split)
-        except (TypeError, ValueError, KeyError, IndexError) as error:
-            raise DataError(f"{option}: the split {name} is no images with labels: {error}") from None
-        y = Classes(task).numbers(y, source) if task.kind == "classification" and y.ndim == 1 else y
-        found[name] = Raw(channels_first(x, (task.channels,)), y, source, source)
+            y = Classes(task).numbers(y, source) if task.kind == "classification" and y.ndim == 1 else y
+            found[name] = Raw(channels_first(x, (task.channels,)), y, source, source)
     return found
 
 

@@ -21,6 +21,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
 from flwr_replay.config.halves import load_client
+from flwr_replay.config.parts import users_code
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import (
     ConfigError,
@@ -104,7 +105,8 @@ def _answered(
         dp_fields = plan.dp_fields(answer) if plan and answer else {}
         budget = PrivacyBudget(plan, institution, store, config.seed) if plan else None
         charged_before = budget.charged(run) if budget and dp_fields else ()
-        reply = call_next(asked, context)
+        with users_code(FlwrReplayError):
+            reply = call_next(asked, context)
         if institution.digested and "data" in vars(institution):  # they were read
             store.note_data(run)
         leaving = check_answer(reply, answer, policy, config)

@@ -76,7 +76,8 @@ def _eager(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optim
 
 def make_optimizer(module: nn.Module, training: TrainingConfig, lr: float) -> torch.optim.Optimizer:
     """Build the configured optimizer over the parameters that train."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # A group, which may be empty: all that lies before a cut may be frozen.
+    parameters = [{"params": [parameter for parameter in module.parameters() if parameter.requires_grad]}]
     if training.optimizer == "adam":
         # In one pass over the numbers: on the CPU three times as fast as PyTorch's default.
         return _eager(torch.optim.Adam)(parameters, lr=lr, weight_decay=training.weight_decay, fused=True)
@@ -192,7 +193,8 @@ def late_steps(
     """
     found = []
     for output, gradient in zip(outputs, gradients, strict=True):
-        torch.autograd.backward(output, gradient)
+        if output.requires_grad:  # nothing of the part may train
+            torch.autograd.backward(output, gradient)
         found.append([parameter.grad for parameter in part.parameters()])
         part.zero_grad()
     for taken in found:

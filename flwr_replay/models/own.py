@@ -8,11 +8,13 @@ Its named children are the stages, after which it can be cut. `B` batch.
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import chain
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
-from flwr_replay.config.parts import import_part
+from flwr_replay.config.parts import import_part, users_code
 from flwr_replay.config.sections import ModelConfig, TaskConfig, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.layers import Standardize
@@ -36,17 +38,13 @@ def own(model: ModelConfig, task: TaskConfig) -> StagedModel:
     Raises
     ------
     ConfigError
-        If it cannot be imported or called, returns something else than a sequence of named stages, or gives outputs of
-        another shape than (B, task.classes), or (B, 1, H, W) where labels are masks.
+        If it cannot be imported or called, returns something else than a sequence of named stages, gives outputs of
+        another shape than (B, task.classes), or (B, 1, H, W) where labels are masks, or has nothing that trains.
     """
-    option = f"model={model.build}"
-    try:
-        built = import_part("model", model.build)(channels=task.channels, size=task.size, classes=task.classes)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"{option} is called with channels={task.channels}, size={task.size}, classes={task.classes}, and failed: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        ) from None
+    option, build = f"model={model.build}", import_part("model", model.build)
+    called = f"channels={task.channels}, size={task.size}, classes={task.classes}"
+    with users_code(ConfigError, f"{option} is called with {called}, and failed"):
+        built = build(channels=task.channels, size=task.size, classes=task.classes)
     require(
         type(built) in (nn.Sequential, StagedModel) and len(built) > 1 and not _altered(built),
         f"{option} must return torch.nn.Sequential with at least two named stages, the last of them the head; got "
@@ -55,13 +53,16 @@ def own(model: ModelConfig, task: TaskConfig) -> StagedModel:
     staged = StagedModel(OrderedDict(built._modules))  # a layer may stand there twice
     x_BCHW = torch.zeros(2, task.channels, task.size, task.size)
     expected = (2, 1, task.size, task.size) if task.kind == "segmentation" else (2, task.classes)
-    try:
+    with users_code(ConfigError, f"{option} fails on images {tuple(x_BCHW.shape)}"):
         with torch.no_grad():
-            found = tuple(staged.eval()(x_BCHW).shape)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise ConfigError(f"{option} fails on images {tuple(x_BCHW.shape)}: {str(error).splitlines()[0]}") from None
-    require(found == expected, f"{option} must give outputs of shape {expected} for two images; got {found}")
-    return staged.train()
+            tested = staged.eval()(x_BCHW)
+        copies = {name: tensor.clone() for name, tensor in chain(staged.named_parameters(), staged.named_buffers())}
+        trained = functional_call(staged.train(), copies, (x_BCHW,))  # norm statistics stay as they are
+    for outputs in (tested, trained):
+        found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
+        require(found == expected, f"{option} must give outputs of shape {expected} for two images; got {found}")
+    require(trained.requires_grad, f"{option} must give outputs that depend on a parameter that trains; these do not")
+    return staged
 
 
 def check_layers(model: ModelConfig, built: nn.Module) -> None:

@@ -64,7 +64,8 @@ def split(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel]:
     Raises
     ------
     ConfigError
-        If `cut` is not a stage of `model` or is the head, or if `model` is not a sequence.
+        If `cut` is not a stage of `model` or is the head, if `model` is not a sequence, or if both parts would train
+        the same parameter.
     """
     require(
         isinstance(model, nn.Sequential),
@@ -75,7 +76,12 @@ def split(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel]:
         one_of("cut", cut, cuts)
     first = cuts.index(cut) + 1 if cut else 1
     stages = list(model.named_children())
-    return StagedModel(OrderedDict(stages[:first])), StagedModel(OrderedDict(stages[first:]))
+    before, after = StagedModel(OrderedDict(stages[:first])), StagedModel(OrderedDict(stages[first:]))
+    require(
+        {*map(id, before.parameters())}.isdisjoint(map(id, after.parameters())),
+        f"a model is cut where its parts share no weights; at cut={cuts[first - 1]!r} they do: cut elsewhere",
+    )
+    return before, after
 
 
 def split_before_head(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel, StagedModel]:

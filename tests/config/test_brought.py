@@ -216,8 +216,8 @@ def test_a_name_of_two_packages_is_refused(path, written, tmp_path):
 @pytest.mark.parametrize(
     ("code", "conf", "point", "said"),
     [
-        ("1 / 0", "broken", "", "strategy=broken.* of the package broken fails when it is imported: ZeroDivisionError"),
-        ("import nonesuch", "broken", "", "of the package broken cannot be imported: No module named 'nonesuch'"),
+        ("1 / 0", "broken", "", "strategy=broken.* of the package broken cannot be imported: .*ZeroDivisionError"),
+        ("import nonesuch", "broken", "", "of the package broken cannot be imported: .*No module named 'nonesuch'"),
         ("x = 1", "broken", "", "of the package broken must have a class of the strategy's name"),
         ("", "", "", "of the package broken has no conf/strategy/broken.yaml in broken"),
         ("", "broken", "broken = nonesuch.inner", "of the package broken has no conf/strategy/broken.yaml"),

@@ -6,16 +6,21 @@ import sys
 import numpy as np
 import pytest
 import torch
-from harness import SHARDS, node_configs, write_shards
+from harness import SHARDS, command, node_configs, run, write_shards
+from safetensors.numpy import load_file
 
 from flwr_replay.config.compose import compose, overrides_of, to_yaml
 from flwr_replay.config.parts import VARIABLE
 from flwr_replay.data.datasets import load
-from flwr_replay.errors import ConfigError, DataError, RefusedError
+from flwr_replay.errors import ConfigError, DataError, RefusedError, RunError
 from flwr_replay.institution.node import _institution
+from flwr_replay.models import split
 from flwr_replay.models.own import check_layers
-from flwr_replay.models.zoo import build
+from flwr_replay.models.zoo import backbone, build
 from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.rng import derived_seed
+from flwr_replay.runs.engine import partitions
+from flwr_replay.wire.weights import to_arrays
 
 NETS = """
 from collections import OrderedDict
@@ -67,6 +72,73 @@ def sub(channels, size, classes):
     return Sub(*build(channels, size, classes))
 
 constant = 3
+
+def key(channels, size, classes):
+    return {{}}["resnet"]
+
+def exits(channels, size, classes):
+    raise SystemExit(3)
+
+def deep(channels, size, classes):
+    return deep(channels, size, classes)
+
+def changed(channels, size, classes, **layers):
+    return nn.Sequential(OrderedDict(**dict(build(channels, size, classes).named_children()), **layers))
+
+class Dictionary(nn.Module):
+    def forward(self, x):
+        return {{"logits": x}}
+
+class InTraining(nn.Module):
+    def forward(self, x):
+        return (x, x) if self.training else x
+
+class Late(nn.Module):
+    def forward(self, x):
+        if len(x) > 2:
+            raise KeyError("/data/patient-7")
+        return x
+
+class Leaving(nn.Module):
+    def forward(self, x):
+        if len(x) > 2:
+            raise SystemExit(4)
+        return x
+
+class Spare(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.spare = nn.Parameter(self.bias.detach().clone())
+
+def dictionary(channels, size, classes):
+    return changed(channels, size, classes, last=Dictionary())
+
+def in_training(channels, size, classes):
+    return changed(channels, size, classes, last=InTraining())
+
+def late(channels, size, classes):
+    return changed(channels, size, classes, last=Late())
+
+def leaving(channels, size, classes):
+    return changed(channels, size, classes, last=Leaving())
+
+def frozen(channels, size, classes):
+    return build(channels, size, classes).requires_grad_(False)
+
+def partly(channels, size, classes):
+    body = build(channels, size, classes)[0].requires_grad_(False)
+    return nn.Sequential(OrderedDict(body=body, spare=Spare(8, 8), head=nn.Linear(8, classes)))
+
+def normed(channels, size, classes):
+    return nn.Sequential(OrderedDict(flat=nn.Flatten(), norm=nn.BatchNorm1d(size**2), head=nn.Linear(size**2, classes)))
+
+def tied(channels, size, classes):
+    one, two = nn.Linear(size**2, size**2), nn.Linear(size**2, size**2)
+    two.weight = one.weight
+    return nn.Sequential(OrderedDict(flat=nn.Flatten(), one=one, two=two, head=nn.Linear(size**2, classes)))
+"""
+BROKEN = """
+import nothing_of_this_name
 """
 DATA = """
 import numpy as np
@@ -106,11 +178,25 @@ def fails(data_dir):
 
 def unlabelled(data_dir):
     return {"train": [{"picture": 1}], "test": [{"picture": 1}]}
+
+class Lacking(Pairs):
+    def __getitem__(self, index):
+        return self.images[index]
+
+def lacking(data_dir):
+    return {"train": Lacking(), "test": Lacking()}
+
+def leaves(data_dir):
+    raise SystemExit("no data")
+
+def words(data_dir):
+    return {"all": (np.array([["one"]] * 6), y)}
 """
-NAMES = "build bare mixing module narrow fails other constant buidl batchwise twice sub"
-DATA_NAMES = "arrays whole last torchs hugging names fails unlabelled"
+NAMES = "build bare mixing module narrow fails other constant buidl batchwise twice sub key exits deep dictionary"
+NAMES += " in_training late leaving frozen partly normed tied"
+DATA_NAMES = "arrays whole last torchs hugging names fails unlabelled lacking leaves words"
 ALL = " ".join([*(f"ownnets:{one}" for one in NAMES.split()), *(f"owndata:{one}" for one in DATA_NAMES.split())])
-ALL += " nonesuch:build"
+ALL += " nonesuch:build ownbroken:build"
 JOB = ["strategy=fedavg", "rounds=1", "device=cpu"]
 
 
@@ -120,11 +206,12 @@ def own(tmp_path, monkeypatch):
     marker = tmp_path / "imported"
     (tmp_path / "ownnets.py").write_text(NETS.format(marker=str(marker)), encoding="utf-8")
     (tmp_path / "owndata.py").write_text(DATA, encoding="utf-8")
+    (tmp_path / "ownbroken.py").write_text(BROKEN, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv(VARIABLE, ALL)
     yield marker
-    for name in ("ownnets", "owndata"):
+    for name in ("ownnets", "owndata", "ownbroken"):
         sys.modules.pop(name, None)
 
 
@@ -167,6 +254,16 @@ def test_a_bare_first_layer_is_standardised_too(own):
         ("model=ownnets:constant", "must be a function; got int"),
         ("model=ownnets:buidl", "has no function buidl"),
         ("model=nonesuch:build", "cannot be imported"),
+        (
+            "model=ownbroken:build",
+            r"cannot be imported.*No module named 'nothing_of_this_name' \(ownbroken.py, line 2\)",
+        ),
+        ("model=ownnets:key", r"KeyError: 'resnet' \(ownnets.py, line \d+\)"),
+        ("model=ownnets:exits", r"SystemExit: 3 \(ownnets.py, line \d+\)"),
+        ("model=ownnets:deep", r"RecursionError: .* \(ownnets.py, line \d+\)"),
+        ("model=ownnets:dictionary", r"outputs of shape \(2, 10\) for two images; got a dict"),
+        ("model=ownnets:in_training", r"outputs of shape \(2, 10\) for two images; got a tuple"),
+        ("model=ownnets:frozen", "depend on a parameter that trains"),
     ],
 )
 def test_a_wrong_model_is_one_line(own, option, said):
@@ -222,7 +319,10 @@ def test_one_split_is_divided_and_channels_may_come_last(own):
     ("function", "said"),
     [
         ("names", 'must return {"train": …, "test": …}, perhaps with "val", or "all"; got training'),
-        ("fails", "failed: OSError: nothing in here"),
+        ("fails", "called with task.data-dir='here', failed: OSError: nothing in here (owndata.py, line "),
+        ("lacking", "AttributeError: 'Lacking' object has no attribute 'images' (owndata.py, line "),
+        ("leaves", "SystemExit: no data (owndata.py, line "),
+        ("words", "images must be uint8 or floats"),
         ("unlabelled", "no images with labels"),
     ],
 )
@@ -233,9 +333,51 @@ def test_wrong_data_are_one_line(own, function, said):
     assert said in str(error.value)
 
 
-def test_data_of_ones_own_without_a_folder_have_the_advice_to_name_one(own):
-    with pytest.raises(DataError, match=r"failed: OSError: nothing in : set task\.data-dir to the folder"):
-        load(composed("task=owndata:fails").task)
+def test_a_model_is_tried_in_training_and_its_norm_statistics_stay(own):
+    config = composed("model=ownnets:normed")
+    assert not build(config.model, config.task, 0).norm.running_mean.any()
+
+
+@pytest.mark.parametrize("strategy", ["fedsgd", "splitnn", "splitnn share-labels=false", "fedavg", "fedprox", "cwt"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_frozen_layers_stay_and_unused_parameters_do_no_harm(own, tmp_path, strategy, optimizer):
+    options = [f"strategy={strategy}", "model=ownnets:partly", "partition=iid", "nodes=2", "partition.size=40"]
+    options = [*JOB, *" ".join(options).split(), f"training.optimizer={optimizer}"]
+    config = compose(options)
+    before = to_arrays(backbone(config.model, config.task)(derived_seed(0, "model")))
+    after = load_file(run(tmp_path, options, partitions(2)).folder / "models" / "global.safetensors")
+    assert before.keys() == after.keys()
+    moved = [name for name in before if not np.array_equal(before[name], after[name])]
+    assert moved == ["spare.weight", "spare.bias", "head.weight", "head.bias"]
+
+
+def test_a_model_is_not_cut_between_layers_that_share_weights(own):
+    config = composed("model=ownnets:tied")
+    model = build(config.model, config.task, 0)
+    assert split(model, "flat")[1].stages == ("one", "two", "head")
+    with pytest.raises(ConfigError, match="its parts share no weights; at cut='one' they do"):
+        split(model, "one")
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "splitnn"])  # SplitNN's server has the layer that fails
+@pytest.mark.parametrize(("name", "said"), [("late", "KeyError: '/data/patient-7'"), ("leaving", "SystemExit: 4")])
+def test_a_model_that_fails_in_training_is_one_line(own, monkeypatch, capsys, strategy, name, said):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    job = [f"strategy={strategy}", "task=digits", f"model=ownnets:{name}", "nodes=2", "partition=iid", "rounds=1"]
+    assert command(monkeypatch, "run", *job, "partition.size=40") == 2
+    written = capsys.readouterr().err
+    assert "Traceback" not in written
+    assert f"{said} (ownnets.py, line " in written.splitlines()[-1]
+
+
+def test_what_a_users_code_raises_at_an_institution_does_not_leave(own, tmp_path, caplog):
+    write_shards(tmp_path, {"a": 20})
+    (owned,) = node_configs(tmp_path, tmp_path / "state", "a")
+    with pytest.raises(RunError, match="a: FlwrReplayError; the institution's own log says more"):
+        run(tmp_path, [*JOB, *SHARDS, "classes=3", "model=ownnets:late"], [{**owned, "own-parts": "ownnets:late"}])
+    told = [line.getMessage() for line in caplog.records if "patient-7" in line.getMessage()]
+    assert all("KeyError: '/data/patient-7' (ownnets.py, line " in line for line in told)
+    assert told
 
 
 def test_no_dp_on_data_that_nobody_has_checked(own):
