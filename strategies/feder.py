@@ -58,6 +58,7 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.server.members import Member
 from flwr_replay.server.settings import Settings
 from flwr_replay.server.synthesis import STAGES, Buffers
+from flwr_replay.wire.bounds import cut_back
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights, opened
 
@@ -233,7 +234,9 @@ class FedER(Relay):
         answer = self.answer.decode(reply.content)
         self.recorder.saw(answer.examples_seen)
         if isinstance(answer, Trained):
-            self.models[self.turns[member.name].model] = self.trained_at[member.name] = opened(answer.arrays)
+            model = opened(answer.arrays)
+            model = self.trained_at[member.name] = {**model, **cut_back(model)}
+            self.models[self.turns[member.name].model] = model
         self.hops.pass_on(member.name, trained=True)
 
     def as_sent(self, member: Member) -> None:

@@ -22,6 +22,7 @@ from flwr_replay.payloads.avgpush import EvaluatePeer
 from flwr_replay.payloads.common import ReleaseRequest
 from flwr_replay.payloads.mutual import EvaluatePair
 from flwr_replay.payloads.relay import Committed, Deliver, TrainPeer
+from flwr_replay.wire.bounds import cut_back
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import check_weights, to_arrays
 
@@ -52,7 +53,7 @@ class PeerClient(InstitutionClient):
             )
         self.state.forget_after("mixed", request.run, request.committed)
         check_weights(theta)  # the server chose the shares, so θ may not be finite
-        return theta, w
+        return {**theta, **cut_back(theta)}, w
 
     def release(self, request: ReleaseRequest, theta: ArrayRecord, w: float) -> dict[str, Any]:
         """Save θ and w as they leave; return an answer's fields. θ leaves only if somebody may receive it."""

@@ -18,7 +18,7 @@ from flwr_replay.server.answers import check_answer, check_foreign, legible, rea
 from flwr_replay.server.asking import LOST, ask, failure_of, reason_of, split_of, stopped, with_advice, worker_failed
 from flwr_replay.server.calling import Calling
 from flwr_replay.server.members import Member
-from flwr_replay.wire.bounds import within
+from flwr_replay.wire.bounds import cut_back
 from flwr_replay.wire.payload import Payload, Request, request_of, rows
 from flwr_replay.wire.records import array_record, config_in, opened
 
@@ -200,14 +200,14 @@ class Exchanging(Calling):
         return range(member.num_examples, member.num_examples + 1)
 
     def finite(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Refuse weights that are not finite after the server's step, and bound all others, before a checkpoint."""
+        """Refuse weights that are not finite after the server's step; cut others back, so that all can train them."""
         found = opened(arrays)
         for name, array in found.items():
             if not np.isfinite(array).all():
                 raise DivergedError(
                     f"the weights must stay finite; {name!r} is not, after the server's step: lower training.lr"
                 )
-        if not (cut := within(found)):
+        if not (cut := cut_back(found)):
             return arrays
         self.recorder.log(
             f"numbers of {next(iter(cut))!r} left what institutions accept at the server's step: cut back"

@@ -1,4 +1,4 @@
-"""How large numbers on the wire may be: the same in requests, in answers, and after a step of the server's."""
+"""How large numbers on the wire may be, in requests and answers alike; half as large where a training begins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from flwr_replay.files.tensors import StateDict
 
-__all__ = ["COUNTED", "LARGEST", "STATE", "is_statistic", "largest", "most_of", "within"]
+__all__ = ["COUNTED", "LARGEST", "STATE", "cut_back", "is_statistic", "largest", "most_of"]
 
 LARGEST = 1e6  # the largest size of a weight; larger ones are wrong, and may give outputs that are not finite
 LARGEST_SQUARE = 1e12  # of a norm layer's running mean or variance, and of Adam's mean of squares: squares of weights
@@ -26,14 +26,15 @@ def most_of(name: str) -> float:
     return LARGEST_SQUARE if is_statistic(name) or COUNTED.fullmatch(name) else LARGEST
 
 
-def within(arrays: StateDict) -> StateDict:
-    """Return, of arrays, those that lie beyond the bounds, brought back to them.
+def cut_back(arrays: StateDict) -> StateDict:
+    """Return, of arrays, those that leave a training no room below the bounds, cut back to half of these.
 
-    Institutions refuse what lies beyond. A server whose momentum adds up what it has accepted would send just that.
+    What is beyond is refused everywhere. A model at the bound, to which one institution can bring it, would cross it in
+    the others' training, or by a server's momentum, and all would be refused.
     """
     floating = {name: array for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)}
-    beyond = {name: array for name, array in floating.items() if largest({name: array}) > most_of(name)}
-    return {name: np.clip(array, -most_of(name), most_of(name)) for name, array in beyond.items()}
+    beyond = {name: array for name, array in floating.items() if largest({name: array}) > most_of(name) / 2}
+    return {name: np.clip(array, -most_of(name) / 2, most_of(name) / 2) for name, array in beyond.items()}
 
 
 def largest(arrays: StateDict) -> float:

@@ -55,7 +55,8 @@ def test_masks_cancel_for_one_request_only(folder):
 
     assert not check(1, {}, {}, {}).any()
     assert not check(2, {"continues": 1}, {"stated": 0.0}, {}).any()  # what differs between honest requests
-    for exchange, other in enumerate(({"scale": 2.0}, {"lr": 0.01}, {"local_epochs": 2}, {"run": "s"}), 3):
+    others = ({"scale": 2.0}, {"lr": 0.01}, {"total": 121}, {"local_epochs": 2}, {"run": "s"})
+    for exchange, other in enumerate(others, 3):
         asked = [{}, {}, other]
         if "local_epochs" in other:  # an option of the run: it is refused before
             assert "asks for what its run says" in refusal(train(servers[2], exchange, **other))

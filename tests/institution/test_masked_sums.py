@@ -96,6 +96,12 @@ def test_numbers_of_any_size_and_sign_survive():
             mean_of([answers[0], *spoiled], like)
 
 
+@pytest.mark.parametrize("strategy", ["fedavgm", "fedsgd"])
+def test_a_run_whose_weights_diverge_says_so_and_not_whose(folder, strategy):
+    with pytest.raises(DivergedError, match="those of an institution are not, and nothing says whose"):
+        masked(folder, f"strategy={strategy}", "lr=1e30")
+
+
 @pytest.mark.parametrize("at", [("train", "c", 2), ("train", "a", 1), ("evaluate", "b", 1)])
 def test_a_masked_run_that_breaks_off_ends_with_the_same_bits(folder, at):
     """Institutions that have answered the exchange send the same bytes once more."""
