@@ -90,11 +90,11 @@ def conf_path(group: str, choice: str) -> Path:
 @cache
 def own_options(strategy: str) -> frozenset[str]:
     """Return the names of a strategy's options; none if another package's file cannot be read."""
-    import yaml
+    from flwr_replay.config.strict_yaml import read_yaml
 
     try:
-        values = yaml.safe_load(conf_path("strategy", strategy).read_text(encoding="utf-8"))
-    except (ConfigError, yaml.YAMLError):
+        values = read_yaml(conf_path("strategy", strategy), f"the options of strategy={strategy}")
+    except ConfigError:
         return frozenset()
     return frozenset(values) - {"name"}
 

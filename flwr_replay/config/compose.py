@@ -43,6 +43,7 @@ from flwr_replay.config.sections import (
     TaskConfig,
     TrainingConfig,
 )
+from flwr_replay.config.strict_yaml import read_yaml
 from flwr_replay.errors import ConfigError, nearest
 
 __all__ = [
@@ -336,8 +337,11 @@ def _hydra(overrides: list[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    pairs = (override.partition("=") for override in overrides)
-    folders = {conf_dir_of(group, choice.partition("/")[0]) for group, _, choice in pairs} - {conf_dir()}
+    folders = set[Path]()
+    for group, _, choice in (override.partition("=") for override in overrides):
+        if (folder := conf_dir_of(group, choice.partition("/")[0])) != conf_dir():  # Hydra reads YAML 1.1
+            read_yaml(folder / group / f"{choice}.yaml", f"the options of {group}={choice}")
+            folders.add(folder)
     search = f"hydra.searchpath=[{','.join(quoted(f'file://{folder}') for folder in sorted(folders))}]"
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):

@@ -20,7 +20,8 @@ The policy is a YAML file in the institution's hands:
                                               # with at most this epsilon in a run. The run then needs dp=end-to-end and
                                               # a budget within it. Metrics of tests are not covered: see
                                               # `metrics`. Several runs add up; their sum has no limit
-    max-delta: 1.0e-5                         # the largest delta; choose it far below one over the number of examples
+    max-delta: 1.0e-5                         # the largest delta; choose it far below one over the number of examples.
+                                              # Default: 1e-5 where an epsilon has a limit, which says nothing without
     max-local-epsilon: 20                     # rows of single patients leave with dp=latents only, and all runs in this
                                               # state directory together have at most this epsilon for an example and
                                               # its label. It says nothing of encoders: see `kinds`
@@ -45,14 +46,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
-
+from flwr_replay.config.catalogue import choices
 from flwr_replay.config.sections import BATCH, CHANNELS, CLASSES, PASSES, THREADS, VIEWS, WIDTH
+from flwr_replay.config.strict_yaml import read_yaml
 from flwr_replay.errors import ConfigError, RefusedError, nearest
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.wire.fields import Field, Kind
@@ -64,6 +67,7 @@ __all__ = ["LIMITS", "RANDOM", "Policy", "read_policy"]
 PINNED = ("extract", "encode-images", "train-generator", "keep-decoder", "train-prior", "keep-prior")
 DIGEST = re.compile("sha256:[0-9a-f]{64}")
 RANDOM = "random"  # of weights: those that the run's seed gives
+DELTA = 1e-5  # the largest, where a policy limits epsilon and names none: a server would choose it up to one over |D|
 METRICS = ("none", "counted", "exact")
 EVALUATIONS = 10_000  # tests in a run
 LIMITS: Mapping[str, float] = {  # what a server may ask for at most, by the last word of an option's name
@@ -261,35 +265,42 @@ def read_policy(path: Path | None) -> Policy:
     Raises
     ------
     ConfigError
-        If the file is missing, is not YAML, or has unknown keys or values.
+        If the file is missing or empty, is not YAML as `read_yaml` takes it, or has unknown keys or values.
     """
     if path is None:
         return Policy()
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there must be a policy file where one is named; there is no {path}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(
-            f"the policy file must be readable YAML; got {path}: {' '.join(str(error).split())}"
-        ) from None
     known = {field.name.replace("_", "-"): field.name for field in fields(Policy)}
-    content = {} if content is None else content  # an empty file
-    if not isinstance(content, dict):
-        raise ConfigError(f"the policy file must hold keys {', '.join(known)}; got {type(content).__name__} in {path}")
+    content = read_yaml(path, "the policy file")
+    if not content:  # a full disk leaves such a file; it must not allow everything
+        raise ConfigError(f"the policy file must hold keys {', '.join(known)}; got none in {path}: write one")
     values: dict[str, Any] = {}
     for key, value in content.items():
+        what = f"{key} in line {content.lines[key]} of the policy file {path}"
         if key not in known:
-            raise ConfigError(f"unknown key {key!r} in policy file {path}: {nearest(str(key), known)}")
+            raise ConfigError(f"unknown key {what}: {nearest(key, known)}")
         read: Callable[[object, str], Any] = READ.get(key, _number)
-        values[known[key]] = read(value, f"{key} in policy file {path}")
+        values[known[key]] = read(value, what)
+    if values.keys() & {"max_epsilon", "max_local_epsilon"}:
+        values.setdefault("max_delta", DELTA)
     return Policy(**values)
 
 
 def _number(value: object, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:  # nor nan
-        raise ConfigError(f"{what} must be a number, not below 0; got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
+        raise ConfigError(f"{what} must be a number, finite and not below 0; got {value!r}")
     return value
+
+
+def _whole(value: object, what: str) -> float:
+    if int(number := _number(value, what)) != number:
+        raise ConfigError(f"{what} must be a whole number; got {value!r}")
+    return int(number)
+
+
+def _delta(value: object, what: str) -> float:
+    if (number := _number(value, what)) >= 1:
+        raise ConfigError(f"{what} must be a probability, far below one over the number of examples; got {value!r}")
+    return number
 
 
 def _names(value: object, what: str) -> tuple[str, ...]:
@@ -298,10 +309,10 @@ def _names(value: object, what: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _kinds(value: object, what: str) -> tuple[str, ...]:
-    for kind in (named := _names(value, what)):
-        if kind not in get_args(Kind):
-            raise ConfigError(f"unknown kind {kind!r} under {what}: {nearest(kind, get_args(Kind))}")
+def _chosen(known: Callable[[], Iterable[str]], value: object, what: str) -> tuple[str, ...]:
+    for name in (named := _names(value, what)):
+        if name not in known():  # a mistyped one would allow less, or another, than was meant
+            raise ConfigError(f"unknown name {name!r} under {what}: {nearest(name, known())}")
     return named
 
 
@@ -342,8 +353,10 @@ def _limits(value: object, what: str) -> tuple[tuple[str, float], ...]:
 
 
 READ: Mapping[str, Callable[[object, str], Any]] = {
-    "strategies": _names,
-    "kinds": _kinds,
+    "strategies": partial(_chosen, partial(choices, "strategy")),
+    "kinds": partial(_chosen, partial(get_args, Kind)),
+    "max-delta": _delta,
+    "max-evaluations": _whole,
     "weights": _weights,
     "metrics": _metrics,
     "recording": _flag,

@@ -217,9 +217,14 @@ def _agreed(config: RunConfig) -> str:
     No rule holds it to the noise of a classifier or a proxy alone: with these the whole of what leaves has no epsilon.
     """
     privacy, agreed = config.privacy, dict[str, Any]()
-    if privacy.end_to_end or "latents" in privacy.mechanisms:
+    if math.isfinite(privacy.limit) and (privacy.end_to_end or "latents" in privacy.mechanisms):
+        if not privacy.delta:
+            raise ConfigError(
+                "clinics that agree on an epsilon agree on a delta; got delta=0, one over each clinic's examples: set "
+                "delta=1e-5, or what is far below one over the examples of the largest"
+            )
         agreed["max-epsilon" if privacy.end_to_end else "max-local-epsilon"] = privacy.limit
-        agreed |= {"max-delta": privacy.delta} if privacy.delta else {}
+        agreed["max-delta"] = privacy.delta
     if getattr(config.strategy, "encoder", "") == RANDOM:
         agreed["weights"] = {"extract": [RANDOM]}
     return yaml.safe_dump(agreed, sort_keys=False) if agreed else ""

@@ -12,13 +12,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
-
 from flwr_replay.config.brought import brought
 from flwr_replay.config.catalogue import choices, conf_dir, conf_path
 from flwr_replay.config.compose import BY_NAME, SECTIONS, compose
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
+from flwr_replay.config.strict_yaml import read_yaml
 from flwr_replay.runs.forecast import describe_strategies
 
 __all__ = ["Described", "Option", "comments", "described", "key", "read", "shown"]
@@ -99,8 +98,7 @@ def field_comments(cls: type) -> dict[str, str]:
 
 def read(path: Path) -> dict[str, Any]:
     """Read a YAML file of `conf/`."""
-    values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    return values
+    return read_yaml(path, "a file of options")
 
 
 def shown(value: Any) -> str:

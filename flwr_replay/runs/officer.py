@@ -156,13 +156,15 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
             line["messages"] += one.times
             line["bytes"] += row.bytes * one.times
     stages = [*strategy.all_stages(), *(one.request.stage_name for one in own)]
-    rules = [*refusals(policy, config, stages), _tests(policy, own)]
-    lines = list(fields.values())
-    refused = [one for one in [*rules, *lines] if one["verdict"] == REFUSED]
-    down = {name: sum(_size(one.request) * one.times for one in own if one.member.name == name) for name in names}
     train = {
         name: simulation.part.examples(loaded(config.task), simulation.part.names.index(name)).train for name in names
     }
+    delta = config.privacy.delta_for(min(map(len, train.values())))  # the largest; 0 in the options is 1/|D|
+    agreed = replace(config, privacy=replace(config.privacy, delta=delta))
+    rules = [*refusals(policy, agreed, stages), _tests(policy, own)]
+    lines = list(fields.values())
+    refused = [one for one in [*rules, *lines] if one["verdict"] == REFUSED]
+    down = {name: sum(_size(one.request) * one.times for one in own if one.member.name == name) for name in names}
     return {
         "strategy": config.strategy.name,
         "task": config.task.name,

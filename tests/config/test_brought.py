@@ -166,6 +166,14 @@ def test_a_presets_options_hold(mine, written):
         shutil.rmtree(presets.parent)
 
 
+def test_a_packages_own_file_gives_no_key_twice(path, tmp_path):
+    package(tmp_path, "broken", conf="broken")
+    (tmp_path / "broken" / "conf" / "strategy" / "broken.yaml").write_text("name: broken\nspeed: 1\nspeed: 1:30\n")
+    path(tmp_path)
+    with pytest.raises(ConfigError, match=r"options of strategy=broken .*broken\.yaml, line 3: .* line 2 already"):
+        compose_own(["strategy=broken"])
+
+
 def institution(folder, **node):
     write_shards(folder, {"a": 9})
     (owned,) = node_configs(folder, folder / "state", "a")

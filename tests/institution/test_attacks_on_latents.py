@@ -111,7 +111,7 @@ def test_an_upload_of_before_the_mark_gets_one_when_it_leaves_again(folder):
 
 
 def test_where_runs_add_up_an_account_that_lost_its_charge_stops_all_of_them(folder):
-    policy = HostileServer(folder, *NOISY, policy="max-local-epsilon: 15")
+    policy = HostileServer(folder, *NOISY, policy="{max-local-epsilon: 15, max-delta: 0.001}")
     shutil.rmtree(policy.state / "runs", ignore_errors=True)  # of the other tests
     assert weights(extracted(policy, "one"))
     (policy.state / "runs" / "one" / "privacy.jsonl").unlink()

@@ -154,7 +154,8 @@ def test_a_policy_lowers_the_limits_of_a_configuration(folder, option):
         ("weights: {extract: [randm]}", "must be random or sha256"),
         ("metrics: some", "must be none, counted, exact"),
         ("max-delta: -1", "not below 0"),
-        ("max-evaluations: yes", "must be a number"),
+        ("max-evaluations: yes", "yes is read in more than one way"),
+        ("max-evaluations: many", "must be a number"),
     ],
 )
 def test_a_faulty_policy_allows_nothing(tmp_path, text, says):

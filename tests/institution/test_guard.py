@@ -62,7 +62,7 @@ def ask(monkeypatch, tmp_path):
 
     def send(request, policy="", strategy="fedreplay", read=unread, served=app):
         (tmp_path / "policy.yaml").write_text(policy)
-        rules = read_policy(tmp_path / "policy.yaml")
+        rules = read_policy(tmp_path / "policy.yaml" if policy else None)
         one = Institution(
             name="a", read=read, read_pooled=read, device=torch.device("cpu"), policy=rules, state_root=tmp_path
         )
@@ -134,12 +134,25 @@ def test_an_upload_that_grew_too_large_does_not_leave(ask):
         ("[]", "must hold keys"),
         ("false", "must hold keys"),
         ("kinds: model", "must be a list"),
-        ("strategies: [no]", "must be a list of names"),
+        ("strategies: [no]", "line 1: no is read in more than one way"),
         ("strategies:", "must be a list of names"),
         ("recording: maybe", "must be true or false"),
         ("max-epsilon: eight", "must be a number"),
         ("max-epsilon: true", "must be a number"),
-        ("max-upload-mb: .nan", "must be a number"),
+        ("max-upload-mb: .nan", "line 1: .nan is read in more than one way"),
+        ("max-upload-mb: 1:30", "line 1: 1:30 is read in more than one way"),
+        ("max-epsilon: 1e999", "must be a number, finite"),
+        ("max-epsilon: " + "9" * 400, "must be a number, finite"),
+        ("kinds: [model]\nkinds: [model, per-sample]", "line 2: the key 'kinds' stands in line 1 already"),
+        ("kinds: [model]\nmax-delta: 2", "policy.yaml must be a probability"),
+        ("max-evaluations: 1.5", "policy.yaml must be a whole number"),
+        ("max-evaluations: true", "must be a number"),
+        ("strategies: [fedfoo]", "unknown name 'fedfoo' under strategies in line 1 of the policy file"),
+        ("strategies: [Cwt]", "did you mean cwt"),
+        ("max-upload-mb: ٣", "must be a number"),
+        ("limits: {epochs: 2, epochs: 200}", "the key 'epochs' stands in line 1 already"),
+        ("", "limits; got none in"),  # as a full disk leaves it
+        ("# nothing", "limits; got none in"),
         ("max-upload-mb: -1", "not below 0"),
         (b"kinds: [\xff]", "readable YAML"),
         (None, "there is no"),

@@ -14,6 +14,7 @@ from flwr_replay.clients.fedreplay import FedReplayClient
 from flwr_replay.errors import RunError
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.noisy import NoisyUpload
+from flwr_replay.institution.policy import read_policy
 from flwr_replay.memory import forget
 from flwr_replay.payloads.common import RollCall
 from flwr_replay.payloads.fedreplay import Encode, Extract, Latents
@@ -201,7 +202,7 @@ def test_no_institution_trains_an_encoder_that_the_run_says_is_random(server):
 
 
 def test_a_policy_adds_all_runs_up(folder):
-    policy = "max-local-epsilon: 15"
+    policy = "{max-local-epsilon: 15, max-delta: 0.001}"
     server = HostileServer(folder, *NOISY, policy=policy, name="a")
     plain = HostileServer(folder, *PLAIN, policy=policy)
     reply = ask(plain, "plain under policy")
@@ -218,3 +219,14 @@ def test_a_policy_adds_all_runs_up(folder):
     assert "all runs have local epsilon <= 15 together; with this run they would have 1" in refusal(reply)
     assert not weights(reply)
     assert charged(server, "second run") == []
+
+
+def test_where_a_policy_limits_epsilon_no_server_chooses_the_delta(folder, tmp_path):
+    """At δ = 1/|D| the same ε needs far less noise, and may publish one of |D| patients."""
+    for delta, refused in (("delta=0", True), ("delta=0.001", True), ("delta=0.00001", False)):
+        server = HostileServer(folder, *NOISY, delta, policy="max-local-epsilon: 15")
+        reply = ask(server, f"chosen {delta[6:]}")
+        assert ("policy asks for delta <= 1e-05" in refusal(reply)) == refused
+        assert bool(weights(reply)) == (not refused)
+    (tmp_path / "policy.yaml").write_text("max-epsilon: 8")
+    assert read_policy(tmp_path / "policy.yaml").max_delta == 1e-5
