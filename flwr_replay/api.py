@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from os.path import normpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,8 @@ class Where:
                 f"--workers must be at least 1, and belongs to --engine inline; got {self.workers} with {self.engine}: "
                 "on Ray client-cpus and client-gpus say how many there are"
             )
+        if self.engine == "ray" and not find_spec("ray"):
+            raise ConfigError("Ray is not installed, and has no wheels for Windows from Python 3.13: leave it out")
         if self.ray_address and self.engine != "ray":
             raise ConfigError(f"--ray-address belongs to --engine ray; got {self.ray_address} with {self.engine}")
 

@@ -63,6 +63,12 @@ def test_mistakes_raise_our_errors_and_leave_nothing(given, error, said, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+def test_where_ray_has_no_wheel_its_engine_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr("flwr_replay.api.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="Ray is not installed"):
+        run(task="digits", engine="ray")
+
+
 def test_mistaken_arguments_of_python_raise_our_errors_too(tmp_path):
     with pytest.raises(ConfigError, match="options must be a mapping"):
         run(["rounds=3"])

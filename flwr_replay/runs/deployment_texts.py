@@ -131,6 +131,7 @@ set -eu
 cd "$(dirname "$0")"
 umask 077
 export FLWR_HOME="$PWD/flower"
+export FLWR_TELEMETRY_ENABLED=0
 mkdir -p "$FLWR_HOME"
 exec flower-superlink --host <<listen>> --port <<port>> --database superlink.db \\
   --ssl-ca-certfile certificates/ca.crt --ssl-certfile certificates/server.crt --ssl-keyfile certificates/server.key \\
@@ -140,6 +141,7 @@ exec flower-superlink --host <<listen>> --port <<port>> --database superlink.db 
 # Read by register.sh and run.sh: tells Flower's `flwr` where the SuperLink is.
 umask 077
 export FLWR_HOME="$PWD/flower"
+export FLWR_TELEMETRY_ENABLED=0
 mkdir -p "$FLWR_HOME"
 cat > "$FLWR_HOME/config.toml" <<END
 [superlink]
@@ -263,6 +265,7 @@ umask 077
 . ./clinic.env
 data=$(cd "$DATA" && pwd -P)
 export FLWR_HOME="$PWD/flower"
+export FLWR_TELEMETRY_ENABLED=0
 mkdir -p "$FLWR_HOME"
 echo $$ > supernode.pid
 exec flower-supernode --superlink "$ADDRESS" --port "$PORT" --root-certificates ca.crt \\

@@ -51,6 +51,7 @@ def test_all_is_there_for_its_owner_only_and_no_clinics_private_key(written):
     for folder in ("coordinator", "north", "south"):
         texts = [file.read_text() for file in (written / folder).rglob("*.*") if file.suffix in (".md", ".sh", ".env")]
         assert not any("<<" in text.replace("<<END", "") or ">>" in text for text in texts)
+        assert all("export FLWR_TELEMETRY_ENABLED=0" in text for text in texts if "FLWR_HOME=" in text)
     for file in written.rglob("*.sh"):
         subprocess.run(["sh", "-n", str(file)], check=True)
 
@@ -58,6 +59,8 @@ def test_all_is_there_for_its_owner_only_and_no_clinics_private_key(written):
 def test_a_proposed_policy_holds_the_server_to_the_noise_on_which_a_study_has_agreed(tmp_path, monkeypatch, capsys):
     noise = ["encoder=random", "dp=latents", "latent-clip=1", "latent-epsilon=50", "label-epsilon=5", "delta=1e-5"]
     words = ["--clinics", "north,south", "--address", "localhost:8000", "--out", str(tmp_path / "dep")]
+    assert command(monkeypatch, "deploy", "init", *words, *STUDY, *noise[:-1]) == 2
+    assert "agree on a delta; got delta=0" in capsys.readouterr().err
     assert command(monkeypatch, "deploy", "init", *words, *STUDY, *noise) == 0
     written = tmp_path / "dep" / "north"
     policy = read_policy(written / "policy.yaml")
