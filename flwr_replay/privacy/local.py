@@ -75,15 +75,17 @@ class LocalDP:
 
     def sentence(self) -> str:
         """Return what the epsilon covers and what not."""
+        total = self.latent_epsilon + self.label_epsilon
         encoder = "the encoder, which whoever is asked trains on its examples without noise and returns; "
         views = f", all {self.views} views together" if self.views > 1 else ""
         return (
             f"Each training example's latents (epsilon {self.latent_epsilon:g}{views}) and its label (epsilon "
-            f"{self.label_epsilon:g}) are locally differentially private, given the encoder as it was sent: for one "
+            f"{self.label_epsilon:g}), together epsilon {total:g}, are locally differentially private, given the "
+            "encoder as it was sent: for one "
             "example replaced by another in this run, not for one more or less. An example is one image, row or bag; a "
             "patient with several has as many times the epsilon, and every further run adds its own. Rounding to "
             "float16 or int8 adds no protection. "
-            f"{WEAK * (self.latent_epsilon + self.label_epsilon > GOOD)}These leave unprotected: "
+            f"{WEAK * (total > GOOD)}These leave unprotected: "
             f"{encoder * self.encoder_trained}how many examples there are; that each row is a view of one example; "
             "losses and metrics. What leaves as a whole has no epsilon."
         )

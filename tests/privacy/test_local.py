@@ -144,7 +144,11 @@ def test_bad_input_is_one_line(options, line):
     ("options", "said", "unsaid"),
     [
         (["upload-views=3"], ["all 3 views together", "the encoder, which whoever is asked trains"], []),
-        (["encoder=random"], ["latents (epsilon 8) and its label (epsilon 3)"], ["views", "trains on its examples"]),
+        (
+            ["encoder=random"],
+            ["latents (epsilon 8) and its label (epsilon 3), together epsilon 11, are"],
+            ["views", "trains on its examples"],
+        ),
     ],
 )
 def test_the_claim_names_neighbours_and_what_it_leaves_out(options, said, unsaid):
