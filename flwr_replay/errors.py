@@ -19,8 +19,10 @@ __all__ = [
     "WireError",
     "near_matches",
     "nearest",
+    "one_line",
 ]
 
+LONGEST = 1000  # characters of an error's line
 FEW, MORE = 12, 24  # names that are listed beside a suggestion, and without one
 
 
@@ -88,3 +90,16 @@ def near_matches(value: str, known: Iterable[str]) -> str:
     """Suggest near names, as a question; empty if none is near."""
     close = difflib.get_close_matches(value, sorted(set(known)), n=2)
     return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def one_line(error: object) -> str:
+    r"""Return a text as one line that a terminal and a log show as it is, shortened in its middle.
+
+    Whatever is not printable, such as ESC and the marks that turn the direction of writing, is written out.
+
+    >>> one_line(f"no {chr(0x202e)}file\r\n{chr(27)}[2J")
+    'no \\u202efile \\x1b[2J'
+    """
+    text = " ".join(str(error)[: 10 * LONGEST].split())
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 3 :]}"

@@ -9,7 +9,9 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -28,11 +30,13 @@ from flwr_replay.cli.runs import app as runs
 from flwr_replay.cli.runs import watch
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.parts import users_code
-from flwr_replay.errors import ConfigError, FlwrReplayError
+from flwr_replay.errors import ConfigError, FlwrReplayError, one_line
 
 __all__ = ["app", "main"]
 
 NO_MEMORY = re.compile("can't allocate memory|out of memory")  # in PyTorch's error messages
+NO_HOME = "Could not determine home directory."  # of `Path.expanduser`
+OTHER_DIGITS = re.compile(r"(?=.*[^ -~])[-+]?[\d.]+")  # that `int` and `float` would read
 FORMATS = ("text", "md", "csv", "latex", "json")  # of a comparison
 TWICE = re.compile(r"(?<=\?) \(?Did you mean .*$")  # Typer suggests a command, and then Click does
 
@@ -103,9 +107,6 @@ def run(
     --dry-run with --study DIR, --policy FILE or both writes a page for the data-protection officer. Exit code 1: under
     the policy something is refused.
     """
-    _refuse_empty(
-        runs_dir=runs_dir, resume=resume, ray_address=ray_address, study=study, policy=policy, clinics=clinics, out=out
-    )
     officer = study or policy
     resume = str(finished_place(resume)) if resume == LAST else resume
     if (officer and not dry_run) or (clinics and not officer) or (officer and resume):
@@ -166,13 +167,12 @@ def compare(
 
     STRATEGIES are separated by commas. A method's own options follow a colon: fedavg,cwt,fedreplay:cut=layer2.
 
-    All other options hold for every method. seeds=3 means the seeds 0, 1 and 2. fedreplay.cut=layer2 holds for
-    FedReplay only. lr=0.1|0.3 makes two methods of each; so do partition=iid|ks and partition.alpha=0.1|0.5. Of one
-    method this compares the values, seed by seed, with the first.
+    All other options hold for every method. seeds=3 means the seeds 0, 1 and 2, and seeds=3, with a comma the seed 3.
+    fedreplay.cut=layer2 holds for FedReplay only. lr=0.1|0.3 makes two methods of each; so do partition=iid|ks and
+    partition.alpha=0.1|0.5. Of one method this compares the values, seed by seed, with the first.
 
     Exit code 1: some runs failed. The table says why.
     """
-    _refuse_empty(runs_dir=runs_dir, against=against, metric=metric)
     if form not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}; got {form!r}")
     _say("loading …")
@@ -218,7 +218,6 @@ def study(
 
     retina, boneage and brats are Qu et al.'s figures and tables on your own copy of these sets: docs/clinical.md.
     """
-    _refuse_empty(runs_dir=runs_dir, data=data, only=only, seeds=seeds)
     _say("loading …")
     from flwr_replay.studies.forecast import forecast
     from flwr_replay.studies.study import parts_of, plan_study, run_study
@@ -242,7 +241,6 @@ def report(place: Annotated[str, typer.Argument(metavar="RUN|COMPARISON|STUDY")]
 
     Runs, comparisons and studies write it at their end.
     """
-    _refuse_empty(place=place)
     from flwr_replay.report.any_page import write_page
 
     print(write_page(finished_place(place)))
@@ -276,7 +274,6 @@ def show(
     ] = None,
 ) -> None:
     """Print each institution's label counts, and how far the labels of any two differ (KS and TV)."""
-    _refuse_empty(out=out)
     from flwr_replay.data.dealt import loaded
     from flwr_replay.data.show import show as describe
     from flwr_replay.runs.options import resolve
@@ -296,7 +293,6 @@ def images(
 
     No run trains on test images. Without options: of scikit-learn's digits.
     """
-    _refuse_empty(DIR=out)
     from flwr_replay.data.dealt import loaded
     from flwr_replay.data.images import write_images
     from flwr_replay.runs.options import resolve
@@ -319,7 +315,6 @@ def doctor(
 
     With --deployment: certificates, keys, SuperLink, SuperNodes, runs, disk. Exit code 1: something is wrong.
     """
-    _refuse_empty(clinic=clinic, deployment=deployment)
     if clinic and deployment:
         raise ConfigError("--clinic and --deployment are two questions; got both: ask them one after another")
     if deployment:
@@ -346,6 +341,7 @@ def main() -> None:
     """Run the command line; a user's mistake is reported in one line, with exit code 2."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up, as after Ctrl-C
     try:
+        _refuse_unclear(sys.argv[1:])
         with users_code(FlwrReplayError):
             code = app(standalone_mode=False)
     except NoArgsIsHelpError as error:
@@ -358,12 +354,15 @@ def main() -> None:
         sys.exit(1)
     except (FlwrReplayError, OSError, ClickException) as error:
         text = error.format_message() if isinstance(error, ClickException) else str(error)
-        print(f"error: {TWICE.sub('', ' '.join(text.split()))}", file=sys.stderr)
+        print(f"error: {TWICE.sub('', one_line(text))}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
+        if str(error) == NO_HOME:
+            print("error: a path must begin with ~ or ~USER only where there is such a user's home", file=sys.stderr)
+            sys.exit(2)
         if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
             raise
-        text = " ".join(str(error).split()) or "allocation failed"
+        text = one_line(error) or "allocation failed"
         print(
             f"error: this machine has too little memory ({text[:200]}): choose smaller models, images or batches",
             file=sys.stderr,
@@ -374,13 +373,15 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _refuse_empty(**options: str | None) -> None:
-    """Refuse an option with an empty value, such as from an unset shell variable."""
-    for name, value in options.items():
-        if value is not None and not value.strip(", "):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} must not be empty; got {value!r}: give a value or leave it out"
-            )
+def _refuse_unclear(words: Sequence[str]) -> None:
+    """Refuse an empty value, such as from an unset shell variable, and numbers in other scripts' digits."""
+    for before, word in pairwise(["", *words]):
+        option, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
+        name = option if option.startswith("--") else "an argument"
+        if equals and not value.replace(",", " ").strip():
+            raise ConfigError(f"{name} must not be empty; got {value!r}: give a value or leave it out")
+        if OTHER_DIGITS.fullmatch(value):
+            raise ConfigError(f"{name} must be written with the digits 0 to 9; got {value!r}: of a file, begin with ./")
 
 
 def _say(text: str) -> None:

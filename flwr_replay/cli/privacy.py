@@ -17,6 +17,7 @@ import typer
 from flwr_replay.cli.attack import attack
 from flwr_replay.cli.audit import show_audit
 from flwr_replay.cli.synthetic import show_synthetic
+from flwr_replay.config.quoting import digits
 from flwr_replay.errors import ConfigError
 
 if TYPE_CHECKING:  # NumPy and Opacus take seconds to import
@@ -134,7 +135,7 @@ def show_digest(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
 
 def _sizes(examples: str) -> list[int]:
     try:
-        return [int(size) for size in examples.split(",")]
+        return [int(digits(size)) for size in examples.split(",")]
     except ValueError:
         raise ConfigError(f"--examples takes whole numbers, comma-separated; got {examples!r}") from None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr_replay.errors import ConfigError
 
-__all__ = ["node_config", "quoted", "toml_text"]
+__all__ = ["digits", "node_config", "quoted", "toml_text"]
 
 
 def quoted(value: Any) -> str:
@@ -25,6 +25,22 @@ def quoted(value: Any) -> str:
     if isinstance(value, (str, Path)):
         return QuotedString(str(value), Quote.single).with_quotes()
     return json.dumps(value)
+
+
+def digits(text: str) -> str:
+    """Return a number's text for `int` and `float`, which read other scripts' digits and skip underscores.
+
+    Raises
+    ------
+    ValueError
+        If it has either.
+
+    >>> int(digits("31"))
+    31
+    """
+    if "_" in text or not text.isascii():
+        raise ValueError(f"a number has the digits 0 to 9; got {text!r}")
+    return text
 
 
 def toml_text(text: str) -> str:

@@ -322,7 +322,8 @@ class GeneratorConfig:
         """Refuse what names no classes of a task that has so many."""
         numbers = declared.split()
         require(
-            declared == "all" or (bool(numbers) and all(n.isdecimal() and int(n) < classes for n in numbers)),
+            declared == "all"
+            or (bool(numbers) and all(n.isascii() and n.isdecimal() and int(n) < classes for n in numbers)),
             f"{option} is all, or numbers below {classes} with spaces between; got {declared!r}",
         )
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_replay.config.quoting import digits
 from flwr_replay.config.sections import PartitionConfig, require
 from flwr_replay.data.readers import csv_rows, shortened
 from flwr_replay.data.skew import is_continuous
@@ -106,7 +107,7 @@ def _listed(config: PartitionConfig) -> tuple[tuple[str, ...], NDArray[np.float6
     rows = []
     for text in config.shares:
         try:
-            rows.append([float(word) for word in text.split()])
+            rows.append([float(digits(word)) for word in text.split()])
         except ValueError:
             raise ConfigError(
                 f"a row of partition.shares is numbers with spaces between; got {shortened(text)}"
@@ -131,8 +132,8 @@ def _tabled(
                 f"every row must name another institution; got {shortened(cells['institution'])} in {where}"
             )
         try:
-            rows.append([float(cells[name]) for name in classes])
-            sizes += [int(cells["size"])] if "size" in cells else []
+            rows.append([float(digits(cells[name])) for name in classes])
+            sizes += [int(digits(cells["size"]))] if "size" in cells else []
         except ValueError:
             raise DataError(f"shares must be numbers, sizes whole ones; {where} has others: correct it") from None
         _check(rows[-1], where, DataError)

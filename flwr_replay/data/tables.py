@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_replay.config.quoting import digits
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.readers import SPLIT_SEED, Raw, data_root, shortened
 from flwr_replay.errors import ConfigError, DataError
@@ -127,7 +128,7 @@ def _number(cell: str, where: str) -> float:
     if cell.strip() in MISSING:
         return np.nan
     try:
-        value = float(cell)
+        value = float(digits(cell))
     except ValueError:
         value = np.nan
     if not np.isfinite(value):

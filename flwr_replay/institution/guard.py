@@ -31,6 +31,7 @@ from flwr_replay.errors import (
     RefusedError,
     TrainingError,
     WireError,
+    one_line,
 )
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.masking import Masking
@@ -329,5 +330,5 @@ def _failure(message: Message, error: Exception, name: str, deployed: bool, secr
         log.error("this institution cannot answer", exc_info=error)
     elif not public:
         log.error("this institution cannot answer: %s", error)
-    line = " ".join(str(error).split()) if public else f"{kind}; the institution's own log says more"
+    line = one_line(error) if public else f"{kind}; the institution's own log says more"
     return Message(Failure(failure=line or kind, error=kind, name=name).encode(), reply_to=message)

@@ -15,6 +15,7 @@ from flwr.app import Context
 
 from flwr_replay.config.compose import from_run_config, overrides_in, strategy_part
 from flwr_replay.config.parts import VARIABLE, allow, check_allowed
+from flwr_replay.config.quoting import digits
 from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH, TaskConfig
 from flwr_replay.data import institution_names, load
@@ -135,7 +136,7 @@ def _batch_size(config: RunConfig, owned: Mapping[str, str]) -> int:
             f"training.batch-sizes={list(sizes)} are dealt in turn in a simulation; a SuperNode names its own: start "
             "it with --node-config '… batch-size=8'"
         )
-    if own and not (own.isdecimal() and 1 <= int(own) <= BATCH):
+    if own and not (own.isascii() and own.isdecimal() and 1 <= int(own) <= BATCH):
         raise ConfigError(f"batch-size in --node-config must be a whole number from 1 to {BATCH:,}; got {own!r}")
     if own and not sizes:
         return 0  # the run says it
@@ -179,7 +180,7 @@ def _cache_gb(owned: Mapping[str, str]) -> float:
 def _number(text: str) -> float:
     """Read a number; NaN if it is none."""
     try:
-        return float(text)
+        return float(digits(text))
     except ValueError:
         return nan
 

@@ -34,6 +34,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_replay.config.quoting import digits
 from flwr_replay.config.sections import one_of, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.rng import derived_rng
@@ -251,7 +252,7 @@ def _read(path: Path) -> Matrix:
             values = np.array(json.loads(path.read_text("utf-8-sig")))
         else:
             with open(path, newline="", encoding="utf-8-sig") as text:
-                values = np.array([[float(cell) for cell in row] for row in csv.reader(text) if row])
+                values = np.array([[float(digits(cell)) for cell in row] for row in csv.reader(text) if row])
         return values.astype(np.float64, casting="same_kind")
     except FileNotFoundError:
         raise ConfigError(f"strategy.topology-file must be a file of mixing matrices; {path} does not exist") from None

@@ -109,7 +109,7 @@ def _names(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
         if '"' in value or "\\" in value:  # start.sh puts them between double quotes
             raise ConfigError(f"{key} must have no double quotes and backslashes in its path; got {value}: rename it")
     port = own["PORT"]
-    if not port.isdecimal() or not 1 <= int(port) <= 65535:
+    if not (port.isascii() and port.isdecimal()) or not 1 <= int(port) <= 65535:
         raise ConfigError(f"PORT in clinic.env must be from 1 to 65535; got {port!r}")
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", int(port))) == 0:

@@ -96,7 +96,7 @@ def _check_answers(address: str) -> None:
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
+    if not host or "/" in host or not (port.isascii() and port.isdecimal()):
         raise ConfigError(
             f"--ray-address, else RAY_ADDRESS, is auto or HOST:PORT; got {address!r}: `ray start --head` says it"
         )

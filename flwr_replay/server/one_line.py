@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from flwr_replay.errors import FlwrReplayError
+from flwr_replay.errors import FlwrReplayError, one_line
 
 __all__ = ["errors_in_one_line"]
 
@@ -16,7 +16,7 @@ class OneLine(logging.Filter):
         """Let every record pass; one with an error of this package without its traceback."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, FlwrReplayError):
-            said = f"{record.getMessage()}: error: {' '.join(str(error).split())}"
+            said = f"{record.getMessage()}: error: {one_line(error)}"
             record.msg, record.args, record.exc_info = said, None, None
         return True
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from flwr.app import RecordDict
 
+from flwr_replay.errors import one_line
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Row
@@ -128,6 +129,7 @@ class Recorder:
 
     def failed(self, server_round: int, name: str, reason: str) -> None:
         """Note that an institution refused, failed or did not answer."""
+        reason = one_line(reason)
         self.failures.append({"round": server_round, "institution": name, "reason": reason})
         about = f" (round {ceil(server_round / self.per_round)})" if self.per_round > 1 else ""
         logging.getLogger("flwr").warning("%s takes no part in exchange %s%s: %s", name, server_round, about, reason)

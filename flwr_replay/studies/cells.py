@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.errors import FlwrReplayError, RunError
+from flwr_replay.errors import FlwrReplayError, RunError, one_line
 from flwr_replay.files.disk import entries, there
 from flwr_replay.processes import end_with_parent
 from flwr_replay.report.epsilon import epsilon_suffix
@@ -92,7 +92,8 @@ def run_all(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Path, dict[str, 
         if cell.done:
             yield cell.folder, run_cell(cell, Display())
     resumed = sum(cell.begun for cell in todo)
-    _say(f"{len(cells)} runs: {len(cells) - len(todo)} finished, {resumed} to resume, {len(todo) - resumed} to start")
+    state = f"{len(cells) - len(todo)} finished, {resumed} to resume, {len(todo) - resumed} to start"
+    _say(f"{len(cells)} runs, {_seeds(cells)}: {state}")
     try:
         for count, (cell, outcome) in enumerate(_in_turn(todo) if jobs == 1 else _at_once(todo, jobs), 1):
             named = f"{f'{cell.part}, ' if cell.part else ''}{cell.method.label} seed {cell.seed}"
@@ -156,7 +157,7 @@ def run_cell(cell: Cell, display: Display) -> dict[str, Any]:
     try:
         return {"result": read_result(cell.folder) if cell.done else _run(cell, display)}
     except FlwrReplayError as error:
-        return {"error": " ".join(str(error).split())}
+        return {"error": one_line(error)}
     except Exception as error:  # a bug must not cost the other cells their results
         _say(traceback.format_exc())
         return {"error": f"{type(error).__name__}: {error}"}
@@ -194,6 +195,18 @@ def _remove_unborn(folder: Path) -> None:
 def short_hash(value: object) -> str:
     """Return eight hexadecimal digits of the SHA-256 of a value's JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _seeds(cells: Sequence[Cell]) -> str:
+    """Say which seeds there are; whoever writes seeds=31 may mean one.
+
+    >>> _seeds([Cell(Method("cwt", "cwt", ()), seed, Path(), ()) for seed in (0, 1, 0)])
+    '2 seeds, 0 to 1 (seeds=2, is seed 2 alone)'
+    """
+    seeds = sorted({cell.seed for cell in cells})
+    if seeds != list(range(len(seeds))):
+        return f"seeds {', '.join(map(str, seeds))}"
+    return f"{len(seeds)} seeds, 0 to {len(seeds) - 1} (seeds={len(seeds)}, is seed {len(seeds)} alone)"
 
 
 def _say(text: str) -> None:

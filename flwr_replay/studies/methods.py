@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 
 from flwr_replay.config.catalogue import check_choice, choices
 from flwr_replay.config.compose import SECTIONS
 from flwr_replay.config.halves import allow_strategy, load_generator, load_strategy
+from flwr_replay.config.quoting import digits
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.studies.cells import Method
@@ -139,10 +141,10 @@ def seeds_of(text: str) -> tuple[int, ...]:
     """
     rule = (
         f"seeds is a number from 1 to {MOST_SEEDS} (seeds=3: seeds 0, 1, 2) or a list without repetition "
-        f"(seeds=0,5,7); got {text[:80]!r}"
+        f"(seeds=0,5,7; seeds=31, is seed 31 alone); got {text[:80]!r}"
     )
     try:
-        numbers = [int(part) for part in text.split(",") if part.strip()]
+        numbers = [int(digits(part)) for part in text.split(",") if part.strip()]
     except ValueError:
         raise ConfigError(rule) from None
     if "," not in text and numbers and 1 <= numbers[0] <= MOST_SEEDS:
@@ -182,7 +184,10 @@ def methods_of(names: Sequence[str], own: dict[str, list[str]]) -> list[Method]:
         strategy, *variants = re.split(r":(?=[\w.-]+=)", spec)
         if ":" in strategy:
             raise ConfigError(f"a variant is written strategy:option=value; got {name!r}")
-        merged = dict(_own_option(strategy, option) for option in [*own[strategy], *variants])
+        found = [_own_option(strategy, option) for option in variants]
+        if twice := [key for key, count in Counter(key for key, _ in found).items() if count > 1]:
+            raise ConfigError(f"a variant sets an option once; got {twice[0]} twice in {name.strip()!r}: leave one")
+        merged = dict([*(_own_option(strategy, option) for option in own[strategy]), *found])
         method = Method(label, strategy, tuple(f"{key}={value}" for key, value in merged.items()))
         if any(method.slug == other.slug or label == other.label for other in methods):
             raise ConfigError(f"every method is compared once; got {name.strip()!r} twice: remove one")

@@ -92,6 +92,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(flwr_replay, tmp_path, words, say
         ["study", "skew", "--only", ","],
         ["study", "skew", "--data", ""],
         ["data", "show", "--out", ""],
+        ["compare", "fedavg,cwt", "seeds=\u0663"],
+        ["compare", "fedavg,cwt", "seeds=1_0"],
+        ["compare", "fedavg,cwt", "--jobs", "\u0663"],
+        ["data", "images", "here", "--count=\u0967\u0968"],
+        ["run", "rounds=\u0663"],
+        ["export", "last", "--out", "~nobody-of-this-name/model"],
+        ["run", "task=folder", "task.data-dir=~nobody-of-this-name/data"],
+        ["compare", "fedavg:lr=1:lr=2,cwt"],
+        ["compare", "fedavg:lr=1:training.lr=2,cwt"],
     ],
     ids=lambda words: " ".join(words)[:40],
 )
@@ -100,6 +109,53 @@ def test_an_empty_or_boundless_option_is_one_line_and_exit_code_2(flwr_replay, t
     assert (code, out) == (2, "")
     assert len(err.splitlines()[-1]) < 300
     assert err.splitlines()[-1].startswith("error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "raw", ["\x1b[2J", "\r", "\n", "\u202e", "\u2066", "\u2028", "\x9b", "\u200b", "\x07", "\udc80"]
+)
+def test_what_a_terminal_would_obey_is_written_out(flwr_replay, raw):
+    for words in (
+        ["report", f"a{raw}b"],
+        ["run", f"task.data-dir=a{raw}b"],
+        ["run", f"a{raw}b=1"],
+        ["study", f"a{raw}b"],
+    ):
+        _, out, err = flwr_replay(*words)
+        (line,) = [line for line in err.split("\n") if "error: " in line]
+        assert (line + out).isprintable(), words
+
+
+def test_an_error_line_is_short_and_keeps_its_end(flwr_replay):
+    code, _, err = flwr_replay("report", "x" * 5000)
+    assert code == 2
+    assert len(err) < 1200
+    code, _, err = flwr_replay("predict", "last", "/".join(["y" * 200] * 30))
+    assert code == 2
+    assert len(err) < 1200
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["export", "last", "--out", ""],
+        ["export", "", "--out", "model"],
+        ["predict", "last", " "],
+        ["deploy", "init", "--clinics", "a,b", "--out", " "],
+        ["deploy", "init", "--clinics", ",", "--out", "dep"],
+        ["deploy", "seal-key", "a", "--key="],
+        ["new", "study", "mine", "--into", ""],
+        ["rehearse", "\u3000", "--institutions", "3"],
+        ["privacy", "attack", "last", "--field", ""],
+        ["runs", "plot", "last", "--out", "\t"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_no_command_takes_an_empty_value(flwr_replay, tmp_path, words):
+    code, out, err = flwr_replay(*words)
+    assert (code, out) == (2, "")
+    assert "must not be empty; got" in err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -78,6 +78,7 @@ def test_labels_are_binary_and_every_hospital_keeps_a_fifth_for_testing(tmp_path
     [
         ("54,1,4", "must have 14 values; line 2 has 3"),
         (ROW.replace("130", "high"), r"must be finite numbers, or \? where they are missing; got 'high' in .* line 2"),
+        (ROW.replace("130", "1_30"), r"must be finite numbers, .* got '1_30'"),
         (ROW.replace("130", "nan"), r"must be finite numbers, .* got 'nan'"),
         (ROW.replace("130", "1e999"), r"must be finite numbers, .* got '1e999'"),
         (ROW.replace("130", "9" * 5000), r"must be finite numbers, .* got '9{40}…'"),

@@ -84,7 +84,7 @@ def test_a_run_on_maps_has_the_bits_of_one_without(folder, strategy, monkeypatch
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.parametrize("size", ["much", "-1", "nan", ""])
+@pytest.mark.parametrize("size", ["much", "-1", "nan", "", "\u0663", "1_0"])
 def test_a_wrong_size_is_one_line(folder, size):
     with pytest.raises(ConfigError, match="cache-gb in --node-config must be a number of GB, 0 for no cache; got"):
         institution(folder, **{"cache-gb": size})

@@ -297,7 +297,7 @@ def test_an_institution_says_its_own_batch_size(tmp_path):
     owned = {"name": "a", "data": str(tmp_path), "state": str(tmp_path)}
     with pytest.raises(ConfigError, match="a SuperNode names its own"):
         institution("[8,16]", **owned)
-    for wrong in ("0", "many", "1000001"):
+    for wrong in ("0", "many", "1000001", "\u0663"):
         with pytest.raises(ConfigError, match="batch-size in --node-config must be a whole number"):
             institution("[8,16]", **owned, **{"batch-size": wrong})
     assert institution("[8,16]", **owned, **{"batch-size": 5}).batch_size == 5

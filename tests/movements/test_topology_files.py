@@ -84,6 +84,7 @@ EXAMPLES = [
     ("p.json", {"p": THREE}, r"p\.json must hold a matrix of numbers"),
     ("p.json", [["1.0"]], r"p\.json must hold a matrix of numbers"),
     ("p.json", [[1.0], [0.0, 1.0]], r"p\.json must hold a matrix of numbers"),
+    ("p.csv", with_entry(1, 1, "0_5"), r"p\.csv must hold a matrix of numbers; .* digits 0 to 9"),
     ("p.csv", with_entry(1, 1, "half"), r"p\.csv must hold a matrix of numbers; .* could not convert .* 'half'"),
 ]
 

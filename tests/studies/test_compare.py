@@ -302,6 +302,7 @@ def test_a_summary_and_its_pictures_stand_one_seed_and_no_result() -> None:
         ("fedavg,fedavg:task=diabetes:model=mlp", [], {}, "--metric must be one that all methods report"),
         ("fedavg,fedreplay:cut", [], {}, "unknown strategy 'fedreplay:cut'|a variant is written"),
         ("fedavg,fedreplay:cut=conv9", [], {}, "conv9"),
+        ("fedavg:lr=1:lr=2,cwt", [], {}, "a variant sets an option once; got training.lr twice"),
         ("fedavg,fedavg", [], {}, "compared once"),
         ("fedavg,cwt", [], {"against": "cwtt"}, "did you mean cwt"),
         ("fedavg,cwt", [], {"jobs": 0}, "--jobs must be at least 1"),

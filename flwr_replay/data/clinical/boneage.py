@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_replay.config.quoting import digits
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.clinical.subjects import Case, divide, keyed_rows, pictures, root_of
 from flwr_replay.data.decoded import DecodedImages
@@ -76,7 +77,7 @@ def _cases(table: Path, name: str, sex: str, age: str, folder: Path) -> list[Cas
         if male is None:
             raise DataError(f"{sex!r} must be True or False, M or F; got {row[sex]!r} for {key} in {table}: correct it")
         try:
-            months = float(row[age])
+            months = float(digits(row[age]))
         except ValueError:
             months = math.nan
         if not 0 <= months <= MONTHS:
