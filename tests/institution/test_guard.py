@@ -194,8 +194,8 @@ def run(tmp_path, *options, served=app, grid_type=Grid, policies=("", "", ""), *
     nodes = []
     for k, policy in enumerate(policies):
         (tmp_path / f"{k}.yaml").write_text(policy)
-        node = {"partition-id": k, "num-partitions": len(policies), "policy": str(tmp_path / f"{k}.yaml")}
-        nodes.append({**node, "state": str(tmp_path / "state")})
+        node = {"partition-id": k, "num-partitions": len(policies), "state": str(tmp_path / "state")}
+        nodes.append({**node, "policy": str(tmp_path / f"{k}.yaml")} if policy else node)
     grid = grid_type(served, {"overrides": shlex.join(overrides)}, nodes)
     vars(grid).update(script)
     return execute(grid, compose(overrides), Display())[0], grid

@@ -360,7 +360,7 @@ def test_what_has_no_epsilon_is_refused_in_one_line(name, options, says):
 
 
 def test_an_institution_that_asks_for_a_guarantee_refuses_tests_of_a_model_without(folder, tmp_path):
-    (tmp_path / "policy.yaml").write_text("max-epsilon: 50")
+    (tmp_path / "policy.yaml").write_text("{max-epsilon: 50, max-delta: 0.1}")
     nodes = [{**node, "policy": str(tmp_path / "policy.yaml")} for node in node_configs(folder, tmp_path, "ab")]
     with pytest.raises(FlwrReplayError, match=r"policy asks for epsilon <= 50; Evaluation\.\w+ has no differential"):
         run(folder, [*RUNS["buffer-only, stylegan2"], "target-epsilon=20"], nodes)

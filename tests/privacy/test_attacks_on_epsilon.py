@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_gradient_does_not_leave_as_protected(folder):
-    policy = "max-epsilon: 1"
+    policy = "{max-epsilon: 1, max-delta: 0.1}"
     server = HostileServer(folder, *END_TO_END, *SMALL, "strategy=fedsgd", policy=policy)
     reply = server.send(Differentiate(arrays=server.weights, run="fedsgd"))
     assert not weights(reply)
@@ -253,7 +253,7 @@ def test_metrics_leave_as_a_policy_says(folder):
 
 
 def test_beside_a_largest_epsilon_only_counts_of_tests_leave(folder):
-    server = HostileServer(folder, *END_TO_END, *SMALL, "strategy=cwt", policy="max-epsilon: 1")
+    server = HostileServer(folder, *END_TO_END, *SMALL, "strategy=cwt", policy="{max-epsilon: 1, max-delta: 0.1}")
     reply = server.send(Evaluate(arrays=server.weights, run="capped"))
     assert metrics(reply).keys() == {"num-examples", "confusion"}
 

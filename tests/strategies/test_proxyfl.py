@@ -141,7 +141,7 @@ def test_an_unproven_epsilon_promises_nothing(beta, most):
 
 def test_a_policy_that_asks_for_an_epsilon_of_all_refuses(folder):
     rules = folder / "policy.yaml"
-    rules.write_text("kinds: [model, statistic]\nmax-epsilon: 100\n")
+    rules.write_text("kinds: [model, statistic]\nmax-epsilon: 100\nmax-delta: 0.1\n")
 
     ran = run(folder, *PROXYFL, *DP, "epsilon=50", own={"b": {"policy": str(rules)}})
     assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}

@@ -234,7 +234,7 @@ def said_at_the_roll_call(tmp_path, *options):
     overrides = [*JOB, *options]
     config = compose(overrides)
     stages = load_strategy(config.strategy.name)[0](config.strategy, settings_of(config)).all_stages()
-    (tmp_path / "policy.yaml").write_text("max-epsilon: 8")
+    (tmp_path / "policy.yaml").write_text("{max-epsilon: 8, max-delta: 0.1}")
     node = {"name": "a", "data": str(tmp_path / "nothing.npz"), "state": str(tmp_path)}
     node["policy"] = str(tmp_path / "policy.yaml")
     grid = InlineGrid(app, {"overrides": shlex.join(overrides)}, [node])
@@ -265,7 +265,7 @@ def test_a_policy_refuses_less_before_any_data_are_read(tmp_path, options):
 
 
 def test_an_institution_with_a_policy_takes_part_to_the_end(folder):
-    (folder / "policy.yaml").write_text("max-epsilon: 8")
+    (folder / "policy.yaml").write_text("{max-epsilon: 8, max-delta: 0.1}")
     [node] = node_configs(folder, folder / "state", names="c")
     nodes = [{**node, "policy": str(folder / "policy.yaml")}]
     ran = run(folder, *END_TO_END, "target-epsilon=8", "rounds=2", nodes=nodes)
