@@ -108,7 +108,7 @@ def test_the_written_app_is_the_example():
 def test_the_written_studys_options_fit_its_data(written, monkeypatch):
     folder = written / WRITTEN["study"]
     (line,) = re.findall(
-        r"^flwr-replay compare fedavg,cwt,local (.*) seeds=3$", (folder / "README.md").read_text(), re.M
+        r"^flwr-replay compare fedavg,cwt,local (.*) seeds=5$", (folder / "README.md").read_text(), re.M
     )
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
