@@ -11,8 +11,9 @@ from flwr_replay.config.compose import compose_own, overrides_in
 from flwr_replay.config.parts import users_code
 from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.processes import wake_with_parent
+from flwr_replay.report.pages import spared
 from flwr_replay.report.progress import LogDisplay
-from flwr_replay.report.run_page import write_run_page
+from flwr_replay.report.run_page import PAGE, write_run_page
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.execute import execute
 from flwr_replay.runs.simulate import refuse_resources
@@ -57,7 +58,8 @@ def main(grid: Grid, context: Context) -> None:
             raise
         said = fault if isinstance(fault, FlwrReplayError) else RunError(str(fault))
         raise said from None
-    write_run_page(folder)
+    with spared(folder / PAGE):
+        write_run_page(folder)
     print(wrapped(summary(result, folder), SHOWN))
 
 

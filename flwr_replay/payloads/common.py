@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 from flwr.app import RecordDict
 
 from flwr_replay.errors import WireError
+from flwr_replay.wire.bounds import LARGEST_NUMBER
 from flwr_replay.wire.fields import instruction, model, notice, statistic
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import Weights
@@ -219,8 +219,8 @@ class Trained(Spent):
             if isinstance(number, list) or not least <= number <= MOST or number != int(number):  # NaN too
                 raise WireError(f"{name} must be a whole number from {least} to {MOST:,}; got {number}")
         loss = metrics.get("train-loss", metrics.get("train_loss"))
-        if loss is not None and (isinstance(loss, list) or not math.isfinite(loss)):
-            raise WireError(f"train-loss must be a finite number; got {loss}")
+        if loss is not None and (isinstance(loss, list) or not abs(loss) <= LARGEST_NUMBER):  # NaN is not
+            raise WireError(f"train-loss must be a number of at most {LARGEST_NUMBER:g} in size; got {str(loss)[:40]}")
         arrays = next(iter(content.array_records.values()))
         return cls(arrays=arrays, num_examples=int(n), examples_seen=int(n), num_steps=int(steps), train_loss=loss)
 

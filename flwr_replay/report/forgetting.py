@@ -12,6 +12,7 @@ from typing import Any
 
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.files.lines import Lines, read_lines
+from flwr_replay.report.pages import spared
 from flwr_replay.report.plots import heat_map
 
 __all__ = ["Forgetting", "drops", "last_visits"]
@@ -39,13 +40,13 @@ class Forgetting:
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def summary(self, metric: str, higher_is_better: bool) -> dict[str, Any] | None:
-        """Return the summary for `result.json`, and draw the heat map; None if nothing was recorded."""
+        """Return the summary for `result.json`; None if nothing was recorded."""
         rows = read_lines(self.path, FORM)
         if not rows:
             return None
         names = sorted({name for row in rows for name in row["own"]})
         lost = [value for _, _, value in drops(rows, higher_is_better)]
-        found = {
+        return {
             "metric": metric,
             "institutions": names,
             "exchanges": [{"round": row["round"], "taught": row["taught"]} for row in rows],
@@ -53,8 +54,12 @@ class Forgetting:
             "mean-drop": sum(lost) / len(lost) if lost else 0.0,
             "largest-drop": max(lost, default=0.0),
         }
-        write_atomic(self.path.with_suffix(".png"), heat_map(found))
-        return found
+
+    def draw(self, summary: dict[str, Any] | None) -> None:
+        """Draw the heat map of a summary, if there is one."""
+        with spared(file := self.path.with_suffix(".png")):
+            if summary:
+                write_atomic(file, heat_map(summary))
 
 
 def drops(rows: Sequence[dict[str, Any]], higher_is_better: bool = True) -> list[tuple[int, str, float]]:

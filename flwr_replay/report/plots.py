@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.epsilon import shown_epsilon
 from flwr_replay.report.judged import judging
+from flwr_replay.report.pages import spared
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -230,7 +231,8 @@ def draw_losses(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         by_institution = found.setdefault(row["network"], {})
         by_institution.setdefault(row["institution"], []).append((row["epoch"], row["loss"]))
     for network, by_institution in found.items():
-        write_atomic(folder / f"{network}.png", losses(by_institution, f"{network}: loss by epoch"))
+        with spared(file := folder / f"{network}.png"):
+            write_atomic(file, losses(by_institution, f"{network}: loss by epoch"))
 
 
 def losses(found: Mapping[str, History], title: str) -> bytes:

@@ -303,10 +303,6 @@ class RunDirectory(Recorder):
         self._checkpoints.wait()
         for name, arrays in models.items():
             write_tensors(self.folder("models") / f"{name}.safetensors", arrays)
-        if rows := self._lines("generator"):
-            from flwr_replay.report.plots import draw_losses
-
-            draw_losses(self.path, rows)
         if not self.history:
             raise RunError(
                 f"{self.path / 'metrics.jsonl'} must hold the last round's metrics; it has none: begin a new run"
@@ -354,6 +350,11 @@ class RunDirectory(Recorder):
         }
         write_json(self.path / "result.json", result, indent=2)
         self.finished = True
+        self.forgetting.draw(result["forgetting"])
+        if rows := self._lines("generator"):
+            from flwr_replay.report.plots import draw_losses
+
+            draw_losses(self.path, rows)
         return result
 
     def _judged(self) -> tuple[str, bool]:

@@ -28,8 +28,9 @@ from flwr_replay.files.atomic import home, read_text, write_atomic, write_json
 from flwr_replay.institution.pictures import gather
 from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.report.pages import spared
 from flwr_replay.report.progress import Display, shown_bytes
-from flwr_replay.report.run_page import write_run_page
+from flwr_replay.report.run_page import PAGE, write_run_page
 from flwr_replay.runs.engine import InlineGrid, partitions
 from flwr_replay.runs.execute import Job, run_job
 from flwr_replay.runs.local_workers import LocalGrid
@@ -201,7 +202,8 @@ def with_skew(
     run_id, part = read_run_id(folder), simulation.part
     root = states or home() / "state" / "simulation"
     states_of = {name: root / name / RUNS / run_id for name in part.names}
-    gather(states_of, folder)
+    with spared(folder / "pictures"):
+        gather(states_of, folder)
     for name, state in states_of.items():
         if (state / DATA).exists() and (folder / FOLDER).is_dir():  # not where somebody has removed the messages
             write_atomic(folder / FOLDER / f"{name}.sha256", read_text(state / DATA))
@@ -211,7 +213,8 @@ def with_skew(
     counts = {"values": named, "institutions": dict(zip(part.names, counts_KC.tolist(), strict=True))}
     result = {**result, "skew": {**part.skew, "labels": counts}}
     write_json(folder / "result.json", result, indent=2)
-    write_run_page(folder)
+    with spared(folder / PAGE):
+        write_run_page(folder)
     return result, folder
 
 

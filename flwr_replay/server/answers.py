@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, RecordDict
 
 from flwr_replay.errors import FlwrReplayError, WireError
 from flwr_replay.payloads.common import MOST, Trained
-from flwr_replay.wire.bounds import largest
+from flwr_replay.wire.bounds import LARGEST_NUMBER, largest
 from flwr_replay.wire.fields import RECORD_OF, Field
 from flwr_replay.wire.masked import blank_masked, is_masked
 from flwr_replay.wire.payload import Payload, Request, Row, rows
@@ -171,8 +171,9 @@ def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
                 f"a metric's name has letters, digits, spaces, _ . and -, and is none of ours; got {name!r}"
             )
     numbers = {name: value for name, value in metrics.items() if not isinstance(value, list)}
-    if not numbers or not all(map(math.isfinite, numbers.values())):
-        raise WireError(f"an evaluation must hold metrics, all finite; got {numbers or 'none'}")
+    if not numbers or not all(abs(value) <= LARGEST_NUMBER for value in numbers.values()):  # NaN is not
+        said = f"an evaluation must hold metrics, all finite and at most {LARGEST_NUMBER:g} in size"
+        raise WireError(f"{said}; got {str(numbers)[:200] if numbers else 'none'}")
 
 
 def _check_head(

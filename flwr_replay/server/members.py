@@ -24,7 +24,6 @@ from flwr_replay.wire.payload import rows
 __all__ = ["Member", "Members", "present"]
 
 LARGEST_LABEL = 1e12  # in the label's unit
-MOST_BYTES = 10**15
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,8 @@ def present(node_id: int, reply: Message, pinned: bool) -> Member:
             "an institution's name has at most 160 letters, digits, spaces, dots, hyphens and underscores and "
             f"begins with a letter or digit; got {answer.name[:160]!r}: change it in its --node-config or site column"
         )
-    if not 1 <= n <= MOST or answer.raw_bytes > MOST_BYTES:
-        raise WireError(
-            f"an institution has from 1 to {MOST:,} training examples of at most {MOST_BYTES:,} bytes; "
-            f"{answer.name} reports {n} of {answer.raw_bytes} bytes"
-        )
+    if not 1 <= n <= MOST:
+        raise WireError(f"an institution has from 1 to {MOST:,} training examples; {answer.name} reports {n}")
     if (total is None) != (squares is None):
         raise WireError(f"sums of labels and of their squares go together; {answer.name} reports one of them")
     if total is not None and squares is not None:

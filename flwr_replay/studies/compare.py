@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +301,9 @@ def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) ->
     from flwr_replay.report.comparison import summarise
     from flwr_replay.report.histories import by_epsilon, by_round
     from flwr_replay.report.notes import table
+    from flwr_replay.report.pages import spared
     from flwr_replay.report.plots import curves, points
+    from flwr_replay.report.run_page import PAGE
 
     report, labels, folder = dict(comparison.about), comparison.labels, make_folder(comparison.folder, "--runs-dir")
     report["cells"] = [
@@ -321,17 +324,15 @@ def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) ->
         for label in labels
     }
     spending = {label: by_epsilon(found, metric) for label, found in runs.items()}
-    pictures = {
-        "compare.png": points(report),
-        "curves.png": curves(
-            report, {label: [by_round(run, metric) for run in found] for label, found in runs.items()}
-        ),
-    }
+    histories = {label: [by_round(run, metric) for run in found] for label, found in runs.items()}
+    pictures = {"compare.png": partial(points, report), "curves.png": partial(curves, report, histories)}
     if any(map(any, spending.values())):
-        pictures["epsilon.png"] = curves(report, spending, "largest epsilon so far")
+        pictures["epsilon.png"] = partial(curves, report, spending, "largest epsilon so far")
     write_atomic(folder / "compare.json", json.dumps(report, indent=2, default=asdict) + "\n")
     for name, picture in pictures.items():
-        write_atomic(folder / name, picture)
-    page = write_compare_page(folder, report)
+        with spared(folder / name):
+            write_atomic(folder / name, picture())
+    with spared(page := folder / PAGE):
+        write_compare_page(folder, report)
     written = f"{folder}: compare.json, {', '.join(pictures)}\n{page}"
     return f"{table(report)}\n{written}", report

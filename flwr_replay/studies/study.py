@@ -22,6 +22,7 @@ from flwr_replay.report.comparison import markdown, overview
 from flwr_replay.report.forgetting import last_visits
 from flwr_replay.report.gaps import gaps
 from flwr_replay.report.notes import notes
+from flwr_replay.report.pages import spared
 from flwr_replay.report.plots import lines
 from flwr_replay.report.study_page import write_study_page
 from flwr_replay.studies.cells import short_hash
@@ -172,10 +173,12 @@ def run_study(
     seeds_told = f"seeds-{seeds.replace(',', '-')}" if seeds else ""
     stem = "-".join(filter(None, ["study", name, parts_told, seeds_told[:MOST_TOLD]]))
     text = _report(stem, name, document, command, chosen, reports, leaks)
+    write_atomic(file := folder / f"{stem}.md", text)
     for group, members in _groups(chosen, reports).items():
-        write_atomic(folder / _picture(stem, group), lines(members, group))
-    write_atomic(folder / f"{stem}.md", text)
-    write_study_page(folder / f"{stem}.md")
+        with spared(picture := folder / _picture(stem, group)):
+            write_atomic(picture, lines(members, group))
+    with spared(file.with_suffix(".html")):
+        write_study_page(file)
     failed = [cell for report in reports.values() for cell in report["cells"] if "error" in cell]
     return text, not failed
 

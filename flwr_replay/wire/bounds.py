@@ -8,10 +8,22 @@ import numpy as np
 
 from flwr_replay.files.tensors import StateDict
 
-__all__ = ["COUNTED", "LARGEST", "STATE", "cut_back", "is_statistic", "largest", "most_of"]
+__all__ = [
+    "COUNTED",
+    "LARGEST",
+    "LARGEST_NUMBER",
+    "MOST_COUNTED",
+    "STATE",
+    "cut_back",
+    "is_statistic",
+    "largest",
+    "most_of",
+]
 
 LARGEST = 1e6  # the largest size of a weight; larger ones are wrong, and may give outputs that are not finite
 LARGEST_SQUARE = 1e12  # of a norm layer's running mean or variance, and of Adam's mean of squares: squares of weights
+LARGEST_NUMBER = 1e100  # of a loss, a metric, a sum of errors, an epsilon: sums and squares of them stay finite
+MOST_COUNTED = 10**15  # of examples, pixels, bytes, steps
 STATE = "proxy-optimizer."  # begins the names of an optimizer's arrays that travel with its model's
 COUNTED = re.compile(rf"(.*\.)?{STATE}\d+\.(step|exp_avg_sq)")  # of these, Adam's numbers that are never negative
 

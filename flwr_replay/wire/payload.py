@@ -20,6 +20,7 @@ from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import ArrayLike, NDArray
 
 from flwr_replay.errors import WireError
+from flwr_replay.wire.bounds import LARGEST_NUMBER, MOST_COUNTED
 from flwr_replay.wire.fields import RECORD_OF, Field, Kind, instruction
 from flwr_replay.wire.masked import MASKED, is_masked
 from flwr_replay.wire.records import (
@@ -121,7 +122,7 @@ class Payload:
         Raises
         ------
         WireError
-            If one is undeclared, of another type than declared, not finite, or a negative count.
+            If one is undeclared, of another type than declared, not finite, too large, or a negative count.
         """
         scalars = {**config_in(content), **metrics_in(content)}
         known = cls.by_key()
@@ -138,9 +139,10 @@ class Payload:
             if value is None:
                 continue
             listed = isinstance(value, list)
-            if listed != kind.listed or not kind.fits(value if listed else [value], field.kind != "notice"):
+            if listed != kind.listed or not kind.fits(value if listed else [value], field.kind):
                 raise WireError(
-                    f"{cls.__name__}.{name} must be {kind}, finite, and not negative if a count; got {str(value)[:40]}"
+                    f"{cls.__name__}.{name} must be {kind}, finite, and not negative if a count; numbers reach to "
+                    f"{LARGEST_NUMBER:g}, counts to {MOST_COUNTED:.0e}; got {str(value)[:40]}"
                 )
 
     @classmethod

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
+
+from flwr_replay.wire.bounds import LARGEST_NUMBER, MOST_COUNTED
+from flwr_replay.wire.fields import Kind
 
 __all__ = ["ScalarType"]
 
@@ -26,15 +28,18 @@ class ScalarType:
         optional = type(None) in get_args(hint)
         return cls.of(parts[0]) if optional else cls(parts[0], True)
 
-    def fits(self, values: Sequence[Any], statistic: bool) -> bool:
-        """Say whether all values are of this type; a statistic's must be finite, and its counts not negative."""
+    def fits(self, values: Sequence[Any], kind: Kind) -> bool:
+        """Say whether all values are of this type; a number's size is bounded, and no count is negative."""
         types = (int, float) if self.base is float else (self.base,)
         for found in set(map(type, values)):
             if not issubclass(found, types) or (found is bool and self.base is not bool):
                 return False
-        if not statistic or self.base not in (int, float):
+        if kind == "notice" or self.base not in (int, float):
             return True
-        return all(map(math.isfinite, values)) if self.base is float else min(values, default=0) >= 0
+        if self.base is float:
+            return all(abs(value) <= LARGEST_NUMBER for value in values)  # NaN is not
+        most = max(values, default=0) if kind == "statistic" else 0  # an instruction may be a seed
+        return min(values, default=0) >= 0 and most <= MOST_COUNTED
 
     def __str__(self) -> str:
         return f"a list of {self.base.__name__}" if self.listed else self.base.__name__

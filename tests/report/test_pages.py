@@ -306,3 +306,40 @@ def test_a_torn_history_does_not_stop_the_page_which_says_what_it_lacks(ran, tmp
         page = Page(write_page(folder))
         assert f"Warning. torn: {said}. The curves lack that; the other figures are from result.json." in page.text
         assert page.faults == []
+
+
+@pytest.mark.parametrize("name", ["report.html", "forgetting.png", "pictures"])
+def test_a_page_or_picture_that_cannot_be_written_costs_no_run(tmp_path, monkeypatch, caplog, name):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "runs" / "x"
+    options = [*TINY, "strategy=local", "forgetting=true", f"runs_dir={folder.parent}"]
+    if name == "pictures":
+        options += ["strategy=fedavg", "replay=vqvae2", "generator.width=4", "generator.epochs=1", "prior.epochs=1"]
+
+    class Blocked(Display):
+        def exchange(self, *progress):
+            if name == "pictures":
+                (folder / name).touch()
+            else:
+                (folder / name).mkdir(exist_ok=True)
+
+    result, _ = run_inline([*options, "run_name=x"], Blocked())
+    assert result == read_json(folder / "result.json")
+    assert result["skew"]
+    line, *_ = [line for line in caplog.messages if "is not written" in line]
+    assert line.startswith(f"{folder / name} is not written, all results are: ")
+    again, _ = run_inline([*options, f"resume={folder}"], Display())
+    assert again == result
+
+
+def test_a_page_or_picture_that_cannot_be_written_costs_no_comparison(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    first = compare_strategies(["local"], [*TINY[:3], "seeds=1"], "", 1, tmp_path)[1]
+    [folder] = [file.parent for file in tmp_path.rglob("compare.json")]
+    for name in ("compare.json", "compare.png", "curves.png", "report.html"):
+        (folder / name).unlink()
+        if name != "compare.json":
+            (folder / name).mkdir()
+    assert compare_strategies(["local"], [*TINY[:3], "seeds=1"], "", 1, tmp_path)[1]["cells"] == first["cells"]
+    assert read_json(folder / "compare.json")["cells"] == first["cells"]
+    assert len([line for line in caplog.messages if "is not written, all results are: " in line]) == 3

@@ -1,5 +1,8 @@
 """SynCentral: the server trains on synthetic images only, as a plain loop over all buffers does."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -53,6 +56,36 @@ def test_nothing_but_synthetic_images_goes_up_and_each_once(ran):
         (k, f) for k in "abc" for f in ("images", "labels")
     ]
     assert {row["kind"] for row in up} == {"synthetic"}
+
+
+def test_a_loss_that_no_picture_can_show_costs_its_sender_only(tmp_path):
+    def after(grid, message, reply):
+        if grid.asked[-1][:2] == ("train-slice", "a"):
+            reply.content["metrics"]["loss"] = 1.7e308
+        return reply
+
+    write_shards(tmp_path, SIZES)
+    ran = run(tmp_path, JOB, node_configs(tmp_path, tmp_path / "state"), after=after)
+    assert {failure["institution"] for failure in ran.result["failures"]} == {"a"}
+    assert all("GeneratorSlice.loss must be float, finite" in failure["reason"] for failure in ran.result["failures"])
+    assert (ran.folder / "generator.png").exists()
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_result(tmp_path, caplog):
+    """As in a run whose losses an older version has taken, and when it is resumed."""
+
+    def after(grid, message, reply):
+        losses = next((tmp_path / "runs").glob("*/generator.jsonl"), None)
+        if losses and "1.7e308" not in losses.read_text():
+            losses.write_text(re.sub('"loss": [^,}]*', '"loss": 1.7e308', losses.read_text()))
+        return reply
+
+    write_shards(tmp_path, SIZES)
+    ran = run(tmp_path, JOB, node_configs(tmp_path, tmp_path / "state"), after=after)
+    assert (ran.folder / "models" / "global.safetensors").exists()
+    [line] = [line for line in caplog.messages if "is not written" in line]
+    assert line.startswith(f"{ran.folder / 'generator.png'} is not written, all results are: ")
+    assert json.loads((ran.folder / "result.json").read_text())["rounds"] == 2
 
 
 def test_without_a_generator_it_is_refused():

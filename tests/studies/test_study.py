@@ -67,6 +67,12 @@ def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypat
     assert "### alike" not in one
     assert one == (tmp_path / "study-skew-apart.md").read_text()
     assert (tmp_path / "study-skew.md").read_text() == text  # the whole study's report is not lost
+    for file in [tmp_path / "study-skew-tiny.png", tmp_path / "study-skew.html"]:
+        file.unlink()
+        file.mkdir()
+    (tmp_path / "study-skew.md").unlink()
+    run_study("skew", "", 1, tmp_path)  # no picture or page costs the report
+    assert (tmp_path / "study-skew.md").exists()
 
 
 def test_a_quick_study_has_every_method_with_the_first_seed_and_two_rounds(tmp_path, monkeypatch):
