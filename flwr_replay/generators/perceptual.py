@@ -144,7 +144,8 @@ class LpipsFeatures(Look):
             import lpips
         except ImportError:
             raise ConfigError(f"generator.perceptual-weights needs the package lpips: {installing('gan')}") from None
-        found = read_weights(Path(file).expanduser().absolute(), "generator.perceptual-weights")
+        path = Path(file).expanduser().absolute()
+        found = read_weights(path, "generator.perceptual-weights", ["features.0.weight"]).arrays
         first = found.get("features.0.weight")
         kind = next((name for name, shape in BACKBONES.items() if first is not None and first.shape == shape), "")
         with warnings.catch_warnings():  # it calls torchvision in an old way

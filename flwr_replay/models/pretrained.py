@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
-from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flwr_replay.errors import ConfigError
-from flwr_replay.memory import remembered
 
 __all__ = ["load_pretrained", "read_encoder", "read_weights"]
 
@@ -31,6 +30,15 @@ NAMES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"^decoder(\d)\.dec\d", lambda m: f"rest.join.{int(m[1]) - 1}."),
     (r"^conv\.", lambda m: "head.conv."),
 )
+DEPTH = 3  # of what wraps a model: in its checkpoint (state.model), and before its names (module.backbone.)
+BLOCKED = re.compile(r"GLOBAL ([\w.]+)")  # in PyTorch's error, what is no tensor
+
+
+class Found(NamedTuple):
+    """The weights of one model in a file, by its own names, and where they were: under 'ema', after 'module.'."""
+
+    arrays: dict[str, Tensor]
+    where: str
 
 
 def load_pretrained(model: nn.Module, file: str) -> nn.Module:
@@ -41,8 +49,8 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
     model : nn.Module
         A backbone with named stages; the last is `head`.
     file : str
-        A .safetensors file, or a .pt or .pth file of a state dict, with the model's names, torchvision's
-        (ResNet) or those of Buda et al. 2019 (U-Net).
+        A .safetensors file, or a .pt or .pth file of a state dict or of a checkpoint that holds one, with the model's
+        names, torchvision's (ResNet) or those of Buda et al. 2019 (U-Net); a prefix as `module.` may stand before.
 
     Returns
     -------
@@ -54,7 +62,8 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
     ConfigError
         If the file cannot be read, or if a weight outside the head is missing or has another shape.
     """
-    found, own = _read(Path(file).expanduser().absolute()), model.state_dict()
+    own = model.state_dict()
+    found, where = read_weights(Path(file).expanduser().absolute(), "model.weights", own)
     for name, tensor in own.items():
         fits = name in found and found[name].shape == tensor.shape
         if fits:
@@ -62,29 +71,57 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
         elif name.startswith("head."):
             logging.getLogger("flwr").info("%s: %s keeps its fresh weights", file, name)
         elif not name.endswith("num_batches_tracked"):  # older files lack it
-            has = f"has {tuple(found[name].shape)}" if name in found else "lacks it"
-            raise ConfigError(f"model.weights must hold {name!r} with shape {tuple(tensor.shape)}; {file} {has}")
+            raise _lacking("model.weights", name, tuple(tensor.shape), file, Found(found, where))
     return model
 
 
-def read_weights(path: Path, option: str) -> dict[str, Tensor]:
-    """Read a state dict from a .safetensors, .pt or .pth file.
+def read_weights(path: Path, option: str, names: Collection[str] = ()) -> Found:
+    """Read a model's weights from a .safetensors, .pt or .pth file.
+
+    Parameters
+    ----------
+    path : Path
+        A state dict, or a checkpoint that holds one: `{"state_dict": …, "epoch": 3}`.
+    option : str
+        Who asked for it.
+    names : Collection[str]
+        Some names of the model. Of several models in the file, and of prefixes before their names, those are taken with
+        which most of these names are found.
 
     Raises
     ------
     ConfigError
-        If the file cannot be read, or holds numbers that are not finite; `option` is who asked for it.
+        If the file cannot be read, holds several models that fit, or numbers that are not finite.
     """
     try:
         loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-        weights = {str(name): torch.as_tensor(value) for name, value in loaded.items()}
     except Exception as error:  # a damaged file can raise any error
-        line = f"{type(error).__name__} {' '.join(str(error).split())}"
+        blocked = BLOCKED.search(str(error)) if isinstance(error, UnpicklingError) else None
+        line = f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
+        if blocked:  # a whole model, or arguments beside the weights
+            line = (
+                f"it also holds {blocked[1]}, which may run code when it is read: where you trust its author, save its "
+                "weights alone, torch.save(model.state_dict(), 'weights.pth')"
+            )
         raise ConfigError(f"{option} must be a .safetensors or .pth file of weights; got {path}: {line}") from None
-    for name, tensor in weights.items():
+    views = [view for state in _states(loaded) for view in _views(state, names)]
+    if not views:
+        raise ConfigError(
+            f"{option} must be a .safetensors or .pth file of weights; {path} has no arrays by name: save "
+            "torch.save(model.state_dict(), 'weights.pth')"
+        )
+    fitting = [len(view.arrays.keys() & set(names)) for view in views]
+    best = [view for view, fits in zip(views, fitting, strict=True) if fits == max(fitting)]
+    if len(best) > 1 and 2 * max(fitting) >= len(names) > 0:
+        places = ",".join(view.where or " at its top" for view in best)
+        raise ConfigError(
+            f"{option} must hold one model; {path} has several that fit:{places}: save the one that you want alone, "
+            "torch.save(torch.load(FILE)[NAME], 'weights.pth')"
+        )
+    for name, tensor in best[0].arrays.items():
         if not torch.isfinite(tensor).all():
             raise ConfigError(f"{option} must hold finite numbers; {name!r} in {path} does not")
-    return weights
+    return best[0]
 
 
 def read_encoder(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[Any]]:
@@ -93,22 +130,55 @@ def read_encoder(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
     Raises
     ------
     ConfigError
-        If it is not a .safetensors file, or a weight before the cut is missing or has another shape.
+        If it cannot be read, or a weight before the cut is missing or has another shape.
     """
-    try:
-        arrays = load_arrays(path)
-    except Exception as error:
-        raise ConfigError(f"strategy.encoder-file must be a .safetensors file; got {path}: {error}") from None
+    found = read_weights(path, "strategy.encoder-file", shapes)
     for name, shape in shapes.items():
-        if name not in arrays or arrays[name].shape != shape:
-            found = f"has {arrays[name].shape}" if name in arrays else "lacks it"
-            raise ConfigError(f"strategy.encoder-file must hold {name!r} with shape {shape}; {path} {found}")
-    return arrays
+        if name not in found.arrays or found.arrays[name].shape != shape:
+            raise _lacking("strategy.encoder-file", name, shape, path, found)
+    return {name: found.arrays[name].numpy() for name in shapes}
 
 
-@remembered(maxsize=1)
-def _read(path: Path) -> dict[str, Tensor]:
-    weights = read_weights(path, "model.weights")
+def _lacking(option: str, name: str, shape: tuple[int, ...], file: str | Path, found: Found) -> ConfigError:
+    has = f"has {tuple(found.arrays[name].shape)}" if name in found.arrays else "lacks it"
+    held = "" if name in found.arrays else f"; it holds {', '.join(list(found.arrays)[:4])}, …"
+    return ConfigError(f"{option} must hold {name!r} with shape {shape}; {file}{found.where} {has}{held}")
+
+
+def _states(loaded: Any, where: tuple[str, ...] = ()) -> Iterator[Found]:
+    """Yield the state dicts in what a file holds, and where each is; an optimizer's lie under numbers."""
+    if not isinstance(loaded, Mapping) or len(where) > DEPTH:
+        return
+    arrays = {name: value for name, value in loaded.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    if any(tensor.ndim for tensor in arrays.values()):  # not a best score alone
+        yield Found(arrays, f" under {'.'.join(where)!r}" if where else "")
+    for name, value in loaded.items():
+        if isinstance(name, str):
+            yield from _states(value, (*where, name))
+
+
+def _views(state: Found, names: Collection[str]) -> Iterator[Found]:
+    """Yield a state with the names as they are; if none of them fits, with each prefix left out with which one does."""
+    plain = _renamed(state.arrays, names)
+    if not names or any(name in plain for name in names):
+        yield Found(plain, state.where)
+        return
+    parts = (name.split(".") for name in state.arrays)
+    prefixes = {".".join(part[:depth]) + "." for part in parts for depth in range(1, min(len(part), DEPTH + 1))}
+    fits = False
+    for prefix in sorted(prefixes):
+        under = {name.removeprefix(prefix): a for name, a in state.arrays.items() if name.startswith(prefix)}
+        arrays = _renamed(under, names)
+        if any(name in arrays for name in names):
+            fits = True
+            yield Found(arrays, f"{state.where} after {prefix!r}")
+    if not fits:
+        yield state
+
+
+def _renamed(arrays: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Return weights by our names of layers, where more of those fit than of their own."""
+    renamed = arrays
     for pattern, ours in NAMES:
-        weights = {re.sub(pattern, ours, name): tensor for name, tensor in weights.items()}
-    return weights
+        renamed = {re.sub(pattern, ours, name): tensor for name, tensor in renamed.items()}
+    return max(arrays, renamed, key=lambda one: len(one.keys() & set(names)))

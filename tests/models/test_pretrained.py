@@ -64,6 +64,53 @@ def test_a_file_that_does_not_fit_is_refused_before_the_run(tmp_path):
             load_pretrained(cnn(), str(tmp_path / file))
 
 
+WRAPPED = {
+    "state_dict": lambda w: {"state_dict": w, "epoch": 3, "best": torch.tensor(0.9)},
+    "model, optimizer": lambda w: {"model": w, "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}}},
+    "nested": lambda w: {"state": {"model_state": w}, "args": {"lr": 0.1}},
+    "DataParallel": lambda w: {f"module.{name}": tensor for name, tensor in w.items()},
+    "Lightning": lambda w: {"state_dict": {f"model.{n}": t for n, t in w.items()} | {"loss.weight": torch.ones(2)}},
+    "compiled": lambda w: {f"_orig_mod.module.{name}": tensor for name, tensor in w.items()},
+    "a backbone with another head": lambda w: {f"backbone.{n}": t for n, t in w.items() if not n.startswith("head")},
+    "beside a mean": lambda w: {"model": w, "mean": torch.zeros(3)},
+    "an average of its own form": lambda w: {"model": w, "ema": {f"shadow_{n}".replace(".", "_"): w[n] for n in w}},
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_a_wrapped_checkpoint_is_opened(tmp_path, wrap):
+    weights = cnn().state_dict()
+    torch.save(wrap(weights), tmp_path / "w.pt")
+    found = load_pretrained(cnn(seed=1), str(tmp_path / "w.pt")).state_dict()
+    assert all(torch.equal(found[name], weights[name]) for name in weights if not name.startswith("head"))
+
+
+def test_of_several_models_that_fit_one_is_to_be_saved_alone(tmp_path):
+    weights = cnn().state_dict()
+    torch.save({"model": cnn(seed=1).state_dict(), "model_ema": weights, "epoch": 3}, tmp_path / "w.pth")
+    with pytest.raises(ConfigError, match="several that fit: under 'model', under 'model_ema': save the one"):
+        load_pretrained(cnn(), str(tmp_path / "w.pth"))
+    torch.save(torch.load(tmp_path / "w.pth")["model_ema"], tmp_path / "weights.pth")  # as the line says
+    found = load_pretrained(cnn(seed=1), str(tmp_path / "weights.pth")).state_dict()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_what_a_file_lacks_is_told_with_where_it_was_looked_for(tmp_path):
+    weights = cnn().state_dict()
+    del weights["conv1.conv.weight"]
+    for content, said in (
+        ({"state_dict": weights}, "under 'state_dict' lacks it; it holds conv1.norm.weight, "),
+        ({f"module.{name}": tensor for name, tensor in weights.items()}, "after 'module.' lacks it"),
+        ({"other.weight": torch.ones(2)}, "lacks it; it holds other.weight"),
+        ({"epoch": 3}, "has no arrays by name: save"),
+        (cnn(), "it also holds flwr_replay.models.staged.StagedModel, which may run code"),
+    ):
+        torch.save(content, tmp_path / "w.pth")
+        with pytest.raises(ConfigError, match=said) as error:
+            load_pretrained(cnn(), str(tmp_path / "w.pth"))
+        assert "\n" not in str(error.value)
+
+
 def test_local_begins_at_the_institutions():
     with pytest.raises(ConfigError, match="strategy=local begins with models of the institutions"):
         settings_of(compose([*JOB, "strategy=local", "model.weights=w.pth"])).model(0)

@@ -182,7 +182,7 @@ def test_an_encoder_from_a_file_is_taken_as_it_is(start, shards, tmp_path):
     with pytest.raises(ConfigError, match=r"'conv1.conv.weight' with shape \(4, .* has \(8, "):
         start("encoder=file", option)
     (tmp_path / "given.safetensors").write_bytes(b"no")
-    with pytest.raises(ConfigError, match=r"must be a \.safetensors file"):
+    with pytest.raises(ConfigError, match=r"must be a \.safetensors or \.pth file"):
         start("encoder=file", option)
 
 
