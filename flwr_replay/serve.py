@@ -8,6 +8,7 @@ evaluate messages. Weights keep the names under which they arrived.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +17,15 @@ from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
-from flwr_replay.errors import ConfigError, WireError
+from flwr_replay.errors import ConfigError
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.payloads.common import OPEN_STAGES
 from flwr_replay.wire.payload import request_of
 from flwr_replay.wire.records import NamedArrays, arrays_in, config_in, metrics_in
 
 __all__ = ["serve", "serving"]
+
+MOST = 2**63 - 1  # of a whole number in Flower's records
 
 
 def serve(make_client: Callable[[Context], NumPyClient | Client], mods: list[Mod] | None = None) -> ClientApp:
@@ -107,8 +110,16 @@ def _received(client: NumPyClient, message: Message) -> tuple[NamedArrays, dict[
 
 
 def _metrics(num_examples: int, metrics: dict[str, Any]) -> MetricRecord:
+    """Return what a record of metrics can hold, NumPy's numbers as Python's; the rest stays, and the log says so."""
+    found: dict[str, Any] = {"num-examples": int(num_examples)}
     for name, value in metrics.items():
-        if not isinstance(value, (bool, int, float, list)):
-            raise WireError(f"a metric must be a number; got {type(value).__name__} under {name!r}: send numbers only")
-    plain = {name: int(value) if isinstance(value, bool) else value for name, value in metrics.items()}
-    return MetricRecord({"num-examples": int(num_examples), **plain})
+        plain = value.tolist() if hasattr(value, "tolist") else value
+        numbers = list(plain) if isinstance(plain, list | tuple) else [plain]
+        kind = float if any(isinstance(number, float) for number in numbers) else int
+        fits = all(isinstance(n, bool | int | float) and (kind is float or abs(n) <= MOST) for n in numbers)
+        if not fits or not isinstance(name, str):
+            log = logging.getLogger("flwr")
+            log.warning("a metric is a number or a list of them; %.80r is a %s: left out", name, type(value).__name__)
+            continue
+        found[name] = list(map(kind, numbers)) if isinstance(plain, list | tuple) else kind(plain)
+    return MetricRecord(found)

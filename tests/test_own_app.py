@@ -6,9 +6,11 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.superlink.grid import HttpGrid
 from grid import Grid
@@ -31,6 +33,7 @@ from flwr_replay.learning.tasks import Classification
 from flwr_replay.movements.base import Settings
 from flwr_replay.privacy.plan import Passes, PrivacyPlan
 from flwr_replay.report.progress import Display
+from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
 from flwr_replay.serve import serve, serving
 from flwr_replay.server.answers import check_foreign
@@ -272,3 +275,24 @@ def test_this_packages_app_says_it_too_and_writes_nothing(tmp_path):
     with pytest.raises(ConfigError, match="a deployment must say how many institutions"):
         execute(HttpGrid("127.0.0.1:1", insecure=True, token="none"), config, Display())
     assert not (tmp_path / "runs").exists()
+
+
+class Reporting(NumPyClient):
+    """Reports what a record of metrics can hold, and what it cannot."""
+
+    def evaluate(self, parameters, config):
+        held = {"acc": np.float32(0.5), "hits": np.int64(7), "ok": np.bool_(True), "auc": np.array(0.25), "yes": True}
+        held |= {"by class": (1, 0.5), "counts": np.array([1, 2]), "tensor": torch.tensor(2.0), "huge": 1e300}
+        return np.float32(1.5), np.int64(9), held | {"note": "fine", "none": None, "deep": {"a": 1}, 3: 1.0, "i": 2**63}
+
+
+def test_metrics_that_records_cannot_hold_are_left_out_and_the_others_arrive(caplog):
+    grid = InlineGrid(serve(lambda context: Reporting()), {}, [{}])
+    asked = RecordDict({"arrays": ArrayRecord([np.zeros(2)]), "config": ConfigRecord({})})
+    reply = grid.answer(Message(asked, 2, "evaluate"))
+    assert dict(reply.content["metrics"]) == {
+        **{"num-examples": 9, "loss": 1.5, "acc": 0.5, "hits": 7, "ok": 1, "auc": 0.25, "yes": 1},
+        **{"by class": [1.0, 0.5], "counts": [1, 2], "tensor": 2.0, "huge": 1e300},
+    }
+    left_out = [line.getMessage() for line in caplog.records if "left out" in line.getMessage()]
+    assert [re.search(r"; (\S+) is a ", line)[1] for line in left_out] == ["'note'", "'none'", "'deep'", "3", "'i'"]
