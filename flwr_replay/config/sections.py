@@ -159,6 +159,11 @@ class TaskConfig:
         require(
             self.name != "own" or is_part(self.load), f"task=own needs its function: task={FUNCTION}; got {self.load!r}"
         )
+        require(
+            self.kind == "classification" or self.format not in ("folder", "bags"),
+            f"task={self.name} has classes only; got task.kind={self.kind}: read images with numbers or masks by a "
+            f"function of your own, task={FUNCTION}",
+        )
         within("task.", self, channels=(1, CHANNELS), size=(1, int(EXAMPLE**0.5)))
         require(
             self.channels * self.size**2 <= EXAMPLE,

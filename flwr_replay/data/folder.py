@@ -1,6 +1,6 @@
 """Reader of a folder of images: classes as folders, or a `manifest.csv`.
 
-    <data-dir>/<class>/<image>                       or below <data-dir>/train/, test/ and val/
+    <data-dir>/<class>/<image>                       or below <data-dir>/train/, test/, val/ or the like
     <data-dir>/manifest.csv                          columns image,label[,site][,split]; images relative to it
 
 `flwr_replay/data/manifest.py` describes the manifest, and how examples are divided if no splits are given.
@@ -8,6 +8,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections import Counter
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +18,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.sections import TaskConfig
+from flwr_replay.config.sections import TaskConfig, spelled
 from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of, words_of
-from flwr_replay.data.picture import DICOM, fitted, picture
+from flwr_replay.data.picture import fitted, is_picture, picture
 from flwr_replay.data.readers import Raw
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.files.disk import files_below
+from flwr_replay.memory import remembered
 
-__all__ = ["SUFFIXES", "folder_rows", "form_of", "read_folder", "read_image"]
+__all__ = ["folder_rows", "form_of", "images_below", "read_folder", "read_image", "tell_unread"]
 
-SUFFIXES = frozenset([".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp", *DICOM])
 MODES = {1: "L", 3: "RGB"}
+# What a split's folder is called, as a whole or after other words.
+SPLIT = re.compile(r"(?<![a-z])(train|test|val)(?:ing|id|idation)?(?:s|[ _-]?(?:set|data|images))?(?![a-z])", re.I)
+# What systems and tools leave in folders.
+LEFT_BEHIND = re.compile(r"\..*|__macosx|@eadir|#recycle|\$recycle\.bin|(eh)?thumbs\.db|desktop\.ini", re.I | re.S)
 
 
 def read_folder(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str, Raw]:
@@ -68,7 +75,7 @@ def folder_rows(root: Path, site_column: str = "site") -> list[Row]:
 
 
 def form_of(rows: Sequence[Row], given: Container[str] = ()) -> dict[str, Any]:
-    """Read size and channels off the first image, and classes off the labels, with class_names if these are words.
+    """Read size and channels off the first image, classes off the labels, with class_names unless these are 0 to C - 1.
 
     What is `given` is left out; with class_names classes are, too.
 
@@ -89,27 +96,103 @@ def form_of(rows: Sequence[Row], given: Container[str] = ()) -> dict[str, Any]:
     elif words := words_of(rows):
         found |= {"classes": len(words), "class_names": words}
     else:
-        found["classes"] = int(min(max(float(row.label) for row in rows), 1e9)) + 1
+        numbers = sorted({int(spelled(row.label)) for row in rows})
+        if "classes" in given or numbers[0] < 0 or numbers == list(range(len(numbers))):
+            found["classes"] = numbers[-1] + 1
+        else:  # years, or grades from 1 on, are names
+            found |= {"classes": len(numbers), "class_names": list(map(str, numbers))}
     return {name: value for name, value in found.items() if name not in given}
 
 
+def images_below(folder: Path, unread: Counter[str]) -> list[Path]:
+    """Return the images in a folder and below it, sorted, and count what else is there, by suffix."""
+    images = []
+    for file in sorted(files_below(folder), key=lambda file: file.relative_to(folder).as_posix()):
+        if any(map(LEFT_BEHIND.fullmatch, file.relative_to(folder).parts)):
+            continue
+        if is_picture(file):
+            images.append(file)
+        else:
+            unread[(file.suffix.lower() or "without suffix") if file.is_file() else "broken links"] += 1
+    return images
+
+
+def tell_unread(root: Path, unread: Counter[str]) -> None:
+    """Say how many files were not read, and of what kinds."""
+    if +unread:
+        _say(f"not read in {root}, being no images of a class: {_listed(unread)}")
+
+
+@remembered(maxsize=16)  # so a process says it once
+def _say(line: str) -> None:
+    logging.getLogger("flwr").warning(line)
+
+
+def _listed(unread: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in (+unread).most_common(8))
+
+
 def _folder_rows(root: Path) -> list[Row]:
-    given = [split for split in SPLITS if (root / split).is_dir()]
-    if not given:
-        return _class_rows(root, None)
+    unread: Counter[str] = Counter()
+    folders = sorted(entry for entry in root.iterdir() if entry.is_dir() and not LEFT_BEHIND.fullmatch(entry.name))
+    splits = _splits_among(folders)
     for split in ("train", "test"):
-        if split not in given:
-            raise DataError(f"{root} has a folder {given[0]}/ and must have {split}/ too: put its class folders there")
-    return [row for split in given for row in _class_rows(root / split, split)]
+        if splits and split not in splits:
+            other = next(iter(splits.values())).name
+            raise DataError(f"{root} has a folder {other}/ and must have {split}/ too: put its class folders there")
+    for folder in folders if splits else ():
+        if folder not in splits.values():
+            unread[f"images in {folder.name}/ beside the splits"] = len(images_below(folder, Counter()))
+    rows = [row for split in SPLITS if split in splits for row in _class_rows(splits[split], split, unread)]
+    rows = rows or _class_rows(root, None, unread)
+    tell_unread(root, unread)
+    return rows
 
 
-def _class_rows(root: Path, split: str | None) -> list[Row]:
+def _splits_among(folders: Sequence[Path]) -> dict[str, Path]:
+    """Return the folders that are splits, not classes: any called train, test or val, or two called nearly so.
+
+    Raises
+    ------
+    DataError
+        If two are the same split, or if it is not clear whether they are splits or classes.
+    """
+    named = [(found[1].lower(), folder) for folder in folders if (found := SPLIT.fullmatch(folder.name))]
+    splits = dict(named)
+    if len(splits) > 1 or any(split == folder.name for split, folder in named):
+        if len(splits) < len(named):
+            raise DataError(f"a split has one folder; got {', '.join(folder.name for _, folder in named)}: join them")
+        return splits
+    maybe = {found[1].lower(): folder.name for folder in folders if (found := SPLIT.search(folder.name))}
+    if len(maybe) > 1:
+        raise DataError(
+            f"{'/, '.join(maybe.values())}/ in {folders[0].parent} may be splits or classes: call splits train/, test/ "
+            "and val/; classes that are called so need a manifest.csv"
+        )
+    return {}
+
+
+def _class_rows(root: Path, split: str | None, unread: Counter[str]) -> list[Row]:
     rows = []
-    for folder in sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
-        files = [file for file in files_below(folder) if file.suffix.lower() in SUFFIXES and file.is_file()]
-        for file in sorted(files, key=lambda file: file.relative_to(folder).as_posix()):
-            if not file.name.startswith("."):
-                rows.append(Row(file, folder.name, f"folder {folder}", None, split))
+    for folder in sorted(entry for entry in root.iterdir() if not LEFT_BEHIND.fullmatch(entry.name)):
+        if not folder.is_dir():
+            unread["images outside the folders of classes"] += is_picture(folder)
+            continue
+        others: Counter[str] = Counter()
+        files = images_below(folder, others)
+        if others and not files:
+            raise DataError(
+                f"every folder in {root} is a class; {folder.name}/ has files but no image ({_listed(others)}): "
+                "convert them, or move it elsewhere"
+            )
+        inner = {folder / file.relative_to(folder).parts[0] for file in files if file.parent != folder}
+        if len(splits := _splits_among(sorted(inner))) > 1:
+            raise DataError(
+                f"splits stand above classes; {folder} has {', '.join(one.name for one in splits.values())} in it: set "
+                f"task.data-dir={folder} if these have the classes, else turn the folders around"
+            )
+        rows += [Row(file, folder.name, f"folder {folder}", None, split) for file in files]
+        unread += others
     if not rows:
         raise DataError(f"{root} must hold a manifest.csv, or a folder of images for each class; got neither")
     return rows

@@ -9,7 +9,8 @@ institution with its own rows gets the same bits as a simulation over all rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
@@ -29,6 +30,8 @@ __all__ = ["SPLITS", "VALIDATED", "Row", "manifest_rows", "parted", "raws_of", "
 
 SPLITS = ("train", "test", "val")
 TESTED = 0.2  # share of the patients to test on, if no split is given
+# What tables write for no value, as pandas reads them; None is a class, such as no tumour.
+MISSING = {"", "nan", "-nan", "na", "n/a", "<na>", "#n/a", "#na", "#n/a n/a", "null", "nat", "?"}
 VALIDATED = 0.1  # with split=validation, share of the patients to train on that are held out, if no split is given
 
 
@@ -61,8 +64,8 @@ def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str
     Raises
     ------
     DataError
-        For an empty cell, an unknown split, a file that is listed twice, even under two spellings, or a column that is
-        named nearly as one that is read, such as `PatientID`; the error names it.
+        For an empty cell, an unknown split, a file that is listed twice, even under two spellings, a column that is
+        named nearly as one that is read, such as `PatientID`, or two sites that are; the error names it.
     """
     wanted = [column, "label", *([site_column] if site_column != "site" else [])]
     lines = csv_rows(path, wanted)
@@ -71,18 +74,22 @@ def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str
         if name not in present and (other := next((it for it in present if _plain(it) == _plain(name)), "")):
             raise DataError(f"column {other!r} of {path} would not be read: call it {name!r}, or something else")
     used = {*wanted, *(name for name in (site_column, "split") if name in present)}
+    for name in sorted(used):
+        if lacking := [where for where, cells in lines if not cells[name]]:
+            raise DataError(
+                f"every row must have a value for {name!r}; {len(lacking):,} of {len(lines):,} have none, the first is "
+                f"{lacking[0]}: fill it in, or remove the row"
+            )
     rows, listed = [], {}  # type: list[Row], dict[Path, str]
     for where, cells in lines:
         values = {name: cells[name] for name in used}
-        for name, value in values.items():
-            if not value:
-                raise DataError(f"every row must have a value for {name!r}; {where} has none")
         if "split" in values and values["split"] not in known:
             raise DataError(f"split must be one of {', '.join(known)}; got {values['split']!r} in {where}")
         file, patient = path.parent / values[column], cells.get("patient", "")
         if (earlier := listed.setdefault(file.resolve(), where)) != where:
             raise DataError(f"a file must be listed once; {file} is in {earlier} and in {where}")
         rows.append(Row(file, values["label"], where, values.get(site_column), values.get("split"), patient))
+    _refuse_alike({row.site: row.where for row in reversed(rows) if row.site is not None}, "sites")
     return rows
 
 
@@ -147,6 +154,7 @@ def raws_of(
 
 def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[np.int64]:
     """Turn labels into class numbers; a wrong one is reported with its row."""
+    _refuse_missing(rows, task.class_names)
     if not task.class_names and (words := words_of(rows)):
         # An institution numbers names as all others do, though it may lack a class or call one otherwise.
         raise DataError(
@@ -163,8 +171,10 @@ def words_of(rows: Sequence[Row]) -> list[str]:
     Raises
     ------
     DataError
-        If some are names and some numbers.
+        If some are missing, some are names and some numbers, or two differ by case or spaces only.
     """
+    _refuse_missing(rows)
+    _refuse_alike({spelled(row.label): row.where for row in reversed(rows)}, "labels")
     words = sorted({label for row in rows if not WHOLE.fullmatch(label := spelled(row.label))})
     if words and (numbered := next((row for row in rows if WHOLE.fullmatch(spelled(row.label))), None)):
         raise DataError(
@@ -172,6 +182,32 @@ def words_of(rows: Sequence[Row]) -> list[str]:
             f"({numbered.where}): use one form only, or set task.class-names"
         )
     return words
+
+
+def _refuse_missing(rows: Sequence[Row], names: Sequence[str] = ()) -> None:
+    """Refuse labels that say that there is none, unless a class is called so."""
+    none = {label for label in {row.label for row in rows} if spelled(label).casefold() in MISSING}
+    none = {label for label in none if spelled(label) not in map(spelled, names)}
+    if missing := [row for row in rows if row.label in none]:
+        raise DataError(
+            f"every example must have a label; {len(missing):,} of {len(rows):,} have none, the first is "
+            f"{shortened(missing[0].label)} ({missing[0].where}): label them or leave them out; a class that is called "
+            "so stands in task.class-names"
+        )
+
+
+def _refuse_alike(found: Mapping[str, str], what: str) -> None:
+    """Refuse names that differ by case, spaces, hyphens or invisible characters only; each is given with its place."""
+    first: dict[str, str] = {}
+    for name, where in found.items():
+        text = "".join(letter for letter in unicodedata.normalize("NFKC", name) if unicodedata.category(letter) != "Cf")
+        plain = re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", text.strip().casefold())
+        if (other := first.setdefault(plain, name)) != name:
+            also = ", or set task.class-names to all of them" if what == "labels" else ""
+            raise DataError(
+                f"{what} must differ by more than spelling; got {shortened(other)} ({found[other]}) and "
+                f"{shortened(name)} ({where}): write them alike{also}"
+            )
 
 
 def _splits(rows: list[Row], sites: NDArray[np.str_] | None, validates: bool) -> NDArray[np.str_]:

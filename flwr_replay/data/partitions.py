@@ -185,9 +185,12 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     for split, parts in shards.items():
         for name, part in zip(names, parts, strict=False):
             if not len(part) and split != "val":
+                remedy = "take fewer nodes or more data"
+                if config.name == "natural":  # its nodes are the sites
+                    remedy = f"add {split} examples of {name}, or leave it out of the data"
                 raise DataError(
                     f"every institution must hold {split} examples; {name} of {nodes} got none with "
-                    f"partition={config.name}: take fewer nodes or more data"
+                    f"partition={config.name}: {remedy}"
                 )
     if nodes > 1 and dataset.train.y.dtype == np.int64 and len(np.unique(dataset.train.y)) < 2:
         raise DataError(

@@ -6,6 +6,7 @@ Every rule here looks at one image only. So differential privacy is as if the fi
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -18,9 +19,12 @@ from flwr_replay.terminal import installing
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["DICOM", "fitted", "picture"]
+__all__ = ["SUFFIXES", "fitted", "is_picture", "picture"]
 
 DICOM = (".dcm", ".dicom")
+SUFFIXES = frozenset(
+    [".bmp", ".dib", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff"]
+).union([".webp", *DICOM])
 EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 DEEPER = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # grey, more than 8 bits
 # What Pillow takes for numbers of the other sign: its mode, and TIFF's SampleFormat.
@@ -94,6 +98,21 @@ def fitted(image: Image.Image, size: int, fit: str) -> Image.Image:
     if fit == "crop":
         return ImageOps.fit(image, (size, size), filtered)
     return image.resize((size, size), filtered)
+
+
+def is_picture(path: Path) -> bool:
+    """Say whether a file is called as images are; without a suffix, or as a DICOM file, it may begin as one."""
+    from PIL import Image
+
+    if path.suffix.lower() in SUFFIXES or not path.is_file():
+        return path.is_file()
+    with suppress(OSError, Image.DecompressionBombError), open(path, "rb") as file:
+        if _marked(file):
+            return True
+        if not path.suffix:
+            Image.open(file)
+            return True
+    return False
 
 
 def _marked(file: IO[bytes]) -> bool:

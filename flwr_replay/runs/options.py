@@ -106,7 +106,7 @@ def _read_off(options: Sequence[str]) -> list[str]:
         return []
     from flwr_replay.data.folder import folder_rows, form_of
 
-    task = compose(["task=folder", *(given[name] for name in ("data_dir", "classes") if name in given)]).task
+    task = compose(["task=folder", *(given[name] for name in ("data_dir", "classes", "kind") if name in given)]).task
     root = Path(task.data_dir).expanduser().absolute()
     if {"channels", "classes"} <= given.keys() and not root.is_dir():
         return []  # planned where the images are not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,11 @@ import torch
 
 from flwr_replay.data.classes import Classes
 from flwr_replay.data.datasets import PREPARES
-from flwr_replay.data.folder import SUFFIXES, read_image
+from flwr_replay.data.folder import images_below, read_image, tell_unread
 from flwr_replay.data.manifest import Row
+from flwr_replay.data.picture import SUFFIXES
 from flwr_replay.data.readers import csv_rows
 from flwr_replay.errors import ConfigError, DataError
-from flwr_replay.files.disk import files_below
 from flwr_replay.files.table import csv_text
 from flwr_replay.learning.training import at_once
 from flwr_replay.runs.trained import TrainedModel
@@ -41,8 +42,9 @@ def images_in(place: Path) -> list[Row]:
             for where, cells in csv_rows(place, ["image"])
         ]
     elif place.is_dir():
-        files = sorted(path for path in files_below(place) if path.suffix.lower() in SUFFIXES and path.is_file())
-        rows = [Row(file, "", f"folder {place}") for file in files if not file.name.startswith(".")]
+        unread: Counter[str] = Counter()
+        rows = [Row(file, "", f"folder {place}") for file in images_below(place, unread)]
+        tell_unread(place, unread)
     else:
         rows = [Row(place, "", "the command line")]
     if not rows:

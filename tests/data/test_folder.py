@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from flwr_replay.config.sections import PartitionConfig, TaskConfig
 from flwr_replay.data import Dataset, load, partition
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.runs.options import resolve
+from flwr_replay.runs.predict import images_in
 
 Task = Callable[..., TaskConfig]
 
@@ -69,6 +73,144 @@ def test_class_folders_below_splits(tmp_path: Path, make: Task) -> None:
     assert data.val.y.tolist() == [1]
     shutil.rmtree(tmp_path / "test")
     refused(make(), "train/", "must have test/")
+
+
+def drawn(root: Path, *folders: str, suffix: str = ".png") -> None:
+    for place, folder in enumerate(folders):
+        for n in range(4):
+            draw(root / folder / f"{n}{suffix}", 40 * place + n)
+
+
+def read_off(folder: Path, *more: str) -> TaskConfig:
+    return resolve(["task=folder", f"task.data-dir={folder}", "task.size=8", "nodes=2", *more], "", "")[1].task
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "val"),
+    [("Training", "Testing", "Validation"), ("TRAIN", "TEST", "VAL"), ("train_set", "Test Images", "valid")],
+)
+def test_splits_are_known_by_other_names(tmp_path: Path, train: str, test: str, val: str) -> None:
+    drawn(tmp_path, *(f"{split}/{label}" for split in (train, test, val) for label in ("glioma", "none")))
+    task = read_off(tmp_path)
+    data = load(task)
+    assert task.class_names == ("glioma", "none")
+    assert data.val is not None
+    assert (len(data.train), len(data.test), len(data.val)) == (8, 8, 8)
+    assert data.test.x[:, 0, 0, 0].min() == 80  # the second folder's
+
+
+@pytest.mark.parametrize(
+    ("folders", "words"),
+    [
+        (["seg_train/a", "seg_test/a"], ["seg_test/, seg_train/", "may be splits or classes"]),
+        (["train2017/a", "val2017/a"], ["may be splits or classes"]),
+        (["train/a", "Training/a", "test/a"], ["a split has one folder"]),
+        (["Train/a", "Valid/a"], ["Train/", "must have test/"]),
+        (["a/train", "a/test", "b/train"], ["splits stand above classes", "/a has test, train"]),
+        (["tumours/Training/a", "tumours/Testing/a"], ["set task.data-dir=", "/tumours "]),
+    ],
+)
+def test_splits_that_would_pass_for_classes(tmp_path: Path, make: Task, folders: list[str], words: list[str]) -> None:
+    drawn(tmp_path, *folders)
+    refused(make(), *words)
+
+
+@pytest.mark.parametrize("names", [("valid", "invalid"), ("Train", "Car"), ("ER+", "ER-"), ("none", "glioma")])
+def test_classes_that_look_like_something_else(tmp_path: Path, names: tuple[str, str]) -> None:
+    drawn(tmp_path, *names)
+    assert set(read_off(tmp_path).class_names) == set(names)
+    drawn(tmp_path, f"{names[0]}/test")  # such as a patient's
+    assert len(load(read_off(tmp_path)).train)
+
+
+def test_images_are_known_by_any_suffix_or_their_first_bytes(tmp_path: Path) -> None:
+    drawn(tmp_path, "a")
+    for folder, suffix in (("b", ".JFIF"), ("c", ""), ("d", ".10008")):
+        drawn(tmp_path, folder)
+        for file in (tmp_path / folder).iterdir():
+            if folder == "d":  # called by a UID, as scanners do
+                file.write_bytes(bytes(128) + b"DICM")
+            file.rename(file.with_suffix(suffix))
+    assert read_off(tmp_path).class_names == ("a", "b", "c", "d")
+
+
+def test_what_is_not_read_is_said(tmp_path: Path, make: Task, caplog: pytest.LogCaptureFixture) -> None:
+    drawn(tmp_path, "a", "b")
+    for name in ("0.nii", "1.nii", "notes.txt", "README"):
+        (tmp_path / "b" / name).write_text("no image")
+    (tmp_path / "b" / "gone.png").symlink_to("nowhere")
+    draw(tmp_path / "stray.png")
+    data = [load(make(class_names=("a", "b"))) for _ in range(2)]
+    assert len(data[0].train) + len(data[0].test) == 8
+    assert [record.getMessage() for record in caplog.records] == [
+        f"not read in {tmp_path}, being no images of a class: 2 .nii, 1 without suffix, 1 broken links, 1 .txt, "
+        "1 images outside the folders of classes"
+    ]
+    (tmp_path / "c").mkdir()
+    assert len(load(make(class_names=("a", "b"))).train)  # an institution may have none of a class
+    (tmp_path / "c" / "0.nii").write_text("no image")
+    refused(make(), "c/ has files but no image (1 .nii)")
+
+
+def test_what_systems_leave_behind_is_not_read(tmp_path: Path, make: Task, caplog: pytest.LogCaptureFixture) -> None:
+    drawn(tmp_path, "a", "b", "a/.ipynb_checkpoints", "a/__MACOSX", "a/x/@eaDir", ".git", "__MACOSX", "@eaDir")
+    draw(tmp_path / "a" / "._0.png")
+    for name in ("Thumbs.db", ".DS_Store", "desktop.ini"):
+        (tmp_path / "a" / name).write_text("no image")
+    data = load(make(class_names=("a", "b")))
+    assert len(data.train) + len(data.test) == len(images_in(tmp_path)) == 8
+    assert not caplog.records
+
+
+def test_folders_called_by_numbers_are_as_many_classes(tmp_path: Path) -> None:
+    drawn(tmp_path, "2020", "2021")
+    task = read_off(tmp_path)
+    assert (task.classes, task.class_names) == (2, ("2020", "2021"))
+    assert sorted({*load(task).train.y, *load(task).test.y}) == [0, 1]
+    drawn(tmp_path / "plain", "0", "1", "2")
+    assert (read_off(tmp_path / "plain").classes, read_off(tmp_path / "plain").class_names) == (3, ())
+    drawn(tmp_path / "gap", "0", "2")
+    assert (read_off(tmp_path / "gap").classes, read_off(tmp_path / "gap", "task.classes=3").class_names) == (2, ())
+
+
+@pytest.mark.parametrize("missing", ["nan", "NA", "N/A", "null", "<NA>", "#N/A", "?"])
+@pytest.mark.parametrize("labels", [["0", "1"], ["ill", "well"]])
+def test_missing_labels_are_no_class(tmp_path: Path, missing: str, labels: list[str]) -> None:
+    for n in range(9):
+        draw(tmp_path / f"{n}.png", n)
+    rows = [f"{n}.png,{missing if n in (3, 7) else labels[n % 2]}" for n in range(9)]
+    manifest(tmp_path, "image,label", rows)
+    named = "task.class-names=['" + "','".join(labels) + "']"
+    for more in ((), ("task.classes=2", "task.channels=1"), ("task.classes=2", named)):
+        with pytest.raises(DataError, match=rf"2 of 9 have none, the first is '{re.escape(missing)}' .*line 5"):
+            load(read_off(tmp_path, *more))
+    both = f"{named[:-1]},'{missing}']"
+    assert len(load(read_off(tmp_path, "task.classes=3", both)).train)  # a class that is called so, on purpose
+    manifest(tmp_path, "image,label", [row.replace(missing, "") for row in rows])
+    with pytest.raises(DataError, match=r"'label'; 2 of 9 have none, the first is .*line 5"):
+        read_off(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "pair", [("Normal", "normal"), ("grade 1", "grade-1"), ("no tumor", "notumor"), ("a\u200b", "a"), ("ﬁne", "fine")]
+)
+def test_labels_and_sites_that_are_nearly_the_same_are_asked_about(
+    tmp_path: Path, make: Task, pair: tuple[str, str]
+) -> None:
+    for n in range(9):
+        draw(tmp_path / f"{n}.png", n)
+    manifest(tmp_path, "image,label", [f"{n}.png,{[*pair, 'ill'][n % 3]}" for n in range(9)])
+    with pytest.raises(DataError, match=r"labels must differ by more than spelling; got .*line 3.*line 2"):
+        read_off(tmp_path)
+    assert len(load(make(classes=3, class_names=(*pair, "ill"))).train)  # as the error says
+    manifest(tmp_path, "image,label,site", [f"{n}.png,{n % 2},{[*pair, 'ill'][n % 3]}" for n in range(9)])
+    refused(make(), "sites must differ by more than spelling")
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_folders_in_both_unicode_forms_are_one_class(tmp_path: Path, form: Any) -> None:
+    drawn(tmp_path, unicodedata.normalize("NFC", "sé"), "x", unicodedata.normalize(form, "sé"))
+    assert read_off(tmp_path).class_names == ("sé", "x")
 
 
 def test_manifest_with_splits_and_number_labels(tmp_path: Path, make: Task) -> None:
@@ -317,6 +459,27 @@ def test_a_run_reads_channels_and_classes_off_the_folder(tmp_path: Path) -> None
     assert resolve(["task=folder", "data-dir=elsewhere", "channels=1", "classes=3"], "", "")[1].task.class_names == ()
     with pytest.raises(DataError, match="must be a folder"):
         resolve(["task=folder", "task.data-dir=nowhere"], "", "")
+
+
+@pytest.mark.parametrize("labels", ["{}.5", "{}"])
+@pytest.mark.parametrize("more", [(), ("task.classes=1",), ("task.classes=1", "task.class-names=[a]")])
+def test_images_with_numbers_are_told_so_at_once(tmp_path: Path, labels: str, more: tuple[str, ...]) -> None:
+    """One advice led to the next refusal, and the last to the first."""
+    for n in range(9):
+        draw(tmp_path / f"{n}.png", n)
+    manifest(tmp_path, " image , label ", [f"{n}.png,{labels.format(n) if n else 20}" for n in range(9)])
+    with pytest.raises(ConfigError, match=r"task=folder has classes only; got task\.kind=regression"):
+        read_off(tmp_path, "task.kind=regression", *more)
+
+
+def test_a_site_of_one_image_is_told_what_helps(tmp_path: Path, make: Task) -> None:
+    for n in range(9):
+        draw(tmp_path / f"{n}.png", n)
+    manifest(tmp_path, "image,label,site", [f"{n}.png,{n % 2},{'B' if n == 4 else 'AC'[n > 4]}" for n in range(9)])
+    with pytest.raises(
+        DataError, match=r"B of 3 got none with partition=natural: add test examples of B, or leave it out"
+    ):
+        partition(load(make()), PartitionConfig(name="natural"), 3, 0)
 
 
 def test_images_that_are_wrong(tmp_path: Path, make: Task) -> None:
