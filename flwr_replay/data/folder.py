@@ -120,7 +120,7 @@ def images_below(folder: Path, unread: Counter[str]) -> list[Path]:
 def tell_unread(root: Path, unread: Counter[str]) -> None:
     """Say how many files were not read, and of what kinds."""
     if +unread:
-        _say(f"not read in {root}, being no images of a class: {_listed(unread)}")
+        _say(f"not read in {root}, being no images, or out of place: {_listed(unread)}")
 
 
 @remembered(maxsize=16)  # so a process says it once

@@ -43,7 +43,7 @@ def images_in(place: Path) -> list[Row]:
         ]
     elif place.is_dir():
         unread: Counter[str] = Counter()
-        rows = [Row(file, "", f"folder {place}") for file in images_below(place, unread)]
+        rows = [Row(file, "", f"folder {place}") for file in sorted(images_below(place, unread))]
         tell_unread(place, unread)
     else:
         rows = [Row(place, "", "the command line")]

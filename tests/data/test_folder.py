@@ -143,7 +143,7 @@ def test_what_is_not_read_is_said(tmp_path: Path, make: Task, caplog: pytest.Log
     data = [load(make(class_names=("a", "b"))) for _ in range(2)]
     assert len(data[0].train) + len(data[0].test) == 8
     assert [record.getMessage() for record in caplog.records] == [
-        f"not read in {tmp_path}, being no images of a class: 2 .nii, 1 without suffix, 1 broken links, 1 .txt, "
+        f"not read in {tmp_path}, being no images, or out of place: 2 .nii, 1 without suffix, 1 broken links, 1 .txt, "
         "1 images outside the folders of classes"
     ]
     (tmp_path / "c").mkdir()
