@@ -17,6 +17,7 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
+import psutil
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
@@ -40,6 +41,7 @@ from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import Policy
 from flwr_replay.institution.sealing import Sealing, check_sealing
 from flwr_replay.institution.state import StateStore
+from flwr_replay.models.zoo import bytes_of
 from flwr_replay.payloads.common import Evaluation, Failure, Present, RollCall
 from flwr_replay.privacy.plan import PrivacyPlan, mechanisms_of
 from flwr_replay.wire.payload import REQUESTS, Payload, Request, Row, request_of, rows
@@ -48,6 +50,7 @@ from flwr_replay.wire.records import config_in, metrics_in
 __all__ = ["check_answer", "check_release", "check_request", "guard", "run_rules"]
 
 LONGEST = 200  # characters of a name in the own ledger
+COPIES = 3  # of a model while it trains: weights, gradients, and what arrived or an optimizer keeps
 
 
 def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -207,9 +210,10 @@ def check_request(message: Message, request: type[Request] | None, policy: Polic
     request.check_scalars(message.content)
     _check_options_kept(instructions, config)
     announced = instructions.get("stages", [])  # at the roll call: all stages of the run
-    for asked in (request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS)):
+    answers = (request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS))
+    for asked in answers:
         check_release(asked, policy, config)
-    _check_size(message, policy, request.answer)
+    _check_size(message, policy, answers, config)
     if config.task.mean and request.stage_name in dict(policy.weights):
         raise RefusedError(
             "policy pins the weights of this stage; task.mean and task.std would change what they make of an image: "
@@ -266,11 +270,24 @@ def _check_options(policy: Policy, config: RunConfig) -> None:
         )
 
 
-def _check_size(message: Message, policy: Policy, answer: type[Payload]) -> None:
-    """Refuse, before any data are read, a model that is too large to leave: it returns with the size it came with."""
-    arrays = message.content.get("arrays")
-    if arrays and any(field.kind == "model" and not field.part for field in answer.declared().values()):
+def _check_size(message: Message, policy: Policy, answers: Sequence[type[Payload]], config: RunConfig) -> None:
+    """Refuse, before any data are read or a model is built, one too large to be built here, or to leave."""
+    size, arrays = _model_bytes(config), message.content.get("arrays")
+    if COPIES * size > psutil.virtual_memory().available:
+        raise RefusedError(
+            f"a model must fit into the institution's memory {COPIES} times, to be trained; model={config.model.name} "
+            f"of this run has {size / 1e6:,.0f} MB, which do not: choose a smaller model.width or task.size"
+        )
+    whole = [[one for one in answer.declared().values() if one.kind == "model" and not one.part] for answer in answers]
+    if arrays and whole[0]:
         policy.check_upload(arrays.count_bytes(), "the model")
+    if any(field.means in ("weights", "gradient") for fields in whole for field in fields):
+        policy.check_upload(size, "the model")
+
+
+@lru_cache(maxsize=64)  # the same options come with every message
+def _model_bytes(config: RunConfig) -> int:
+    return bytes_of(config.model, config.task)
 
 
 def _keep_counts(reply: Message, answer: type[Payload]) -> None:

@@ -44,7 +44,7 @@ from flwr_replay.models.seeding import seeded
 from flwr_replay.models.staged import StagedModel
 from flwr_replay.models.unet import unet
 
-__all__ = ["backbone", "build"]
+__all__ = ["backbone", "build", "bytes_of"]
 
 # With this memory order, steps take 0.7 to 0.9 of the time; those of ResNets take 1.1. Models with norm layers are left
 # out: a norm after a cut would sum over an image in another order, with other last bits.
@@ -208,6 +208,14 @@ def _cnn(model: ModelConfig, task: TaskConfig) -> StagedModel:
             head=stage(flatten=nn.Flatten(), fc=nn.Linear(model.width * (task.size // 4) ** 2, task.classes)),
         )
     )
+
+
+def bytes_of(model: ModelConfig, task: TaskConfig) -> int:
+    """Return the bytes of a model's weights without building it; 0 for a user's own, which any code may build."""
+    if model.name == "own":
+        return 0
+    with torch.device("meta"):
+        return sum(value.numel() * value.element_size() for value in _fresh(model, task).state_dict().values())
 
 
 @remembered(maxsize=4)

@@ -1,6 +1,7 @@
 """Attacks on what an institution's policy and its own directory promise, by a server that sends what it likes."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,11 +16,13 @@ from flwr_replay.institution.node import _deployed
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.institution.state import StateStore
 from flwr_replay.memory import forget
+from flwr_replay.models import zoo
 from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedavgshare import Give
 from flwr_replay.payloads.fedreplay import Encode, Extract
 from flwr_replay.payloads.replay import EncodeImages, KeepCodes, KeepPrior
 from flwr_replay.rng import derived_seed
+from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.weights import to_arrays
 
 TASK = [*SHARDS, "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
@@ -281,3 +284,35 @@ def test_a_server_does_not_choose_by_a_column_whom_an_institution_trains_on(tmp_
             deployed.read()
         server_of[column] = str(error.value)
     assert server_of["site"] == server_of["room"]
+
+
+# --- what a message makes an institution build ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "policy", "said"),
+    [
+        (
+            ["strategy=avgpush", "model.width=4096"],
+            "max-upload-mb: 64",
+            "at most 64 MB leave in one message; the model",
+        ),
+        (["strategy=cwt", "model.width=4096"], "max-upload-mb: 64", "at most 64 MB leave in one message; the model"),
+        (["strategy=proxyfl", "model.width=4096"], "", "must fit into the institution's memory"),
+    ],
+)
+def test_a_model_is_not_built_before_its_size_is_known_to_fit(folder, monkeypatch, options, policy, said):
+    server = HostileServer(folder, *TASK, *options, policy=policy)
+    monkeypatch.setattr(zoo, "seeded", None)  # whoever builds one fails otherwise
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**8 if not policy else 10**12))
+    stages = [stage for stage in ("train", "release", "evaluate") if stage in REQUESTS]
+    for form in ("", "0" * 16):
+        call = RollCall(strategy="x", run="x", stages=stages, form=form)
+        assert said in refusal(server.send(call))
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn", "gabor", "deepset", "lenet5"])
+def test_the_bytes_of_a_model_are_known_without_it(model):
+    config = compose(["task=mnist", f"model={model}"])
+    built = to_arrays(zoo.build(config.model, config.task, 0))
+    assert zoo.bytes_of(config.model, config.task) == sum(array.nbytes for array in built.values())
