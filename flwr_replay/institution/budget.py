@@ -201,10 +201,6 @@ class DPTraining:
         """Yield the row numbers of each batch of an epoch."""
         return poisson_batches(examples, self.epoch_cost, self.stream)
 
-    def draws(self) -> torch.Generator:
-        """Return a generator, on the CPU, whose seed comes from the stream."""
-        return torch.Generator().manual_seed(int(self.stream.uniform(1)[0] * 2**52))
-
     def uniform(self, examples: int, numbers: int) -> Tensor:
         """Draw numbers in [0, 1) for each example of a batch, (examples, numbers) float32, as secret as the noise."""
         drawn = self.stream.uniform(examples * numbers).float().clamp(max=1 - 2**-24)

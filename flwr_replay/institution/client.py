@@ -300,7 +300,7 @@ class InstitutionClient(NumPyClient):
 
     def augmentation(self, dp: DPTraining | None, *purpose: object) -> Augment | None:
         """Return what changes the images of a training at random; under DP its draws are as secret as the masks."""
-        return augment_of(self.training.changes, dp.draws if dp else lambda: self.shuffle(*purpose, "augment"))
+        return augment_of(self.training.changes, lambda: dp.uniform if dp else self.shuffle(*purpose, "augment"))
 
     def replay_sampler(self, request: RunRequest) -> ReplaySampler | None:
         """Return a sampler of the replayed examples in every batch; None without replay.

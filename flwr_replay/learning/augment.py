@@ -25,6 +25,7 @@ from torch import Tensor
 __all__ = ["Augment", "augment_of", "augmented", "changed"]
 
 Augment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Uniform = Callable[[int, int], Tensor]  # from examples and numbers to (examples, numbers) in [0, 1), float32
 
 DEGREES = 15.0
 SHIFT = 0.1  # of height and of width
@@ -33,7 +34,9 @@ RATIO = 4 / 3  # of height to width, and the other way round
 DRAWS = 7  # angle, right, down, area, ratio, top, left
 
 
-def augmented(x_BCHW: Tensor, y_B: Tensor, changes: Sequence[str], rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def augmented(
+    x_BCHW: Tensor, y_B: Tensor, changes: Sequence[str], rng: torch.Generator | Uniform
+) -> tuple[Tensor, Tensor]:
     """Change each image at random, and masks with their images; other labels stay.
 
     Parameters
@@ -44,22 +47,23 @@ def augmented(x_BCHW: Tensor, y_B: Tensor, changes: Sequence[str], rng: torch.Ge
         Labels, (B,), or masks, (B, H, W).
     changes : sequence of str
         flip, rot90, rotate, shift, crop, as in `TrainingConfig.changes`.
-    rng : torch.Generator
-        On the CPU. Every image takes as many draws, whatever it shows.
+    rng : torch.Generator or Uniform
+        On the CPU. Every image takes as many draws, whatever it shows. A generator has 32 bits of its seed, which can
+        be tried out: secret draws come from a `Uniform`.
     """
     masks = y_B.ndim == 3
     if "flip" in changes:
-        flipped = torch.rand((len(x_BCHW), 1, 1, 1), generator=rng) < 0.5
+        flipped = _drawn(rng, len(x_BCHW), 1)[..., None, None] < 0.5
         x_BCHW = torch.where(flipped.to(x_BCHW.device), x_BCHW.flip(3), x_BCHW)
         y_B = torch.where(flipped[:, 0].to(y_B.device), y_B.flip(2), y_B) if masks else y_B
     if "rot90" in changes:
-        turns = torch.randint(4, (len(x_BCHW), 1, 1, 1), generator=rng)
+        turns = _drawn(rng, len(x_BCHW), 1, among=4)[..., None, None]
         for turn in (1, 2, 3):
             x_BCHW = torch.where((turns == turn).to(x_BCHW.device), x_BCHW.rot90(turn, (2, 3)), x_BCHW)
             y_B = torch.where((turns == turn)[:, 0].to(y_B.device), y_B.rot90(turn, (1, 2)), y_B) if masks else y_B
     if not {"rotate", "shift", "crop"} & set(changes) or not len(x_BCHW):
         return x_BCHW, y_B
-    draws = torch.rand((len(x_BCHW), DRAWS), generator=rng).tolist()
+    draws = _drawn(rng, len(x_BCHW), DRAWS).tolist()
     x_BCHW = torch.stack([_moved(x_CHW, one, changes) for x_CHW, one in zip(x_BCHW, draws, strict=True)])
     if masks:
         y_B = torch.stack(
@@ -68,7 +72,7 @@ def augmented(x_BCHW: Tensor, y_B: Tensor, changes: Sequence[str], rng: torch.Ge
     return x_BCHW, y_B
 
 
-def augment_of(changes: Sequence[str], draws: Callable[[], torch.Generator]) -> Augment | None:
+def augment_of(changes: Sequence[str], draws: Callable[[], torch.Generator | Uniform]) -> Augment | None:
     """Return what changes the batches of one training, with a generator from `draws`; None if there are no changes."""
     return partial(augmented, changes=changes, rng=draws()) if changes else None
 
@@ -76,6 +80,15 @@ def augment_of(changes: Sequence[str], draws: Callable[[], torch.Generator]) -> 
 def changed(batches: Iterator[tuple[Tensor, Tensor]], augment: Augment | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield every batch of images and labels, changed at random; None: as it is."""
     return (augment(x_B, y_B) for x_B, y_B in batches) if augment else batches
+
+
+def _drawn(rng: torch.Generator | Uniform, examples: int, numbers: int, among: int = 0) -> Tensor:
+    """Draw numbers in [0, 1), or whole numbers below `among`."""
+    if isinstance(rng, torch.Generator):
+        shape = (examples, numbers)
+        return torch.randint(among, shape, generator=rng) if among else torch.rand(shape, generator=rng)
+    drawn = rng(examples, numbers)
+    return (drawn * among).long() if among else drawn
 
 
 def _moved(image_CHW: Tensor, draws: Sequence[float], changes: Sequence[str], mask: bool = False) -> Tensor:

@@ -1,6 +1,7 @@
 """Random changes of training images: what they may do, who may use them, and that batches of one's own are used."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from flwr_replay.config.compose import compose, overrides_of, to_yaml
 from flwr_replay.config.sections import CHANGES
 from flwr_replay.errors import ConfigError
 from flwr_replay.institution.budget import DPTraining
+from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.learner import Learner
 from flwr_replay.institution.node import institution_of
-from flwr_replay.learning.augment import augmented
+from flwr_replay.learning.augment import DRAWS, augmented
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.secret import Stream
@@ -174,11 +176,14 @@ def test_an_example_is_one_clipped_gradient_however_it_is_changed(changes):
 
 def test_under_dp_the_draws_are_of_the_secret_stream_and_an_empty_batch_stays_one():
     cost = SampledGaussian(0.5, 1.0, 4)
-    draws = [DPTraining(1.0, cost, Stream(bytes([key]) * 32)).draws() for key in (1, 1, 2)]
-    x = torch.rand(20, 1, 8, 8, generator=rng())
-    one, two, other = (augmented(x, blank(x), CHANGES, drawn)[0] for drawn in draws)
+    trainings = [DPTraining(1.0, cost, Stream(bytes([key]) * 32)) for key in (1, 1, 2)]
+    x, client = torch.rand(20, 1, 8, 8, generator=rng()), SimpleNamespace(training=SimpleNamespace(changes=CHANGES))
+    one, two, other = (InstitutionClient.augmentation(client, dp)(x, blank(x))[0] for dp in trainings)
     assert torch.equal(one, two)
     assert not torch.equal(one, other)
+    plain = Stream(bytes([1]) * 32)
+    plain.uniform(20 * (1 + 1 + DRAWS))  # not 32 bits of it, which could be tried out
+    assert torch.equal(trainings[0].stream.uniform(3), plain.uniform(3))
     assert images_of(x[:0], CHANGES).shape == x[:0].shape
 
 
