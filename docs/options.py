@@ -41,7 +41,8 @@ than it is.
 
 ## Commands
 
-`flwr-replay compare` takes `seeds=` as an option besides. Commands exit with 0; with 1 if some runs of several failed;
+`flwr-replay compare` takes `seeds=` besides: `seeds=31` is 31 seeds, 0 to 30, and `seeds=31,` is seed 31 alone.
+Commands exit with 0; with 1 if some runs of several failed;
 with 2 after a mistake of the user's, which is said in one line.
 """
 

@@ -31,6 +31,7 @@ OF_DISKS = {  # the error of a fault, and the steps that fail once it has struck
     "full": (errno.ENOSPC, {"os.mkdir", "fsync", "write"}),
     "no more files": (errno.ENOSPC, {"open", "os.link", "os.mkdir"}),  # its inodes are used up
     "read-only": (errno.EROFS, {*STEPS} - {"fcntl.flock"}),
+    "forbidden": (errno.EACCES, {*STEPS} - {"fcntl.flock", "fsync", "write"}),  # its owner changed; reading fails, too
 }
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 PATCHED = (atomic, disk, lines, institution_state, latents)  # all modules that open files for writing
@@ -43,7 +44,7 @@ class Fault:
     Attributes
     ----------
     kind : str
-        "" | kill | full | no more files | read-only.
+        "" | kill | full | no more files | read-only | forbidden.
     at : int
         The step of a kill; a disk fails at the first step from here on that its fault concerns, and at all later ones.
     share : float
@@ -123,6 +124,8 @@ def watch(shared: Shared, fault: Fault, place: Path) -> None:
         if event != "open":
             return event in STEPS
         writes = bool(arguments[2] & WRITING)
+        if fault.kind == "forbidden":
+            return writes or named(event, arguments).startswith(str(place))
         return writes and (fault.kind != "no more files" or not os.path.exists(arguments[0]))
 
     def hook(event: str, arguments: tuple) -> None:

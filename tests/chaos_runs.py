@@ -36,7 +36,7 @@ from flwr_replay.wire.ledger import ledger_lines
 GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior.width=4", "prior.layers=1"]
 NAME = "one"  # of every run
 DELIVERED = re.compile(r"(/codes-\d+|/decoder-\d+|/pictures/prior)-\d{6}")  # again to all when a run resumes
-KINDS = ("kill", "full", "no more files", "read-only")  # of faults
+KINDS = ("kill", "full", "no more files", "read-only", "forbidden")  # of faults
 NONE = Fault()
 LONGEST = 240  # seconds of a run
 
